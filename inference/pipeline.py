@@ -38,7 +38,7 @@ class StepSpec(msgspec.Struct, frozen=True):
 
     name: str
     model: str = ""
-    """``module:Class`` or ``onnx:PATH``; empty if another deployment computes the step."""
+    """As a deployment's ``model``, but for language models; empty if another deployment computes the step."""
     deployment: str = ""
     """Name of the deployment that computes the step (placement ``graph`` only)."""
     options: dict[str, Any] = {}

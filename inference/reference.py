@@ -31,6 +31,7 @@ PATH_KINDS: Final = {
     "hf": "hf:models/bge-small",
     "onnx": "onnx:models/head.onnx",
     "pytriton": "pytriton:server.py",
+    "torch": "torch:models/head.pt2",
 }
 """An example for each kind of reference that is made into a `Model` from a path."""
 

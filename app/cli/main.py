@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import app
 from app.cli.bench.options import add_bench_command
 from app.cli.health import default_url, health_status
+from app.cli.init import KINDS, write_template
 from app.cli.keys import add_key_commands
 from app.cli.options import add_set_option, config_flags
 from app.cli.plan.options import add_plan_command
@@ -51,11 +52,16 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument(
         "what",
         metavar="CONFIG | MODULE:CLASS | KIND:PATH",
-        help="a YAML file, or a model such as my.models:Scale, onnx:head.onnx, hf:FOLDER or pytriton:server.py",
+        help="a YAML file, or a model such as my.models:Scale, onnx:head.onnx, torch:head.pt2, hf:FOLDER or "
+        "pytriton:server.py",
     )
     serve.add_argument("--host", help="address to listen on")
     serve.add_argument("--port", type=int, help="port to listen on; 0: any free port")
     serve.add_argument("--workers", type=int, help="number of gateway processes")
+    serve.add_argument(
+        "--reload", action="store_true",
+        help="for development: reload a model when its code, its file or its configuration changes",
+    )  # fmt: skip
     add_set_option(serve)
     serve.set_defaults(run=_serve)
 
@@ -76,6 +82,11 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--port", type=int)
     add_set_option(check)
     check.set_defaults(run=_check)
+
+    init = commands.add_parser("init", help="write a folder to begin with: a model, a configuration, a test")
+    init.add_argument("kind", metavar="KIND", choices=KINDS, help=f"one of {', '.join(KINDS)}")
+    init.add_argument("folder", nargs="?", type=Path, metavar="FOLDER", help="default: one named as the kind")
+    init.set_defaults(run=_init)
 
     status = commands.add_parser("status", help="show the models of a running server, and their states")
     _add_url(status)
@@ -137,14 +148,28 @@ def _serve(options: argparse.Namespace) -> int:
     import asyncio
 
     from app.cli.scripts import load_with_scripts
+    from app.config.schema import is_model_reference
     from app.supervisor.supervisor import Supervisor
     from app.telemetry.logs import set_up_logging
 
-    config, user_paths, warnings = load_with_scripts(options.what, flags=config_flags(options))
+    flags = config_flags(options)
+    config, user_paths, warnings = load_with_scripts(options.what, flags=flags)
     set_up_logging(config.server.log_format)
     for warning in warnings:
         logging.getLogger("headwater").warning("%s", warning)
     announce = _announcer(config)
+    if options.reload:
+        if config.cluster is not None:
+            raise CommandError("--reload: expected replicas on this machine, got the section `cluster`; remove one")
+        # Bytecode is found by the source's size and second: that of an edit within the same second would be stale.
+        os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+
+        def reread() -> Config:
+            return load_with_scripts(options.what, flags=flags)[0]
+
+        file = None if is_model_reference(options.what) else Path(options.what)
+        supervisor = Supervisor(config, user_paths, announce, reread, file)
+        return asyncio.run(supervisor.run())
     if config.cluster is None:
         return asyncio.run(Supervisor(config, user_paths, announce).run())
     from app.cluster.gateway import serve_gateway
@@ -188,6 +213,14 @@ def _check(options: argparse.Namespace) -> int:
     from app.cli.check import check
 
     return check(options.what, as_json=options.json, flags=config_flags(options))
+
+
+def _init(options: argparse.Namespace) -> int:
+    folder = options.folder or Path(options.kind)
+    for path in write_template(options.kind, folder):
+        print(path)
+    print(f"next: cd {folder}, and see README.md")
+    return 0
 
 
 def _status(options: argparse.Namespace) -> int:

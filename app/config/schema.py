@@ -66,12 +66,13 @@ class Deployment(Section):
     """One served name."""
 
     model: sections.ModelReference | None = None
-    """``module:Class`` of an `inference.Model`, ``onnx:PATH`` of an ONNX file, ``hf:PATH`` of a Hugging Face folder,
-    ``lm:PATH`` or ``lm:PACKAGE:PATH`` of a language model's folder, ``vllm:PATH`` or ``vllm:PACKAGE:PATH`` of one that
-    vLLM computes. Either this or ``pipeline``."""
+    """``module:Class`` of an `inference.Model`, ``module:function``, a kind and a path such as ``onnx:PATH``
+    (`inference.reference.PATH_KINDS`), ``lm:PATH`` or ``lm:PACKAGE:PATH`` of a language model's folder, ``vllm:PATH``
+    or ``vllm:PACKAGE:PATH`` of one that vLLM computes. Either this or ``pipeline``."""
     pipeline: Pipeline | None = None
     options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the class's constructor, or of a language model's engine; for vLLM `VllmOptions`."""
+    """Keyword arguments of the class's constructor, or of a language model's engine; a function's tensors; for vLLM
+    `VllmOptions`."""
     batching: sections.Batching = Field(default_factory=sections.Batching)
     timeout_s: sections.PositiveSeconds = 30
     """A request's deadline, queueing included; a request may ask for less."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
 
-__all__ = ["FileWatch"]
+__all__ = ["POLL_S", "FileWatch"]
 
 POLL_S: Final = 0.25
 
@@ -21,14 +21,22 @@ class FileWatch:
         paths: the files; construct the watch before reading them for the first time.
     """
 
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self._paths = paths
-        self._seen = list(map(_state, paths))
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self._seen = {path: _state(path) for path in paths}
+
+    def changed(self) -> set[Path]:
+        """The files that were changed, created or removed since the last call."""
+        before, self._seen = self._seen, {path: _state(path) for path in self._seen}
+        return {path for path, state in self._seen.items() if state != before[path]}
 
     def has_changed(self) -> bool:
         """Whether any file was changed, created or removed since the last call."""
-        before, self._seen = self._seen, list(map(_state, self._paths))
-        return self._seen != before
+        return bool(self.changed())
+
+    def watch(self, paths: Iterable[Path], since_s: float) -> None:
+        """Watch these files instead. Changes of those that were watched already are not lost; another one counts as
+        changed if it was after ``since_s``, on the clock of `time.time`."""
+        self._seen = {path: self._seen.get(path) or _state_since(path, since_s) for path in paths}
 
     async def run(self, on_change: Callable[[], None]) -> None:
         """Poll until cancelled, and call ``on_change`` after each change."""
@@ -36,6 +44,12 @@ class FileWatch:
             await asyncio.sleep(POLL_S)
             if self.has_changed():
                 on_change()
+
+
+def _state_since(path: Path, since_s: float) -> tuple[int, ...]:
+    """A file's state; that of no file if it changed later."""
+    state = _state(path)
+    return () if len(state) > 1 and state[-1] > since_s * 1e9 else state
 
 
 def _state(path: Path) -> tuple[int, ...]:

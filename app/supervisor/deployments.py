@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from app.config.overlay import FIELD, check_allowed, lay_over, parse_overlay
 from app.config.schema import Config, Deployment
@@ -72,6 +72,10 @@ class Deployments:
         for problem in runtime_dir_problems(proposed.server, proposed.all_deployments()):
             raise BadRequest(f"{FIELD}: {problem}", field=FIELD)
         return proposed.deployments[name]
+
+    def rebase(self, deployments: Mapping[str, Deployment]) -> None:
+        """Take these as the deployments that the server's own configuration names; none of them changes yet."""
+        self._first = self._first.model_copy(update={"deployments": dict(deployments)})
 
     def is_alike(self, name: str, config: Deployment) -> bool:
         """Whether replicas of both configurations can serve beside each other."""

@@ -71,6 +71,8 @@ class Host:
         """The instance's folder, which is made before anything is launched."""
         self.replicas: dict[str, ReplicaHandle] = {}
         """All replicas that have not ended, by id."""
+        self.imported: dict[str, set[str]] = {}
+        """The files of the user's modules that replicas have imported, by deployment."""
         self.stopping = asyncio.Event()
         self.status = 0
         """The server's exit status."""
@@ -133,6 +135,7 @@ class Host:
         exited = self.follow(replica.start(), f"the guardian of {replica.id}", replica)
         replica.exited = self.spawn(replica.follow(exited))
         self.replicas[replica.id] = replica
+        replica.ready.add_done_callback(lambda _: self.imported.setdefault(name, set()).update(replica.imported))
         replica.exited.add_done_callback(lambda _: self.replicas.pop(replica.id))
         return replica
 

@@ -37,26 +37,35 @@ class Lifecycle:
         self._busy: dict[str, str] = {}
         """The command under way, by model."""
 
-    async def answer(self, command: Command) -> CommandAnswer:
-        """Carry out a command. An error is in the answer."""
+    async def answer(
+        self, command: Command, section: Deployment | None = None, why: str = "at an operator's request"
+    ) -> CommandAnswer:
+        """Carry out a command. An error is in the answer.
+
+        Args:
+            command: what to do.
+            section: of a load or reload: the deployment's new configuration, which needs no permission.
+            why: for the log.
+        """
         actions = {"load": self._load, "unload": self._unload, "reload": self._reload}
         name = command.model
-        config = command.arguments.get("config")
+        text, config = command.arguments.get("config"), section
         base = self._deployments.base_of(name) if self._is_free(name) else None
         if base is not None:
             return await self._answer_on_adapter(command, base)
         began = time.monotonic()
         try:
             # An unknown name may be loaded with a configuration of its own.
-            is_new = command.action == "load" and config is not None and self._is_free(name)
+            is_new = command.action == "load" and self._is_free(name) and (section or text) is not None
             is_scale = command.action == "scale"
             sets, graph = ([], None) if is_new else self._find(name, is_scale=is_scale)
             with self._alone(command.action, name, sets):
                 addition = ""
+                if config is None and text is not None:
+                    config = self._deployments.proposed(name, text)
                 if config is not None:
-                    config = self._deployments.proposed(name, config)
                     addition = f", with a configuration that sets {', '.join(sorted(config.model_fields_set))}"
-                logger.info("%s: %s, at an operator's request%s", name, command.action, addition)
+                logger.info("%s: %s, %s%s", name, command.action, why, addition)
                 if is_scale:
                     retired = await sets[0].scale(ReplicaBounds.model_validate(command.arguments))
                 else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
 
 from app.config.schema import Config
 from app.control.load import together
@@ -15,6 +16,7 @@ from app.supervisor.deployments import Deployments
 from app.supervisor.handle import ReplicaHandle
 from app.supervisor.host import Host, until
 from app.supervisor.lifecycle import Lifecycle
+from app.supervisor.reloader import Reloader
 from app.supervisor.starter import REPLICA_END_TIMEOUT_S
 from app.telemetry.observer import ReplicaView
 from inference.errors import Problem
@@ -30,6 +32,8 @@ class Orchestrator:
         host: starts replicas.
         control: has the gateway workers' loads.
         on_utilization: see `Autoscaler`.
+        read: reads the configuration again, to reload what has changed; None: nothing is watched.
+        config_file: the file that it is read from, if there is one.
     """
 
     def __init__(
@@ -38,6 +42,8 @@ class Orchestrator:
         host: Host,
         control: ControlServer,
         on_utilization: Callable[[Mapping[str, float]], None] = lambda shares: None,
+        read: Callable[[], Config] | None = None,
+        config_file: Path | None = None,
     ) -> None:
         self.deployments = Deployments(config, host)
         self._config = config
@@ -48,6 +54,8 @@ class Orchestrator:
         self._autoscaler = Autoscaler(
             self.sets, lambda: together(control.loads()), self._lifecycle.is_busy, host, on_utilization
         )
+
+        self._reloader = None if read is None else Reloader(read, config_file, self.deployments, self._lifecycle, host)
 
     async def prepare(self) -> None:
         """See `app.supervisor.front.Backend`: routes are known."""
@@ -62,6 +70,8 @@ class Orchestrator:
             if not replicas.is_set_aside:
                 replicas.start((running or {}).get(name, ()))
         self._host.spawn(self._autoscaler.run())
+        if self._reloader is not None:
+            self._host.spawn(self._reloader.run())
 
     async def end(self, is_hurried: Callable[[], bool]) -> None:
         """End all replicas, orderly if there is time."""
@@ -84,7 +94,7 @@ class Orchestrator:
     @property
     def failure(self) -> str:
         """Why no deployment serves any more: all have FAILED by themselves. Empty: some serve, or may yet."""
-        if not all(map(self._has_given_up, self.deployments.config.deployments)):
+        if self._reloader is not None or not all(map(self._has_given_up, self.deployments.config.deployments)):
             return ""
         served = [self.sets.get(name) or self._graphs[name] for name in self.deployments.config.deployments]
         return "; ".join(f"{one.name}: {one.failure or one.reason}" for one in served)

@@ -81,6 +81,8 @@ class ReplicaProcess:
         self.token = secrets.token_urlsafe(24)
         self.signature: Signature | None = None
         self.facts: dict[str, str] = {}
+        self.imported: list[str] = []
+        """The files of the user's modules, once it is ready or has failed."""
         self.batch_limit = 0
         self.reason = ""
         self.is_permanent = False
@@ -324,6 +326,7 @@ class ReplicaProcess:
             logger.info("%s: %s", self.id, status.text)
             self._on_progress(status.text)
         elif status.event == "ready":
+            self.imported = status.imported
             self.signature = msgspec.convert(status.signature, Signature)
             self.facts = status.facts
             if not self.ready.done():
@@ -332,6 +335,7 @@ class ReplicaProcess:
             self.batch_limit = status.batch_limit
             logger.warning("%s: %s", self.id, status.text)
         elif status.event == "failed":
+            self.imported = status.imported
             self.reason = status.text
             self.is_permanent = status.is_permanent
             self._cause = status.cause

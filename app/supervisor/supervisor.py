@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from app.config.schema import Config
 from app.control.server import ControlServer
@@ -22,6 +23,8 @@ class Supervisor(Front):
         config: what to serve.
         user_paths: put first on every replica's ``sys.path``.
         on_serving: see `Front`.
+        read: reads the configuration again, to reload what has changed; None: nothing is watched.
+        config_file: the file that it is read from, if there is one.
     """
 
     def __init__(
@@ -29,8 +32,12 @@ class Supervisor(Front):
         config: Config,
         user_paths: tuple[str, ...],
         on_serving: Callable[[str, list[tuple[str, Signature | None, str]]], None],
+        read: Callable[[], Config] | None = None,
+        config_file: Path | None = None,
     ) -> None:
         control = ControlServer(lambda command: self.orchestrator.answer(command))
         host = Host(ReplicaMemory.of(config.server), user_paths, control.drain, lambda: self.on_change())
-        self.orchestrator = Orchestrator(config, host, control, lambda shares: self.observer.see_utilization(shares))
+        self.orchestrator = Orchestrator(
+            config, host, control, lambda shares: self.observer.see_utilization(shares), read, config_file
+        )
         super().__init__(config, on_serving, control, host, self.orchestrator)

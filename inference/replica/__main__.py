@@ -24,6 +24,7 @@ import msgspec
 from inference import tuning
 from inference.environment import package_versions, require
 from inference.errors import LoadError, ModelError, is_permanent, text_for_clients
+from inference.replica.imported import imported_files
 from inference.runtime.watchdog import WATCHDOG_FILE, WatchCall, Watchdog
 from inference.tuning import keep_freed_memory
 from inference.wire.handshake import ReplicaSpec, ReplicaStatus
@@ -58,7 +59,7 @@ def main() -> None:
         status = failure_of(error)
         if not status.is_permanent and (not isinstance(error, ModelError) or error.__cause__ is not None):
             traceback.print_exc()  # shows where in the user's code the error arose
-        report(status)
+        report(msgspec.structs.replace(status, imported=imported_files(spec.user_paths, error)))
         sys.stderr.flush()
         os._exit(1)
 
@@ -114,7 +115,8 @@ def _serve(
     if len(msgspec.json.encode(signature.example)) > LARGE_EXAMPLE_BYTES:  # too long to show; the warm-up has used it
         signature = msgspec.structs.replace(signature, example=None)
     facts = {"device": served.device, **package_versions()}
-    report(ReplicaStatus("ready", signature=msgspec.to_builtins(signature), facts=facts))
+    imported = imported_files(spec.user_paths)
+    report(ReplicaStatus("ready", signature=msgspec.to_builtins(signature), facts=facts, imported=imported))
 
     stop.wait()
     served.unload()

@@ -7,13 +7,16 @@ import shutil
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from inference.errors import LoadError, Problem, ReplicaError
 from inference.model import Model
 from inference.signature import Signature
 
-__all__ = ["check_compiled", "compile_modules", "compiler_problem"]
+__all__ = ["COMPILE", "check_compiled", "compile_modules", "compiler_problem"]
+
+COMPILE: Final = "compile"
+"""The option of every `Model` whose constructor doesn't take one of this name."""
 
 
 def compile_modules(model: Model, signature: Signature, device: str, sizes: Sequence[int]) -> Sequence[int]:

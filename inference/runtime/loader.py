@@ -7,18 +7,16 @@ import inspect
 import pkgutil
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from types import ModuleType
-from typing import Any, Final
+from types import FunctionType, ModuleType
+from typing import Any
 
 from inference.environment import line_of, problem_of
 from inference.errors import LoadError, Problem, did_you_mean
 from inference.model import Model
 from inference.reference import kind_and_path
+from inference.runtime.compiled import COMPILE
 
-__all__ = ["COMPILE", "asks_compile", "construct", "import_for", "load_class", "load_model", "wrong_options"]
-
-COMPILE: Final = "compile"
-"""The option of every `Model` whose constructor doesn't take one of this name; see `inference.runtime.compiled`."""
+__all__ = ["asks_compile", "construct", "import_for", "load_class", "load_model", "wrong_options"]
 
 
 def load_class(reference: str) -> type[Model]:
@@ -27,6 +25,11 @@ def load_class(reference: str) -> type[Model]:
     Raises:
         ReplicaError: the module can't be imported, or has no such model; the message says why and how to fix it.
     """
+    return _checked_class(reference, _find(reference))
+
+
+def _find(reference: str) -> object:
+    """What ``module:Class`` names, and raises as `load_class`."""
     title = f"model {reference}"
     module_name, separator, class_name = reference.partition(":")
     if not separator or not module_name or not class_name:
@@ -40,6 +43,12 @@ def load_class(reference: str) -> type[Model]:
         file = getattr(module, "__file__", None) or module.__name__
         reason = f"{file} has no {class_name}; {names}{did_you_mean(class_name, models)}"
         raise LoadError(Problem(title, reason, fix))
+    return found
+
+
+def _checked_class(reference: str, found: object) -> type[Model]:
+    """What a reference names, if it is a model's class."""
+    title, class_name = f"model {reference}", reference.rpartition(":")[2]
     if not inspect.isclass(found) or not issubclass(found, Model):
         if callable(found) and not inspect.isclass(found):
             reason = f"expected a class derived from inference.Model, got the function {class_name}"
@@ -122,8 +131,8 @@ def load_model(reference: str, options: Mapping[str, Any], search: Sequence[str]
     """Make the model that a configuration names, not yet loaded.
 
     Args:
-        reference: ``module:Class``, or one of `PATH_KINDS` with its path.
-        options: keyword arguments of the constructor.
+        reference: ``module:Class``, ``module:function``, or one of `PATH_KINDS` with its path.
+        options: keyword arguments of the constructor; of a function and of a path, what its kind knows.
         search: folders in which a relative path is looked for, besides the working folder.
 
     Raises:
@@ -142,7 +151,16 @@ def load_model(reference: str, options: Mapping[str, Any], search: Sequence[str]
         from inference.runtime import hf_model
 
         return hf_model.open_model(path, options, search)
-    return construct(load_class(reference), options)
+    if kind == "torch":
+        from inference.runtime.torch_model import open_model as open_torch
+
+        return open_torch(path, options, search)
+    found = _find(reference)
+    if type(found) is FunctionType:  # not what only claims to be one, as decorators' objects do
+        from inference.runtime.function_model import open_function
+
+        return open_function(reference, found, options)
+    return construct(_checked_class(reference, found), options)
 
 
 def _missing_module(title: str, wanted: str, error: ModuleNotFoundError) -> Problem:

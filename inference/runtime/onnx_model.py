@@ -10,9 +10,11 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from inference.errors import BadInput, BadOutput, DeclarationError, LoadError, Problem
+from inference.errors import BadInput, DeclarationError, LoadError, Problem
 from inference.model import Model, Tensor
 from inference.reference import find_path
+from inference.runtime.tensor_options import check_names, new_names, served_name
+from inference.runtime.values import joined_runs
 from inference.wire.arrays import Array, as_objects
 
 __all__ = ["OnnxModel", "open_model"]
@@ -73,9 +75,9 @@ class OnnxModel(Model):
         # Opened without optimization, only to read its declarations; `load` opens it again for the device.
         session = self._open([CPU], optimize=False)
         taken, given = session.get_inputs(), session.get_outputs()
-        new_names = self._checked_names(rename, [node.name for node in (*taken, *given)])
-        self._inputs = self._ports("input", taken, new_names)
-        self._outputs = self._ports("output", given, new_names)
+        named = new_names(self._title, rename, [node.name for node in (*taken, *given)])
+        self._inputs = self._ports("input", taken, named)
+        self._outputs = self._ports("output", given, named)
         self._row_by_row = any(port.takes_one_row for port in (*self._inputs, *self._outputs))
         # Other models declare these in their class; here the file does.
         self.inputs = tuple(port.tensor for port in self._inputs)  # type: ignore[misc]
@@ -127,7 +129,8 @@ class OnnxModel(Model):
                 for row in range(rows)
             ]
             results = [
-                _joined(port, pieces) for port, pieces in zip(self._outputs, zip(*singles, strict=True), strict=True)
+                joined_runs(port.tensor.name, pieces, [1] * rows)
+                for port, pieces in zip(self._outputs, zip(*singles, strict=True), strict=True)
             ]
         return {port.tensor.name: _taken(port, array) for port, array in zip(self._outputs, results, strict=True)}
 
@@ -155,26 +158,12 @@ class OnnxModel(Model):
         except Exception as error:  # its errors have no common base class
             raise self._error(*_unreadable(str(error), onnxruntime.__version__)) from error
 
-    def _checked_names(self, rename: object, known: Sequence[str]) -> Mapping[str, str]:
-        if rename is None:
-            return {}
-        where = "options.rename"
-        if not isinstance(rename, Mapping):
-            raise self._error(
-                f"{where}: expected a mapping of name in the file to name in requests, got {rename!r}",
-                f"write it such as `rename: {{{known[0]!r}: x}}`",
-            )
-        for name in rename:
-            if name not in known:
-                raise self._error(f"{where}: the file has no {name!r}; it has {', '.join(known)}", "correct the name")
-        return rename
-
-    def _ports(self, kind: str, nodes: Sequence[Any], new_names: Mapping[str, str]) -> list[_Port]:
+    def _ports(self, kind: str, nodes: Sequence[Any], named: Mapping[str, str]) -> list[_Port]:
         if not nodes:
             raise self._error(f"it has no {kind}s, expected at least one", f"export it with the {kind}s as arguments")
         ports: dict[str, _Port] = {}
         for node in nodes:
-            port = self._port(kind, node, new_names)
+            port = self._port(kind, node, named)
             other = ports.setdefault(port.tensor.name, port)
             if other is not port:
                 raise self._error(
@@ -183,7 +172,7 @@ class OnnxModel(Model):
                 )
         return list(ports.values())
 
-    def _port(self, kind: str, node: Any, new_names: Mapping[str, str]) -> _Port:
+    def _port(self, kind: str, node: Any, named: Mapping[str, str]) -> _Port:
         where = f"{kind} {node.name!r}"
         match = re.fullmatch(r"tensor\((\w+)\)", node.type)
         datatype = _DATATYPES.get(match[1]) if match is not None else None
@@ -205,7 +194,7 @@ class OnnxModel(Model):
                 "export it with that dimension dynamic: torch.onnx.export's dynamic_shapes or dynamic_axes",
             )
         dims = [dim if isinstance(dim, int) else -1 for dim in others]
-        name = new_names.get(node.name, _served_name(node.name))
+        name = named.get(node.name, served_name(node.name))
         try:
             tensor = Tensor(name, datatype, dims or [1])
         except DeclarationError as error:
@@ -222,10 +211,7 @@ def open_model(path: str, options: Mapping[str, Any], search: Sequence[str] = ()
         LoadError: there is no such file, or no such option, or the file can't be served.
     """
     title = f"model onnx:{path}"
-    for name in options:
-        if name != "rename":
-            reason = f"unknown option {name!r}; its options are rename"
-            raise LoadError(Problem(title, reason, f"correct or remove `options.{name}`"))
+    check_names(title, options, ["rename"])
     return OnnxModel(find_path(title, path, search, "file"), **options)
 
 
@@ -252,11 +238,6 @@ def _threads() -> int:
     return int(first) if first.isdecimal() else 0
 
 
-def _served_name(onnx_name: str) -> str:
-    name = re.sub(r"[^A-Za-z0-9_.-]+", "_", onnx_name)
-    return name if re.match(r"[A-Za-z_]", name) else f"_{name}"
-
-
 def _description(path: Path, meta: Any) -> str:
     text = str(meta.description or meta.graph_description).strip()
     return text or f"The ONNX file {path.name}" + (f", made by {meta.producer_name}." if meta.producer_name else ".")
@@ -281,21 +262,6 @@ def _decoded(name: str, array: Array) -> Array:
                 f"input {name!r}{row}: expected UTF-8, got byte 0x{element[error.start]:02x} at position {error.start}"
             ) from error
     return texts.reshape(array.shape)
-
-
-def _joined(port: _Port, pieces: Sequence[Array]) -> Array:
-    """One output for all rows, joined from runs of one row each."""
-    where = f"output {port.tensor.name!r}"
-    for piece in pieces:
-        if len(piece) != 1:
-            raise BadOutput(f"{where}: expected 1 row from a run of 1 row, got shape {list(piece.shape)}")
-    shapes = {piece.shape[1:] for piece in pieces}
-    if len(shapes) > 1:
-        shown = " and ".join(str(list(shape)) for shape in sorted(shapes)[:2])
-        raise BadOutput(
-            f"{where}: expected rows of one shape, got {shown}; set `batching.max_batch_size: 1`, or pad in the model"
-        )
-    return np.concatenate(pieces)
 
 
 def _taken(port: _Port, array: Array) -> Array:

@@ -17,11 +17,11 @@ from inference.signature import TensorSpec
 from inference.wire.arrays import NAMES, as_objects, fits, sent
 
 __all__ = [
-    "checked", "converted", "copied", "joined", "overlaps", "refuses_writes", "rows_of", "settled", "version_of",
+    "TORCH_NAMES", "checked", "converted", "copied", "joined", "joined_runs", "overlaps", "refuses_writes", "rows_of",
+    "settled", "version_of",
 ]  # fmt: skip
 
-
-_TORCH_NAMES: Final = {"bfloat16": "BF16", **{dtype.name: name for dtype, name in NAMES.items()}}
+TORCH_NAMES: Final = {"bfloat16": "BF16", **{dtype.name: name for dtype, name in NAMES.items()}}
 """Datatypes by the names of torch's types."""
 
 
@@ -36,7 +36,7 @@ def checked(spec: TensorSpec, value: Any, rows: int, *, where: str, source: str)
         value = np.array(value, dtype=object)
     if _is_torch(value):
         name = str(value.dtype).removeprefix("torch.")
-        datatype, shape = _TORCH_NAMES.get(name, name), tuple(value.shape)
+        datatype, shape = TORCH_NAMES.get(name, name), tuple(value.shape)
     elif isinstance(value, np.ndarray):
         if value.dtype.kind in "OSU":
             value, datatype = as_objects(value, where), "BYTES"
@@ -104,6 +104,26 @@ def joined(values: Sequence[Any]) -> Any:
     if _is_torch(values[0]):
         return sys.modules["torch"].cat(list(values))
     return np.concatenate(values)
+
+
+def joined_runs(name: str, pieces: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """One output of several runs of a file that takes only so many rows at once, joined by rows.
+
+    Raises:
+        BadOutput: a run gave another number of rows than it got, or rows differ in shape.
+    """
+    where = f"output {name!r}"
+    for piece, size in zip(pieces, sizes, strict=True):
+        if len(piece) != size:
+            rows = f"{size} row{'' if size == 1 else 's'}"
+            raise BadOutput(f"{where}: expected {rows} from a run of {rows}, got shape {list(piece.shape)}")
+    shapes = {tuple(piece.shape[1:]) for piece in pieces}
+    if len(shapes) > 1:
+        shown = " and ".join(str(list(shape)) for shape in sorted(shapes)[:2])
+        raise BadOutput(
+            f"{where}: expected rows of one shape, got {shown}; set `batching.max_batch_size: 1`, or pad in the model"
+        )
+    return joined(pieces)
 
 
 def overlaps(one: Any, other: Any) -> bool:

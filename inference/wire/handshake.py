@@ -55,6 +55,8 @@ class ReplicaStatus(msgspec.Struct, omit_defaults=True):
     """In ``ready``: an `inference.signature.Signature`."""
     facts: dict[str, str] = {}
     """In ``ready``: the device, and the versions of the relevant packages."""
+    imported: list[str] = []
+    """In ``ready`` and ``failed``: the files of the modules that it imported from the user's folders."""
     exit_status: int = 0
     """In ``ended``: the exit status, as in `subprocess.Popen.returncode`."""
     leftovers: list[str] = []

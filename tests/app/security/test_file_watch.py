@@ -57,3 +57,22 @@ def test_what_changed_before_the_first_look_is_seen(file: Path) -> None:
         task.cancel()
 
     asyncio.run(run())
+
+
+def test_other_files_may_be_watched_and_no_change_is_lost(file: Path, tmp_path: Path) -> None:
+    other, absent = tmp_path / "other", tmp_path / "absent"
+    watch = FileWatch([file])
+    file.write_text("three")
+    other.write_text("two")
+    watch.watch([file, other, absent], other.stat().st_ctime + 1)
+    absent.write_text("one")
+    assert watch.changed() == {file, absent}
+    watch.watch([other], 0)
+    file.write_text("five")
+    assert watch.changed() == set()
+
+
+def test_a_file_that_changed_before_it_was_watched_counts(file: Path) -> None:
+    watch = FileWatch([])
+    watch.watch([file], file.stat().st_ctime - 1)
+    assert [watch.changed(), watch.changed()] == [{file}, set()]

@@ -1,0 +1,226 @@
+"""A model that is a file of torch.export, an exported program: ``torch:PATH`` in a configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from inference.errors import DeclarationError, LoadError, Problem
+from inference.model import Model, Tensor
+from inference.runtime.tensor_options import new_names, served_name
+from inference.runtime.values import TORCH_NAMES, joined_runs
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["ExportedModel"]
+
+_EXPORT: str = (
+    "export it with that dimension dynamic: torch.export.export(..., dynamic_shapes={{{name!r}: {{0: ...}}}})"
+)
+
+
+class _Port(NamedTuple):
+    """One of the program's inputs or outputs."""
+
+    place: int
+    """Its index among the program's arguments or results, constants included."""
+    tensor: Tensor
+    is_flat: bool
+    """Whether the program's shape is [n], which is declared as [n, 1]."""
+
+
+class ExportedModel(Model):
+    """An exported program as a model, with the program's arguments and results.
+
+    The first dimension of each is the batch axis. If one is fixed to 1, or bounded, the program is run with so many
+    rows at most. Other dynamic dimensions vary between requests. A tensor of one dimension, [n], is declared as [1].
+    Inputs have the names of the arguments; outputs those of the keys of a dict, or ``output``, or ``output_0`` and so
+    on in a tuple. Results that are no tensors but constants are left out.
+
+    Args:
+        path: the file.
+        rename: maps names of inputs and outputs to names in requests.
+
+    Raises:
+        LoadError: torch can't read the file, or an input or output can't be served; the message names it.
+    """
+
+    arrays = "torch"
+    _program: torch.export.ExportedProgram | None
+    _net: torch.nn.Module
+
+    def __init__(self, path: Path, *, rename: Mapping[str, str] | None = None) -> None:
+        import torch
+
+        self._title = f"model torch:{path}"
+        try:
+            self._program = program = torch.export.load(path)
+        except Exception as error:  # its errors have no common base class
+            text = " ".join(str(error).split())[:300]
+            raise self._error(
+                f"torch {torch.__version__} can't read it: {type(error).__name__}: {text}",
+                "export it again with torch.export.save, if need be with this version of torch",
+            ) from error
+        nodes = {node.name: node.meta.get("val") for node in program.graph.nodes}
+        taken = [spec.arg for spec in program.graph_signature.input_specs if spec.kind.name == "USER_INPUT"]
+        given = [spec.arg for spec in program.graph_signature.output_specs if spec.kind.name == "USER_OUTPUT"]
+        in_names = [getattr(arg, "name", "") for arg in taken]
+        out_names = _result_names(program.call_spec.out_spec, len(given))
+        self._constants = [getattr(arg, "value", None) for arg in taken]
+        """What the program was exported with, for arguments that are no tensors."""
+        self._most: int | None = None
+        """How many rows one run takes at most; None: any number."""
+        self._batch: set[Any] = set()
+        """The symbols of the batch axis."""
+        self._named = new_names(self._title, rename, [name for name in (*in_names, *out_names) if name])
+        inputs = [
+            (place, name, nodes.get(name))
+            for place, (name, arg) in enumerate(zip(in_names, taken, strict=True))
+            if not hasattr(arg, "value")
+        ]
+        for _, name, value in inputs:
+            self._note_batch(f"input {name!r}", name, value)
+        self._inputs = [self._port("input", *one) for one in inputs]
+        self._outputs = [
+            self._port("output", place, name, nodes.get(arg.name))
+            for place, (name, arg) in enumerate(zip(out_names, given, strict=True))
+            if not hasattr(arg, "value")
+        ]
+        self._check_there("input", self._inputs)
+        self._check_there("output", self._outputs)
+        self._in_spec = program.call_spec.in_spec
+        # Other models declare these in their class; here the file does.
+        self.inputs = tuple(port.tensor for port in self._inputs)  # type: ignore[misc]
+        self.outputs = tuple(port.tensor for port in self._outputs)  # type: ignore[misc]
+        self.__doc__ = f"The exported program {path.name}."
+
+    def load(self, device: str) -> None:
+        """Move the program to a device."""
+        from torch.export.passes import move_to_device_pass
+
+        assert self._program is not None
+        self._net = move_to_device_pass(self._program, device).module()
+        self._program = None
+
+    def __call__(self, /, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Compute all outputs.
+
+        Raises:
+            BadOutput: in a program that takes a bounded number of rows, an output has not as many as went in, or rows
+                of several runs differ in shape.
+        """
+        arrays = [inputs[port.tensor.name] for port in self._inputs]
+        rows = len(arrays[0])
+        most = self._most or rows
+        if rows <= most:
+            results = self._run(arrays)
+        else:
+            starts = range(0, rows, most)
+            runs = [self._run([array[start : start + most] for array in arrays]) for start in starts]
+            sizes = [min(most, rows - start) for start in starts]
+            results = [
+                joined_runs(port.tensor.name, pieces, sizes)
+                for port, pieces in zip(self._outputs, zip(*runs, strict=True), strict=True)
+            ]
+        return {
+            port.tensor.name: result.reshape(-1, 1) if port.is_flat and result.ndim == 1 else result
+            for port, result in zip(self._outputs, results, strict=True)
+        }
+
+    def unload(self) -> None:
+        """Free the program."""
+        del self._net
+
+    def _run(self, arrays: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        from torch.utils import _pytree
+
+        leaves = list(self._constants)
+        for port, array in zip(self._inputs, arrays, strict=True):
+            leaves[port.place] = array.reshape(len(array)) if port.is_flat else array
+        args, kwargs = _pytree.tree_unflatten(leaves, self._in_spec)
+        results = _pytree.tree_leaves(self._net(*args, **kwargs), is_leaf=lambda value: value is None)
+        return [results[port.place] for port in self._outputs]
+
+    def _note_batch(self, where: str, name: str, value: Any) -> None:
+        """Check an input's first dimension, and note its symbol and bounds."""
+        first = _shape_of(value)[:1]
+        if not first:
+            return
+        size = first[0]
+        fix = _EXPORT.format(name=name)
+        if isinstance(size, int):
+            if size != 1:
+                raise self._error(
+                    f"{where}, shape: expected a batch axis of any size, or 1, as first dimension, got {size}", fix
+                )
+            self._most = 1
+            return
+        assert self._program is not None
+        symbol = size.node.expr
+        if not symbol.is_Symbol:
+            raise self._error(f"{where}, shape: expected a batch axis of any size, got {symbol}", fix)
+        self._batch.add(symbol)
+        bounds = self._program.range_constraints[symbol]
+        if bounds.lower > 2:  # torch.export says 2 where it means 0
+            reason = f"{where}, shape: expected a batch axis of any size, got at least {bounds.lower}"
+            raise self._error(reason, f"{fix}, without `min`")
+        if bounds.upper.is_Integer:
+            self._most = min(self._most or int(bounds.upper), int(bounds.upper))
+
+    def _port(self, kind: str, place: int, name: str, value: Any) -> _Port:
+        where = f"{kind} {name!r}"
+        datatype = TORCH_NAMES.get(str(getattr(value, "dtype", "")).removeprefix("torch."))
+        if datatype is None:
+            got = getattr(value, "dtype", type(value).__name__)
+            raise self._error(
+                f"{where}, type: expected a tensor of {', '.join(TORCH_NAMES)}, got {got}",
+                "export it with tensors of these types, if necessary with a cast in the model",
+            )
+        shape = _shape_of(value)
+        if not shape:
+            reason = f"{where}, shape: expected the batch axis as first dimension, got a scalar"
+            raise self._error(reason, "export it as [batch, ...]")
+        first, *others = shape
+        if kind == "output" and not (
+            (isinstance(first, int) and first == 1 == self._most)
+            or (not isinstance(first, int) and first.node.expr in self._batch)
+        ):
+            reason = f"{where}, shape: expected the batch axis as first dimension, got {first}"
+            raise self._error(reason, "export a model whose results have a row for each row of the inputs")
+        for dim in others:
+            if not isinstance(dim, int) and self._batch & dim.node.expr.free_symbols:
+                reason = f"{where}, shape: expected the batch axis as first dimension only, got {list(shape)}"
+                raise self._error(reason, "export a model whose rows don't depend on each other")
+        dims = [dim if isinstance(dim, int) else -1 for dim in others]
+        try:
+            tensor = Tensor(self._named.get(name, served_name(name)), datatype, dims or [1])
+        except DeclarationError as error:
+            raise self._error(f"{where}: {error}", f"name it in options: `rename: {{{name!r}: ...}}`") from error
+        return _Port(place, tensor, is_flat=not dims)
+
+    def _check_there(self, kind: str, ports: Sequence[_Port]) -> None:
+        if not ports:
+            raise self._error(f"it has no {kind}s that are tensors, expected at least one", "export it with some")
+
+    def _error(self, reason: str, fix: str) -> LoadError:
+        return LoadError(Problem(self._title, reason, fix))
+
+
+def _shape_of(value: Any) -> Sequence[Any]:
+    """A tensor's dimensions, ints or symbols; empty for anything else."""
+    return tuple(getattr(value, "shape", ()))
+
+
+def _result_names(spec: Any, count: int) -> list[str]:
+    """A name for each of a program's results: its keys in dicts, and its places in lists."""
+    from torch.utils import _pytree
+
+    paths, _ = _pytree.tree_flatten_with_path(_pytree.tree_unflatten(list(range(count)), spec))
+    names = []
+    for path, _ in paths:
+        parts = [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", "")))) for key in path]
+        name = "_".join(parts)
+        names.append(name if name and not name[0].isdigit() else "_".join(["output", *parts]))
+    return names

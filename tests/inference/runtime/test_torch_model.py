@@ -1,0 +1,216 @@
+"""Files of torch as models: what is read from the file, how it is run, and what is refused by name."""
+
+from __future__ import annotations
+
+import warnings
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.export import Dim
+
+from inference.errors import BadOutput, LoadError
+from inference.model import Model
+from inference.runtime.compiled import compile_modules
+from inference.runtime.loader import asks_compile, load_model
+from inference.signature import Signature
+
+pytestmark = pytest.mark.torch
+X = {"name": "x", "datatype": "FP32", "shape": [4]}
+Y = {"name": "y", "datatype": "FP32", "shape": [4]}
+
+
+class Net(torch.nn.Module):
+    """One of everything: a weight, a buffer, several inputs and outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 3)
+        self.register_buffer("shift", torch.ones(3))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+        scores = self.linear(x) * mask + self.shift
+        return {"scores": scores, "best": scores.argmax(-1)}
+
+
+class Apply(torch.nn.Module):
+    """Any function of tensors."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.function(x)
+
+
+def export(path: Path, module: torch.nn.Module, *arguments: torch.Tensor, shapes: Any = None) -> str:
+    torch.export.save(torch.export.export(module.eval(), arguments, dynamic_shapes=shapes), path)
+    return f"torch:{path}"
+
+
+def applied(path: Path, function: Callable[..., Any], rows: int = 4, shapes: Any = None) -> str:
+    return export(path, Apply(function), torch.ones(rows, 4), shapes=(shapes,) if shapes else None)
+
+
+def script(path: Path, function: Any) -> str:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        torch.jit.save(torch.jit.script(function), path)
+    return f"torch:{path}"
+
+
+def loaded(reference: str, **options: Any) -> Model:
+    model = load_model(reference, options)
+    model.load("cpu")
+    return model
+
+
+def failure(reference: str, **options: Any) -> str:
+    with pytest.raises(LoadError) as caught:
+        load_model(reference, options)
+    assert caught.value.problem.fix
+    return str(caught.value)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "model.pt2"
+
+
+def test_an_exported_programs_signature_is_the_files(file: Path) -> None:
+    batch = Dim("batch")
+    reference = export(file, Net(), torch.ones(4, 4), torch.ones(4, 3), shapes=({0: batch}, {0: batch}))
+    model = load_model(reference, {})
+    signature = Signature.of(model, name="net", max_batch_size=8)
+    assert [(one.name, one.datatype, one.shape) for one in signature.inputs] == [
+        ("x", "FP32", (4,)), ("mask", "FP32", (3,)),
+    ]  # fmt: skip
+    assert [(one.name, one.datatype, one.shape) for one in signature.outputs] == [
+        ("scores", "FP32", (3,)), ("best", "INT64", (1,)),
+    ]  # fmt: skip
+    assert signature.description == "The exported program model.pt2."
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7])
+@pytest.mark.parametrize("bound", [None, 3])
+def test_an_exported_program_answers_as_its_module(file: Path, rows: int, bound: int | None) -> None:
+    net, batch = Net(), Dim("batch", max=bound)
+    model = loaded(export(file, net, torch.ones(2, 4), torch.ones(2, 3), shapes=({0: batch}, {0: batch})))
+    x, mask = torch.randn(rows, 4), torch.randn(rows, 3)
+    with torch.no_grad():
+        outputs, expected = model(x=x, mask=mask), net(x, mask)
+    torch.testing.assert_close(outputs["scores"], expected["scores"])
+    assert outputs["best"].tolist() == expected["best"].reshape(-1, 1).tolist()
+
+
+def test_a_program_of_one_row_is_run_row_by_row(file: Path) -> None:
+    net = Net()
+    model = loaded(export(file, net, torch.ones(1, 4), torch.ones(1, 3)))
+    x, mask = torch.randn(5, 4), torch.randn(5, 3)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x=x, mask=mask)["scores"], net(x, mask)["scores"])
+
+
+def test_dimensions_that_vary_and_flat_inputs_are_declared_so(file: Path) -> None:
+    shapes = {0: Dim("batch"), 1: Dim("length")}
+    model = loaded(applied(file, lambda x: (x.sum(-1), [x * 2]), shapes=shapes))
+    assert [tuple(one.shape) for one in model.inputs] == [(-1,)]
+    assert [(one.name, tuple(one.shape)) for one in model.outputs] == [("output_0", (1,)), ("output_1_0", (-1,))]
+    assert model(x=torch.ones(2, 3))["output_0"].tolist() == [[3], [3]]
+    flat = loaded(export(file, Apply(lambda x: x + 1), torch.ones(3), shapes=(({0: Dim("batch")},))))
+    assert flat(x=torch.ones(2, 1))["output"].tolist() == [[2], [2]]
+
+
+def test_names_may_be_changed(file: Path) -> None:
+    reference = applied(file, lambda x: x * 2, shapes={0: Dim("batch")})
+    model = loaded(reference, rename={"output": "y", "x": "point"})
+    assert model(point=torch.ones(1, 4))["y"].tolist() == [[2] * 4]
+    assert "options.rename: the file has no 'z'; it has x, output" in failure(reference, rename={"z": "y"})
+
+
+def test_constants_among_arguments_stay_and_among_results_are_left_out(file: Path) -> None:
+    class Scaled(torch.nn.Module):
+        def forward(self, x: torch.Tensor, scale: int, bias: Any = None) -> Any:
+            return {"y": x * scale, "nothing": None}
+
+    program = torch.export.export(Scaled(), (torch.ones(4, 2), 3), dynamic_shapes=({0: Dim("batch")}, None))
+    torch.export.save(program, file)
+    model = loaded(f"torch:{file}")
+    assert [one.name for one in model.inputs] == ["x"]
+    assert [one.name for one in model.outputs] == ["y"]
+    assert model(x=torch.ones(1, 2))["y"].tolist() == [[3, 3]]
+
+
+@pytest.mark.parametrize(
+    ("function", "rows", "shapes", "words"),
+    [
+        (lambda x: x, 4, None, "input 'x', shape: expected a batch axis of any size, or 1, as first dimension, got 4"),
+        (lambda x: x, 8, {0: Dim("batch", min=3)}, "input 'x', shape: expected a batch axis of any size, got at least"),
+        (lambda x: x.mean(0), 4, {0: Dim("batch")}, "output 'output', shape: expected the batch axis as first"),
+        (lambda x: x.mean(), 4, {0: Dim("batch")}, "output 'output', shape: expected the batch axis as first dim"),
+        (lambda x: x @ x.T, 4, {0: Dim("batch")}, "expected the batch axis as first dimension only"),
+        (lambda x: x.to(torch.complex64), 4, {0: Dim("batch")}, "output 'output', type: expected a tensor of"),
+    ],
+)
+def test_what_cannot_be_served_is_named(
+    file: Path, function: Callable[..., Any], rows: int, shapes: Any, words: str
+) -> None:
+    assert words in failure(applied(file, function, rows, shapes))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own, as it imports its compiler
+def test_an_exported_program_can_be_compiled(file: Path) -> None:
+    reference = applied(file, lambda x: x * 2 + 1, shapes={0: Dim("batch")})
+    options = {"compile": True}
+    model = load_model(reference, options)
+    assert asks_compile(type(model), options)
+    model.load("cpu")
+    # The setting is there again if another test has replaced it and so hidden it.
+    with torch._dynamo.config.patch(recompile_limit=8):
+        compile_modules(model, Signature.of(model, name="m", max_batch_size=2), "cpu", [1, 2])
+        assert model(x=torch.ones(2, 4))["output"].tolist() == [[3] * 4] * 2
+
+
+def test_torchscript_is_called_by_argument(tmp_path: Path) -> None:
+    class Add(torch.nn.Module):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return x + y, x - y
+
+    reference = script(tmp_path / "model.pt", Add())
+    two = {"inputs": [Y, X], "outputs": [{**Y, "name": "sum"}, {**Y, "name": "difference"}]}
+    outputs = loaded(reference, **two)(x=torch.full((2, 4), 3.0), y=torch.ones(2, 4))
+    assert outputs["difference"].tolist() == [[2] * 4] * 2
+    with pytest.raises(BadOutput, match=r"as many outputs as options\.outputs declares, 1, got 2"):
+        loaded(reference, **{**two, "outputs": [Y]})(x=torch.ones(1, 4), y=torch.ones(1, 4))
+    assert "its forward has no argument 'z'; its arguments are x, y" in failure(
+        reference, inputs=[{**X, "name": "z"}], outputs=[Y]
+    )
+    assert "its forward needs the argument 'y', which is missing" in failure(reference, inputs=[X], outputs=[Y])
+    assert "options.inputs is required, but missing" in failure(reference)
+    assert "torch.compile doesn't take TorchScript" in failure(reference, **two, compile=True)
+
+
+def test_other_files_are_refused_with_what_to_do(tmp_path: Path) -> None:
+    path = tmp_path / "weights.pt"
+    torch.save(Net().state_dict(), path)
+    message = failure(f"torch:{path}")
+    assert "torch.save wrote it: it has weights, or a pickled module" in message
+    assert "torch.export.save" in message
+    torch.save(Net().state_dict(), path, _use_new_zipfile_serialization=False)
+    assert "it is no file of torch.export or TorchScript, or only part of one" in failure(f"torch:{path}")
+    with zipfile.ZipFile(path, "w") as packed:
+        packed.writestr("a/b", "")
+    assert "got another zip archive" in failure(f"torch:{path}")
+    with zipfile.ZipFile(path, "w") as packed:
+        packed.writestr("a/archive_format", "pt2")
+        packed.writestr("a/data/aotinductor/model/x.so", "")
+    assert "it is an AOTInductor package" in failure(f"torch:{path}")
+    with zipfile.ZipFile(path, "w") as packed:
+        packed.writestr("a/archive_format", "pt2")
+        packed.writestr("a/models/model.json", "{}")
+    assert "can't read it: " in failure(f"torch:{path}")
+    assert "there is no file" in failure("torch:elsewhere.pt2")
