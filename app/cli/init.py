@@ -9,7 +9,7 @@ from app.errors import CommandError
 
 __all__ = ["KINDS", "write_template"]
 
-KINDS: Final = ("language-model", "model", "pipeline", "stream")
+KINDS: Final = ("language-model", "model", "pipeline", "pytriton", "stream")
 _TEMPLATES: Final = Path(__file__).with_name("templates")
 
 
