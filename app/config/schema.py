@@ -50,9 +50,11 @@ FORMER_FIELDS: Final = {
     "crash_window_s": "it is fixed now, at 300 s",
     "devices": "it is `device` now, which takes a list, too",
     "log_payloads": "it is `access_log` now, which takes full, too",
+    "metrics": "it is `pages` now, which takes `metrics` in a list",
     "memory_fraction": "it is `memory_limit` now, which takes a part such as 0.8, too",
     "stream_ping_s": "it is fixed now, at 15 s",
     "tensor_store": "it is fixed now: the size of a full batch decides",
+    "ui": "it is `pages` now, which takes `ui` in a list",
     "utilization": "it is fixed now, at low 0.5 and high 0.9",
     "worker_timeout_s": "it is fixed now, at 10 s",
     "write_timeout_s": "it is `client_timeout_s` now",
@@ -242,10 +244,9 @@ class Server(Section):
     """``human``, ``json``, or ``auto``: text on a terminal, JSON otherwise."""
     tracing: sections.TracingSection | None = None
     """Sends a trace of each request to an OpenTelemetry collector; needs the extra ``otel``."""
-    metrics: bool = True
-    """Whether to serve ``GET /metrics``."""
-    ui: bool = True
-    """Whether the status page and the playground are there, at ``/``."""
+    pages: Annotated[tuple[Literal["ui", "metrics"], ...], Field(max_length=2)] = ("ui", "metrics")
+    """What is served besides the API: ``ui``, the status page and the playground at ``/``; ``metrics``, at
+    ``/metrics``."""
     memory_limit: sections.MemoryLimit = DEFAULT_MEMORY_PART
     """What replicas may take together: a part of the memory of the machine, and of each GPU; or so many bytes of the
     machine's, and the default part of each GPU's."""

@@ -98,7 +98,7 @@ def create_app(
     gateway.include_router(openai_model_routes(models))
     for router in routers:
         gateway.include_router(router)
-    if server.ui:
+    if "ui" in server.pages:
         gateway.include_router(page_routes())
     docs_routes(gateway)
 

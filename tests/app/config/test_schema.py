@@ -374,6 +374,13 @@ def test_the_access_log_is_on_or_off_or_full(given: object) -> None:
             read({**MINIMAL, "server": {"access_log": given}})
 
 
+def test_what_is_served_besides_the_api() -> None:
+    assert read(MINIMAL).server.pages == ("ui", "metrics")
+    assert read({**MINIMAL, "server": {"pages": []}}).server.pages == ()
+    with pytest.raises(ConfigError, match=r"`server\.pages\.0`: input should be 'ui' or 'metrics', got 'docs'"):
+        read({**MINIMAL, "server": {"pages": ["docs"]}})
+
+
 def fields_in(section: type[Section], seen: set[type[Section]]) -> Iterator[str]:
     """What can be set in a section and below it. A field that is a section counts as what is in it; a step's fields
     that a deployment has too count there, and the form ``{min, max}`` of ``replicas`` is no further field."""
