@@ -104,6 +104,8 @@ class Deployment(Section):
     """For how long a request that took two replicas down is refused; 0: never refused."""
     drain_timeout_s: sections.PositiveSeconds = 30
     """How long requests in flight may take to finish when the deployment is unloaded or reloaded."""
+    cache: sections.Cache | None = None
+    """Keeps whole answers, for models that answer equal requests equally; default: none are kept."""
     strategy: Literal["beside", "recreate"] = "beside"
     """How to reload: ``beside`` starts the new replicas while the old ones serve; ``recreate`` starts them after the
     old ones have ended, for memory that holds only one set."""
@@ -130,6 +132,8 @@ class Deployment(Section):
                 "max_compute_s: expected none for a language model, whose engine's steps are bounded by "
                 f"`options.max_step_s`, got {self.max_compute_s:g}"
             )
+        if self.cache is not None and self.is_language_model:
+            yield "cache: expected none for a language model, whose answers are streams, and sampled; got one"
         if self.is_vllm:
             if self.python is None:
                 yield "python: expected the interpreter of an environment that has vLLM, such as vllm-env/bin/python"
@@ -195,7 +199,7 @@ class Deployment(Section):
         """The deployment of a step with its own model, for a pipeline in placement ``graph``."""
         assert self.pipeline is not None
         step = self.pipeline.all_steps()[name]
-        own = step.own_settings()
+        own = {"cache": None, **step.own_settings()}
         if "environment" in own:
             own["environment"] = {**self.environment, **own["environment"]}
         return self.model_copy(update={"model": step.model, "pipeline": None, "options": step.options, **own})

@@ -14,13 +14,13 @@ from msgspec import Meta
 from starlette.types import Receive, Scope
 
 from app.codecs.faults import read_json
-from app.codecs.tensors import InferRequest, OutputWish, RawTensor
+from app.codecs.tensors import Answer, InferRequest, OutputWish, RawTensor
 from app.dispatch.protocol import Dispatcher
 from app.errors import BadRequest
 from app.gateway.http.bodies import BodyReader, decoded
 from app.gateway.http.entry import Endpoint
 from app.gateway.http.exchange import DisconnectWatch
-from app.gateway.http.replies import Reply
+from app.gateway.http.replies import Reply, cache_headers
 from app.gateway.models import Models
 from app.gateway.routes.relay import answer_embeddings
 from app.telemetry.recorder import accept
@@ -93,19 +93,22 @@ class EmbeddingsEndpoint(Endpoint):
             asked = {name: getattr(body, name) for name in _RELAYED if getattr(body, name) is not None}
             parts = _parts(inputs, _most(inputs, signature.vllm.max_requests))
             return await answer_embeddings(scope, receive, model.dispatcher, asked, parts)
-        request = _Request(body, signature, signature.embedding)
+        request = _Request(body, signature, signature.embedding, scope["state"].get("key", ""))
         route = model.route
         ends_s = time.monotonic() + route.timeout_s
-        vectors, tokens = [], 0
+        vectors, tokens, caches = [], 0, set()
         with DisconnectWatch(scope, receive):
             for part in _parts(inputs, _most(inputs, route.max_queue_size)):
                 left_us = int(1e6 * (ends_s - time.monotonic()))
                 timeout_us = 0 if len(part) == len(inputs) else max(1, left_us)
-                found, count = await _embedded(model.dispatcher, request.of(part, timeout_us), signature.embedding)
-                vectors.append(found)
-                tokens += count
+                answer = await _embedded(model.dispatcher, request.of(part, timeout_us))
+                vectors.append(answer.outputs[signature.embedding.output])
+                tokens += _tokens(answer, signature.embedding)
+                caches.add(answer.cache)
         scope["state"]["note"] = f"rows={len(inputs)}"
-        return Reply(200, [_answer(body, vectors, tokens)], [_JSON])
+        # Of several calls the one that took longest.
+        cache = next((one for one in ("miss", "shared", "hit") if one in caches), "")
+        return Reply(200, [_answer(body, vectors, tokens)], [_JSON, *cache_headers(cache)])
 
 
 def _read(raw: bytes) -> tuple[EmbeddingsRequest, _Inputs]:
@@ -152,12 +155,14 @@ class _Request:
         body: the client's request.
         signature: the model's.
         spec: how the model serves embeddings.
+        owner: see `InferRequest.owner`.
 
     Raises:
         BadRequest: the request asks for what the model can't do.
     """
 
-    def __init__(self, body: EmbeddingsRequest, signature: Signature, spec: Embedding) -> None:
+    def __init__(self, body: EmbeddingsRequest, signature: Signature, spec: Embedding, owner: str) -> None:
+        self._owner = owner
         self._signature = signature
         self._spec = spec
         self._row_parameters: dict[str, Scalar] = {
@@ -201,6 +206,7 @@ class _Request:
             row_parameters=self._row_parameters,
             heads=tuple(head.name for head in signature.heads if not set(wanted).isdisjoint(head.outputs)),
             timeout_us=timeout_us,
+            owner=self._owner,
         )
 
 
@@ -213,18 +219,22 @@ def _padded(rows: Sequence[list[int]]) -> RawTensor:
     return RawTensor("INT32", ids.shape, ids.tobytes())
 
 
-async def _embedded(dispatcher: Dispatcher, request: InferRequest, spec: Embedding) -> tuple[RawTensor, int]:
-    """The vectors of a request, and its number of tokens."""
+async def _embedded(dispatcher: Dispatcher, request: InferRequest) -> Answer:
+    """The answer to a request, with everything in it."""
     try:
-        outputs, omitted = await dispatcher.infer(request)
+        answer = await dispatcher.infer(request)
     except BadRequest as error:
         error.field = "input"  # this API's name of the field
         raise
-    for head in omitted:  # there is no embedding without it
+    for head in answer.omitted:  # there is no embedding without it
         if head.error is not None:
             raise head.error
-    tokens = 0 if spec.tokens is None else int(np.frombuffer(outputs[spec.tokens].data, "<i4").sum())
-    return outputs[spec.output], tokens
+    return answer
+
+
+def _tokens(answer: Answer, spec: Embedding) -> int:
+    """The number of tokens of a request."""
+    return 0 if spec.tokens is None else int(np.frombuffer(answer.outputs[spec.tokens].data, "<i4").sum())
 
 
 def _answer(body: EmbeddingsRequest, parts: Sequence[RawTensor], tokens: int) -> bytes:
