@@ -35,6 +35,7 @@ BENCHMARKS: Final[tuple[str, ...]] = (
     "peers",
     "lm_engine",
     "prefix_cache",
+    "answer_cache",
     "vllm_affinity",
     "grammars",
     "zero_shot",

@@ -124,6 +124,19 @@ class Signature(msgspec.Struct, frozen=True):
         """Those of a language model's engine, once known."""
         return self.vllm if self.language_model is None else self.language_model.limits
 
+    def check_cacheable(self) -> None:
+        """Check that answers may be kept for equal requests.
+
+        Raises:
+            DeclarationError: the model says that calls have effects, or it streams.
+        """
+        if self.streams or not self.idempotent:
+            why = "streams its results" if self.streams else "is not idempotent"
+            raise DeclarationError(
+                f"cache: expected a model that answers equal requests equally, got `{self.name}`, which {why}; remove "
+                "`cache`"
+            )
+
     def example_row(self) -> dict[str, Any]:
         """One row by input name, as nested lists: the model's own example, completed with neutral values."""
         row = dict(self.example or {})

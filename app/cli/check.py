@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,7 @@ def check(what: str | Path | None, *, as_json: bool, flags: Mapping[str, Any] | 
         joined, found = _joined(served, signatures)
         problems += found
         deployments = [_summary(name, one, (signatures | joined).get(name), pythons) for name, one in served.items()]
+        problems += _cache_problems({**computed, **served}, signatures | joined)
         problems += free_shared_memory_problems(needed_shared_memory_bytes(computed, signatures))
         problems += address_problems(config.server.host, config.server.port)
         problems += runtime_dir_problems(config.server, computed)
@@ -208,6 +209,17 @@ def _joined(
             fix = "correct the pipeline, or the model's declaration"
             problems.append(Problem(f"deployment {name}", str(error), fix))
     return joined, problems
+
+
+def _cache_problems(deployments: Mapping[str, Deployment], signatures: Mapping[str, Signature]) -> Iterator[Problem]:
+    """The problems of those whose answers can't be kept."""
+    for name, one in deployments.items():
+        if one.cache is not None and name in signatures:
+            try:
+                signatures[name].check_cacheable()
+            except DeclarationError as error:
+                reason, _, fix = str(error).rpartition("; ")
+                yield Problem(f"deployment {name}", reason, fix)
 
 
 def _places(name: str, pipeline: Pipeline) -> dict[str, str]:

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from app.errors import CallableFailed, DeadlineExceeded, HeadwaterError, QueueFull, Unavailable
 from inference.model import Scalar
@@ -68,6 +68,8 @@ class InferRequest:
     """The id by which a client may cancel the request (`app.security.key_check.owned_id`); empty: none."""
     is_bare: bool = False
     """Whether it is one row without the batch axis, and is answered without it."""
+    owner: str = ""
+    """The name of the API key that it came with; empty: none."""
 
 
 Outputs = dict[str, RawTensor]
@@ -101,6 +103,8 @@ class Answer(NamedTuple):
     """The wanted outputs, without those of omitted heads."""
     omitted: Sequence[HeadAnswer] = ()
     """Heads that failed and have ``on_error: omit``."""
+    cache: Literal["", "hit", "miss", "shared"] = ""
+    """Of a deployment that keeps answers: whether it was kept, computed, or computed for an equal request."""
 
 
 class SlicedTensor:

@@ -50,6 +50,8 @@ class Step(Section):
     warmup_batch_sizes: sections.WarmupBatchSizes | None = None
     load_timeout_s: sections.PositiveSeconds | None = None
     max_compute_s: sections.PositiveSeconds | None = None
+    cache: sections.Cache | None = None
+    """Not the pipeline's own by default, which keeps whole answers."""
     python: sections.PythonPath | None = None
 
     def _faults(self) -> Iterator[str]:

@@ -50,9 +50,11 @@ FORMER_FIELDS: Final = {
     "crash_window_s": "it is fixed now, at 300 s",
     "devices": "it is `device` now, which takes a list, too",
     "log_payloads": "it is `access_log` now, which takes full, too",
+    "metrics": "it is `pages` now, which takes `metrics` in a list",
     "memory_fraction": "it is `memory_limit` now, which takes a part such as 0.8, too",
     "stream_ping_s": "it is fixed now, at 15 s",
     "tensor_store": "it is fixed now: the size of a full batch decides",
+    "ui": "it is `pages` now, which takes `ui` in a list",
     "utilization": "it is fixed now, at low 0.5 and high 0.9",
     "worker_timeout_s": "it is fixed now, at 10 s",
     "write_timeout_s": "it is `client_timeout_s` now",
@@ -103,6 +105,8 @@ class Deployment(Section):
     """For how long a request that took two replicas down is refused; 0: never refused."""
     drain_timeout_s: sections.PositiveSeconds = 30
     """How long requests in flight may take to finish when the deployment is unloaded or reloaded."""
+    cache: sections.Cache | None = None
+    """Keeps whole answers, for models that answer equal requests equally; default: none are kept."""
     strategy: Literal["beside", "recreate"] = "beside"
     """How to reload: ``beside`` starts the new replicas while the old ones serve; ``recreate`` starts them after the
     old ones have ended, for memory that holds only one set."""
@@ -129,6 +133,8 @@ class Deployment(Section):
                 "max_compute_s: expected none for a language model, whose engine's steps are bounded by "
                 f"`options.max_step_s`, got {self.max_compute_s:g}"
             )
+        if self.cache is not None and self.is_language_model:
+            yield "cache: expected none for a language model, whose answers are streams, and sampled; got one"
         if self.is_vllm:
             if self.python is None:
                 yield "python: expected the interpreter of an environment that has vLLM, such as vllm-env/bin/python"
@@ -194,7 +200,7 @@ class Deployment(Section):
         """The deployment of a step with its own model, for a pipeline in placement ``graph``."""
         assert self.pipeline is not None
         step = self.pipeline.all_steps()[name]
-        own = step.own_settings()
+        own = {"cache": None, **step.own_settings()}
         if "environment" in own:
             own["environment"] = {**self.environment, **own["environment"]}
         return self.model_copy(update={"model": step.model, "pipeline": None, "options": step.options, **own})
@@ -243,10 +249,9 @@ class Server(Section):
     """``human``, ``json``, or ``auto``: text on a terminal, JSON otherwise."""
     tracing: sections.TracingSection | None = None
     """Sends a trace of each request to an OpenTelemetry collector; needs the extra ``otel``."""
-    metrics: bool = True
-    """Whether to serve ``GET /metrics``."""
-    ui: bool = True
-    """Whether the status page and the playground are there, at ``/``."""
+    pages: Annotated[tuple[Literal["ui", "metrics"], ...], Field(max_length=2)] = ("ui", "metrics")
+    """What is served besides the API: ``ui``, the status page and the playground at ``/``; ``metrics``, at
+    ``/metrics``."""
     memory_limit: sections.MemoryLimit = DEFAULT_MEMORY_PART
     """What replicas may take together: a part of the memory of the machine, and of each GPU; or so many bytes of the
     machine's, and the default part of each GPU's."""

@@ -23,6 +23,7 @@ from inference.reference import PATH_KINDS, is_language_model, kind_and_path, pa
 __all__ = [
     "AccessLogging",
     "Batching",
+    "Cache",
     "Device",
     "Environment",
     "Faults",
@@ -226,6 +227,19 @@ class Batching(Section):
     length then share a batch. Measured in bytes of BYTES inputs. Default: rows are batched in order, of any lengths."""
     max_in_flight: PositiveInt = 2
     """Calls that a replica may have at once: one computes, the others are on their way."""
+
+
+class Cache(BaseModel):
+    """How answers are kept, to answer equal requests without the model."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    max_bytes: MemorySize
+    """What the answers may take, bookkeeping included; those not asked for longest go first."""
+    ttl_s: PositiveSeconds | None = None
+    """How long an answer is used; default: until a reload."""
+    per_key: bool = False
+    """Whether an answer is used only for the API key with whose request it was computed."""
 
 
 class TracingSection(Section):

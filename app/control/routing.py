@@ -12,7 +12,7 @@ from app.errors import RETRY_AFTER_LOST_S, Unavailable
 from inference.pipeline import Plan
 from inference.signature import Signature
 
-__all__ = ["LAST_LINES", "DeploymentRoute", "ReplicaRoute", "RoutingTable", "State", "unavailable"]
+__all__ = ["LAST_LINES", "CacheShare", "DeploymentRoute", "ReplicaRoute", "RoutingTable", "State", "unavailable"]
 
 LAST_LINES: Final = "; the last lines of its log: "
 """Precedes a replica's last log lines in a reason; they are for operators, not for clients."""
@@ -55,6 +55,16 @@ class ReplicaRoute(msgspec.Struct, frozen=True):
         """The path of its HTTP socket; None if it is reached over TCP."""
         prefix, _, path = self.http_address.partition(":")
         return Path(path) if prefix == "unix" else None
+
+
+class CacheShare(msgspec.Struct, frozen=True):
+    """What a gateway worker may keep of a deployment's answers."""
+
+    max_bytes: int
+    ttl_s: float = 0
+    """How long an answer is used; 0: until a reload."""
+    per_key: bool = False
+    """Whether only for the API key with whose request it was computed."""
 
 
 class DeploymentRoute(msgspec.Struct, frozen=True):
@@ -117,6 +127,8 @@ class DeploymentRoute(msgspec.Struct, frozen=True):
     generation: int = 0
     """Grows with each load and reload, which lift the quarantine and load a language model's tokenizer and chat
     template anew."""
+    cache: CacheShare | None = None
+    """None: answers are not kept."""
     failure: str = ""
     """What clients see instead of the reason, if a start has failed and none succeeded since."""
 

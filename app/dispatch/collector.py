@@ -11,7 +11,7 @@ from app.errors import Cancelled, HeadwaterError
 from app.telemetry.recorder import DeploymentMeter
 from inference.signature import HeadSpec, Signature
 
-__all__ = ["WHOLE", "Collector", "no_rows", "no_rows_by_head", "wanted_heads"]
+__all__ = ["PLAIN", "WHOLE", "Collector", "no_rows", "no_rows_by_head", "wanted_heads"]
 
 WHOLE: Final = ""
 """The name of the only head of a model without heads."""
@@ -22,13 +22,14 @@ PIECES_LIMIT: Final = 16
 PIECES_LIMIT_BYTES: Final = 1024 * 1024
 """The same in bytes; a larger piece waits alone."""
 
-_PLAIN: Final = {WHOLE: HeadSpec(WHOLE, ())}
+PLAIN: Final = {WHOLE: HeadSpec(WHOLE, ())}
+"""The heads of a model without heads."""
 
 
 def wanted_heads(request: InferRequest, signature: Signature) -> Mapping[str, HeadSpec]:
     """The heads that a request wants, by name; of a model without heads `WHOLE`."""
     if not signature.heads:
-        return _PLAIN
+        return PLAIN
     return {head.name: head for head in signature.heads if head.name in request.heads}
 
 

@@ -114,14 +114,14 @@ class ModelDispatcher(TensorDispatcher[Pending]):
         calls = [one.calls for one in self._pool.connected.values()]
         return Moment(
             computing=sum(min(one, most) for one in calls),
-            requests=max(self.in_flight, sum(calls) - (-rows // self._queue.max_batch_size)),
+            requests=max(len(self._requests), sum(calls) - (-rows // self._queue.max_batch_size)),
             waiting=rows,
             wait_s=self._loop.time() - self._queue.oldest_s() if rows else 0.0,
         )
 
     def gauges(self) -> dict[Gauge, int]:
         """See `Dispatcher.gauges`."""
-        return {self._meter.queue_rows: self.queued_rows}
+        return {**super().gauges(), self._meter.queue_rows: self.queued_rows}
 
     def under_way(self, replicas: Collection[str] | None) -> list[Fail]:
         """See `Dispatcher.under_way`."""

@@ -7,7 +7,7 @@ import functools
 import logging
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Final
 
 from app.codecs.tensors import InferRequest, Outputs, OutputWish, RawTensor, element_count
@@ -49,6 +49,13 @@ class GraphDispatcher(TensorDispatcher["_Run"]):
         self._meter = recorder().deployment(route.name)
         self._rows = 0
         """Rows of the requests in flight."""
+
+    @property
+    def version(self) -> Hashable:
+        """See `TensorDispatcher.version`: its steps' versions."""
+        steps = self.route.plan.steps if self.route.plan is not None else ()
+        found = (self._find(step.spec.deployment or f"{self.route.name}.{step.name}") for step in steps)
+        return self.route.signature, *(one and (one.route.generation, one.route.signature) for one in found)
 
     def check_ready(self, *, is_step: bool = False) -> Signature:
         """See `Dispatcher.check_ready`: requests are accepted as long as enough of the steps accept them."""
@@ -153,7 +160,8 @@ class _Run:
         if dispatcher is None:
             raise Unavailable(f"step `{step.name}`: its deployment is gone", retry_after_s=2)
         try:
-            return (await dispatcher.infer(self._request(step, inputs), is_step=True)).outputs
+            request = self._request(step, inputs, is_kept=dispatcher.route.cache is not None)
+            return (await dispatcher.infer(request, is_step=True)).outputs
         except BadRequest:
             raise
         except HeadwaterError as error:
@@ -172,7 +180,8 @@ class _Run:
             got = f"{found['datatype']} [{rows}{found['shape']}]"
             raise _mismatch(step, wire, self.request.rows, got) from error
 
-    def _request(self, step: PlannedStep, inputs: dict[str, RawTensor]) -> InferRequest:
+    def _request(self, step: PlannedStep, inputs: dict[str, RawTensor], *, is_kept: bool) -> InferRequest:
+        """The request to a step; one whose answers are kept is asked for all that any head may need."""
         signature = step.signature
         wanted = {wish.name for wish in self.request.outputs} if step.name in self.collector.heads else set()
         wanted |= {wire.output for other in self._steps for wire in other.wires if wire.step == step.name}
@@ -181,10 +190,11 @@ class _Run:
             id=self.request.id,
             inputs=inputs,
             rows=self.request.rows,
-            outputs=[OutputWish(spec.name, True) for spec in signature.outputs if spec.name in wanted],
+            outputs=[OutputWish(spec.name, True) for spec in signature.outputs if is_kept or spec.name in wanted],
             batch_parameters={name: one for name, one in self.request.batch_parameters.items() if name in own},
             row_parameters={name: one for name, one in self.request.row_parameters.items() if name in own},
             priority=self.request.priority,
+            owner=self.request.owner,
             # Without the pipeline's deadline, at which the step is cancelled: it must not fail just before.
         )
 

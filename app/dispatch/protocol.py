@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Hashable, Iterator
+from itertools import chain
 from typing import Final, Generic, Protocol, TypeVar
 
 import msgspec
@@ -13,9 +15,12 @@ from app.codecs.tensors import Answer, HeadAnswer, InferRequest
 from app.control.load import Moment
 from app.control.messages import Drained
 from app.control.routing import DeploymentRoute, State, unavailable
+from app.dispatch.answer_cache import AnswerCache
 from app.dispatch.collector import Collector, no_rows, no_rows_by_head
+from app.dispatch.flights import Flights, Waiter
 from app.errors import RETRY_AFTER_LOST_S, BadRequest, HeadwaterError, Unavailable
 from app.telemetry.instruments import Gauge
+from app.telemetry.recorder import recorder
 from inference.signature import Signature
 
 __all__ = ["Dispatcher", "Fail", "TensorDispatcher", "drain"]
@@ -151,7 +156,10 @@ class TensorDispatcher(Dispatcher, Generic[R]):
     def __init__(self, route: DeploymentRoute) -> None:
         self.route = route
         self._requests: set[R] = set()
-        """Those in flight."""
+        """Those in flight, less those that wait for an equal one."""
+        self._waiting: set[Waiter] = set()
+        self._flights: Flights | None = None
+        self._adopt_cache()
 
     @abstractmethod
     def _start(self, request: InferRequest, signature: Signature, *, is_stream: bool) -> R:
@@ -164,21 +172,68 @@ class TensorDispatcher(Dispatcher, Generic[R]):
     @property
     def in_flight(self) -> int:
         """See `Dispatcher.in_flight`."""
-        return len(self._requests)
+        return len(self._requests) + len(self._waiting)
+
+    def update(self, route: DeploymentRoute) -> None:
+        """See `Dispatcher.update`."""
+        super().update(route)
+        self._adopt_cache()
+
+    def gauges(self) -> dict[Gauge, int]:
+        """See `Dispatcher.gauges`."""
+        if self._flights is None:
+            return {}
+        return {recorder().cache(self.route.name).size_bytes: self._flights.cache.size_bytes}
+
+    @property
+    def version(self) -> Hashable:
+        """Identifies what computes its answers: another one after a reload."""
+        return self.route.generation, self.route.signature
+
+    def _adopt_cache(self) -> None:
+        """Keep answers as the route says."""
+        share = self.route.cache
+        if share is None:
+            self._flights = None
+        elif self._flights is None:
+            meter = recorder().cache(self.route.name)
+            cache = AnswerCache(share, meter)
+            self._flights = Flights(cache, meter, self._waiting, lambda: self.version)
+        else:
+            self._flights.cache.limit(share)
+        if self._flights is not None and self.route.is_set_aside:
+            self._flights.clear()
 
     def under_way(self, replicas: Collection[str] | None) -> list[Fail]:
         """See `Dispatcher.under_way`."""
-        return [run.collector.fail for run in self._requests if not run.collector.is_done]
+        return [run.collector.fail for run in self._all() if not run.collector.is_done]
 
     def cancel(self, request_id: str) -> int:
         """See `Dispatcher.cancel`."""
-        return sum([run.collector.cancel() for run in self._requests if run.request.cancel_id == request_id])
+        return sum([run.collector.cancel() for run in self._all() if run.request.cancel_id == request_id])
+
+    def _all(self) -> Iterator[Run]:
+        return chain(self._requests, self._waiting)
 
     async def infer(self, request: InferRequest, *, is_step: bool = False) -> Answer:
         """See `Dispatcher.infer`."""
         signature = self.check_ready(is_step=is_step)
         if request.rows == 0:
             return Answer(no_rows(signature, request))
+        if self._flights is None:
+            return await self._compute(request, signature)
+        began_s = time.monotonic()
+        answer = await self._flights.answer(
+            request, self.route.timeout_s, lambda: self._compute(request, self.check_ready(is_step=is_step))
+        )
+        if answer.cache != "miss":
+            meter = recorder().deployment(self.route.name)
+            meter.rows.add(request.rows)
+            for head in request.heads:
+                meter.note_head(head, None, (time.monotonic() - began_s) * 1000)
+        return answer
+
+    async def _compute(self, request: InferRequest, signature: Signature) -> Answer:
         run = self._start(request, signature, is_stream=False)
         try:
             return await run.collector.whole()

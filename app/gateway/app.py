@@ -42,7 +42,7 @@ __all__ = ["create_app"]
 CORS_REQUEST_HEADERS: Final = (
     "Authorization", "Content-Type", "Inference-Header-Content-Length", "Traceparent", "X-API-Key", "X-Request-Id",
 )  # fmt: skip
-CORS_ANSWER_HEADERS: Final = ("Inference-Header-Content-Length", "Retry-After", "X-Request-Id")
+CORS_ANSWER_HEADERS: Final = ("Headwater-Cache", "Inference-Header-Content-Length", "Retry-After", "X-Request-Id")
 """Scripts see these besides the few that they always do."""
 
 
@@ -105,7 +105,7 @@ def create_app(
     gateway.include_router(openai_model_routes(models))
     for router in routers:
         gateway.include_router(router)
-    if server.ui:
+    if "ui" in server.pages:
         gateway.include_router(page_routes())
     docs_routes(gateway)
 

@@ -184,7 +184,7 @@ class Front:
             for problem in self._backend.problems():
                 raise StartError(str(problem))
             self._host.folder, lock = make_instance_folder(parent)
-            self.observer = Observer(self._host.folder / "metrics" if self._config.server.metrics else None)
+            self.observer = Observer(self._host.folder / "metrics" if "metrics" in self._config.server.pages else None)
         except OSError as error:
             raise StartError(f"server.runtime_dir: can't make a folder there: {error}") from error
         return lock

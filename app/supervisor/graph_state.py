@@ -32,7 +32,7 @@ class GraphState(Served):
         self._is_open = False
         self._has_served = False
         self._mismatch = ""
-        """Why the steps' signatures make no plan."""
+        """Why the steps' signatures make no plan that can be served."""
         self._signatures: dict[str, Signature] = {}
         """The steps' signatures that the plan was made of."""
         self.deployments = {step.name: step.deployment or f"{name}.{step.name}" for step in self._spec.steps}
@@ -81,9 +81,11 @@ class GraphState(Served):
             size = self.config.batching.max_batch_size
             try:
                 self.plan = make_plan(self._spec, known, name=self.name, max_batch_size=size)
+                if self.config.cache is not None:
+                    self.plan.signature.check_cacheable()
                 self.signature = self.plan.signature
             except DeclarationError as error:
-                self._mismatch = str(error)
+                self.plan, self._mismatch = None, str(error)
         if self.plan is None:
             # If it has served before, another step may be about to restart with a signature that fits.
             self.enter(State.UNAVAILABLE if self._has_served else State.FAILED, self._mismatch)

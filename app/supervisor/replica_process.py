@@ -280,6 +280,7 @@ class ReplicaProcess:
             warmup_batch_sizes=deployment.warmup_batch_sizes,
             load_timeout_s=deployment.load_timeout_s,
             max_compute_s=deployment.max_compute_s,
+            is_cached=deployment.cache is not None,
         )
         path = self.directory / "spec.json"
         path.touch(mode=0o600)

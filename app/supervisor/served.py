@@ -7,7 +7,7 @@ import time
 from collections.abc import Collection
 
 from app.config.schema import Deployment
-from app.control.routing import DeploymentRoute, State
+from app.control.routing import CacheShare, DeploymentRoute, State
 from inference.signature import Signature
 
 __all__ = ["Served"]
@@ -33,6 +33,7 @@ class Served:
 
     def route(self, workers: int) -> DeploymentRoute:
         """What each of so many gateway workers gets, with its share of what is bounded."""
+        cache = self.config.cache
         return DeploymentRoute(
             name=self.name,
             state=self.state,
@@ -43,6 +44,7 @@ class Served:
             signature=self.signature,
             max_queue_size=-(-self.config.batching.max_queue_size // workers),
             timeout_s=self.config.timeout_s,
+            cache=CacheShare(cache.max_bytes // workers, cache.ttl_s or 0, cache.per_key) if cache else None,
         )
 
     def enter(self, state: State, reason: str) -> None:

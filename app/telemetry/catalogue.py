@@ -87,6 +87,15 @@ CATALOGUE: Final[dict[str, Series]] = {
         _gauge("headwater_queue_rows", "Rows waiting for a replica."),
         _counter("headwater_retries", "Requests retried on another replica."),
         _counter("headwater_quarantined", "Requests refused because the same request had taken two replicas down."),
+        # Answers that are kept
+        _counter(
+            "headwater_answer_cache_requests",
+            "Requests of deployments that keep answers: answered with a kept one (hit), computed (miss), or answered "
+            "together with an equal one (shared).",
+            "result",
+        ),
+        _counter("headwater_answer_cache_evictions", "Kept answers that made room for others."),
+        _gauge("headwater_answer_cache_bytes", "Memory of the answers that are kept."),
         # Heads
         _times("headwater_head_seconds", "From a request's acceptance to a head's last result.", "head"),
         _counter("headwater_head_results", "Final results of requested heads, by outcome.", "head", "outcome"),

@@ -22,8 +22,8 @@ from app.telemetry.store import Store
 from inference.wire.frame import StepCount
 
 __all__ = [
-    "PHASE_SECONDS", "DeploymentMeter", "LanguageModelMeter", "Recorder", "accept", "leave", "note_error", "outcome_of",
-    "recorder", "use",
+    "PHASE_SECONDS", "CacheMeter", "DeploymentMeter", "LanguageModelMeter", "Recorder", "accept", "leave", "note_error",
+    "outcome_of", "recorder", "use",
 ]  # fmt: skip
 
 PHASE_SECONDS: Final = "headwater_request_phase_seconds"
@@ -130,6 +130,17 @@ class DeploymentMeter:
         self._head_results(head, "cancelled").add()
 
 
+class CacheMeter:
+    """The series of a deployment whose answers are kept."""
+
+    def __init__(self, store: Store, name: str) -> None:
+        self.hits, self.misses, self.shared = (
+            Counter(store, "headwater_answer_cache_requests", name, result) for result in ("hit", "miss", "shared")
+        )
+        self.evictions = Counter(store, "headwater_answer_cache_evictions", name)
+        self.size_bytes = Gauge(store, "headwater_answer_cache_bytes", name)
+
+
 class LanguageModelMeter:
     """The series of one language model."""
 
@@ -155,6 +166,8 @@ class Recorder:
         self.store = store
         self.deployment: Callable[[str], DeploymentMeter] = functools.cache(functools.partial(DeploymentMeter, store))
         """The meter of a deployment that is called with tensors."""
+        self.cache: Callable[[str], CacheMeter] = functools.cache(functools.partial(CacheMeter, store))
+        """The meter of a deployment's kept answers."""
         self.language_model: Callable[[str], LanguageModelMeter] = functools.cache(
             functools.partial(LanguageModelMeter, store)
         )

@@ -146,6 +146,8 @@ def load_served(
             pipeline = PipelineSpec(steps, heads=(spec.name,), trunk=spec.name)  # a pipeline of one step
     if pipeline is not None:
         plan = make_plan(pipeline, signatures, name=spec.name, max_batch_size=spec.max_batch_size)
+    if spec.is_cached:
+        (signatures[spec.name] if pipeline is None else plan.signature).check_cacheable()
     sizes: dict[str, Sequence[int]] = {}
     for step in steps:
         model = models[step.name]

@@ -39,6 +39,8 @@ class ReplicaSpec(msgspec.Struct, frozen=True):
     load_timeout_s: float = 600
     max_compute_s: float | None = None
     """The longest that a call of the user's code may take, once the replica serves."""
+    is_cached: bool = False
+    """Whether gateways keep its answers."""
 
 
 class ReplicaStatus(msgspec.Struct, omit_defaults=True):

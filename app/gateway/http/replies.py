@@ -12,7 +12,16 @@ from starlette.types import Message, Receive, Scope, Send
 from app.errors import CallableFailed, HeadwaterError, openai_error
 from app.gateway.http.exchange import exchange_of
 
-__all__ = ["JSON", "OPENAI_PATHS", "RETRY_AFTER_S", "Reply", "error_reply", "internal_error", "json_reply"]
+__all__ = [
+    "JSON",
+    "OPENAI_PATHS",
+    "RETRY_AFTER_S",
+    "Reply",
+    "cache_headers",
+    "error_reply",
+    "internal_error",
+    "json_reply",
+]
 
 logger = logging.getLogger("headwater")
 
@@ -57,6 +66,11 @@ class Reply:
 
 async def _nothing() -> Message:
     raise AssertionError("an answer that is ready asks for nothing")
+
+
+def cache_headers(cache: str) -> Headers:
+    """The header that says what a deployment's cache did (`app.codecs.tensors.Answer`), if it has one."""
+    return [(b"headwater-cache", cache.encode())] if cache else []
 
 
 def json_reply(content: object, status: int = 200, headers: Headers | None = None) -> Reply:

@@ -17,7 +17,7 @@ from app.codecs.faults import read_json
 from app.errors import BadRequest
 from app.gateway.http.bodies import BodyReader, decoded
 from app.gateway.http.entry import Endpoint
-from app.gateway.http.replies import JSON, Reply
+from app.gateway.http.replies import JSON, Reply, cache_headers
 from app.gateway.models import Models
 from app.gateway.routes.mapped import compute, floats, token_sum
 from app.telemetry.recorder import accept
@@ -75,7 +75,7 @@ class ClassifyEndpoint(Endpoint):
         assert spec is not None
         rows = [_content(item, spec.media, place) for place, item in items]
         wanted = [spec.scores] if spec.tokens is None else [spec.scores, spec.tokens]
-        found = await compute(scope, receive, model, {spec.input: rows}, wanted, "input")
+        found, cache = await compute(scope, receive, model, {spec.input: rows}, wanted, "input")
         labels = next(output.labels for output in signature.outputs if output.name == spec.scores)
         tokens = 0 if spec.tokens is None else token_sum(found[spec.tokens])
         content = {
@@ -89,7 +89,7 @@ class ClassifyEndpoint(Endpoint):
             ],
             "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
         }
-        return Reply(200, [orjson.dumps(content)], [JSON])
+        return Reply(200, [orjson.dumps(content)], [JSON, *cache_headers(cache)])
 
 
 def _read(raw: bytes) -> tuple[ClassifyRequest, list[tuple[str, str | _Item]]]:

@@ -14,15 +14,14 @@ from msgspec import Meta
 from starlette.types import Receive, Scope
 
 from app.codecs.faults import read_json
-from app.codecs.tensors import InferRequest, RawTensor
-from app.dispatch.protocol import Dispatcher
+from app.codecs.tensors import Answer, InferRequest, RawTensor
 from app.errors import BadRequest
 from app.gateway.http.bodies import BodyReader, decoded
 from app.gateway.http.entry import Endpoint
 from app.gateway.http.exchange import DisconnectWatch
-from app.gateway.http.replies import JSON, Reply
+from app.gateway.http.replies import JSON, Reply, cache_headers
 from app.gateway.models import Models
-from app.gateway.routes.mapped import computed, model_request, row_defaults, rows_at_once
+from app.gateway.routes.mapped import computed, joined, model_request, row_defaults, rows_at_once
 from app.gateway.routes.relay import answer_embeddings
 from app.telemetry.recorder import accept
 from app.vllm.dispatcher import VllmDispatcher
@@ -110,19 +109,20 @@ class EmbeddingsEndpoint(Endpoint):
             asked = {name: getattr(body, name) for name in _RELAYED if getattr(body, name) is not None}
             parts = _parts(inputs, rows_at_once(len(inputs), signature.vllm.max_requests))
             return await answer_embeddings(scope, receive, model.dispatcher, asked, parts)
-        request = _Request(body, signature, signature.embedding)
+        request = _Request(body, signature, signature.embedding, scope["state"].get("key", ""))
         route = model.route
         ends_s = time.monotonic() + route.timeout_s
-        vectors, tokens = [], 0
+        vectors, tokens, caches = [], 0, set()
         with DisconnectWatch(scope, receive):
             for part in _parts(inputs, rows_at_once(len(inputs), route.max_queue_size)):
                 left_us = int(1e6 * (ends_s - time.monotonic()))
                 timeout_us = 0 if len(part) == len(inputs) else max(1, left_us)
-                found, count = await _embedded(model.dispatcher, request.of(part, timeout_us), signature.embedding)
-                vectors.append(found)
-                tokens += count
+                answer = await computed(model.dispatcher, request.of(part, timeout_us), "input")
+                vectors.append(answer.outputs[signature.embedding.output])
+                tokens += _tokens(answer, signature.embedding)
+                caches.add(answer.cache)
         scope["state"]["note"] = f"rows={len(inputs)}"
-        return Reply(200, [_answer(body, vectors, tokens)], [JSON])
+        return Reply(200, [_answer(body, vectors, tokens)], [JSON, *cache_headers(joined(caches))])
 
 
 def _read(raw: bytes) -> tuple[EmbeddingsRequest, _Inputs]:
@@ -164,12 +164,14 @@ class _Request:
         body: the client's request.
         signature: the model's.
         spec: how the model serves embeddings.
+        owner: see `InferRequest.owner`.
 
     Raises:
         BadRequest: the request asks for what the model can't do.
     """
 
-    def __init__(self, body: EmbeddingsRequest, signature: Signature, spec: Embedding) -> None:
+    def __init__(self, body: EmbeddingsRequest, signature: Signature, spec: Embedding, owner: str) -> None:
+        self._owner = owner
         self._signature = signature
         self._spec = spec
         self._row_parameters = row_defaults(signature)
@@ -210,7 +212,7 @@ class _Request:
                 raise BadRequest(f"input: {_HINT}; token ids are not supported", field="input")
             inputs[_TOKEN_IDS.name] = _padded(rows)
         wanted = [spec.output] if spec.tokens is None else [spec.output, spec.tokens]
-        return model_request(signature, inputs, len(part), wanted, self._row_parameters, timeout_us)
+        return model_request(signature, inputs, len(part), wanted, self._row_parameters, timeout_us, self._owner)
 
 
 def _padded(rows: Sequence[list[int]]) -> RawTensor:
@@ -222,11 +224,9 @@ def _padded(rows: Sequence[list[int]]) -> RawTensor:
     return RawTensor("INT32", ids.shape, ids.tobytes())
 
 
-async def _embedded(dispatcher: Dispatcher, request: InferRequest, spec: Embedding) -> tuple[RawTensor, int]:
-    """The vectors of a request, and its number of tokens."""
-    outputs = await computed(dispatcher, request, "input")
-    tokens = 0 if spec.tokens is None else int(np.frombuffer(outputs[spec.tokens].data, "<i4").sum())
-    return outputs[spec.output], tokens
+def _tokens(answer: Answer, spec: Embedding) -> int:
+    """The number of tokens of a request."""
+    return 0 if spec.tokens is None else int(np.frombuffer(answer.outputs[spec.tokens].data, "<i4").sum())
 
 
 def _answer(body: EmbeddingsRequest, parts: Sequence[RawTensor], tokens: int) -> bytes:

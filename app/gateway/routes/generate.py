@@ -18,7 +18,7 @@ from app.gateway.http.bodies import LARGE_BYTES, BodyReader, decoded
 from app.gateway.http.entry import Endpoint
 from app.gateway.http.event_stream import EventStream
 from app.gateway.http.exchange import DisconnectWatch
-from app.gateway.http.replies import JSON, Reply
+from app.gateway.http.replies import JSON, Reply, cache_headers
 from app.gateway.models import Models, ServedModel
 from app.gateway.routes.relay import answer_relayed
 from app.gateway.routes.streams import open_stream
@@ -72,6 +72,7 @@ class GenerateEndpoint(Endpoint):
         body, _ = await self._reader.read(scope, receive)
         began_ns = time.perf_counter_ns()
         request = await decoded(decoder.decode, body)
+        request.owner = scope["state"].get("key", "")
         decoded_ns = time.perf_counter_ns()
         if self._streams or signature.streams:
             request.cancel_id = owned_id(scope["state"], scope["state"]["request_id"])
@@ -83,7 +84,7 @@ class GenerateEndpoint(Endpoint):
         text = await _encoded(answer.outputs, encoder.whole, request, answer)
         serialise_ns = decoded_ns - began_ns + time.perf_counter_ns() - answered_ns
         model.meter.serialise.observe(serialise_ns)
-        return Reply(200, [text], [JSON])
+        return Reply(200, [text], [JSON, *cache_headers(answer.cache)])
 
     async def _relay(self, scope: Scope, receive: Receive, dispatcher: VllmDispatcher, name: str) -> ASGIApp:
         dispatcher.check_generates()

@@ -11,7 +11,7 @@ from app.errors import BadRequest
 from app.gateway.http.bodies import LARGE_BYTES, BodyReader
 from app.gateway.http.entry import Endpoint
 from app.gateway.http.exchange import DisconnectWatch
-from app.gateway.http.replies import Reply
+from app.gateway.http.replies import Reply, cache_headers
 from app.gateway.models import Models
 from app.telemetry.recorder import accept
 
@@ -41,9 +41,10 @@ class InferEndpoint(Endpoint):
             request = decoder.decode(body, header_length)
         else:
             request = await asyncio.to_thread(decoder.decode, body, header_length)
+        request.owner = scope["state"].get("key", "")
         decoded_ns = time.perf_counter_ns()
         with DisconnectWatch(scope, receive):
-            outputs, omitted = await model.dispatcher.infer(request)
+            outputs, omitted, cache = await model.dispatcher.infer(request)
         answered_ns = time.perf_counter_ns()
         # Binary tensors cost the same however long they are.
         texts = [outputs[wish.name].data for wish in request.outputs if not wish.binary and wish.name in outputs]
@@ -55,8 +56,9 @@ class InferEndpoint(Endpoint):
         model.meter.serialise.observe(serialise_ns)
         scope["state"]["note"] = f"rows={request.rows}"
         if json_length is None:
-            return Reply(200, pieces, [_JSON])
-        return Reply(200, pieces, [_OCTETS, (b"inference-header-content-length", b"%d" % json_length)])
+            return Reply(200, pieces, [_JSON, *cache_headers(cache)])
+        length = (b"inference-header-content-length", b"%d" % json_length)
+        return Reply(200, pieces, [_OCTETS, length, *cache_headers(cache)])
 
 
 def _header_length(headers: dict[bytes, bytes]) -> int | None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from starlette.types import Receive, Scope
 
-from app.codecs.tensors import InferRequest, OutputWish, RawTensor
+from app.codecs.tensors import Answer, InferRequest, OutputWish, RawTensor
 from app.dispatch.protocol import Dispatcher
 from app.errors import BadRequest
 from app.gateway.http.exchange import DisconnectWatch
@@ -18,7 +18,26 @@ from inference.datatypes import pack_bytes
 from inference.model import Scalar
 from inference.signature import Signature
 
-__all__ = ["compute", "computed", "floats", "model_request", "row_defaults", "rows_at_once", "token_sum"]
+__all__ = [
+    "Computed",
+    "compute",
+    "computed",
+    "floats",
+    "joined",
+    "model_request",
+    "row_defaults",
+    "rows_at_once",
+    "token_sum",
+]
+
+
+class Computed(NamedTuple):
+    """What `compute` has found."""
+
+    outputs: dict[str, list[RawTensor]]
+    """In a tensor for each call."""
+    cache: str
+    """See `joined`."""
 
 
 def row_defaults(signature: Signature) -> dict[str, Scalar]:
@@ -38,6 +57,7 @@ def model_request(
     wanted: Sequence[str],
     row_parameters: dict[str, Scalar],
     timeout_us: int,
+    owner: str,
 ) -> InferRequest:
     """A request for some outputs of a model, with no deadline but the deployment's if ``timeout_us`` is 0."""
     return InferRequest(
@@ -49,20 +69,26 @@ def model_request(
         row_parameters=row_parameters,
         heads=tuple(head.name for head in signature.heads if not set(wanted).isdisjoint(head.outputs)),
         timeout_us=timeout_us,
+        owner=owner,
     )
 
 
-async def computed(dispatcher: Dispatcher, request: InferRequest, field: str) -> Mapping[str, RawTensor]:
-    """The outputs of a request; what the model says of a wrong row names the route's own field."""
+async def computed(dispatcher: Dispatcher, request: InferRequest, field: str) -> Answer:
+    """The answer to a request, with everything in it; what the model says of a wrong row names the route's field."""
     try:
-        outputs, omitted = await dispatcher.infer(request)
+        answer = await dispatcher.infer(request)
     except BadRequest as error:
         error.field = field
         raise
-    for head in omitted:  # there is no answer without it
+    for head in answer.omitted:  # there is no answer without it
         if head.error is not None:
             raise head.error
-    return outputs
+    return answer
+
+
+def joined(caches: Collection[str]) -> str:
+    """What the cache did for a request of several calls: as for the one that took longest."""
+    return next((one for one in ("miss", "shared", "hit") if one in caches), "")
 
 
 async def compute(
@@ -73,7 +99,7 @@ async def compute(
     wanted: Sequence[str],
     field: str,
     parameters: Mapping[str, Scalar] | None = None,
-) -> dict[str, list[RawTensor]]:
+) -> Computed:
     """Compute rows, within the deployment's ``timeout_s``, in as many calls as its queue needs.
 
     Args:
@@ -84,9 +110,6 @@ async def compute(
         field: the request's field that the rows came in.
         parameters: per row, besides the defaults.
 
-    Returns:
-        The outputs, in a tensor for each call.
-
     Raises:
         HeadwaterError: the request can't be answered.
     """
@@ -96,6 +119,8 @@ async def compute(
     most = rows_at_once(count, route.max_queue_size)
     ends_s = time.monotonic() + route.timeout_s
     found: dict[str, list[RawTensor]] = {name: [] for name in wanted}
+    caches = set()
+    owner = scope["state"].get("key", "")
     with DisconnectWatch(scope, receive):
         for start in range(0, count, most):
             rows = min(most, count - start)
@@ -105,13 +130,13 @@ async def compute(
             }
             timeout_us = 0 if rows == count else max(1, int(1e6 * (ends_s - time.monotonic())))
             chosen = {**row_defaults(signature), **(parameters or {})}
-            outputs = await computed(
-                dispatcher, model_request(signature, inputs, rows, wanted, chosen, timeout_us), field
-            )
+            request = model_request(signature, inputs, rows, wanted, chosen, timeout_us, owner)
+            answer = await computed(dispatcher, request, field)
+            caches.add(answer.cache)
             for name in wanted:
-                found[name].append(outputs[name])
+                found[name].append(answer.outputs[name])
     scope["state"]["note"] = f"rows={count}"
-    return found
+    return Computed(found, joined(caches))
 
 
 def floats(parts: Sequence[RawTensor]) -> np.ndarray[Any, np.dtype[np.float32]]:

@@ -13,7 +13,7 @@ from app.codecs.faults import read_json
 from app.errors import BadRequest
 from app.gateway.http.bodies import BodyReader, decoded
 from app.gateway.http.entry import Endpoint
-from app.gateway.http.replies import JSON, Reply
+from app.gateway.http.replies import JSON, Reply, cache_headers
 from app.gateway.models import Models
 from app.gateway.routes.mapped import compute, floats, token_sum
 from app.telemetry.recorder import accept
@@ -58,7 +58,7 @@ class RerankEndpoint(Endpoint):
         texts = [one if isinstance(one, str) else one.text for one in body.documents]
         columns = {spec.query: [body.query.encode()] * len(texts), spec.document: [text.encode() for text in texts]}
         wanted = [spec.score] if spec.tokens is None else [spec.score, spec.tokens]
-        found = await compute(scope, receive, model, columns, wanted, "documents")
+        found, cache = await compute(scope, receive, model, columns, wanted, "documents")
         scores = floats(found[spec.score])[:, 0].tolist()
         tokens = 0 if spec.tokens is None else token_sum(found[spec.tokens])
         order = sorted(range(len(texts)), key=lambda index: -scores[index])[: body.top_n]
@@ -76,7 +76,7 @@ class RerankEndpoint(Endpoint):
             ],
             "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
         }
-        return Reply(200, [orjson.dumps(content)], [JSON])
+        return Reply(200, [orjson.dumps(content)], [JSON, *cache_headers(cache)])
 
 
 def _read(raw: bytes) -> RerankRequest:

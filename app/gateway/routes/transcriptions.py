@@ -11,7 +11,7 @@ from app.codecs.multipart import read_form
 from app.errors import BadRequest
 from app.gateway.http.bodies import BodyReader
 from app.gateway.http.entry import Endpoint
-from app.gateway.http.replies import JSON, Reply
+from app.gateway.http.replies import JSON, Reply, cache_headers
 from app.gateway.models import Models
 from app.gateway.routes.mapped import compute, floats
 from app.telemetry.recorder import accept
@@ -21,6 +21,7 @@ from inference.model import Scalar
 __all__ = ["FIELDS", "FORMATS", "TranscriptionsEndpoint"]
 
 FIELDS: Final = ("file", "model", "language", "response_format")
+_PLAIN: Final = (b"content-type", b"text/plain; charset=utf-8")
 FORMATS: Final = ("json", "text", "verbose_json")
 
 
@@ -59,10 +60,10 @@ class TranscriptionsEndpoint(Endpoint):
                 raise BadRequest(message, field="language")
             parameters[spec.language] = language
         wanted = [spec.text] if spec.duration is None else [spec.text, spec.duration]
-        found = await compute(scope, receive, model, {spec.audio: [file]}, wanted, "file", parameters)
+        found, cache = await compute(scope, receive, model, {spec.audio: [file]}, wanted, "file", parameters)
         text = unpack_bytes(found[spec.text][0].data)[0].decode("utf-8", "replace")
         if kind == "text":
-            return Reply(200, [f"{text}\n".encode()], [(b"content-type", b"text/plain; charset=utf-8")])
+            return Reply(200, [f"{text}\n".encode()], [_PLAIN, *cache_headers(cache)])
         content: dict[str, object] = {"text": text}
         if spec.duration is not None:
             seconds = float(floats(found[spec.duration])[0, 0])
@@ -71,7 +72,7 @@ class TranscriptionsEndpoint(Endpoint):
                 content["duration"] = seconds
         if kind == "verbose_json":
             content |= {"task": "transcribe", "language": language}
-        return Reply(200, [orjson.dumps(content)], [JSON])
+        return Reply(200, [orjson.dumps(content)], [JSON, *cache_headers(cache)])
 
 
 def _text(fields: dict[str, bytes], name: str) -> str:

@@ -152,6 +152,6 @@ export function update(status, isShown) {
   deployments.show(status.deployments.map((one) => deploymentRow(one, status.now_s)));
   replicas.show(status.deployments.flatMap((one) => one.replica_list.map((replica) => replicaRow(one, replica))));
   byId("tables").hidden = false; // before the first answer nothing stands there that could be pushed down
-  const whose = status.scope === "server" ? "" : " Counts are those of one gateway worker: server.metrics is off.";
+  const whose = status.scope === "server" ? "" : " Counts are those of one gateway worker: server.pages has no metrics.";
   say(byId("scope-note"), `Rates, quantiles and means are those of the last ten seconds.${whose}`);
 }

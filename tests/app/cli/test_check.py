@@ -375,6 +375,18 @@ def test_a_model_to_compile_without_a_compiler(run: Run) -> None:
     assert "install g++" in problem["fix"]
 
 
+def test_models_whose_answers_can_not_be_kept(run: Run, tmp_path: Path) -> None:
+    source = "from inference.zoo.scale import Scale\nclass Counts(Scale):\n    idempotent = False\n"
+    (tmp_path / "own.py").write_text(source)
+    cache = {"max_bytes": "1MiB"}
+    counts = {"model": "own:Counts", "cache": cache}
+    _, report = run({"deployments": {"right": {"model": "own:Scale", "cache": cache}, "wrong": counts}})
+    problem = only(report)
+    assert problem["title"] == "deployment wrong"
+    expected = "cache: expected a model that answers equal requests equally, got `wrong`, which is not idempotent"
+    assert (problem["reason"], problem["fix"]) == (expected, "remove `cache`")
+
+
 def test_a_port_that_is_taken() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

@@ -215,6 +215,7 @@ SETTINGS = {
     "warmup_batch_sizes": [],
     "load_timeout_s": 5,
     "python": "bin/python",
+    "cache": {"max_bytes": 9},
 }
 
 
@@ -297,6 +298,7 @@ def test_a_step_has_what_the_pipeline_has_and_lays_its_own_over_it() -> None:
         "timeout_s": 3,
         "replicas": 5,
         "threads": 7,
+        "cache": {"max_bytes": 7},  # of whole answers
     }
     content = {"deployments": {"p": {"pipeline": with_step(options={"k": 1}, **SETTINGS), **fields}}}
     found = read_config(content, source="t", environment={}, flags={}).all_deployments()
@@ -308,6 +310,7 @@ def test_a_step_has_what_the_pipeline_has_and_lays_its_own_over_it() -> None:
     assert (head.replicas.max, head.device, head.threads) == (2, "cpu", 3)
     assert (head.warmup_batch_sizes, head.load_timeout_s, head.python) == ((), 5, Path("bin/python"))
     assert (head.timeout_s, head.options) == (3, {"k": 1})
+    assert (trunk.cache, head.cache and head.cache.max_bytes) == (None, 9)
 
 
 # Keys that stand twice.

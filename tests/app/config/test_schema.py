@@ -374,6 +374,28 @@ def test_the_access_log_is_on_or_off_or_full(given: object) -> None:
             read({**MINIMAL, "server": {"access_log": given}})
 
 
+def test_what_is_served_besides_the_api() -> None:
+    assert read(MINIMAL).server.pages == ("ui", "metrics")
+    assert read({**MINIMAL, "server": {"pages": []}}).server.pages == ()
+    with pytest.raises(ConfigError, match=r"`server\.pages\.0`: input should be 'ui' or 'metrics', got 'docs'"):
+        read({**MINIMAL, "server": {"pages": ["docs"]}})
+
+
+def test_a_cache_is_bounded_and_no_language_models() -> None:
+    def cached(cache: object, model: str = "m:M") -> Any:
+        return read({"deployments": {"a": {"model": model, "cache": cache}}}).deployments["a"].cache
+
+    assert read(MINIMAL).deployments["scale"].cache is None
+    found = cached({"max_bytes": "64MiB"})
+    assert (found.max_bytes, found.ttl_s, found.per_key) == (64 * 2**20, None, False)
+    with pytest.raises(ConfigError, match=r"`deployments\.a\.cache\.max_bytes`: required, but missing"):
+        cached({"ttl_s": 3})
+    with pytest.raises(ConfigError, match=r"`deployments\.a\.cache\.ttl`: unknown field"):
+        cached({"max_bytes": 1, "ttl": 3})
+    with pytest.raises(ConfigError, match=r"cache: expected none for a language model"):
+        cached({"max_bytes": 1}, "lm:models/llama")
+
+
 def fields_in(section: type[Section], seen: set[type[Section]]) -> Iterator[str]:
     """What can be set in a section and below it. A field that is a section counts as what is in it; a step's fields
     that a deployment has too count there, and the form ``{min, max}`` of ``replicas`` is no further field."""

@@ -8,7 +8,7 @@ from typing import Literal
 
 import pytest
 
-from app.codecs.tensors import HeadAnswer, InferRequest, Outputs, RawTensor
+from app.codecs.tensors import Answer, HeadAnswer, InferRequest, Outputs, RawTensor
 from app.dispatch.collector import PIECES_LIMIT, WHOLE, Collector, wanted_heads
 from app.errors import CallableFailed, DeadlineExceeded, QueueFull, ReplicaLost
 from inference.signature import HeadSpec, Signature, TensorSpec
@@ -111,7 +111,7 @@ def test_what_comes_after_a_heads_last_result_is_ignored() -> None:
         collector.decide("a", outputs("a", 2))
         collector.decide("b", outputs("b"))
         collector.decide("b", error=CallableFailed("late"))
-        assert await collector.whole() == ({**outputs("a", 1), **outputs("b")}, [])
+        assert await collector.whole() == Answer({**outputs("a", 1), **outputs("b")}, [])
 
     run(scenario)
 

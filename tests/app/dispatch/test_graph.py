@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from app.codecs.tensors import Answer, HeadAnswer, InferRequest, Outputs, OutputWish, RawTensor
-from app.control.routing import DeploymentRoute, ReplicaRoute, State
+from app.control.routing import CacheShare, DeploymentRoute, ReplicaRoute, State
 from app.dispatch.dispatcher import ModelDispatcher
 from app.dispatch.graph import GraphDispatcher
 from app.errors import (
@@ -29,6 +29,7 @@ from inference.datatypes import pack_bytes
 from inference.model import Parameter
 from inference.pipeline import PipelineSpec, Plan, StepSpec, make_plan
 from inference.signature import Signature, TensorSpec
+from tests.app.dispatch import test_dispatcher as replicas
 from tests.counted import count_from_zero, counts_of
 
 
@@ -100,6 +101,7 @@ class Step:
     """As much of a `Dispatcher` as a pipeline needs."""
 
     def __init__(self) -> None:
+        self.route = DeploymentRoute("step", State.READY)
         self.calls: list[Call] = []
 
     async def infer(self, request: InferRequest, *, is_step: bool) -> Answer:
@@ -222,6 +224,69 @@ def test_steps_are_asked_for_what_is_needed_of_them_only() -> None:
         assert bench.call("head_a").request.outputs == [OutputWish("a", True)]
         bench.call("head_a").answer(a=numbers(1))
         assert list((await task).outputs) == ["a"]
+
+    run(scenario)
+
+
+def test_another_head_uses_the_features_that_the_trunk_keeps() -> None:
+    async def scenario() -> None:
+        signatures = {**SIGNATURES, "trunk": signature([fp32("x", 2)], [fp32("features", 3), fp32("others", 3)])}
+        signatures["head_b"] = signature([fp32("features", 3), fp32("others", 3)], [fp32("b", 3)])
+        bench = Bench(plan(signatures))
+        trunk = replicas.Bench(signatures["trunk"], cache=CacheShare(1 << 20))
+        bench.steps["p.trunk"] = cast(Any, trunk.dispatcher)
+        first = bench.send(heads=["head_a"])
+        await settle()
+        kept = {"features": numbers(1, 3, 7), "others": numbers(1, 3, 8)}
+        trunk.calls[0].give(dict(kept))
+        await settle()
+        assert bench.call("head_a").request.inputs == {"features": kept["features"]}
+        bench.call("head_a").answer(a=numbers(1))
+        await first
+        second = bench.send(heads=["head_b"])
+        await settle()
+        assert len(trunk.calls) == 1
+        assert bench.call("head_b").request.inputs == kept
+        bench.call("head_b").answer(b=numbers(1))
+        await second
+        third = bench.send(heads=["head_b"], inputs={"x": numbers(1, 2, 1)})
+        await settle()
+        assert len(trunk.calls) == 2
+        third.cancel()
+        trunk.dispatcher.close()
+
+    run(scenario)
+
+
+def test_a_pipelines_kept_answers_go_when_a_step_is_reloaded_and_parts_are_not_kept() -> None:
+    async def scenario() -> None:
+        count_from_zero()
+        bench = Bench(lenient(), cache=CacheShare(1 << 20))
+
+        async def ask(*, fails: bool = False) -> Answer:
+            task = bench.send()
+            await settle()
+            for name, output in (("trunk", "features"), ("head_a", "a"), ("head_b", "b")):
+                for call in bench.calls(name):
+                    if call.answered.done():
+                        continue
+                    if name == "head_b" and fails:
+                        call.fail(CallableFailed("no"))
+                    else:
+                        call.answer(**{output: numbers(1)})
+                await settle()
+            return await task
+
+        part = await ask(fails=True)
+        assert (part.cache, [one.head for one in part.omitted]) == ("miss", ["head_b"])
+        whole = await ask()
+        assert (whole.cache, list(whole.omitted), sorted(whole.outputs)) == ("miss", [], ["a", "b"])
+        assert (await ask()) == Answer(whole.outputs, cache="hit")
+        assert len(bench.calls("trunk")) == 2
+        step = bench.steps["p.head_a"]
+        step.route = msgspec.structs.replace(step.route, generation=1)
+        assert (await ask()).cache == "miss"
+        assert counts_of("p").total("headwater_rows") == 4
 
     run(scenario)
 

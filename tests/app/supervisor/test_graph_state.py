@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from app.config.schema import Deployment
-from app.control.routing import DeploymentRoute, State, unavailable
+from app.control.routing import CacheShare, DeploymentRoute, State, unavailable
 from app.supervisor.graph_state import GraphState
 from inference.signature import Signature, TensorSpec
 
@@ -83,6 +83,18 @@ def test_what_gateway_workers_are_told() -> None:
     assert route.signature is state.plan.signature
     assert route.signature.max_batch_size == 8
     assert route.replicas == ()
+
+
+def test_one_whose_answers_can_not_be_kept_has_failed() -> None:
+    cache = {"max_bytes": 9}
+    state = graph(cache=cache)
+    state.update(told(state))
+    assert state.route(2).cache == CacheShare(4)
+    state = graph(cache=cache)
+    effects = msgspec.structs.replace(SIGNATURES["head_a"], idempotent=False)
+    state.update(told(state, {**SIGNATURES, "head_a": effects}))
+    assert (state.state, state.plan) == (State.FAILED, None)
+    assert "expected a model that answers equal requests equally, got `p`, which is not idempotent" in state.reason
 
 
 def test_a_step_may_be_a_deployment_that_stands_elsewhere() -> None:

@@ -161,6 +161,8 @@ class TestTree:
         class Step:
             """As much of a `Dispatcher` as a pipeline needs."""
 
+            route = DeploymentRoute("step", State.READY)
+
             def __init__(self, name: str) -> None:
                 self._name = name
 

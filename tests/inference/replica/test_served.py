@@ -19,12 +19,12 @@ import pytest
 from app.process.sweep import Journal, segments_mapped_by, sweep_replica
 from inference.engine import EngineLimits, SequenceRequest
 from inference.environment import library_path
-from inference.errors import LoadError
+from inference.errors import DeclarationError, LoadError
 from inference.lm.engine_host import EngineHost
 from inference.lm.loading import SlotOptions, lm_signature, plan_language_model
 from inference.lm.null_engine import NullEngine
 from inference.lm.slot_engine import SlotEngine
-from inference.replica.served import load_language_model
+from inference.replica.served import load_language_model, load_served
 from inference.replica.warmup_lm import counts, submits
 from inference.signature import Signature
 from inference.wire.handshake import ReplicaSpec, ReplicaStatus
@@ -349,3 +349,16 @@ def test_a_replica_whose_engine_fails_says_so(folder: Path) -> None:
     with replica(f"lm:{folder}", folder.parent, engine="lm_case_engines:failing") as said:
         assert said[-1].event == "failed"
         assert said[-1].text == "warm-up: a sequence ended with 'error': RuntimeError: no step on purpose"
+
+
+def test_a_model_whose_answers_can_not_be_kept_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = "from inference.zoo.scale import Scale\nclass Effects(Scale):\n    idempotent = False\n"
+    (tmp_path / "effects_of_calls.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("Scale", "Effects"):
+        spec = ReplicaSpec("m", f"effects_of_calls:{name}", "", 0, (), "", device="cpu", is_cached=True)
+        if name == "Scale":
+            load_served(spec, lambda text: None, lambda reason: None)
+            continue
+        with pytest.raises(DeclarationError, match=r"cache: expected .* got `m`, which is not idempotent; remove"):
+            load_served(spec, lambda text: None, lambda reason: None)
