@@ -39,7 +39,7 @@ __all__ = ["create_app"]
 CORS_REQUEST_HEADERS: Final = (
     "Authorization", "Content-Type", "Inference-Header-Content-Length", "Traceparent", "X-API-Key", "X-Request-Id",
 )  # fmt: skip
-CORS_ANSWER_HEADERS: Final = ("Inference-Header-Content-Length", "Retry-After", "X-Request-Id")
+CORS_ANSWER_HEADERS: Final = ("Headwater-Version", "Inference-Header-Content-Length", "Retry-After", "X-Request-Id")
 """Scripts see these besides the few that they always do."""
 
 
