@@ -1,4 +1,5 @@
-"""The command line's client of a running server: asks what it serves, and commands load, unload, reload and scale.
+"""The command line's client of a running server: asks what it serves, and commands load, unload, reload, scale,
+promote and rollback.
 
 An API key comes from the environment, since command lines are visible to all users.
 """
@@ -128,6 +129,10 @@ class ServerClient:
         """Change the number of a model's replicas to ``replicas``, or ``min`` and ``max``. Otherwise as `command`."""
         return self._change("scale", model, bounds, "replicas")
 
+    def change_traffic(self, action: str, model: str, version: str | None = None) -> dict[str, Any]:
+        """Promote a version of a model, or roll its traffic back. Otherwise as `command`."""
+        return self._change(action, model, None if version is None else {"version": version}, "traffic")
+
     def _change(self, action: str, model: str, body: object, wanted: str) -> dict[str, Any]:
         answer = self._ask("POST", f"/v2/repository/models/{quote(model, safe='')}/{action}", body)
         if not isinstance(answer, dict) or wanted not in answer:
@@ -155,7 +160,8 @@ class ServerClient:
         """
         status, content = self.get("/v2/repository/index")
         if status == 200 and isinstance(content, list):
-            return [str(one["name"]) for one in content if isinstance(one, dict) and one.get("state") == "READY"]
+            ready = (str(one["name"]) for one in content if isinstance(one, dict) and one.get("state") == "READY")
+            return list(dict.fromkeys(ready))  # one with versions has an entry for each
         status, content = self.get("/v1/models")
         listed = content.get("data") if status == 200 and isinstance(content, dict) else None
         return [str(one.get("id")) for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
@@ -279,6 +285,9 @@ def status_table(index: Sequence[Mapping[str, Any]]) -> str:
 
 def command_line(action: str, answer: Mapping[str, Any]) -> str:
     """The result of a command in one line."""
+    if "traffic" in answer:
+        shares = ", ".join(f"{100 * share:g} % to {version}" for version, share in answer["traffic"].items())
+        return f"{answer['name']}: {action} done: {shares}; default {answer['default']}"
     parts = [f"{answer['name']}: {action} done in {answer['took_s']:.1f} s, now {answer['state']}"]
     if "replicas" in answer:
         parts.append(f"{_replicas(answer)} replicas")
@@ -300,6 +309,8 @@ def _cells(one: Mapping[str, Any]) -> tuple[str, ...]:
     name, version, state, since = (str(one.get(field, "")) for field in ("name", "version", "state", "since"))
     devices = ",".join(one.get("devices", ()))
     nodes = ",".join(f"{node} ({count})" if count > 1 else node for node, count in one.get("nodes", {}).items())
+    if "share" in one:
+        version += f" ({100 * one['share']:g} %)"
     return name, version, state, _replicas(one), devices, nodes, since, reason
 
 

@@ -110,10 +110,18 @@ def _parser() -> argparse.ArgumentParser:
         _add_url(command)
         command.set_defaults(run=_command, action=action)
     scale = commands.add_parser("scale", help="change the number of a model's replicas, on a running server")
-    scale.add_argument("name", metavar="NAME", help="the deployment, or PIPELINE.STEP")
+    scale.add_argument("name", metavar="NAME", help="the deployment, PIPELINE.STEP or DEPLOYMENT.VERSION")
     scale.add_argument("replicas", metavar="N | MIN-MAX", type=_bounds, help="their number, or bounds to scale between")
     _add_url(scale)
     scale.set_defaults(run=_command, action="scale")
+    promote = commands.add_parser("promote", help="give a version of a model all requests, on a running server")
+    rollback = commands.add_parser("rollback", help="undo the last change of how a model's versions share requests")
+    for command, action in ((promote, "promote"), (rollback, "rollback")):
+        command.add_argument("name", metavar="NAME", help="the deployment")
+        if action == "promote":
+            command.add_argument("version", metavar="VERSION", help="the version, which becomes the default, too")
+        _add_url(command)
+        command.set_defaults(run=_command, action=action)
     add_bench_command(commands)
     add_plan_command(commands)
     add_key_commands(commands)
@@ -236,6 +244,8 @@ def _command(options: argparse.Namespace) -> int:
     client, given = ServerClient(options.url), getattr(options, "config", None)
     if options.action == "scale":
         answer = client.scale(options.name, options.replicas)
+    elif options.action in ("promote", "rollback"):
+        answer = client.change_traffic(options.action, options.name, getattr(options, "version", None))
     else:
         answer = client.command(options.action, options.name, None if given is None else _section(given))
     print(command_line(options.action, answer))

@@ -205,10 +205,11 @@ class GenerateEncoder:
 
     Args:
         signature: the model's name, outputs and heads.
+        version: the model's, in answers.
     """
 
-    def __init__(self, signature: Signature) -> None:
-        self._model = b'{"model_name":%b,"model_version":"1"' % orjson.dumps(signature.name)
+    def __init__(self, signature: Signature, version: str = "1") -> None:
+        self._model = b'{"model_name":%b,"model_version":%b' % (orjson.dumps(signature.name), orjson.dumps(version))
         self._outputs = {
             spec.name: (DATATYPES[spec.datatype], b",%b:" % orjson.dumps(spec.name)) for spec in signature.outputs
         }

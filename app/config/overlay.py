@@ -6,7 +6,7 @@ import json
 from typing import Any, Final
 
 from app.config.schema import Config, read_config
-from app.config.sections import Section
+from app.config.sections import given, laid_over
 from app.errors import BadRequest, ConfigError, Forbidden
 
 __all__ = ["CODE_FIELDS", "FIELD", "MAX_CONFIG_BYTES", "check_allowed", "lay_over", "parse_overlay"]
@@ -17,7 +17,7 @@ MAX_CONFIG_BYTES: Final = 256 * 1024
 MAX_DEPTH: Final = 32
 MAX_MESSAGE_CHARACTERS: Final = 2000
 """Bounds an error's message, which names every invalid field that the client sent."""
-CODE_FIELDS: Final = frozenset({"model", "pipeline", "options", "environment", "python"})
+CODE_FIELDS: Final = frozenset({"model", "pipeline", "options", "versions", "environment", "python"})
 """Fields of a deployment that choose code, its arguments or weights: anyone who sets them decides what is run."""
 
 
@@ -87,7 +87,7 @@ def lay_over(first: Config, now: Config, name: str, fields: dict[str, Any]) -> C
         BadRequest: a field is invalid; the message is as for a file.
     """
     configured = first.deployments.get(name)
-    section = _merged(_given(configured) if configured is not None else {}, fields)
+    section = laid_over(given(configured) if configured is not None else {}, fields)
     content = {"server": now.server, "deployments": {**now.deployments, name: section}, "cluster": first.cluster}
     try:
         return read_config(content, source=FIELD, environment={}, flags={})
@@ -96,26 +96,6 @@ def lay_over(first: Config, now: Config, name: str, fields: dict[str, Any]) -> C
         if len(message) > MAX_MESSAGE_CHARACTERS:
             message = f"{message[:MAX_MESSAGE_CHARACTERS]}... ({len(message)} characters)"
         raise BadRequest(message, field=FIELD) from None
-
-
-def _given(section: Section) -> dict[str, Any]:
-    """The fields set in a section; sections within it stay objects."""
-    return {name: value for name, value in section if name in section.model_fields_set}
-
-
-def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for name, value in over.items():
-        before = merged.get(name)
-        if isinstance(before, Section):
-            before = _given(before)
-        if value is None:
-            merged.pop(name, None)
-        elif isinstance(value, dict) and isinstance(before, dict):
-            merged[name] = _merged(before, value)
-        else:
-            merged[name] = value
-    return merged
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

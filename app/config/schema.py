@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal, get_args, get_origin
 
 import yaml
-from pydantic import Field, PrivateAttr, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, PrivateAttr, ValidationError, field_validator, model_validator
 
 from app.config import sections
 from app.config.cluster import Cluster, placement_of
@@ -52,6 +52,7 @@ FORMER_FIELDS: Final = {
     "log_payloads": "it is `access_log` now, which takes full, too",
     "metrics": "it is `pages` now, which takes `metrics` in a list",
     "memory_fraction": "it is `memory_limit` now, which takes a part such as 0.8, too",
+    "sample": "it is the environment's now: OTEL_TRACES_SAMPLER=parentbased_traceidratio and OTEL_TRACES_SAMPLER_ARG",
     "stream_ping_s": "it is fixed now, at 15 s",
     "tensor_store": "it is fixed now: the size of a full batch decides",
     "ui": "it is `pages` now, which takes `ui` in a list",
@@ -62,6 +63,7 @@ FORMER_FIELDS: Final = {
 """What became of fields that earlier versions had."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}\Z")
+_VERSION = re.compile(r"[A-Za-z0-9_-]{1,50}\Z")
 
 
 class Deployment(Section):
@@ -75,6 +77,11 @@ class Deployment(Section):
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the class's constructor, or of a language model's engine; a function's tensors; for vLLM
     `VllmOptions`."""
+    versions: sections.Versions = Field(default_factory=dict)
+    """Versions by name, each with fields that are laid over the deployment's own; each has replicas of its own."""
+    traffic: sections.Traffic | None = None
+    """The share of requests that each version answers, such as ``{"1": 0.95, "2": 0.05}``, and `sections.Traffic`'s
+    other fields. Default: the first version answers all."""
     batching: sections.Batching = Field(default_factory=sections.Batching)
     timeout_s: sections.PositiveSeconds = 30
     """A request's deadline, queueing included; a request may ask for less."""
@@ -114,6 +121,11 @@ class Deployment(Section):
     """The Python interpreter for the replicas, with PyTriton installed, or with vLLM; default: Headwater's own."""
 
     def _faults(self) -> Iterator[str]:
+        if self.versions:
+            yield from self._version_faults()
+            return
+        if self.traffic is not None:
+            yield "traffic: expected `versions`, which it is shared among"
         if (self.model is None) == (self.pipeline is None):
             yield "expected either `model` or `pipeline`"
         if self.pipeline is not None and self.options:
@@ -141,6 +153,53 @@ class Deployment(Section):
             yield from option_faults(self.options)
         if self.max_in_flight < self.instances:
             yield (f"batching.max_in_flight: expected at least instances = {self.instances}, got {self.max_in_flight}")
+
+    def _version_faults(self) -> Iterator[str]:
+        kinds: set[bool] = set()
+        for name, fields in self.versions.items():
+            where = f"versions.{name}"
+            if not _VERSION.match(name) or name in sections.Traffic.model_fields:
+                those = ", ".join(map(repr, sections.Traffic.model_fields))
+                expected = f"letters, digits, '_' or '-', at most 50 characters, and none of {those}"
+                yield f"versions: expected names of {expected}, got {name!r}"
+            for field in ("versions", "traffic"):
+                if field in fields:
+                    yield f"{where}.{field}: expected beside the deployment's `versions`, not in one of them"
+            try:
+                version = self.version(name)
+            except ValidationError as error:
+                for detail in error.errors(include_url=False):
+                    yield from _describe({**detail, "loc": ("versions", name, *detail["loc"])}, {})
+                continue
+            if version.is_graph:
+                yield f"{where}.pipeline: expected placement fused: a graph's steps have no versions; give each its own"
+            if version.is_vllm:
+                expected = "expected a model that Headwater computes: those of vLLM have no versions"
+                yield f"{where}.model: {expected}, got {version.model!r}"
+            kinds.add(version.is_language_model)
+        if len(kinds) > 1:
+            yield "versions: expected all of them to be language models, or none of them"
+        if self.traffic is not None:
+            yield from self.traffic.faults(self.versions)
+
+    def version(self, name: str) -> Deployment:
+        """The deployment of one of its `versions`.
+
+        Raises:
+            ValidationError: its fields are invalid.
+        """
+        own = {field: value for field, value in sections.given(self).items() if field not in ("versions", "traffic")}
+        return Deployment.model_validate(sections.laid_over(own, self.versions[name]))
+
+    @property
+    def shared_traffic(self) -> sections.Traffic:
+        """``traffic`` with its defaults: a share of each version, and the default version."""
+        first = next(iter(self.versions))
+        return (self.traffic or sections.Traffic.model_validate({first: 1.0})).of(self.versions)
+
+    def with_traffic(self, traffic: sections.Traffic) -> Deployment:
+        """The same with other shares of its versions."""
+        return self.model_copy(update={"traffic": traffic})
 
     @property
     def max_in_flight(self) -> int:
@@ -205,9 +264,20 @@ class Deployment(Section):
             own["environment"] = {**self.environment, **own["environment"]}
         return self.model_copy(update={"model": step.model, "pipeline": None, "options": step.options, **own})
 
+    def part(self, name: str) -> Deployment:
+        """The deployment of one of its versions, or of a step; see `with_replicas`."""
+        return self.version(name) if self.versions else self.step(name)
+
+    @property
+    def is_composite(self) -> bool:
+        """Whether it has no replicas itself: those that answer belong to its versions, or to a graph's steps."""
+        return bool(self.versions) or self.is_graph
+
     def with_replicas(self, name: str) -> dict[str, Deployment]:
-        """What has replicas of its own under this deployment's name: itself, or a graph's steps with their own models,
-        each named ``PIPELINE.STEP``."""
+        """What has replicas of its own under this deployment's name: itself, its versions, each named
+        ``DEPLOYMENT.VERSION``, or a graph's steps with their own models, each named ``PIPELINE.STEP``."""
+        if self.versions:
+            return {f"{name}.{version}": self.version(version) for version in self.versions}
         if self.pipeline is None or not self.is_graph:
             return {name: self}
         steps = self.pipeline.all_steps().items()
@@ -224,7 +294,7 @@ class Server(Section):
     """Gateway processes. Limits in this file are totals; each worker has an equal share."""
     max_connections: Annotated[int, Field(ge=1, le=1_000_000)] = 10_000
     """Client connections. Beyond this, a new one replaces the one that has been idle longest, if any is idle."""
-    tls: sections.TlsSection | None = None
+    tls: sections.Tls | None = None
     """The certificate and private key for HTTPS; default: HTTP."""
     max_body_bytes: Annotated[int, Field(ge=1_000)] = 64 * 1024 * 1024
     """Size of a request's body, also after decompression."""
@@ -310,6 +380,12 @@ class Config(Section):
             for name, one in self.deployments.items()
             if one.pipeline is not None and one.is_graph
         }
+        for name, one in self.deployments.items():
+            taken = [f"{name}.{version}" for version in one.versions if f"{name}.{version}" in self.deployments]
+            found[name] = found.get(name, []) + [
+                f"deployments.{name}.versions: `{part}` is the name of another deployment, too; rename one"
+                for part in taken
+            ]
         if any(found.values()):
             messages = [message for faults in found.values() for message in faults]
             raise Faults(messages, [name for name, faults in found.items() if faults])
@@ -334,6 +410,8 @@ class Config(Section):
                 known = ", ".join(f"`{one}`" for one in self.deployments)
                 hint = did_you_mean(step.deployment, self.deployments)
                 yield f"{where}: unknown deployment `{step.deployment}`; expected one of {known}{hint}"
+            elif other.versions:
+                yield f"{where}: expected a deployment without versions, got `{step.deployment}`, which has some"
             elif other.pipeline is not None:
                 yield (
                     f"{where}: expected a deployment of one model, got the pipeline `{step.deployment}`; name its "
@@ -625,6 +703,6 @@ def _fields_beside(location: tuple[str, ...]) -> list[str]:
 
 def _kinds(annotation: Any) -> list[Any]:
     """The sections, and mappings of sections, that a field may hold."""
-    if get_origin(annotation) is dict or (isinstance(annotation, type) and issubclass(annotation, Section)):
+    if get_origin(annotation) is dict or (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
         return [annotation]
     return [kind for one in get_args(annotation) for kind in _kinds(one)]

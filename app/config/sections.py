@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import (
     AfterValidator,
@@ -42,9 +42,14 @@ __all__ = [
     "Section",
     "SecuritySection",
     "Threads",
-    "TlsSection",
+    "Tls",
     "TracingSection",
+    "Traffic",
+    "Value",
+    "Versions",
     "WarmupBatchSizes",
+    "given",
+    "laid_over",
 ]
 
 LogFormat = Literal["auto", "human", "json"]
@@ -66,6 +71,27 @@ class Section(BaseModel):
     def _faults(self) -> Iterable[str]:
         """Messages about fields that don't fit together."""
         return ()
+
+
+def given(section: Section) -> dict[str, Any]:
+    """The fields set in a section; sections within it stay objects."""
+    return {name: value for name, value in section if name in section.model_fields_set}
+
+
+def laid_over(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields with others laid over them: sections are merged, other values replaced; None restores a default."""
+    merged = dict(base)
+    for name, value in over.items():
+        before = merged.get(name)
+        if isinstance(before, Section):
+            before = given(before)
+        if value is None:
+            merged.pop(name, None)
+        elif isinstance(value, Mapping) and isinstance(before, dict):
+            merged[name] = laid_over(before, value)
+        else:
+            merged[name] = value
+    return merged
 
 
 class Faults(ValueError):
@@ -101,10 +127,14 @@ def _check_model_reference(value: str) -> str:
     return value
 
 
-class NodePlacement(BaseModel):
-    """What a replica takes of a node of the cluster, and which nodes will do."""
+class Value(BaseModel):
+    """One field's value, of parts that mean something only together: a file or a flag sets all of it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class NodePlacement(Value):
+    """What a replica takes of a node of the cluster, and which nodes will do."""
 
     gpus: Annotated[float, Field(ge=0, le=64)] = 0
     """GPUs; a fraction shares one, several must be whole."""
@@ -192,6 +222,11 @@ def _stringify(value: object) -> object:
     return value
 
 
+def _keyed_by_text(value: object) -> object:
+    """A mapping whose numbers among the keys are text: YAML reads an unquoted version as a number."""
+    return {str(key): item for key, item in value.items()} if isinstance(value, dict) else value
+
+
 PositiveInt = Annotated[int, Field(ge=1)]
 PositiveSeconds = Annotated[float, Field(gt=0, le=86_400)]
 Instances = Annotated[int, Field(ge=1, le=64)]
@@ -247,8 +282,6 @@ class TracingSection(Section):
 
     endpoint: Annotated[str, Field(pattern=r"^https?://[^/\s]+(/\S*)?$")]
     """A collector that takes OTLP over HTTP, such as ``http://127.0.0.1:4318``."""
-    sample: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """The fraction of requests without a ``traceparent`` to trace; with one, its sender decides."""
 
     @property
     def traces_url(self) -> str:
@@ -279,6 +312,63 @@ class ReplicaBounds(Section):
 
 
 Replicas = Annotated[ReplicaBounds, BeforeValidator(_parse_replicas)]
+
+Versions = Annotated[dict[str, dict[str, Any]], BeforeValidator(_keyed_by_text)]
+"""The fields of each version of a deployment."""
+Share = Annotated[float, Field(ge=0, le=1)]
+SHARES_TOLERANCE: Final = 1e-6
+
+
+class Traffic(Value):
+    """The share of requests that each version of a deployment answers, by the version's name, and what goes with it."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    __pydantic_extra__: dict[str, Share]
+
+    default: str = ""
+    """The version that the others are compared with, and that answers in place of one that isn't ready. Default: the
+    first of those with the greatest share."""
+    sticky: Annotated[str, Field(pattern=r"^([A-Za-z0-9-]{1,100})?$")] = ""
+    """A request header: requests with the same value of it get the same version."""
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The shares that are given."""
+        return dict(self.__pydantic_extra__)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read(cls, value: object) -> object:
+        if not isinstance(value, (dict, Traffic)):
+            raise ValueError('expected shares by version, such as {"1": 0.95, "2": 0.05}')
+        return _keyed_by_text(value)
+
+    @model_validator(mode="after")
+    def _check(self) -> Traffic:
+        total = sum(self.shares.values())
+        if not self.shares or abs(total - 1) > SHARES_TOLERANCE:
+            raise ValueError(f"expected shares by version that sum to 1, got {total:g}")
+        return self
+
+    def of(self, versions: Collection[str]) -> Traffic:
+        """The same with a share of each of these versions, in their order, and with its default."""
+        shares = {version: self.shares.get(version, 0.0) for version in versions}
+        default = self.default or max(shares, key=shares.__getitem__)
+        return Traffic.model_validate({**self.settings, **shares, "default": default})
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All but the shares."""
+        return {name: getattr(self, name) for name in type(self).model_fields if name in self.model_fields_set}
+
+    def faults(self, versions: Collection[str]) -> Iterator[str]:
+        """Messages about versions that are named here and don't exist."""
+        known = ", ".join(f"`{version}`" for version in versions)
+        for version in self.shares:
+            if version not in versions:
+                yield f"traffic: expected shares of the versions {known}, got one of `{version}`"
+        if self.default and self.default not in versions:
+            yield f"traffic.default: expected one of the versions {known}, got {self.default!r}"
 
 
 class Scaling(Section):
@@ -317,8 +407,8 @@ class SecuritySection(Section):
     """Origins of web pages whose scripts may send requests; ``*``: all. Default: only the server's own."""
 
 
-class TlsSection(Section):
-    """HTTPS."""
+class Tls(Value):
+    """HTTPS: a certificate and its key, neither of which is of use without the other."""
 
     certificate: OwnPath
     """PEM: the server's certificate, followed by its intermediate certificates."""

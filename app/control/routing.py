@@ -12,7 +12,16 @@ from app.errors import RETRY_AFTER_LOST_S, Unavailable
 from inference.pipeline import Plan
 from inference.signature import Signature
 
-__all__ = ["LAST_LINES", "CacheShare", "DeploymentRoute", "ReplicaRoute", "RoutingTable", "State", "unavailable"]
+__all__ = [
+    "LAST_LINES",
+    "CacheShare",
+    "DeploymentRoute",
+    "ReplicaRoute",
+    "RoutingTable",
+    "State",
+    "TrafficRoute",
+    "unavailable",
+]
 
 LAST_LINES: Final = "; the last lines of its log: "
 """Precedes a replica's last log lines in a reason; they are for operators, not for clients."""
@@ -67,6 +76,17 @@ class CacheShare(msgspec.Struct, frozen=True):
     """Whether only for the API key with whose request it was computed."""
 
 
+class TrafficRoute(msgspec.Struct, frozen=True):
+    """How the requests for a deployment are shared among its versions."""
+
+    shares: dict[str, float]
+    """By version, in the configuration's order."""
+    default: str
+    """The version that answers in place of one that isn't ready."""
+    sticky: str = ""
+    """The header whose value decides; empty: the request's id does."""
+
+
 class DeploymentRoute(msgspec.Struct, frozen=True):
     """One deployment as a gateway worker sees it."""
 
@@ -97,7 +117,11 @@ class DeploymentRoute(msgspec.Struct, frozen=True):
     is_open: bool = True
     """Whether enough of a graph's steps can be reached to answer anything."""
     part_of: str | None = None
-    """The pipeline of a deployment that is a step."""
+    """The pipeline of a deployment that is a step, or the deployment that it is a version of."""
+    version: str = ""
+    """Which version of that it is."""
+    traffic: TrafficRoute | None = None
+    """How requests are shared among its versions, if it has some."""
     is_language_model: bool = False
     """Known before its signature."""
     is_vllm: bool = False
@@ -131,6 +155,11 @@ class DeploymentRoute(msgspec.Struct, frozen=True):
     """None: answers are not kept."""
     failure: str = ""
     """What clients see instead of the reason, if a start has failed and none succeeded since."""
+
+    @property
+    def is_composite(self) -> bool:
+        """Whether it has no replicas itself: those that answer are of its versions, or of a graph's steps."""
+        return self.is_graph or self.traffic is not None
 
     @property
     def cause(self) -> str:

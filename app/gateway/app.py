@@ -42,7 +42,9 @@ __all__ = ["create_app"]
 CORS_REQUEST_HEADERS: Final = (
     "Authorization", "Content-Type", "Inference-Header-Content-Length", "Traceparent", "X-API-Key", "X-Request-Id",
 )  # fmt: skip
-CORS_ANSWER_HEADERS: Final = ("Headwater-Cache", "Inference-Header-Content-Length", "Retry-After", "X-Request-Id")
+CORS_ANSWER_HEADERS: Final = (
+    "Headwater-Cache", "Headwater-Version", "Inference-Header-Content-Length", "Retry-After", "X-Request-Id",
+)  # fmt: skip
 """Scripts see these besides the few that they always do."""
 
 

@@ -6,6 +6,9 @@ import functools
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Final
 
+import msgspec
+from starlette.types import Scope
+
 from app.codecs.generate import GenerateDecoder, GenerateEncoder
 from app.codecs.infer_request import RequestDecoder
 from app.codecs.infer_response import ResponseEncoder
@@ -17,6 +20,7 @@ from app.dispatch.graph import GraphDispatcher
 from app.dispatch.pool import Connect
 from app.dispatch.pool import connect as dispatch_connect
 from app.dispatch.protocol import Dispatcher, Fail, drain
+from app.dispatch.versions import VersionsDispatcher
 from app.errors import RETRY_AFTER_LOST_S, BadRequest, NotFound, Unavailable
 from app.lm.dispatcher import LmDispatcher
 from app.security.peer_tls import PeerTls
@@ -33,17 +37,18 @@ _LACKS: Final = {
     "transcription": "transcribes no audio",
 }
 VERSION = "1"
-"""Every model has this one version."""
+"""A model without versions has this one."""
 
 
 class ServedModel:
     """One deployment: its dispatcher, and the codecs for its signature. Or one of its adapters, which has another name,
-    and shares the rest.
+    and shares the rest. A version of a deployment has the deployment's name.
     """
 
     def __init__(self, dispatcher: Dispatcher, adapter: str = "") -> None:
         self.dispatcher = dispatcher
-        self.name = adapter or dispatcher.route.name
+        route = dispatcher.route
+        self.name = adapter or (route.part_of if route.version and route.part_of else route.name)
         self.meter = recorder().deployment(dispatcher.route.name)
         self._whole: tuple[Signature, tuple[RequestDecoder, ResponseEncoder]] | None = None
         self._generate: tuple[Signature, tuple[GenerateDecoder, GenerateEncoder]] | None = None
@@ -52,6 +57,12 @@ class ServedModel:
     def route(self) -> DeploymentRoute:
         """The deployment's state."""
         return self.dispatcher.route
+
+    @property
+    def version(self) -> str:
+        """Its version, or its default version if it has several."""
+        route = self.route
+        return route.version or (VERSION if route.traffic is None else route.traffic.default)
 
     def codecs(self) -> tuple[RequestDecoder, ResponseEncoder]:
         """The codecs of the infer endpoint.
@@ -63,7 +74,8 @@ class ServedModel:
         signature = self.dispatcher.check_ready()
         if self._whole is None or signature is not self._whole[0]:
             self.dispatcher.check_whole()
-            self._whole = signature, (RequestDecoder(signature), ResponseEncoder(signature))
+            told = self._told(signature)
+            self._whole = signature, (RequestDecoder(told), ResponseEncoder(told, self.version))
         return self._whole[1]
 
     def generate_codecs(self) -> tuple[GenerateDecoder, GenerateEncoder]:
@@ -74,8 +86,19 @@ class ServedModel:
         """
         signature = self.dispatcher.check_ready()
         if self._generate is None or signature is not self._generate[0]:
-            self._generate = signature, (GenerateDecoder(signature), GenerateEncoder(signature))
+            told = self._told(signature)
+            self._generate = signature, (GenerateDecoder(told), GenerateEncoder(told, self.version))
         return self._generate[1]
+
+    def _told(self, signature: Signature) -> Signature:
+        """The signature with the name that clients know; a version's replicas have one of their own."""
+        return msgspec.structs.replace(signature, name=self.name) if self.route.version else signature
+
+    @property
+    def versions(self) -> list[str]:
+        """All versions of the model, as far as it knows them."""
+        traffic = self.route.traffic
+        return [self.version] if traffic is None else list(traffic.shares)
 
 
 class Models:
@@ -110,8 +133,23 @@ class Models:
         return (model for model in self._models.values() if model.route.part_of is None)
 
     def with_steps(self) -> Iterator[ServedModel]:
-        """All deployments, steps of pipelines included."""
+        """All deployments, steps of pipelines and versions included."""
         return iter(self._models.values())
+
+    def by_version(self) -> Iterator[ServedModel]:
+        """All deployments; for one with versions these alone, as Triton lists them."""
+        return (model for model in self._models.values() if model.route.traffic is None)
+
+    def share(self, model: ServedModel) -> float | None:
+        """The share of its deployment's requests that a version answers; None: it is no version."""
+        if not model.route.version:
+            return None
+        traffic = self.get(model.name).route.traffic
+        return 0.0 if traffic is None else traffic.shares.get(model.version, 0.0)  # it may just be going
+
+    def versions_of(self, model: ServedModel) -> list[ServedModel]:
+        """A deployment's versions; one without versions itself."""
+        return [model] if model.route.traffic is None else [self.get(model.name, one) for one in model.versions]
 
     def update(self, table: RoutingTable) -> None:
         """Adopt a new routing table."""
@@ -135,6 +173,8 @@ class Models:
         }
 
     def _made(self, route: DeploymentRoute) -> Dispatcher:
+        if route.traffic is not None:
+            return VersionsDispatcher(route, self._dispatcher)
         if route.is_vllm:
             return VllmDispatcher(route, self._tls)
         if route.is_language_model:
@@ -165,39 +205,63 @@ class Models:
         if model is None:
             known = self._names(lambda route: True)
             raise NotFound(f"model {_quoted(name)}: unknown; this server has {known}", field="model")
-        if version is not None and version != VERSION:
-            raise NotFound(f"model `{name}`, version: expected {VERSION!r}, got {_quoted(version)}", field="version")
-        return model
+        if version is None:
+            return model
+        if version not in model.versions:
+            known = " or ".join(map(repr, model.versions))
+            raise NotFound(f"model `{name}`, version: expected {known}, got {_quoted(version)}", field="version")
+        return model if model.route.traffic is None else self._models[f"{name}.{version}"]
 
-    def mapped(self, name: str, mapping: str) -> ServedModel:
-        """Find a deployment that answers a route which maps to its tensors.
+    def choose(self, scope: Scope, name: str, version: str | None = None) -> ServedModel:
+        """Find the deployment that answers a request: of one with versions the named version, or that of its share.
 
         Args:
-            name: the deployment's.
+            scope: the request's ASGI scope, whose ``state`` then has the version.
+
+        Raises:
+            NotFound: no deployment has this name and version.
+        """
+        model = self.get(name, version)
+        if isinstance(model.dispatcher, VersionsDispatcher):
+            sticky = model.dispatcher.traffic.sticky.lower().encode()
+            found = next((value for header, value in scope["headers"] if header == sticky), None) if sticky else None
+            key = scope["state"]["request_id"] if found is None else found.decode("latin-1")
+            try:
+                model = self._models[f"{name}.{model.dispatcher.chosen(key)}"]
+            except Unavailable:  # which is said, and counted, where the request is answered
+                return model
+        if model.route.version:
+            scope["state"]["version"] = model.version
+        return model
+
+    def check_mapped(self, model: ServedModel, mapping: str) -> None:
+        """Check that a deployment answers a route which maps to its tensors.
+
+        Args:
+            model: the deployment.
             mapping: such as ``embedding``, see `inference.mapping.MAPPINGS`.
 
         Raises:
-            NotFound: no deployment has this name.
             BadRequest: it has no such mapping.
             Unavailable: it accepts no requests now.
         """
-        model = self.get(name)
         if getattr(model.dispatcher.check_ready(), mapping) is None:
             those = self._names(lambda route: getattr(route.signature, mapping, None) is not None)
             fix = ""
             if model.route.is_vllm and mapping == "embedding":
                 fix = "; with `options.runner: pooling` vLLM would give them"
-            raise BadRequest(f"model: `{name}` {_LACKS[mapping]}; models that do: {those}{fix}", field="model")
-        return model
+            raise BadRequest(f"model: `{model.name}` {_LACKS[mapping]}; models that do: {those}{fix}", field="model")
 
-    def language_model(self, name: str, version: str | None = None) -> LmDispatcher:
-        """Find a language model.
+    def language_model(self, model: ServedModel) -> LmDispatcher:
+        """A deployment's dispatcher, if it is a language model.
 
         Raises:
-            NotFound: no deployment has this name and version.
             BadRequest: it is something else.
+            Unavailable: none of its versions accepts requests now.
         """
-        dispatcher = self.get(name, version).dispatcher
+        name, dispatcher = model.name, model.dispatcher
+        if isinstance(dispatcher, VersionsDispatcher):
+            dispatcher.check_ready()
         if isinstance(dispatcher, VllmDispatcher):
             raise BadRequest(f"model: `{name}` is computed by vLLM, whose tokenizer is not offered", field="model")
         if not isinstance(dispatcher, LmDispatcher):
@@ -265,9 +329,9 @@ async def _nowhere(request_id: str) -> int:
     return 0
 
 
-def _kind(route: DeploymentRoute) -> tuple[bool, bool, bool]:
+def _kind(route: DeploymentRoute) -> tuple[bool, bool, bool, bool]:
     """The kind of dispatcher that a deployment needs."""
-    return route.is_language_model, route.is_vllm, route.is_graph
+    return route.is_language_model, route.is_vllm, route.is_graph, route.traffic is not None
 
 
 def _quoted(text: str) -> str:

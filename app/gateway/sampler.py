@@ -55,7 +55,7 @@ class LoadSampler:
     def sample(self) -> None:
         """Note each deployment's load now."""
         for model in self._models.with_steps():
-            if _scales(model) or (self._for_metrics and not model.route.is_graph):
+            if _scales(model) or (self._for_metrics and not model.route.is_composite):
                 self._moments.setdefault(model.route.name, []).append(model.dispatcher.moment())
 
     def report(self) -> None:
@@ -76,7 +76,7 @@ class LoadSampler:
 
 
 def _scales(model: ServedModel) -> bool:
-    return model.route.least < model.route.most and not model.route.is_graph
+    return model.route.least < model.route.most and not model.route.is_composite
 
 
 class Sampler:

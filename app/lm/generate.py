@@ -35,11 +35,12 @@ class GenerateAnswer(AnswerForm):
     Args:
         model: the model's name.
         id: the id that the client gave the request; empty if none.
+        version: the model's.
         in_one_event: whether a stream has the whole text in one event.
     """
 
-    def __init__(self, model: str, id: str = "", *, in_one_event: bool = False) -> None:
-        about = {"model_name": model, "model_version": "1", **({"id": id} if id else {})}
+    def __init__(self, model: str, id: str = "", version: str = "1", *, in_one_event: bool = False) -> None:
+        about = {"model_name": model, "model_version": version, **({"id": id} if id else {})}
         self._head = orjson.dumps(about)[:-1]
         self._text_head = self._head + b',"text_output":'
         self._finish: str | None = None
@@ -154,11 +155,12 @@ class GenerateRequest(GenerateParameters, kw_only=True):
     id: RequestId | None = None
     parameters: GenerateParameters | None = None
 
-    def answer_form(self, model: str, *, streams: bool) -> GenerateAnswer:
+    def answer_form(self, model: str, version: str = "1", *, streams: bool) -> GenerateAnswer:
         """The form of the answer.
 
         Args:
             model: the model's name.
+            version: the model's.
             streams: whether the route's answers come in events.
 
         Raises:
@@ -170,7 +172,7 @@ class GenerateRequest(GenerateParameters, kw_only=True):
         if is_stream and not streams:
             fix = f"POST to /v2/models/{model}/generate_stream"
             raise at(field, None, f"expected false, since generate answers with the whole text, got true; {fix}")
-        return GenerateAnswer(model, self.id or "", in_one_event=is_stream is False)
+        return GenerateAnswer(model, self.id or "", version, in_one_event=is_stream is False)
 
     def plan(self, text: LanguageText, limits: EngineLimits) -> TextPlan:
         """Check the request, and turn it into tokens. Takes too long for the event loop.

@@ -7,7 +7,7 @@ import ssl
 import stat
 from pathlib import Path
 
-from app.config.sections import TlsSection
+from app.config.sections import Tls
 from app.errors import ConfigError
 
 __all__ = ["Certificate", "load_pair"]
@@ -22,7 +22,7 @@ class Certificate:
         ConfigError: a file can't be read, others may read the key, or certificate and key don't match.
     """
 
-    def __init__(self, section: TlsSection) -> None:
+    def __init__(self, section: Tls) -> None:
         self._section = section
         self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self.context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -39,7 +39,7 @@ class Certificate:
             logger.info("reloaded the certificate")
 
 
-def _load(context: ssl.SSLContext, section: TlsSection) -> None:
+def _load(context: ssl.SSLContext, section: Tls) -> None:
     load_pair(context, ("server.tls.certificate", section.certificate), ("server.tls.key", section.key))
 
 

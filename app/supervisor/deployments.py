@@ -7,10 +7,12 @@ from collections.abc import Callable, Mapping
 from app.config.overlay import FIELD, check_allowed, lay_over, parse_overlay
 from app.config.schema import Config, Deployment
 from app.errors import BadRequest, Conflict
+from app.supervisor.composite import Composite
 from app.supervisor.graph_state import GraphState
 from app.supervisor.host import Host
 from app.supervisor.preflight import runtime_dir_problems
 from app.supervisor.replica_set import ReplicaSet
+from app.supervisor.versions_state import VersionsState
 
 __all__ = ["Deployments", "config_of"]
 
@@ -23,8 +25,8 @@ class Deployments:
         self._host = host
         self.config = config
         """The present configuration. The server's section never changes."""
-        self.graphs: dict[str, GraphState] = {}
-        """Pipelines whose steps are deployments, by name."""
+        self.composites: dict[str, Composite] = {}
+        """Pipelines whose steps are deployments, and deployments with versions, by name."""
         self.sets: dict[str, ReplicaSet] = {}
         """Deployments that have replicas of their own, by name."""
         for name in config.deployments:
@@ -53,8 +55,8 @@ class Deployments:
         return now.with_adapters({one: folder for one, folder in now.adapters.items() if one != adapter})
 
     def own_sets(self, name: str) -> list[ReplicaSet]:
-        """A deployment's one replica set, or those of a pipeline's own steps."""
-        if name in self.graphs:
+        """A deployment's one replica set, or those of its versions, or of a pipeline's own steps."""
+        if name in self.composites:
             return [one for one in self.sets.values() if one.part_of == name]
         return [self.sets[name]] if name in self.sets else []
 
@@ -87,7 +89,7 @@ class Deployments:
 
         Returns what undoes this, as long as no replica has run since.
         """
-        before, graph = self.config.deployments.get(name), self.graphs.get(name)
+        before, composite = self.config.deployments.get(name), self.composites.get(name)
         sets = [(one, one.bounds) for one in self.own_sets(name)]
 
         def undo() -> None:
@@ -98,14 +100,14 @@ class Deployments:
                 if before is not None:
                     one.configure(config_of(one, before))
                 one.bounds = bounds
-            if graph is not None and before is not None:
-                self.graphs[name] = graph
-                graph.config = before
+            if composite is not None and before is not None:
+                self.composites[name] = composite
+                composite.config = before
 
         if self.is_alike(name, config):
             self._configure(name, config)
-            if graph is not None:
-                graph.config = config
+            if composite is not None:
+                composite.adopt(config)
             for one, _ in sets:
                 one.configure(config_of(one, config))
         else:
@@ -113,6 +115,30 @@ class Deployments:
             self._configure(name, config)
             self._make(name)
         return undo
+
+    def adopt_versions(self, name: str, config: Deployment, fresh: Mapping[str, ReplicaSet]) -> None:
+        """Change the configuration of a deployment with versions that serve, of which some are new.
+
+        Replica sets of versions that are no longer there stay until `drop_set`.
+        """
+        self._configure(name, config)
+        self.composites[name].adopt(config)
+        self.sets.update(fresh)
+        for own, deployment in config.with_replicas(name).items():
+            self.sets[own].configure(deployment)
+
+    def drop_set(self, one: ReplicaSet) -> None:
+        """Forget a version that has ended."""
+        self._host.memory.forget(one.name)
+        del self.sets[one.name]
+
+    def made(self, name: str, config: Deployment) -> dict[str, ReplicaSet]:
+        """New replica sets for a deployment, its versions or its steps."""
+        part_of = name if config.is_composite else None
+        return {
+            own: ReplicaSet(own, one, self._host, part_of, own.removeprefix(f"{name}.") if config.versions else "")
+            for own, one in config.with_replicas(name).items()
+        }
 
     def restore(self, config: Config) -> None:
         """Adopt a whole configuration, to which operators had changed the server's own; no replica may run yet."""
@@ -137,9 +163,9 @@ class Deployments:
 
     def check_unneeded(self, name: str) -> None:
         """Raise `Conflict` if a pipeline has an added deployment as a step."""
-        for graph in self.graphs.values():
-            if graph.name != name and name in graph.deployments.values():
-                raise Conflict(f"model `{name}`: the pipeline `{graph.name}` has it as a step; unload that first")
+        for one in self.composites.values():
+            if one.name != name and name in one.deployments.values():
+                raise Conflict(f"model `{name}`: the pipeline `{one.name}` has it as a step; unload that first")
 
     def _configure(self, name: str, config: Deployment | None) -> None:
         """Put a deployment into the configuration, or remove it."""
@@ -152,24 +178,27 @@ class Deployments:
 
     def _make(self, name: str) -> None:
         config = self.config.deployments[name]
-        if config.is_graph:
-            self.graphs[name] = GraphState(name, config)
-        for own, deployment in config.with_replicas(name).items():
-            self.sets[own] = ReplicaSet(own, deployment, self._host, name if config.is_graph else None)
+        if config.versions:
+            self.composites[name] = VersionsState(name, config)
+        elif config.is_graph:
+            self.composites[name] = GraphState(name, config)
+        self.sets.update(self.made(name, config))
 
     def _drop(self, name: str) -> None:
         for one in self.own_sets(name):
             del self.sets[one.name]
-        self.graphs.pop(name, None)
+        self.composites.pop(name, None)
 
 
 def config_of(replicas: ReplicaSet, config: Deployment) -> Deployment:
     """A replica set's own configuration, given that of its deployment or pipeline."""
-    return config if replicas.part_of is None else config.step(replicas.name.removeprefix(f"{replicas.part_of}."))
+    return config if replicas.part_of is None else config.part(replicas.name.removeprefix(f"{replicas.part_of}."))
 
 
 def _kind(deployment: Deployment) -> object:
-    """What can't change while a deployment is served: a graph's steps, or the way in which a model is called."""
+    """What can't change while a deployment is served: versions, a graph's steps, or how a model is called."""
+    if deployment.versions:
+        return tuple(deployment.versions)
     pipeline = deployment.pipeline
     if pipeline is not None and deployment.is_graph:
         return pipeline.spec()

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Mapping
 
 import msgspec
 
 from app.config.schema import Deployment
 from app.control.routing import DeploymentRoute, State
-from app.supervisor.served import Served
+from app.supervisor.composite import Composite
 from inference.errors import DeclarationError
 from inference.pipeline import Plan, make_plan
 from inference.signature import Signature
 
 __all__ = ["GraphState"]
 
-logger = logging.getLogger("headwater")
 
-
-class GraphState(Served):
+class GraphState(Composite):
     """One pipeline, whose state follows from its steps' states."""
 
+    parts = "steps"
+
     def __init__(self, name: str, config: Deployment) -> None:
-        super().__init__(name, config, "waiting for its steps")
+        super().__init__(name, config)
         assert config.pipeline is not None
-        self.is_loaded = True
-        """Whether its state follows from its steps' states; otherwise an operator's command holds or unloaded it."""
         self.plan: Plan | None = None
         self._spec = config.pipeline.spec()
         self._is_open = False
@@ -35,30 +32,20 @@ class GraphState(Served):
         """Why the steps' signatures make no plan that can be served."""
         self._signatures: dict[str, Signature] = {}
         """The steps' signatures that the plan was made of."""
-        self.deployments = {step.name: step.deployment or f"{name}.{step.name}" for step in self._spec.steps}
-        """The deployments' names, by step."""
+        self._deployments = {step.name: step.deployment or f"{name}.{step.name}" for step in self._spec.steps}
+
+    @property
+    def deployments(self) -> Mapping[str, str]:
+        """See `Composite.deployments`."""
+        return self._deployments
 
     def hold(self, state: State, reason: str) -> None:
-        """Enter a state until `release`, whatever the steps' states are."""
-        self.is_loaded = self._is_open = False
-        self.enter(state, reason)
-
-    def release(self) -> None:
-        """Follow the steps' states again, from the next `update`."""
-        self.is_loaded = True
-        self.is_set_aside = False
-
-    def enter(self, state: State, reason: str, failure: str = "") -> None:
-        """Enter a state; in READY a changed reason is logged, too, since it says which steps are away."""
-        if state is self.state is State.READY and reason != self.reason:
-            logger.warning("%s: still READY: %s", self.name, reason)
-        if state is State.FAILED is not self.state:
-            logger.error("%s: FAILED; fix it, then load it or restart the server: %s", self.name, reason)
-        super().enter(state, reason)
-        self.failure = failure
+        """See `Composite.hold`."""
+        self._is_open = False
+        super().hold(state, reason)
 
     def update(self, deployments: Mapping[str, DeploymentRoute]) -> None:
-        """Take in the state of all deployments.
+        """See `Composite.update`.
 
         The pipeline is READY while it can answer anything: one head, and all steps before it, are ready. The reason
         names steps that are away; requests for what depends on them get their errors. The pipeline has FAILED if its

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 from app.config.schema import Deployment
 from app.config.sections import ReplicaBounds
@@ -16,16 +16,20 @@ from app.control.routing import State
 from app.errors import CallableFailed, Conflict, HeadwaterError, NotFound
 from app.process.adapters import find_adapters
 from app.supervisor.adapters import changed_adapters, fit
+from app.supervisor.composite import Composite
 from app.supervisor.deployments import Deployments, config_of
-from app.supervisor.graph_state import GraphState
+from app.supervisor.handle import ReplicaHandle
 from app.supervisor.host import Host
 from app.supervisor.replica_set import ReplicaSet
 from app.supervisor.starter import Retired, stop_or_kill
+from app.supervisor.versions_state import VersionsState
 from inference.errors import LoadError
 
 __all__ = ["Lifecycle"]
 
 logger = logging.getLogger("headwater")
+
+TRAFFIC_ACTIONS: Final = ("promote", "rollback")
 
 
 class Lifecycle:
@@ -53,12 +57,14 @@ class Lifecycle:
         base = self._deployments.base_of(name) if self._is_free(name) else None
         if base is not None:
             return await self._answer_on_adapter(command, base)
+        if command.action in TRAFFIC_ACTIONS:
+            return self._answer_on_traffic(command)
         began = time.monotonic()
         try:
             # An unknown name may be loaded with a configuration of its own.
             is_new = command.action == "load" and self._is_free(name) and (section or text) is not None
             is_scale = command.action == "scale"
-            sets, graph = ([], None) if is_new else self._find(name, is_scale=is_scale)
+            sets, composite = ([], None) if is_new else self._find(name, is_scale=is_scale)
             with self._alone(command.action, name, sets):
                 addition = ""
                 if config is None and text is not None:
@@ -69,14 +75,14 @@ class Lifecycle:
                 if is_scale:
                     retired = await sets[0].scale(ReplicaBounds.model_validate(command.arguments))
                 else:
-                    retired = await actions[command.action](name, sets, graph, config)
+                    retired = await actions[command.action](name, sets, composite, config)
         except HeadwaterError as error:
             return CommandAnswer(command.id, error.status, {"error": error.message})
         if not is_scale and not self._is_free(name):  # the command may have made other objects
-            sets, graph = self._find(name)
+            sets, composite = self._find(name)
         content: dict[str, Any] = {
             "name": name,
-            "state": (graph or sets[0]).state.value,
+            "state": (composite or sets[0]).state.value,
             "took_s": round(time.monotonic() - began, 3),
             **(retired.report() if retired is not None else {}),
         }
@@ -85,6 +91,26 @@ class Lifecycle:
             counts = {"ready": len(one.ready), "wanted": one.wanted, "min": one.bounds.min, "max": one.bounds.max}
             content["replicas"] = counts
         return _answered(command, content, retired)
+
+    def _answer_on_traffic(self, command: Command) -> CommandAnswer:
+        """Carry out a command on how requests are shared among versions; it takes effect at once."""
+        name = command.model
+        try:
+            sets, state = self._find(name)
+            if not isinstance(state, VersionsState):
+                raise Conflict(f"model `{name}`: expected a deployment with `versions`; it has none")
+            with self._alone(command.action, name, sets):
+                if command.action == "promote":
+                    config = state.promoted(str(command.arguments.get("version", "")))
+                else:
+                    config = state.rolled_back()
+                logger.info("%s: %s, at an operator's request: %s", name, command.action, _shares(config))
+                self._deployments.adopt(name, config)
+        except HeadwaterError as error:
+            return CommandAnswer(command.id, error.status, {"error": error.message})
+        traffic = config.shared_traffic
+        content = {"name": name, "state": state.state.value, "traffic": traffic.shares, "default": traffic.default}
+        return CommandAnswer(command.id, 200, content)
 
     async def _answer_on_adapter(self, command: Command, base: str) -> CommandAnswer:
         """Carry out a command on a LoRA adapter of a deployment."""
@@ -97,37 +123,39 @@ class Lifecycle:
                 raise Conflict(f"model `{name}`: it is a LoRA adapter of `{base}`: {expected}")
             if is_there is (action == "load"):
                 raise Conflict(f"model `{name}`: the LoRA adapter is {'already' if is_there else 'not'} loaded")
-            sets, graph = self._find(base)
+            sets, composite = self._find(base)
             with self._alone(action, base, sets):
                 logger.info("%s: %s of the adapter `%s`, at an operator's request", base, action, name)
                 change = self._deployments.with_adapter if action == "load" else self._deployments.without_adapter
-                retired = await self._reload(base, sets, graph, change(base, name))
+                retired = await self._reload(base, sets, composite, change(base, name))
         except HeadwaterError as error:
             return CommandAnswer(command.id, error.status, {"error": error.message})
         state = self._deployments.sets[base].state if action == "load" else State.UNAVAILABLE
         content = {"name": name, "state": state.value, "took_s": round(time.monotonic() - began, 3), **retired.report()}
         return _answered(command, content, retired)
 
-    def _find(self, name: str, *, is_scale: bool = False) -> tuple[list[ReplicaSet], GraphState | None]:
-        """A model's replica sets, and the pipeline if it is one.
+    def _find(self, name: str, *, is_scale: bool = False) -> tuple[list[ReplicaSet], Composite | None]:
+        """A model's replica sets, and what it is if it has no replicas itself.
 
         Raises:
             NotFound: the model is unknown.
-            Conflict: it is a step; or, to scale, it has no replicas itself.
+            Conflict: it is a step or a version; or, to scale, it has no replicas itself.
         """
         if self._is_free(name):
             shown = name if len(name) <= 100 else name[:97] + "..."
             known = ", ".join(f"`{one}`" for one in sorted(self._deployments.config.deployments))
             raise NotFound(f"model {shown!r}: unknown; this server has {known}")
         own = self._deployments.own_sets(name)
-        graph = self._deployments.graphs.get(name)
-        if graph is not None and is_scale:
-            steps = ", ".join(f"`{one.name}`" for one in own)
-            raise Conflict(f"model `{name}`: its steps have replicas, and it has none itself; expected one of {steps}")
-        if graph is None and own[0].part_of is not None and not is_scale:
-            text = f"it is a step of the pipeline `{own[0].part_of}`, and is loaded and unloaded with it"
+        composite = self._deployments.composites.get(name)
+        if composite is not None and is_scale:
+            those = ", ".join(f"`{one.name}`" for one in own)
+            has = f"its {composite.parts} have replicas, and it has none itself"
+            raise Conflict(f"model `{name}`: {has}; expected one of {those}")
+        if composite is None and own[0].part_of is not None and not is_scale:
+            what = "version of" if own[0].version else "step of the pipeline"
+            text = f"it is a {what} `{own[0].part_of}`, and is loaded and unloaded with it"
             raise Conflict(f"model `{name}`: {text}")
-        return own, graph
+        return own, composite
 
     def is_busy(self, name: str) -> bool:
         """Whether a command is under way with a deployment, or with its pipeline."""
@@ -135,7 +163,7 @@ class Lifecycle:
 
     def _is_free(self, name: str) -> bool:
         """Whether a name is unknown."""
-        return name not in self._deployments.sets and name not in self._deployments.graphs
+        return name not in self._deployments.sets and name not in self._deployments.composites
 
     @contextlib.contextmanager
     def _alone(self, action: str, name: str, sets: list[ReplicaSet]) -> Iterator[None]:
@@ -152,13 +180,13 @@ class Lifecycle:
             self._host.on_change()
 
     async def _load(
-        self, name: str, sets: list[ReplicaSet], graph: GraphState | None, config: Deployment | None
+        self, name: str, sets: list[ReplicaSet], composite: Composite | None, config: Deployment | None
     ) -> None:
         loaded = [one for one in sets if one.is_loaded]
-        is_whole = len(loaded) == len(sets) and (graph is None or graph.is_loaded)
-        is_there = bool(sets) or graph is not None
+        is_whole = len(loaded) == len(sets) and (composite is None or composite.is_loaded)
+        is_there = bool(sets) or composite is not None
         if is_there and (is_whole or (loaded and config is not None)):
-            state = (graph or sets[0]).state.value
+            state = (composite or sets[0]).state.value
             loaded_text = "already loaded" if is_whole else "loaded in part"
             raise Conflict(f"model `{name}` is {state}: it is {loaded_text}; expected reload, or unload first")
         await self._start_with(name, config)
@@ -176,13 +204,13 @@ class Lifecycle:
 
     async def _start(self, name: str) -> None:
         """Start what is not loaded of a model."""
-        sets, graph = self._find(name)
+        sets, composite = self._find(name)
         missing = [one for one in sets if not one.is_loaded]
-        if graph is None:
+        if composite is None:
             await sets[0].load()
             return
-        before = None if graph.is_loaded else (graph.state, graph.reason)
-        graph.hold(State.LOADING, "loading its steps, at an operator's request")
+        before = None if composite.is_loaded else (composite.state, composite.reason)
+        composite.hold(State.LOADING, f"loading its {composite.parts}, at an operator's request")
         self._host.on_change()
         outcomes = await asyncio.gather(*(one.load() for one in missing), return_exceptions=True)
         refused = [outcome for outcome in outcomes if isinstance(outcome, Conflict)]
@@ -192,63 +220,75 @@ class Lifecycle:
             for one in started:
                 await one.begin_unload(0.0)
             await asyncio.gather(*(one.end_unload() for one in started))
-            graph.hold(*before)
+            composite.hold(*before)
             self._host.on_change()
             _raise_first(outcomes)
-        graph.release()
+        composite.release()
         self._host.on_change()
         _raise_first(outcomes)
-        if graph.state is not State.READY:
-            text = f"its own steps are loaded, but it is {graph.state.value}: {graph.reason}"
+        if composite.state is not State.READY:
+            text = f"its own {composite.parts} are loaded, but it is {composite.state.value}: {composite.reason}"
             raise CallableFailed(f"model `{name}`: {text}")
 
     async def _unload(
-        self, name: str, sets: list[ReplicaSet], graph: GraphState | None, config: Deployment | None
+        self, name: str, sets: list[ReplicaSet], composite: Composite | None, config: Deployment | None
     ) -> Retired:
         assert config is None
         is_added = self._deployments.is_added(name)
         if is_added:
             self._deployments.check_unneeded(name)
-        if not any(one.is_loaded for one in sets) and not (graph is not None and graph.is_loaded) and not is_added:
-            served = graph or sets[0]
+        if (
+            not any(one.is_loaded for one in sets)
+            and not (composite is not None and composite.is_loaded)
+            and not is_added
+        ):
+            served = composite or sets[0]
             raise Conflict(f"model `{name}` is {served.state.value}, so there is nothing to unload: {served.reason}")
-        retired = await self._end(sets, graph)
+        retired = await self._end(sets, composite)
         if is_added and not retired.leftovers:
             self._deployments.forget(name)
             self._host.on_change()
         return retired
 
-    async def _end(self, sets: list[ReplicaSet], graph: GraphState | None) -> Retired:
-        """Drain a model and end its replicas. A pipeline drains before its steps, which its requests need."""
-        left_s = (graph or sets[0]).config.drain_timeout_s
+    async def _end(self, sets: list[ReplicaSet], composite: Composite | None) -> Retired:
+        """Drain a model and end its replicas. A pipeline drains before its steps, which its requests need, and a name
+        before its versions."""
+        left_s = (composite or sets[0]).config.drain_timeout_s
         drained = Drained()
-        if graph is not None:
+        if composite is not None:
             deadline = time.monotonic() + left_s
-            graph.is_set_aside = True
-            graph.hold(State.DRAINING, "it is being unloaded; requests in flight are still answered")
+            composite.is_set_aside = True
+            composite.hold(State.DRAINING, "it is being unloaded; requests in flight are still answered")
             self._host.on_change()
-            drained = await self._host.drain(graph.name, left_s, None)
+            drained = await self._host.drain(composite.name, left_s, None)
             left_s = max(0.0, deadline - time.monotonic())
         drained = sum(await asyncio.gather(*(one.begin_unload(left_s) for one in sets)), drained)
-        if graph is not None:
-            graph.hold(State.UNLOADING, "its steps' replicas are being ended")
+        if composite is not None:
+            composite.hold(State.UNLOADING, f"its {composite.parts}' replicas are being ended")
         retired = sum(await asyncio.gather(*(one.end_unload() for one in sets)), Retired())
-        if graph is not None:
-            graph.note_unloaded(retired.leftovers)
+        if composite is not None:
+            composite.note_unloaded(retired.leftovers)
             self._host.on_change()
         retired.drained = drained
         return retired
 
     async def _reload(
-        self, name: str, sets: list[ReplicaSet], graph: GraphState | None, config: Deployment | None
+        self, name: str, sets: list[ReplicaSet], composite: Composite | None, config: Deployment | None
     ) -> Retired:
-        if not (graph.is_loaded if graph is not None else sets[0].is_loaded):
+        if not (composite.is_loaded if composite is not None else sets[0].is_loaded):
             raise Conflict(f"model `{name}` is not loaded; expected load")
-        if config is not None and graph is None and (retired := await self._adapt(name, sets[0], config)) is not None:
+        if (
+            config is not None
+            and composite is None
+            and (retired := await self._adapt(name, sets[0], config)) is not None
+        ):
             return retired
-        wanted = config or self._deployments.config.deployments[name]
+        now = self._deployments.config.deployments[name]
+        wanted = config or now
+        if now.versions and wanted.versions and (wanted.strategy == "beside" or not _changed_versions(now, wanted)):
+            return await self._reload_versions(name, wanted)
         if wanted.strategy == "recreate":
-            retired = await self._end(sets, graph)
+            retired = await self._end(sets, composite)
             if not retired.leftovers:
                 try:
                     await self._start_with(name, config)
@@ -260,6 +300,45 @@ class Lifecycle:
                 f"model `{name}`: with this configuration it is another kind of model, or a pipeline of other steps, "
                 "which can't serve beside the old one; expected strategy recreate, or unload first"
             )
+        fresh = await self._started(sets, wanted)
+        if config is not None:
+            self._deployments.adopt(name, config)
+        # All in one routing table: the steps of a pipeline must fit each other.
+        old = [one.switch(started) for one, started in fresh]
+        self._host.on_change()
+        retiring = (one.retire(slots) for one, slots in zip(sets, old, strict=True))
+        return sum(await asyncio.gather(*retiring), Retired())
+
+    async def _reload_versions(self, name: str, wanted: Deployment) -> Retired:
+        """Start the versions that are new or have changed, all of them if nothing has changed; then end those that are
+        gone. What has the same replicas as before gets only its other share of the traffic."""
+        now, sets = self._deployments.config.deployments[name], self._deployments.sets
+        made = self._deployments.made(name, wanted)
+        fresh = {own: one for own, one in made.items() if own not in sets}
+        gone = [one for one in self._deployments.own_sets(name) if one.name not in made]
+        is_same = not fresh and not gone and now.shared_traffic == wanted.shared_traffic
+        changed = _changed_versions(now, wanted) or (list(wanted.versions) if is_same else [])
+        starting = [*fresh.values(), *(sets[f"{name}.{version}"] for version in changed)]
+        switched = await self._started(starting, wanted)
+        self._deployments.adopt_versions(name, wanted, fresh)
+        old = [one.switch(started) for one, started in switched]
+        self._host.on_change()
+        retiring = (one.retire(slots) for (one, _), slots in zip(switched, old, strict=True) if slots)
+        return sum(await asyncio.gather(*retiring, *(self._ended_version(one) for one in gone)), Retired())
+
+    async def _ended_version(self, one: ReplicaSet) -> Retired:
+        """Drain and end a version, and forget it."""
+        drained = await one.begin_unload(one.config.drain_timeout_s)
+        retired = await one.end_unload()
+        retired.drained = drained
+        self._deployments.drop_set(one)
+        self._host.on_change()
+        return retired
+
+    async def _started(
+        self, sets: list[ReplicaSet], wanted: Deployment
+    ) -> list[tuple[ReplicaSet, list[ReplicaHandle]]]:
+        """Start replicas beside those that serve, all of them or none."""
         outcomes = await asyncio.gather(
             *(one.start_fresh(config_of(one, wanted)) for one in sets), return_exceptions=True
         )
@@ -269,13 +348,7 @@ class Lifecycle:
         if failures:
             await stop_or_kill([replica for _, started in fresh for replica in started])
             _raise_first(failures, "; what served before goes on serving")
-        if config is not None:
-            self._deployments.adopt(name, config)
-        # All in one routing table: the steps of a pipeline must fit each other.
-        old = [one.switch(started) for one, started in fresh]
-        self._host.on_change()
-        retiring = (one.retire(slots) for one, slots in zip(sets, old, strict=True))
-        return sum(await asyncio.gather(*retiring), Retired())
+        return fresh
 
     async def _adapt(self, name: str, one: ReplicaSet, config: Deployment) -> Retired | None:
         """Load and unload adapters in replicas that serve; None if more is to change, or the replicas can't do it."""
@@ -315,6 +388,19 @@ class Lifecycle:
         while late := [replica for replica in one.ready.values() if replica.adapters != adapters]:
             fits = (fit(replica, adapters, self._host.search, one.config.load_timeout_s) for replica in late)
             _raise_first(await asyncio.gather(*fits, return_exceptions=True))
+
+
+def _shares(config: Deployment) -> str:
+    """The shares of a deployment's versions, in words."""
+    return ", ".join(
+        f"{100 * share:g} % to version `{version}`" for version, share in config.shared_traffic.shares.items()
+    )
+
+
+def _changed_versions(now: Deployment, wanted: Deployment) -> list[str]:
+    """The versions in both whose fields differ."""
+    both = [version for version in now.versions if version in wanted.versions]
+    return [version for version in both if now.version(version) != wanted.version(version)]
 
 
 def _answered(command: Command, content: dict[str, Any], retired: Retired | None) -> CommandAnswer:

@@ -18,6 +18,7 @@ from app.supervisor.host import Host, until
 from app.supervisor.lifecycle import Lifecycle
 from app.supervisor.reloader import Reloader
 from app.supervisor.starter import REPLICA_END_TIMEOUT_S
+from app.supervisor.versions_state import VersionsState
 from app.telemetry.observer import ReplicaView
 from inference.errors import Problem
 
@@ -48,7 +49,7 @@ class Orchestrator:
         self.deployments = Deployments(config, host)
         self._config = config
         self.sets = self.deployments.sets
-        self._graphs = self.deployments.graphs
+        self._composites = self.deployments.composites
         self._host = host
         self._lifecycle = Lifecycle(self.deployments, host)
         self._autoscaler = Autoscaler(
@@ -96,7 +97,7 @@ class Orchestrator:
         """Why no deployment serves any more: all have FAILED by themselves. Empty: some serve, or may yet."""
         if self._reloader is not None or not all(map(self._has_given_up, self.deployments.config.deployments)):
             return ""
-        served = [self.sets.get(name) or self._graphs[name] for name in self.deployments.config.deployments]
+        served = [self.sets.get(name) or self._composites[name] for name in self.deployments.config.deployments]
         return "; ".join(f"{one.name}: {one.failure or one.reason}" for one in served)
 
     def replica_views(self) -> list[ReplicaView]:
@@ -117,11 +118,12 @@ class Orchestrator:
         return preflight.shared_memory_warnings(self._config.all_deployments(), signatures)
 
     def routes(self, workers: int) -> list[DeploymentRoute]:
-        """What each of so many gateway workers gets of every deployment, steps behind their pipelines."""
+        """What each of so many gateway workers gets of every deployment, steps behind their pipelines, and versions
+        behind their deployments."""
         sets = {name: replicas.route(workers) for name, replicas in self.sets.items()}
-        for graph in self._graphs.values():
-            graph.update(sets)
-        routes = [*sets.values(), *(graph.route(workers) for graph in self._graphs.values())]
+        for one in self._composites.values():
+            one.update(sets)
+        routes = [*sets.values(), *(one.route(workers) for one in self._composites.values())]
         order = {name: index for index, name in enumerate(self.deployments.config.deployments)}
         return sorted(routes, key=lambda route: (order[route.part_of or route.name], route.part_of is not None))
 
@@ -129,9 +131,11 @@ class Orchestrator:
         """Whether a deployment has FAILED by itself, and no operator's command is about to change that."""
         if self._lifecycle.is_busy(name):
             return False
-        graph = self._graphs.get(name)
-        if graph is None:
+        composite = self._composites.get(name)
+        if composite is None:
             return self.sets[name].has_given_up
-        steps = [self.sets[step] for step in graph.deployments.values()]
-        by_command = not graph.is_loaded or any(one.state is State.FAILED and not one.has_given_up for one in steps)
-        return graph.state is State.FAILED and not by_command
+        parts = [self.sets[part] for part in composite.deployments.values()]
+        if isinstance(composite, VersionsState):
+            return composite.is_loaded and all(one.has_given_up for one in parts)
+        by_command = not composite.is_loaded or any(one.state is State.FAILED and not one.has_given_up for one in parts)
+        return composite.state is State.FAILED and not by_command

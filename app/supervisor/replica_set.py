@@ -36,10 +36,14 @@ GROW_RETRY_S: Final = 300.0
 class ReplicaSet(Served):
     """One deployment that has replicas of its own, as the supervisor sees it."""
 
-    def __init__(self, name: str, config: Deployment, host: Host, part_of: str | None = None) -> None:
+    def __init__(
+        self, name: str, config: Deployment, host: Host, part_of: str | None = None, version: str = ""
+    ) -> None:
         super().__init__(name, config, "waiting to start")
         self.part_of = part_of
-        """The pipeline whose step it is, if any."""
+        """The pipeline whose step it is, or the deployment that it is a version of, if any."""
+        self.version = version
+        """Which version."""
         self.is_decided = False
         """Whether its first start has succeeded or failed."""
         self.has_given_up = False
@@ -114,6 +118,7 @@ class ReplicaSet(Served):
             most=self.bounds.max,
             shortage=self.shortage,
             part_of=self.part_of,
+            version=self.version,
             is_language_model=self.config.is_language_model,
             is_vllm=self.config.is_vllm,
             prefix_affinity=self.config.checked_options["prefix_affinity"] if self.config.is_vllm else 0,

@@ -29,7 +29,7 @@ from app.telemetry.instruments import ACCEPTED_AT
 from app.telemetry.recorder import recorder
 from app.telemetry.store import Key, Snapshot, Store, read_store
 
-__all__ = ["Counts", "Ledger", "Totals", "counts_by_deployment", "merged", "read_records", "read_totals"]
+__all__ = ["Counts", "Ledger", "Totals", "counts_by_deployment", "merged", "read_records", "read_totals", "together"]
 
 logger = logging.getLogger("headwater.metrics")
 _ENDED: Final = "ended"
@@ -190,6 +190,11 @@ class Counts:
         """Add a record."""
         self._found[key.name].append((key.labels[1:], numbers))
 
+    def include(self, other: Counts) -> None:
+        """Add another deployment's records."""
+        for name, records in other._found.items():
+            self._found[name] += records
+
     def _numbers(self, name: str, last: str | None) -> list[list[int]]:
         return [numbers for labels, numbers in self._found[name] if last is None or labels[-1] == last]
 
@@ -216,6 +221,14 @@ class Counts:
     def of_replica(self, name: str, replica: str) -> int | None:
         """A gauge of one replica; None if it was not measured."""
         return next((numbers[0] for labels, numbers in self._found[name] if labels == (replica,)), None)
+
+
+def together(parts: Iterable[Counts]) -> Counts:
+    """The counts of several deployments as those of one."""
+    found = Counts()
+    for part in parts:
+        found.include(part)
+    return found
 
 
 async def read_records(folder: Path | None) -> Records:

@@ -143,7 +143,7 @@ class Observer:
 
 def deployment_view(route: DeploymentRoute) -> DeploymentView:
     """A deployment of the routing table."""
-    wanted = 0 if route.is_graph or route.is_set_aside else route.wanted
+    wanted = 0 if route.is_composite or route.is_set_aside else route.wanted
     return DeploymentView(route.name, route.state, len(route.replicas), wanted)
 
 

@@ -48,15 +48,16 @@ class Tracing:
 
     Args:
         processor: receives ended spans.
-        sample: the fraction of requests without a ``traceparent`` to trace; with one, its sender decides.
+
+    Which requests are traced the environment says, as for all of OpenTelemetry: OTEL_TRACES_SAMPLER and
+    OTEL_TRACES_SAMPLER_ARG. By default those are traced that have no ``traceparent``; with one, its sender decides.
     """
 
-    def __init__(self, processor: SpanProcessor, sample: float) -> None:
+    def __init__(self, processor: SpanProcessor) -> None:
         import os
 
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         import app
@@ -64,9 +65,7 @@ class Tracing:
         attributes: dict[str, str | int] = {"service.version": app.__version__, "process.pid": os.getpid()}
         if not os.environ.get("OTEL_SERVICE_NAME"):
             attributes["service.name"] = "headwater"
-        self._provider = TracerProvider(
-            ParentBased(TraceIdRatioBased(sample)), Resource.create(attributes), shutdown_on_exit=False
-        )
+        self._provider = TracerProvider(resource=Resource.create(attributes), shutdown_on_exit=False)
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("headwater", app.__version__)
         self._propagator = TraceContextTextMapPropagator()
@@ -298,4 +297,4 @@ def exporting(section: TracingSection) -> Tracing:
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
     exporter = OTLPSpanExporter(section.traces_url, timeout=EXPORT_TIMEOUT_S)
-    return Tracing(BatchSpanProcessor(exporter), section.sample)
+    return Tracing(BatchSpanProcessor(exporter))

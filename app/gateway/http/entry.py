@@ -64,6 +64,8 @@ class RequestRecord:
     host_fault: str
     request_id: bytes
     trace: Trace | None
+    state: dict[str, Any]
+    """The request's; has ``version`` if one of a deployment's versions answers."""
     status: int = 0
     """The answer's; 0 until the answer has begun."""
     is_answered: bool = False
@@ -83,9 +85,12 @@ class RequestRecord:
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """The headers that every answer has."""
-        if self.trace is None:
-            return [(b"x-request-id", self.request_id)]
-        return [(b"x-request-id", self.request_id), (b"traceresponse", self.trace.header)]
+        headers = [(b"x-request-id", self.request_id)]
+        if self.trace is not None:
+            headers.append((b"traceresponse", self.trace.header))
+        if "version" in self.state:
+            headers.append((b"headwater-version", self.state["version"].encode()))
+        return headers
 
     def noting(self, send: Send) -> Send:
         """Wrap ``send`` for an answer in pieces: adds the headers that every answer has, and tracks its progress."""
@@ -151,7 +156,7 @@ class RequestRecords:
         trace = None if tracing is None else tracing.begin(scope, state["request_id"])
         if trace is not None:
             state["log_fields"] = {**state.get("log_fields", {}), **trace.log_fields}
-        return RequestRecord(started_ns, size_bytes, host_fault, request_id, trace)
+        return RequestRecord(started_ns, size_bytes, host_fault, request_id, trace, state)
 
     def end(self, record: RequestRecord, scope: Scope, status: int) -> None:
         """Count and log a request that has ended.

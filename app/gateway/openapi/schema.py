@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import msgspec
+
 from app.gateway.http.replies import OPENAI_PATHS
-from app.gateway.models import Models
+from app.gateway.models import Models, ServedModel
 from app.gateway.openapi.operations import STRING, error_response, object_schema
 from app.gateway.openapi.tensors import tensor_operations
 from app.gateway.openapi.texts import body_schemas, mapped_paths, shared_paths, text_operations
@@ -40,6 +42,21 @@ _SCHEMES = {
 }
 
 
+def _version_paths(versions: list[ServedModel]) -> dict[str, Any]:
+    """The paths that choose a version, each with its own tensors."""
+    paths: dict[str, Any] = {}
+    for one in versions:
+        if (signature := one.route.signature) is not None:
+            named = msgspec.structs.replace(signature, name=one.name)
+            for route, operation in tensor_operations(named).items():
+                told = {
+                    "operationId": f"{operation['operationId']}_version_{one.version}",
+                    "summary": f"{operation['summary']}, version {one.version}",
+                }
+                paths[f"/v2/models/{one.name}/versions/{one.version}/{route}"] = {"post": {**operation, **told}}
+    return paths
+
+
 def openapi_schema(generated: dict[str, Any], models: Models, *, has_keys: bool) -> dict[str, Any]:
     """Add the models' paths, and every path's errors and API keys, to what FastAPI generated."""
     schema = copy.deepcopy(generated)
@@ -66,6 +83,8 @@ def openapi_schema(generated: dict[str, Any], models: Models, *, has_keys: bool)
             operations = tensor_operations(signature)
         for route, operation in operations.items():
             paths[f"/v2/models/{signature.name}/{route}"] = {"post": operation}
+        if model.route.traffic is not None and not model.route.is_language_model:
+            paths |= _version_paths(models.versions_of(model))
     signatures = [model.route.signature for model in models if model.route.signature is not None]
     rerankers, classifiers, transcribers = (
         [signature.name for signature in signatures if getattr(signature, mapping) is not None]

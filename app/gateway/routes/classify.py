@@ -68,8 +68,9 @@ class ClassifyEndpoint(Endpoint):
         """See `Endpoint.answer`."""
         raw, _ = await self._reader.read(scope, receive)
         body, items = await decoded(_read, raw)
-        accept(scope, self._models.get(body.model).route.name, "classify")
-        model = self._models.mapped(body.model, "classification")
+        model = self._models.choose(scope, body.model)
+        accept(scope, model.route.name, "classify")
+        self._models.check_mapped(model, "classification")
         signature = model.dispatcher.check_ready()
         spec = signature.classification
         assert spec is not None

@@ -97,8 +97,9 @@ class EmbeddingsEndpoint(Endpoint):
         """See `Endpoint.answer`."""
         raw, _ = await self._reader.read(scope, receive)
         body, inputs = await decoded(_read, raw)
-        accept(scope, self._models.get(body.model).route.name, "embeddings")
-        model = self._models.mapped(body.model, "embedding")
+        model = self._models.choose(scope, body.model)
+        accept(scope, model.route.name, "embeddings")
+        self._models.check_mapped(model, "embedding")
         signature = model.dispatcher.check_ready()
         assert signature.embedding is not None
         if isinstance(model.dispatcher, VllmDispatcher):

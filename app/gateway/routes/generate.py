@@ -52,16 +52,16 @@ class GenerateEndpoint(Endpoint):
     async def answer(self, scope: Scope, receive: Receive) -> ASGIApp:
         """See `Endpoint.answer`."""
         path = scope["path_params"]
-        model = self._models.get(path["model"], path.get("version"))
+        model = self._models.choose(scope, path["model"], path.get("version"))
         accept(scope, model.route.name, "generate_stream" if self._streams else "generate")
         if isinstance(model.dispatcher, VllmDispatcher):
             return await self._relay(scope, receive, model.dispatcher, model.name)
         if model.route.is_language_model:
-            dispatcher = self._models.language_model(path["model"])
+            dispatcher = self._models.language_model(model)
             dispatcher.check_ready()
             raw, _ = await self._reader.read(scope, receive)
             asked = await decoded(GenerateRequest.read, raw)
-            form = asked.answer_form(model.route.name, streams=self._streams)
+            form = asked.answer_form(model.name, model.version, streams=self._streams)
             return await answer_text(
                 self._models, scope, receive, dispatcher, asked, lambda *_: form, streams=self._streams
             )

@@ -31,7 +31,7 @@ class InferEndpoint(Endpoint):
     async def answer(self, scope: Scope, receive: Receive) -> Reply:
         """See `Endpoint.answer`."""
         path = scope["path_params"]
-        model = self._models.get(path["model"], path.get("version"))
+        model = self._models.choose(scope, path["model"], path.get("version"))
         accept(scope, model.route.name, "infer")
         decoder, encoder = model.codecs()
         body, headers = await self._reader.read(scope, receive)

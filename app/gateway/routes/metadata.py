@@ -18,7 +18,7 @@ from app.control.routing import State, unavailable
 from app.errors import Unavailable
 from app.gateway.http.bodies import BodyReader
 from app.gateway.http.replies import RETRY_AFTER_S
-from app.gateway.models import VERSION, Models, ServedModel
+from app.gateway.models import Models, ServedModel
 from app.gateway.sampler import Sampler
 from app.telemetry.catalogue import REQUESTS
 from app.telemetry.ledger import Counts, counts_by_deployment, read_records
@@ -110,12 +110,12 @@ def metadata_routes(models: Models, reader: BodyReader) -> APIRouter:
     @router.get("/v2/models/stats", summary="Statistics of all models")
     async def all_statistics() -> JSONResponse:
         counts = await counted()
-        return JSONResponse({"model_stats": [_statistics(one, counts[one.route.name]) for one in models.with_steps()]})
+        return JSONResponse({"model_stats": [_statistics(one, counts[one.route.name]) for one in models.by_version()]})
 
     @router.get("/v2/models/{model}", summary="The model's inputs and outputs")
     @router.get("/v2/models/{model}/versions/{version}", include_in_schema=False)
     async def metadata(model: str, version: str | None = None) -> JSONResponse:
-        return JSONResponse(_metadata(models.get(model, version)))
+        return JSONResponse(_metadata(models.get(model, version), models.get(model).versions))
 
     @router.get("/v2/models/{model}/config", summary="The model's configuration, in Triton's form")
     @router.get("/v2/models/{model}/versions/{version}/config", include_in_schema=False)
@@ -125,13 +125,13 @@ def metadata_routes(models: Models, reader: BodyReader) -> APIRouter:
     @router.get("/v2/models/{model}/stats", summary="The model's statistics")
     @router.get("/v2/models/{model}/versions/{version}/stats", include_in_schema=False)
     async def statistics(model: str, version: str | None = None) -> JSONResponse:
-        found = models.get(model, version)
+        those = models.versions_of(models.get(model, version))
         counts = await counted()
-        return JSONResponse({"model_stats": [_statistics(found, counts[found.route.name])]})
+        return JSONResponse({"model_stats": [_statistics(one, counts[one.route.name]) for one in those]})
 
     @router.get("/v2/repository/index", summary="All models and their states")
     async def index() -> JSONResponse:
-        return JSONResponse([index_entry(model) for model in models.with_steps()])
+        return JSONResponse([index_entry(model, models) for model in models.by_version()])
 
     @router.post("/v2/repository/index", include_in_schema=False)  # Triton's form of the same
     async def index_by_post(request: Request) -> JSONResponse:
@@ -139,24 +139,30 @@ def metadata_routes(models: Models, reader: BodyReader) -> APIRouter:
         hint = 'expected {"ready": true or false} or an empty body'
         asked: _IndexRequest = read_json(body if body.strip() else b"{}", _IndexRequest, hint=hint)
         return JSONResponse(
-            [index_entry(one) for one in models.with_steps() if not asked.ready or one.route.state is State.READY]
+            [
+                index_entry(one, models)
+                for one in models.by_version()
+                if not asked.ready or one.route.state is State.READY
+            ]
         )
 
     return router
 
 
-def index_entry(model: ServedModel) -> dict[str, Any]:
+def index_entry(model: ServedModel, models: Models) -> dict[str, Any]:
     """What the repository index says of a model."""
     route = model.route
     since = datetime.fromtimestamp(route.since_s, timezone.utc).isoformat(timespec="milliseconds")
     entry: dict[str, Any] = {
-        "name": route.name,
-        "version": VERSION,
+        "name": model.name,
+        "version": model.version,
         "state": route.state.value,
         "reason": route.reason,
         "since": since.replace("+00:00", "Z"),
     }
-    if not route.is_graph:
+    if (share := models.share(model)) is not None:
+        entry["share"] = share
+    if not route.is_composite:
         wanted = 0 if route.is_set_aside else route.wanted
         entry["replicas"] = {"ready": len(route.replicas), "wanted": wanted, "min": route.least, "max": route.most}
         entry["devices"] = sorted({replica.device for replica in route.replicas})
@@ -169,7 +175,7 @@ def index_entry(model: ServedModel) -> dict[str, Any]:
     return entry
 
 
-def _metadata(model: ServedModel) -> dict[str, Any]:
+def _metadata(model: ServedModel, versions: list[str]) -> dict[str, Any]:
     signature = model.dispatcher.check_ready()
 
     def tensor(spec: TensorSpec) -> dict[str, Any]:
@@ -178,7 +184,7 @@ def _metadata(model: ServedModel) -> dict[str, Any]:
 
     return {
         "name": model.name,
-        "versions": [VERSION],
+        "versions": versions,
         "platform": _backend(signature),
         "inputs": [tensor(spec) for spec in signature.inputs],
         "outputs": [tensor(spec) for spec in signature.outputs],
@@ -234,7 +240,7 @@ def _statistics(model: ServedModel, counts: Counts) -> dict[str, Any]:
     # The phases of a pipeline are those of its steps. An engine does not report when it starts a sequence: the time in
     # its queue counts as computing.
     requests, compute_ns = counts.sum("headwater_request_seconds")
-    if not route.is_language_model and not route.is_graph:
+    if not route.is_language_model and not route.is_composite:
         requests, compute_ns = counts.sum(PHASE_SECONDS, "compute")
         queue_ns = sum(counts.sum(PHASE_SECONDS, phase)[1] for phase in ("queue", "batch_wait"))
     more: dict[str, Any] = {}
@@ -260,8 +266,8 @@ def _statistics(model: ServedModel, counts: Counts) -> dict[str, Any]:
                 for step, (calls, retries, took_ns) in steps
             }
     return {
-        "name": route.name,
-        "version": VERSION,
+        "name": model.name,
+        "version": model.version,
         "inference_count": inferences,
         "execution_count": executions,
         "inference_stats": {

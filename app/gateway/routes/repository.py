@@ -1,5 +1,5 @@
 """Commands on models under ``POST /v2/repository/models/{model}/``: ``load`` and ``unload`` of Triton's repository
-extension, and our own ``reload`` and ``scale``.
+extension, and our own ``reload``, ``scale``, ``promote`` and ``rollback``.
 """
 
 from __future__ import annotations
@@ -43,6 +43,10 @@ class _Scale(msgspec.Struct, forbid_unknown_fields=True):
     max: int | None = None
 
 
+class _Promote(msgspec.Struct, forbid_unknown_fields=True):
+    version: str
+
+
 def repository_routes(
     command: Callable[[str, str, Mapping[str, Any]], Awaitable[CommandAnswer]], guard: OperatorGuard, server: Server
 ) -> APIRouter:
@@ -68,6 +72,8 @@ def repository_routes(
     add("unload", "Unload a model, and see that nothing of it remains")
     add("reload", "Replace a model's replicas without a gap")
     add("scale", "Have another number of a model's replicas")
+    add("promote", "Give a version all of a model's requests")
+    add("rollback", "Undo the last change of how a model's versions share its requests")
     return router
 
 
@@ -89,6 +95,9 @@ def _arguments(body: bytes, action: str) -> dict[str, Any]:
     """An action's arguments, from a body; refuses those of Triton's that are not supported."""
     if action == "scale":
         return _bounds(body)
+    if action == "promote":
+        promoted: _Promote = read_json(body, _Promote, hint='expected {"version": "2"}')
+        return {"version": promoted.version}
     arguments: dict[str, Any] = {}
     hint = 'expected {"parameters": {...}} or an empty body'
     asked: _Body = read_json(body if body.strip() else b"{}", _Body, hint=hint)

@@ -51,8 +51,9 @@ class RerankEndpoint(Endpoint):
         """See `Endpoint.answer`."""
         raw, _ = await self._reader.read(scope, receive)
         body = await decoded(_read, raw)
-        accept(scope, self._models.get(body.model).route.name, "rerank")
-        model = self._models.mapped(body.model, "reranking")
+        model = self._models.choose(scope, body.model)
+        accept(scope, model.route.name, "rerank")
+        self._models.check_mapped(model, "reranking")
         spec = model.dispatcher.check_ready().reranking
         assert spec is not None
         texts = [one if isinstance(one, str) else one.text for one in body.documents]

@@ -20,7 +20,7 @@ from app.gateway.models import Models, ServedModel
 from app.gateway.routes.metadata import index_entry
 from app.gateway.sampler import Sampler
 from app.telemetry.catalogue import ACCEPTED, CATALOGUE, IN_FLIGHT, OUTCOMES, REQUESTS
-from app.telemetry.ledger import Counts, counts_by_deployment, read_records, read_totals
+from app.telemetry.ledger import Counts, counts_by_deployment, read_records, read_totals, together
 from app.telemetry.recorder import recorder
 
 __all__ = ["metrics_routes", "status_routes"]
@@ -91,17 +91,21 @@ def status_routes(models: Models, folder: Path | None, sampler: Sampler) -> APIR
                 "seconds": [float(f"{bound * CATALOGUE[TIMES].scale:.10g}") for bound in CATALOGUE[TIMES].bounds],
                 "rows": list(CATALOGUE[ROWS].bounds),
             },
-            "deployments": [_deployment(model, counts[model.route.name]) for model in models.with_steps()],
+            "deployments": [
+                _deployment(model, models, together(counts[one.route.name] for one in models.versions_of(model)))
+                for model in models.with_steps()
+            ],
         }
         return JSONResponse(content, headers={"cache-control": "no-store"})
 
     return router
 
 
-def _deployment(model: ServedModel, counts: Counts) -> dict[str, Any]:
+def _deployment(model: ServedModel, models: Models, counts: Counts) -> dict[str, Any]:
     route = model.route
     status = {
-        **index_entry(model),
+        **index_entry(model, models),
+        "name": route.name,
         "kind": _kind(model),
         "part_of": route.part_of,
         "since_s": route.since_s,
@@ -127,6 +131,8 @@ def _deployment(model: ServedModel, counts: Counts) -> dict[str, Any]:
         "waiting": counts.total("headwater_queue_rows") + counts.total("headwater_waiting_sequences"),
         "retries": counts.total("headwater_retries"),
     }
+    if route.traffic is not None:  # the counts are its versions' sums
+        status |= {"traffic": route.traffic.shares, "default": route.traffic.default}
     if route.is_language_model:
         status["language_model"] = {
             "first_token": counts.histogram("headwater_time_to_first_token_seconds"),
@@ -140,6 +146,8 @@ def _kind(model: ServedModel) -> str:
     route = model.route
     if route.is_language_model:
         return "embedding model" if route.gives_embeddings else "language model"
+    if route.version:
+        return "version"
     if route.part_of is not None:
         return "step"
     is_pipeline = route.is_graph or (route.signature is not None and bool(route.signature.heads))

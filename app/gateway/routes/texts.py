@@ -195,8 +195,9 @@ class OpenAITextEndpoint(Endpoint):
             return await answer_openai(self._models, scope, receive, relaying, route, raw)
         read: Callable[[bytes], _OpenAIRequest] = self._kind.read
         request = await decoded(read, raw)
-        accept(scope, self._models.get(request.model).route.name, route)
-        dispatcher = self._models.language_model(request.model)
+        model = self._models.choose(scope, request.model)
+        accept(scope, model.route.name, route)
+        dispatcher = self._models.language_model(model)
         return await answer_text(
             self._models, scope, receive, dispatcher, request, request.answer_form, streams=bool(request.stream)
         )

@@ -45,8 +45,9 @@ class TokenizationEndpoint(Endpoint):
         read: Callable[[bytes], TokenizeRequest | DetokenizeRequest] = self._kind.read
         request = await decoded(read, raw)
         name = self._only() if request.model is None else request.model
-        accept(scope, self._models.get(name).route.name, self._route)
-        dispatcher = self._models.language_model(name)
+        model = self._models.choose(scope, name)
+        accept(scope, model.route.name, self._route)
+        dispatcher = self._models.language_model(model)
         specification = dispatcher.check_ready().language_model
         assert specification is not None
         text = await dispatcher.text()

@@ -49,8 +49,9 @@ class TranscriptionsEndpoint(Endpoint):
         if kind not in FORMATS:
             message = f"response_format: expected one of {', '.join(FORMATS)}, got {kind[:80]!r}"
             raise BadRequest(message, field="response_format")
-        accept(scope, self._models.get(name).route.name, "transcriptions")
-        model = self._models.mapped(name, "transcription")
+        model = self._models.choose(scope, name)
+        accept(scope, model.route.name, "transcriptions")
+        self._models.check_mapped(model, "transcription")
         spec = model.dispatcher.check_ready().transcription
         assert spec is not None
         parameters: dict[str, Scalar] = {}

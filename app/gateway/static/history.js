@@ -43,9 +43,10 @@ export const failures = (outcomes) =>
 /** Of one deployment, or all of them together. */
 function summed(status, name) {
   const all = status.deployments;
-  // A pipeline's requests are counted at the pipeline, its calls at its steps.
+  // A pipeline's requests are counted at the pipeline, its calls at its steps; what a deployment with versions has is
+  // its versions' sum.
   const asked = all.filter((one) => (name ? one.name === name : one.part_of === null));
-  const calls = all.filter((one) => !name || one.name === name || one.part_of === name);
+  const calls = all.filter((one) => !one.traffic && (!name || one.name === name || one.part_of === name));
   const sum = (of, what) => of.reduce((total, one) => total + what(one), 0);
   const models = calls.map((one) => one.language_model).filter(Boolean);
   return {

@@ -75,7 +75,8 @@ function deploymentRow(one, now_s) {
     const figures = history.now(one.name);
     const since = `for ${age(now_s - one.since_s)}`;
     const shortage = one.shortage ? `; ${one.shortage}` : "";
-    sayBoth(cells[0], one.name, one.part_of ? `step of ${one.part_of}` : one.kind);
+    const part = one.share === undefined ? "" : `, ${count(100 * one.share)}\u00a0% of the requests`;
+    sayBoth(cells[0], one.name, one.part_of ? `${one.kind} of ${one.part_of}${part}` : one.kind);
     sayBoth(cells[1], one.state, `${since}${one.reason ? `: ${one.reason}` : ""}${shortage}`, one.state);
     sayBoth(cells[2], one.replicas ? `${one.replicas.ready} of ${one.replicas.wanted}` : "–", (one.devices ?? []).join(", "));
     say(cells[3], count(figures?.rate ?? null));

@@ -313,7 +313,7 @@ LANGUAGE_MODEL = route_of("lm-0")
 
 
 def replica_of(models: Models) -> Replica:
-    (replica,) = models.language_model("lm")._pool.connected.values()
+    (replica,) = models.language_model(models.get("lm"))._pool.connected.values()
     assert isinstance(replica.client, Replica)
     return replica.client
 
@@ -322,19 +322,19 @@ def test_a_language_model_is_found_as_one_and_nothing_else_is() -> None:
     async def scenario(models: Models) -> None:
         loading = msgspec.structs.replace(LANGUAGE_MODEL, state=State.LOADING, signature=None, replicas=())
         models.update(RoutingTable((PLAIN, loading)))
-        dispatcher = models.language_model("lm")  # before anything is known of it
+        dispatcher = models.language_model(models.get("lm"))  # before anything is known of it
         assert isinstance(dispatcher, LmDispatcher)
         with pytest.raises(Unavailable):
             models.get("lm").codecs()
         models.update(RoutingTable((PLAIN, LANGUAGE_MODEL)))
-        assert models.language_model("lm", "1") is dispatcher
+        assert models.language_model(models.get("lm", "1")) is dispatcher
         assert dispatcher.check_ready() == LANGUAGE_MODEL.signature
         with pytest.raises(BadRequest, match=r"`plain` is no language model; models that are: `lm`$"):
-            models.language_model("plain")
+            models.language_model(models.get("plain"))
         with pytest.raises(NotFound):
-            models.language_model("other")
+            models.language_model(models.get("other"))
         with pytest.raises(NotFound, match="version"):
-            models.language_model("lm", "2")
+            models.get("lm", "2")
 
     run(scenario)
 
@@ -352,7 +352,7 @@ def test_who_sends_tensors_to_a_language_model_is_told_where_to_ask() -> None:
 def test_requests_of_language_models_are_in_flight_and_cancelled_by_id_and_refused_while_draining() -> None:
     async def scenario(models: Models) -> None:
         models.update(RoutingTable((PLAIN, LANGUAGE_MODEL)))
-        request = models.language_model("lm").open("mine", [spec(), spec()])
+        request = models.language_model(models.get("lm")).open("mine", [spec(), spec()])
         assert (models.in_flight, models.is_idle) == (1, False)
         await settle()
         assert await models.cancel_request("other") == 0
@@ -362,7 +362,7 @@ def test_requests_of_language_models_are_in_flight_and_cancelled_by_id_and_refus
         assert models.is_idle
         models.update(RoutingTable((LANGUAGE_MODEL,), draining=True))
         with pytest.raises(Unavailable, match="stopping"):
-            models.language_model("lm").open("mine", [spec()])
+            models.language_model(models.get("lm")).open("mine", [spec()])
         replica = replica_of(models)
         models.update(RoutingTable((PLAIN,)))
         assert replica.is_closed
@@ -378,7 +378,7 @@ def test_statistics_and_configuration_of_a_language_model() -> None:
             asked.accept()
             asked.end(outcome, 5)
         models.update(RoutingTable((LANGUAGE_MODEL,)))
-        request = models.language_model("lm").open("q", [spec()])
+        request = models.language_model(models.get("lm")).open("q", [spec()])
         await settle()
         replica_of(models).say(event(0, 0, [1, 2], finish="stop"), load=Load(3, 2, 40))
         assert await request.news()

@@ -189,12 +189,15 @@ class ScriptedModels:
         return (ScriptedModel(dispatcher) for dispatcher in self._dispatchers.values())
 
     def get(self, name: str, version: str | None = None) -> ScriptedModel:
-        return ScriptedModel(self.language_model(name))
-
-    def language_model(self, name: str, version: str | None = None) -> ScriptedDispatcher:
         if name not in self._dispatchers:
             raise NotFound(f"model {name!r}: unknown", field="model")
-        return self._dispatchers[name]
+        return ScriptedModel(self._dispatchers[name])
+
+    def choose(self, scope: object, name: str, version: str | None = None) -> ScriptedModel:
+        return self.get(name, version)
+
+    def language_model(self, model: ScriptedModel) -> ScriptedDispatcher:
+        return model.dispatcher
 
     def vllm(self, name: str) -> None:
         return None
@@ -208,6 +211,11 @@ class ScriptedModel:
     """What of `app.gateway.models.ServedModel` routes use."""
 
     dispatcher: ScriptedDispatcher
+    version = "1"
+
+    @property
+    def name(self) -> str:
+        return self.route.name
 
     @property
     def route(self) -> DeploymentRoute:

@@ -69,7 +69,7 @@ def run(engine: Engine, scenario: Callable[[Ask, LmDispatcher], Awaitable[None]]
         records = RequestRecords(None, StreamLimits(ping_s=0.02))
         ask = Ask(create_app(models, Server(), records=records))
         try:
-            await asyncio.wait_for(scenario(ask, models.language_model("lm")), 30)
+            await asyncio.wait_for(scenario(ask, models.language_model(models.get("lm"))), 30)
         finally:
             models.close()
             await asyncio.to_thread(host.close)

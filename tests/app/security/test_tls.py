@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from app.config.sections import TlsSection
+from app.config.sections import Tls
 from app.errors import ConfigError
 from app.security.tls import Certificate
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl")
 
 
-def make(folder: Path, name: str, *arguments: str) -> TlsSection:
+def make(folder: Path, name: str, *arguments: str) -> Tls:
     """A key, and a certificate that it signed itself."""
     key, certificate = folder / f"{name}.key", folder / f"{name}.pem"
     subprocess.run(
@@ -26,7 +26,7 @@ def make(folder: Path, name: str, *arguments: str) -> TlsSection:
         check=True, capture_output=True,
     )  # fmt: skip
     key.chmod(0o600)
-    return TlsSection(certificate=certificate, key=key)
+    return Tls(certificate=certificate, key=key)
 
 
 async def shown_name(certificate: Certificate) -> bytes:
@@ -77,7 +77,7 @@ def test_what_cannot_be_used_is_named(tmp_path: Path) -> None:
         (one.key, one.key, "can't be used together"),
     ):
         with pytest.raises(ConfigError, match=named):
-            Certificate(TlsSection(certificate=certificate, key=key))
+            Certificate(Tls(certificate=certificate, key=key))
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o604, 0o620, 0o666])

@@ -18,8 +18,8 @@ from app.control.routing import ReplicaRoute, State
 from app.errors import MemoryBudgetExceeded
 from app.process.proc import GroupUse
 from app.process.vllm import ask_vllm
+from app.supervisor.composite import Composite
 from app.supervisor.deployments import Deployments
-from app.supervisor.graph_state import GraphState
 from app.supervisor.handle import ReplicaHandle
 from app.supervisor.host import FIRST_BACKOFF_S, Host
 from app.supervisor.lifecycle import Lifecycle
@@ -120,7 +120,7 @@ class Supervisor(Host):
         super().__init__(ReplicaMemory(), (), self.drain, self.on_change)
         self.start_slots = asyncio.Semaphore(8)
         self.deployments = Deployments(config, self)
-        self.graphs = self.deployments.graphs
+        self.composites = self.deployments.composites
         self.sets = self.deployments.sets
         self.lifecycle = Lifecycle(self.deployments, self)
         self.launched: list[Replica] = []
@@ -162,9 +162,9 @@ class Supervisor(Host):
 
     def on_change(self) -> None:
         steps = {name: one.route(1) for name, one in self.sets.items()}
-        for graph in self.graphs.values():
+        for graph in self.composites.values():
             graph.update(steps)
-        told: list[ReplicaSet | GraphState] = [*self.sets.values(), *self.graphs.values()]
+        told: list[ReplicaSet | Composite] = [*self.sets.values(), *self.composites.values()]
         for one in told:
             seen = self.states.setdefault(one.name, [])
             if not seen or seen[-1] is not one.state:
@@ -590,7 +590,7 @@ def test_a_pipeline_drains_before_its_steps_and_takes_only_its_own_with_it() -> 
     async def scenario() -> None:
         supervisor = Supervisor(pipeline(drain_timeout_s=5))
         await supervisor.start()
-        graph = supervisor.graphs["p"]
+        graph = supervisor.composites["p"]
         assert graph.state is State.READY
         supervisor.drain_gate = asyncio.Event()
         unloading = asyncio.create_task(supervisor.do("unload", "p"))
@@ -623,7 +623,7 @@ def test_a_shared_step_can_be_unloaded_and_the_pipeline_says_so() -> None:
         supervisor = Supervisor(pipeline())
         await supervisor.start()
         assert await supervisor.told("unload", "shared") == (200, "")
-        graph = supervisor.graphs["p"]
+        graph = supervisor.composites["p"]
         assert (graph.state, "step `other` is UNAVAILABLE: it is unloaded" in graph.reason) == (State.READY, True)
 
     run(scenario)
@@ -637,10 +637,10 @@ def test_a_pipeline_of_which_a_step_fails_to_load_can_be_told_again() -> None:
         supervisor.failing.add("p.trunk")
         status, error = await supervisor.told("load", "p")
         assert (status, "p.trunk" in error) == (500, True)
-        assert supervisor.graphs["p"].state.value == "FAILED"
+        assert supervisor.composites["p"].state.value == "FAILED"
         supervisor.failing.clear()
         assert await supervisor.told("load", "p") == (200, "")
-        assert supervisor.graphs["p"].state is State.READY
+        assert supervisor.composites["p"].state is State.READY
         assert [replica.name for replica in supervisor.launched].count("p.head") == 2  # it was there already
 
     run(scenario)
@@ -884,7 +884,7 @@ def test_a_pipelines_config_reaches_its_own_steps() -> None:
         supervisor = Supervisor(pipeline())
         await supervisor.start()
         assert await supervisor.told("reload", "p", {"timeout_s": 3, "batching": {"max_queue_size": 9}}) == (200, "")
-        graph = supervisor.graphs["p"]
+        graph = supervisor.composites["p"]
         assert (graph.route(1).timeout_s, graph.route(1).max_queue_size) == (3, 9)
         for name, timeout_s in (("p.trunk", 3), ("p.head", 3), ("shared", 30)):
             assert supervisor.sets[name].config.timeout_s == timeout_s
@@ -905,13 +905,13 @@ def test_a_pipeline_becomes_another_only_while_it_is_not_loaded() -> None:
         before = supervisor.sets["p.trunk"]
         await supervisor.do("load", "p", longer)
         assert supervisor.sets["p.trunk"] is not before
-        assert set(supervisor.graphs["p"].deployments) == {"trunk", "head", "other", "more"}
+        assert set(supervisor.composites["p"].deployments) == {"trunk", "head", "other", "more"}
         assert set(supervisor.sets) == {"p.trunk", "p.head", "shared"}
         await supervisor.do("unload", "p")
         assert await supervisor.told("load", "p", {"pipeline": None, "model": "m:A"}) == (200, "")
-        assert (set(supervisor.sets), supervisor.graphs) == ({"p", "shared"}, {})
+        assert (set(supervisor.sets), supervisor.composites) == ({"p", "shared"}, {})
         assert await supervisor.told("reload", "p", {"strategy": "recreate"}) == (200, "")
-        assert supervisor.graphs["p"].state is State.READY
+        assert supervisor.composites["p"].state is State.READY
 
     run(scenario)
 
@@ -925,7 +925,7 @@ def test_an_added_step_stays_as_long_as_a_pipeline_needs_it() -> None:
         assert (status, "unknown deployment `shared`" in error) == (400, True)
         assert await supervisor.told("load", "shared", {"model": "m:S"}) == (200, "")
         assert await supervisor.told("load", "p", {"pipeline": shared}) == (200, "")
-        assert supervisor.graphs["p"].state is State.READY
+        assert supervisor.composites["p"].state is State.READY
         status, error = await supervisor.told("unload", "shared")
         assert (status, "pipeline `p` has it as a step" in error) == (409, True)
         assert supervisor.sets["shared"].state is State.READY
@@ -956,16 +956,16 @@ def test_a_load_for_which_there_is_no_room_changes_nothing(
         await supervisor.start()
         if name in deployments:
             await supervisor.do("unload", name)
-        before = supervisor.deployments.config, dict(supervisor.sets), dict(supervisor.graphs)
+        before = supervisor.deployments.config, dict(supervisor.sets), dict(supervisor.composites)
         states = {one: supervisor.states[one][-1] for one in supervisor.states}
         monkeypatch.setattr(supervisor.memory, "reserve", no_room)
         status, error = await supervisor.told("load", name, config)
         assert (status, "memory of the host" in error) == (409, True)
-        assert (supervisor.deployments.config, supervisor.sets, supervisor.graphs) == before
+        assert (supervisor.deployments.config, supervisor.sets, supervisor.composites) == before
         assert {one: supervisor.states[one][-1] for one in states} == states
         assert all(found.config.timeout_s == 30 for found in supervisor.sets.values())
-        if name in supervisor.graphs:
-            assert supervisor.graphs[name].is_set_aside
+        if name in supervisor.composites:
+            assert supervisor.composites[name].is_set_aside
         monkeypatch.undo()
         assert (await supervisor.told("load", name, config))[0] != 409
 
@@ -981,5 +981,118 @@ def test_a_reload_without_a_config_keeps_what_an_operator_scaled() -> None:
         for config, replicas in ((None, 2), ({"replicas": 3}, 3), ({}, 1)):
             assert await supervisor.told("reload", "a", config) == (200, "")
             assert len(supervisor.sets["a"].ready) == replicas
+
+    run(scenario)
+
+
+# Versions
+
+
+def versions(**fields: Any) -> dict[str, Any]:
+    return {"c": {"model": "m:C", "versions": {"1": {}, "2": {"replicas": 2}}, **fields}}
+
+
+async def shared(supervisor: Supervisor, action: str, **arguments: str) -> CommandAnswer:
+    return await supervisor.lifecycle.answer(Command(7, action, "c", arguments))
+
+
+def test_a_reload_that_changes_only_the_traffic_starts_and_ends_no_replica() -> None:
+    async def scenario() -> None:
+        supervisor = Supervisor(versions())
+        await supervisor.start()
+        assert await supervisor.told("reload", "c", {"traffic": {"1": 0.9, "2": 0.1}}) == (200, "")
+        traffic = supervisor.composites["c"].route(1).traffic
+        assert traffic is not None
+        assert traffic.shares == {"1": 0.9, "2": 0.1}
+        assert (len(supervisor.launched), supervisor.drains) == (3, [])
+
+    run(scenario)
+
+
+def test_a_reload_that_adds_a_version_starts_only_that_and_one_that_removes_it_drains_and_ends_it() -> None:
+    async def scenario() -> None:
+        supervisor = Supervisor(versions(), allow_load="any")
+        await supervisor.start()
+        assert await supervisor.told("reload", "c", {"versions": {"3": {"timeout_s": 7}}}) == (200, "")
+        assert [replica.name for replica in supervisor.launched] == ["c.1", "c.2", "c.2", "c.3"]
+        assert supervisor.sets["c.3"].config.timeout_s == 7
+        assert (supervisor.sets["c.3"].state, supervisor.drains) == (State.READY, [])
+        assert await supervisor.told("reload", "c", {"timeout_s": 30}) == (200, "")
+        assert "c.3" not in supervisor.sets
+        assert supervisor.drains == [("c.3", 30, None)]
+        assert [replica.name for replica in supervisor.launched if replica.exited.done()] == ["c.3"]
+
+    run(scenario)
+
+
+def test_a_reload_that_changes_a_version_replaces_only_its_replicas() -> None:
+    async def scenario() -> None:
+        supervisor = Supervisor(versions(), allow_load="any")
+        await supervisor.start()
+        assert await supervisor.told("reload", "c", {"versions": {"1": {"options": {"weights": "new"}}}}) == (200, "")
+        assert [replica.name for replica in supervisor.launched][3:] == ["c.1"]
+        assert list(supervisor.sets["c.1"].ready) == ["c.1-3"]
+
+    run(scenario)
+
+
+def test_a_version_that_does_not_start_changes_nothing() -> None:
+    async def scenario() -> None:
+        supervisor = Supervisor(versions(), allow_load="any")
+        await supervisor.start()
+        supervisor.failing.add("c.3")
+        config = {"versions": {"3": {}}, "traffic": {"3": 1}}
+        status, error = await supervisor.told("reload", "c", config)
+        assert (status, "what served before goes on serving" in error) == (500, True)
+        assert set(supervisor.sets) == {"c.1", "c.2"}
+        assert supervisor.deployments.config.deployments["c"].traffic is None
+
+    run(scenario)
+
+
+def test_a_plain_reload_replaces_all_versions_and_unload_takes_all_with_it() -> None:
+    async def scenario() -> None:
+        supervisor = Supervisor(versions())
+        await supervisor.start()
+        assert await supervisor.told("reload", "c") == (200, "")
+        assert [replica.name for replica in supervisor.launched][3:] == ["c.1", "c.2", "c.2"]
+        assert await supervisor.told("unload", "c") == (200, "")
+        assert {one.state for one in supervisor.sets.values()} == {State.UNAVAILABLE}
+        assert supervisor.composites["c"].is_set_aside
+        assert (await shared(supervisor, "promote", version="2")).status == 200
+        assert await supervisor.told("load", "c") == (200, "")
+        assert supervisor.composites["c"].state is State.READY
+
+    run(scenario)
+
+
+def test_a_version_is_scaled_but_neither_loaded_nor_unloaded_alone() -> None:
+    async def scenario() -> None:
+        supervisor = Supervisor(versions())
+        await supervisor.start()
+        status, error = await supervisor.told("unload", "c.2")
+        assert (status, "it is a version of `c`" in error) == (409, True)
+        answer = await supervisor.lifecycle.answer(Command(7, "scale", "c.2", {"min": 3, "max": 3}))
+        assert (answer.status, len(supervisor.sets["c.2"].ready)) == (200, 3)
+        answer = await supervisor.lifecycle.answer(Command(7, "scale", "c", {"min": 3, "max": 3}))
+        assert "its versions have replicas" in answer.content["error"]
+
+    run(scenario)
+
+
+def test_promote_and_rollback_take_effect_at_once_and_say_so() -> None:
+    async def scenario() -> None:
+        supervisor = Supervisor({**versions(traffic={"1": 0.95, "2": 0.05}), **one()})
+        await supervisor.start()
+        answer = await shared(supervisor, "promote", version="2")
+        assert answer.content == {"name": "c", "state": "READY", "traffic": {"1": 0.0, "2": 1.0}, "default": "2"}
+        answer = await shared(supervisor, "rollback")
+        assert answer.content["traffic"] == {"1": 0.95, "2": 0.05}
+        assert (await shared(supervisor, "promote", version="3")).status == 409
+        answer = await supervisor.lifecycle.answer(Command(7, "rollback", "a"))
+        assert (answer.status, answer.content["error"]) == (
+            409, "model `a`: expected a deployment with `versions`; it has none",
+        )  # fmt: skip
+        assert len(supervisor.launched) == 4
 
     run(scenario)

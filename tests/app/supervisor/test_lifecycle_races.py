@@ -85,7 +85,7 @@ def test_a_pipeline_whose_steps_change_together_is_never_away(monkeypatch: pytes
     async def scenario() -> None:
         supervisor = Supervisor({"p": {"pipeline": {**GRAPH, "heads": {"head": {"model": "m:Head"}}}}})
         await supervisor.start()
-        assert supervisor.graphs["p"].state is State.READY
+        assert supervisor.composites["p"].state is State.READY
         x, y = TensorSpec("x", "FP32", (2,)), TensorSpec("y", "FP32", (1,))
         monkeypatch.setitem(SIGNATURES, "p.trunk", Signature("", (x,), (wider,), max_batch_size=8))
         monkeypatch.setitem(SIGNATURES, "p.head", Signature("", (wider,), (y,), max_batch_size=8))
@@ -160,7 +160,7 @@ def test_a_pipeline_of_which_one_step_has_no_room_is_not_loaded_in_part() -> Non
         host = Host({"p": {"pipeline": GRAPH}, "shared": {"model": "m:Shared"}}, limit=350)
         await started(host, name="p.trunk")
         await until(lambda: all(found.ready for found in host.sets.values()))
-        graph = host.graphs["p"]
+        graph = host.composites["p"]
         assert (await host.told("unload", "p"))[0] == 200
         assert (await host.scale("shared", 2)).status == 200
         before = graph.state, graph.reason
@@ -192,7 +192,7 @@ def test_a_model_that_finds_no_room_to_be_recreated_is_unloaded_and_says_so(
             "no capacity; model `a` is unloaded now",
         )
         a = supervisor.sets["a"]
-        assert (a.state, a.is_set_aside, supervisor.graphs, supervisor.deployments.config) == (
+        assert (a.state, a.is_set_aside, supervisor.composites, supervisor.deployments.config) == (
             State.UNAVAILABLE, True, {}, before,
         )  # fmt: skip
         monkeypatch.undo()

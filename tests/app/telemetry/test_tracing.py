@@ -94,7 +94,7 @@ def attributes(span: ReadableSpan) -> Mapping[str, Any]:
 @pytest.fixture
 def spans() -> Iterator[Spans]:
     exporter = InMemorySpanExporter()
-    tracing = Tracing(SimpleSpanProcessor(exporter), sample=1.0)
+    tracing = Tracing(SimpleSpanProcessor(exporter))
     use(tracing)
     yield Spans(exporter)
     use(None)
@@ -233,6 +233,19 @@ class TestContext:
 
         run(scenario)
         assert spans.all == {}
+
+    def test_the_environment_says_how_many_are_sampled(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
+        monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0.25")
+        exporter = InMemorySpanExporter()
+        tracing = Tracing(SimpleSpanProcessor(exporter))
+        scope = {"type": "http", "method": "GET", "path": "/v2", "headers": []}
+        for number in range(400):
+            trace = tracing.begin(scope, f"r{number}")
+            assert trace is not None
+            trace.end(scope, 200, None)
+        tracing.close()
+        assert 40 < len(exporter.get_finished_spans()) < 160
 
     @pytest.mark.parametrize(
         "header",

@@ -1,0 +1,90 @@
+"""A deployment with versions, as the supervisor sees it: its state, and how requests are shared among them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from app.config.schema import Deployment
+from app.config.sections import Traffic
+from app.control.routing import DeploymentRoute, State, TrafficRoute
+from app.errors import Conflict
+from app.supervisor.composite import Composite
+
+__all__ = ["VersionsState"]
+
+
+class VersionsState(Composite):
+    """One deployment, whose state is that of its default version."""
+
+    parts = "versions"
+
+    def __init__(self, name: str, config: Deployment) -> None:
+        super().__init__(name, config)
+        self.before: Traffic | None = None
+        """The traffic before the last change of it; None: it has not changed."""
+
+    @property
+    def deployments(self) -> Mapping[str, str]:
+        """See `Composite.deployments`."""
+        return {version: f"{self.name}.{version}" for version in self.config.versions}
+
+    def adopt(self, config: Deployment) -> None:
+        """See `Composite.adopt`; the traffic so far is kept for a rollback, if it changes."""
+        before, after = self.config.shared_traffic, config.shared_traffic
+        if before != after:
+            self.before = before
+        super().adopt(config)
+
+    def promoted(self, version: str) -> Deployment:
+        """The configuration in which one version answers all requests, and is the default.
+
+        Raises:
+            Conflict: there is no such version.
+        """
+        if version not in self.config.versions:
+            known = ", ".join(f"`{one}`" for one in self.config.versions)
+            raise Conflict(f"model `{self.name}`, version: expected one of {known}, got {version[:100]!r}")
+        return self._with(self.config.shared_traffic, {version: 1.0}, version)
+
+    def rolled_back(self) -> Deployment:
+        """The configuration with the traffic before its last change.
+
+        Raises:
+            Conflict: the traffic has not changed, or a version that had a share then is gone.
+        """
+        if self.before is None:
+            raise Conflict(f"model `{self.name}`: its traffic has not changed, so there is nothing to go back to")
+        gone = [one for one, share in self.before.shares.items() if share and one not in self.config.versions]
+        if gone:
+            raise Conflict(f"model `{self.name}`: version `{gone[0]}`, which had a share of the traffic then, is gone")
+        return self._with(self.before, self.before.shares, self.before.default)
+
+    def _with(self, settings: Traffic, shares: Mapping[str, float], default: str) -> Deployment:
+        shared = {version: shares.get(version, 0.0) for version in self.config.versions}
+        return self.config.with_traffic(Traffic.model_validate({**settings.settings, **shared, "default": default}))
+
+    def update(self, deployments: Mapping[str, DeploymentRoute]) -> None:
+        """See `Composite.update`. It is READY while its default version is; the reason names versions that are not."""
+        if not self.is_loaded:
+            return
+        versions = {version: deployments[name] for version, name in self.deployments.items()}
+        default = self.config.shared_traffic.default
+        one = versions[default]
+        self.signature = None if one.signature is None else msgspec.structs.replace(one.signature, name=self.name)
+        if one.state is not State.READY:
+            self.enter(one.state, f"version `{default}`: {one.reason}", f"version `{default}`: {one.cause}")
+            return
+        away = {version: other for version, other in versions.items() if other.state is not State.READY}
+        reason = "; ".join(f"version `{name}` is {other.state.value}: {other.reason}" for name, other in away.items())
+        cause = "; ".join(f"version `{name}` is {other.state.value}: {other.cause}" for name, other in away.items())
+        self.enter(State.READY, reason or "all versions ready", cause)
+
+    def route(self, workers: int) -> DeploymentRoute:
+        """What each of so many gateway workers gets."""
+        traffic = self.config.shared_traffic
+        told = TrafficRoute(traffic.shares, traffic.default, traffic.sticky)
+        first = next(iter(self.config.versions))
+        is_language_model = self.config.version(first).is_language_model
+        return msgspec.structs.replace(super().route(workers), traffic=told, is_language_model=is_language_model)

@@ -1,0 +1,80 @@
+"""The state of a deployment with versions, by theirs, and how requests are shared among them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from app.config.schema import Deployment
+from app.control.routing import DeploymentRoute, State, TrafficRoute
+from app.errors import Conflict
+from app.supervisor.versions_state import VersionsState
+from inference.signature import Signature, TensorSpec
+
+SIGNATURE = Signature("c.1", (TensorSpec("x", "FP32", (1,)),), (TensorSpec("y", "FP32", (1,)),), max_batch_size=8)
+
+
+def config(**fields: Any) -> Deployment:
+    return Deployment.model_validate({"model": "m:C", "versions": {"1": {}, "2": {"replicas": 2}}, **fields})
+
+
+def told(state: VersionsState, **states: State) -> None:
+    """Let the versions be in these states, others READY."""
+    state.update(
+        {
+            f"c.{version}": DeploymentRoute(f"c.{version}", states.get(f"v{version}", State.READY), "so", SIGNATURE)
+            for version in state.config.versions
+        }
+    )
+
+
+def shares(deployment: Deployment) -> tuple[dict[str, float], str]:
+    traffic = deployment.shared_traffic
+    return traffic.shares, traffic.default
+
+
+def test_it_is_ready_while_its_default_version_is_and_says_which_other_is_not() -> None:
+    state = VersionsState("c", config(traffic={"1": 0.9, "2": 0.1}))
+    told(state, v1=State.LOADING)
+    assert (state.state, state.reason) == (State.LOADING, "version `1`: so")
+    told(state)
+    assert (state.state, state.reason) == (State.READY, "all versions ready")
+    told(state, v2=State.FAILED)
+    assert (state.state, state.reason) == (State.READY, "version `2` is FAILED: so")
+    told(state, v1=State.UNAVAILABLE)
+    assert state.state is State.UNAVAILABLE
+
+
+def test_what_gateway_workers_are_told() -> None:
+    state = VersionsState("c", config(traffic={"2": 1, "sticky": "X-User"}))
+    told(state)
+    route = state.route(2)
+    assert route.traffic == TrafficRoute({"1": 0.0, "2": 1.0}, "2", "X-User")
+    assert (route.is_composite, route.signature is not None and route.signature.name) == (True, "c")
+
+
+def test_without_traffic_the_first_version_answers_all() -> None:
+    assert shares(config()) == ({"1": 1.0, "2": 0.0}, "1")
+
+
+def test_a_promoted_version_gets_all_and_a_rollback_goes_back_to_what_was_before() -> None:
+    state = VersionsState("c", config(traffic={"1": 0.9, "2": 0.1, "sticky": "X-User"}))
+    with pytest.raises(Conflict, match="has not changed"):
+        state.rolled_back()
+    state.adopt(state.promoted("2"))
+    assert shares(state.config) == ({"1": 0.0, "2": 1.0}, "2")
+    state.adopt(state.rolled_back())
+    assert shares(state.config) == ({"1": 0.9, "2": 0.1}, "1")
+    assert state.config.shared_traffic.sticky == "X-User"
+    state.adopt(state.rolled_back())
+    assert shares(state.config) == ({"1": 0.0, "2": 1.0}, "2")
+
+
+def test_what_can_not_be_promoted_or_gone_back_to() -> None:
+    state = VersionsState("c", config(traffic={"2": 1}))
+    with pytest.raises(Conflict, match="expected one of `1`, `2`, got '3'"):
+        state.promoted("3")
+    state.adopt(config(versions={"1": {}}))
+    with pytest.raises(Conflict, match="version `2`, which had a share of the traffic then, is gone"):
+        state.rolled_back()

@@ -1,0 +1,140 @@
+"""Versions of a deployment: which one answers, commands on them, and what the server says of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.running import Running, leaves_nothing, wait_for
+
+TRAFFIC = {"1": 0.95, "2": 0.05, "sticky": "X-User"}
+
+
+@pytest.fixture(scope="module")
+def fault(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file that makes version 2 worse."""
+    return tmp_path_factory.mktemp("fault") / "fault"
+
+
+@pytest.fixture(scope="module")
+def running(fault: Path) -> Iterator[Running]:
+    """A server with ``c``, whose versions answer their number; every test leaves its traffic as configured."""
+    config = {
+        "deployments": {
+            "c": {
+                "model": "canary:Canary",
+                "versions": {
+                    "1": {"options": {"version": 1}},
+                    "2": {"options": {"version": 2, "fault": str(fault)}},
+                },
+                "traffic": TRAFFIC,
+                "warmup_batch_sizes": [],
+            }
+        },
+        "server": {"workers": 2, "allow_load": "any", "access_log": False},
+    }
+    with leaves_nothing(config) as running:
+        yield running
+
+
+def ask(running: Running, path: str = "", **headers: str) -> httpx.Response:
+    body = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 1], "data": [0]}]}
+    return running.client.post(f"{running.url}/v2/models/c{path}/infer", json=body, headers=headers)
+
+
+def version(answer: httpx.Response) -> str:
+    """The version that answered, which the answer says in three places."""
+    assert answer.status_code == 200, answer.text
+    told = answer.json()
+    found = {str(told["outputs"][0]["data"][0]), told["model_version"], answer.headers["headwater-version"]}
+    assert (len(found), told["model_name"]) == (1, "c")
+    return str(found.pop())
+
+
+def reload(running: Running, config: dict[str, Any]) -> httpx.Response:
+    body = {"parameters": {"config": json.dumps(config)}}
+    return running.client.post(f"{running.url}/v2/repository/models/c/reload", json=body)
+
+
+def command_line(running: Running, *arguments: str) -> str:
+    command = [sys.executable, "-m", "app", *arguments, "--url", running.url]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def test_requests_are_shared_as_configured_unless_they_choose(running: Running) -> None:
+    with ThreadPoolExecutor(16) as pool:
+        found = Counter(pool.map(lambda n: version(ask(running, **{"X-Request-Id": f"r{n}"})), range(1000)))
+    assert abs(found["2"] / 1000 - 0.05) < 0.03
+    for one in ("1", "2"):
+        assert version(ask(running, f"/versions/{one}")) == one
+    assert "expected '1' or '2', got '3'" in ask(running, "/versions/3").json()["error"]
+
+
+def test_a_user_gets_the_same_version_every_time(running: Running) -> None:
+    first = [version(ask(running, **{"X-User": f"user{n}"})) for n in range(60)]
+    assert set(first) == {"1", "2"}
+    assert [version(ask(running, **{"X-User": f"user{n}"})) for n in range(60)] == first
+
+
+def test_all_that_is_said_of_a_model_names_its_versions(running: Running) -> None:
+    assert running.get("/v2/models/c").json()["versions"] == ["1", "2"]
+    assert running.get("/v2/models/c/versions/2").json()["name"] == "c"
+    index = running.get("/v2/repository/index").json()
+    assert [(one["name"], one["version"], one["state"], one["share"]) for one in index] == [
+        ("c", "1", "READY", 0.95), ("c", "2", "READY", 0.05),
+    ]  # fmt: skip
+    statistics = running.get("/v2/models/c/stats").json()["model_stats"]
+    assert [(one["name"], one["version"]) for one in statistics] == [("c", "1"), ("c", "2")]
+    status = {one["name"]: one for one in running.get("/v2/status").json()["deployments"]}
+    assert (status["c"]["traffic"], status["c"]["default"]) == ({"1": 0.95, "2": 0.05}, "1")
+    assert status["c"]["accepted"] == status["c.1"]["accepted"] + status["c.2"]["accepted"]
+    assert (status["c.2"]["kind"], status["c.2"]["part_of"]) == ("version", "c")
+    paths = running.get("/openapi.json").json()["paths"]
+    assert {"/v2/models/c/infer", "/v2/models/c/versions/2/infer"} <= set(paths)
+    assert [line.split()[:4] for line in command_line(running, "status").splitlines()[1:]] == [
+        ["c", "1", "(95", "%)"], ["c", "2", "(5", "%)"],
+    ]  # fmt: skip
+
+
+def test_promote_and_rollback(running: Running) -> None:
+    told = command_line(running, "promote", "c", "2")
+    assert told == "c: promote done: 0 % to 1, 100 % to 2; default 2\n"
+    assert {version(ask(running)) for _ in range(20)} == {"2"}
+    assert command_line(running, "rollback", "c") == "c: rollback done: 95 % to 1, 5 % to 2; default 1\n"
+    assert {version(ask(running, **{"X-User": f"user{n}"})) for n in range(60)} == {"1", "2"}
+    refused = running.client.post(f"{running.url}/v2/repository/models/c/promote", json={"version": "9"})
+    assert (refused.status_code, "expected one of `1`, `2`, got '9'" in refused.json()["error"]) == (409, True)
+
+
+def test_versions_come_and_go_while_requests_are_answered(running: Running) -> None:
+    before = [running.replica_pid(f"c.{one}") for one in ("1", "2")]
+    third = {"versions": {"3": {"options": {"version": 3}}}, "traffic": {"1": 0.5, "3": 0.5}}
+    with ThreadPoolExecutor(4) as pool:
+        is_over = False
+
+        def asking() -> Counter[str]:
+            found: Counter[str] = Counter()
+            while not is_over:
+                found[version(ask(running))] += 1
+            return found
+
+        askers = [pool.submit(asking) for _ in range(4)]
+        try:
+            assert reload(running, third).json()["state"] == "READY"
+            wait_for(lambda: version(ask(running)) == "3", what="an answer of version 3")
+            assert reload(running, {}).json()["state"] == "READY"
+        finally:
+            is_over = True
+        found = sum((asker.result() for asker in askers), Counter[str]())
+    assert set(found) == {"1", "2", "3"}
+    assert [running.replica_pid(f"c.{one}") for one in ("1", "2")] == before
+    assert running.replica_folders("c.3") == []
