@@ -11,6 +11,7 @@ from app.control.routing import DeploymentRoute, State
 from app.control.server import ControlServer
 from app.supervisor import preflight
 from app.supervisor.autoscaler import Autoscaler
+from app.supervisor.canary import Canaries
 from app.supervisor.deployments import Deployments
 from app.supervisor.handle import ReplicaHandle
 from app.supervisor.host import Host, until
@@ -49,6 +50,15 @@ class Orchestrator:
         self._autoscaler = Autoscaler(
             self.sets, lambda: together(control.loads()), self._lifecycle.is_busy, host, on_utilization
         )
+        self._canaries = Canaries(
+            self._composites, lambda: control.tallies, self._lifecycle.is_busy, self._roll_back, host
+        )
+
+    def _roll_back(self, one: VersionsState, version: str, reason: str) -> None:
+        """Have the default version answer all requests."""
+        self.deployments.adopt(one.name, one.default_alone())
+        one.note = f"version `{version}` lost its share by itself: {reason}"
+        self._host.on_change()
 
     async def prepare(self) -> None:
         """See `app.supervisor.front.Backend`: routes are known."""
@@ -63,6 +73,7 @@ class Orchestrator:
             if not replicas.is_set_aside:
                 replicas.start((running or {}).get(name, ()))
         self._host.spawn(self._autoscaler.run())
+        self._host.spawn(self._canaries.run())
 
     async def end(self, is_hurried: Callable[[], bool]) -> None:
         """End all replicas, orderly if there is time."""

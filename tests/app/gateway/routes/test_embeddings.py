@@ -60,12 +60,12 @@ class Embedder:
 
     # What of `Models` the route uses.
 
-    def get(self, name: str) -> Embedder:
+    def choose(self, scope: object, name: str) -> Embedder:
         if name != "m":
             raise NotFound("unknown", field="model")
         return self
 
-    embedding = get
+    def check_embedding(self, model: Embedder) -> None: ...
 
     def ask(self, given: Any, **fields: Any) -> httpx.Response:
         async def send() -> httpx.Response:
