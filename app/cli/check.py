@@ -81,7 +81,10 @@ def check(what: str | Path | None, *, as_json: bool, flags: Mapping[str, Any] | 
         problems += found
         joined, found = _joined(served, signatures)
         problems += found
-        deployments = [_summary(name, one, (signatures | joined).get(name), pythons) for name, one in served.items()]
+        shown: dict[str, Deployment] = {}
+        for name, one in served.items():
+            shown |= one.with_replicas(name) if one.versions else {name: one}
+        deployments = [_summary(name, one, (signatures | joined).get(name), pythons) for name, one in shown.items()]
         problems += _cache_problems({**computed, **served}, signatures | joined)
         problems += free_shared_memory_problems(needed_shared_memory_bytes(computed, signatures))
         problems += address_problems(config.server.host, config.server.port)

@@ -253,7 +253,9 @@ class Uplink:
     async def _report(self) -> None:
         while True:
             await asyncio.sleep(REPORT_EVERY_S)
-            self.link.report(LoadReport(list(together(self._control.loads()).values())))
+            self.link.report(
+                LoadReport(list(together(self._control.loads()).values()), list(self._control.tallies.values()))
+            )
 
 
 def _without(route: DeploymentRoute, away: set[str]) -> DeploymentRoute:

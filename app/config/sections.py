@@ -38,6 +38,7 @@ __all__ = [
     "PythonPath",
     "ReplicaBounds",
     "Replicas",
+    "RollbackRule",
     "Scaling",
     "Section",
     "SecuritySection",
@@ -315,8 +316,28 @@ Replicas = Annotated[ReplicaBounds, BeforeValidator(_parse_replicas)]
 
 Versions = Annotated[dict[str, dict[str, Any]], BeforeValidator(_keyed_by_text)]
 """The fields of each version of a deployment."""
-Share = Annotated[float, Field(ge=0, le=1)]
 SHARES_TOLERANCE: Final = 1e-6
+
+
+def _read_share(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        known = ", ".join(Traffic.model_fields)
+        raise ValueError(f"expected the share of a version, 0 to 1, or one of the fields {known}")
+    return float(value)
+
+
+Share = Annotated[float, PlainValidator(_read_share)]
+
+
+class RollbackRule(Value):
+    """When a version loses its share of the requests by itself; see `app.supervisor.canary`."""
+
+    errors: Annotated[float, Field(ge=1)] = 2
+    """How many times as often as the default version's its requests may fail."""
+    p99: Annotated[float, Field(ge=1)] = 2
+    """How many times as long as with the default version the 99th percentile of their time may be."""
+    min_requests: PositiveInt = 200
+    """Requests that both must have had within the window."""
 
 
 class Traffic(Value):
@@ -330,6 +351,8 @@ class Traffic(Value):
     first of those with the greatest share."""
     sticky: Annotated[str, Field(pattern=r"^([A-Za-z0-9-]{1,100})?$")] = ""
     """A request header: requests with the same value of it get the same version."""
+    rollback: RollbackRule | None = None
+    """When other versions than the default lose their shares; default: never by themselves."""
 
     @property
     def shares(self) -> dict[str, float]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
-__all__ = ["DeploymentLoad", "LoadReport", "Moment", "together"]
+__all__ = ["DeploymentLoad", "LoadReport", "Moment", "Tally", "together"]
 
 
 class Moment(NamedTuple):
@@ -37,10 +37,37 @@ class DeploymentLoad(msgspec.Struct, frozen=True, array_like=True):
     """The maximum."""
 
 
+class Tally(msgspec.Struct, frozen=True, array_like=True):
+    """What one deployment's requests have come to, without those that failed by their clients' fault."""
+
+    name: str
+    ended: int
+    failed: int
+    times: list[int]
+    """Requests that were answered, by bucket of ``headwater_request_seconds``."""
+
+    @property
+    def answered(self) -> int:
+        """How many were answered."""
+        return sum(self.times)
+
+    def since(self, before: Tally) -> Tally:
+        """What has come since an earlier tally."""
+        times = [after - one for after, one in zip(self.times, before.times, strict=True)]
+        return Tally(self.name, self.ended - before.ended, self.failed - before.failed, times)
+
+    def __add__(self, other: Tally) -> Tally:
+        """Both together."""
+        times = [one + more for one, more in zip(self.times, other.times, strict=True)]
+        return Tally(self.name, self.ended + other.ended, self.failed + other.failed, times)
+
+
 class LoadReport(msgspec.Struct, frozen=True, tag="load"):
     """The load of one worker's deployments."""
 
     deployments: list[DeploymentLoad] = []
+    tallies: list[Tally] = []
+    """Since the worker's start, of versions that are compared."""
 
 
 def together(reports: Iterable[LoadReport]) -> dict[str, DeploymentLoad]:

@@ -85,6 +85,8 @@ class TrafficRoute(msgspec.Struct, frozen=True):
     """The version that answers in place of one that isn't ready."""
     sticky: str = ""
     """The header whose value decides; empty: the request's id does."""
+    is_watched: bool = False
+    """Whether the supervisor compares the versions."""
 
 
 class DeploymentRoute(msgspec.Struct, frozen=True):

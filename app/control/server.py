@@ -20,7 +20,7 @@ import socket
 import ssl
 import struct
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -28,7 +28,7 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from app.control import messages
-from app.control.load import LoadReport
+from app.control.load import LoadReport, Tally
 from app.control.messages import (
     Cancel,
     CancelCount,
@@ -89,6 +89,8 @@ class _Worker:
     """The number of consecutive unanswered pings."""
     load: tuple[float, LoadReport] | None = None
     """The last report, and its time."""
+    tallies: dict[str, Tally] = field(default_factory=dict)
+    """The last of each deployment."""
     asked: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
     """Answers that are awaited, by the message's id; None as an answer: the worker has ended."""
 
@@ -123,6 +125,8 @@ class ControlServer:
         self._on_cancel = on_cancel
         self._on_workers = on_workers
         self._table = RoutingTable(epoch=time.time_ns() if epoch is None else epoch)
+        self.tallies: dict[str, Tally] = {}
+        """What deployments with compared versions have counted in all workers so far."""
         self._workers: set[_Worker] = set()
         self._away: set[_Worker] = set()
         """Gateways on other machines whose connections have ended, and which may come again."""
@@ -305,6 +309,14 @@ class ControlServer:
             with contextlib.suppress(ConnectionError):
                 await writer.wait_closed()
 
+    def _add_up(self, tallies: Iterable[Tally], worker: _Worker) -> None:
+        """Add what a worker has counted since its last report; the first one only tells where its counts begin."""
+        for tally in tallies:
+            before = worker.tallies.get(tally.name, tally)
+            worker.tallies[tally.name] = tally
+            news, known = tally.since(before), self.tallies.get(tally.name)
+            self.tallies[tally.name] = news if known is None else known + news
+
     def _forget(self, worker: _Worker) -> None:
         """Wait for nothing more of a worker."""
         self._workers.discard(worker)
@@ -316,6 +328,7 @@ class ControlServer:
     def _take(self, message: Upward, worker: _Worker) -> None:
         if isinstance(message, LoadReport):
             worker.load = asyncio.get_running_loop().time(), message
+            self._add_up(message.tallies, worker)
         elif isinstance(message, messages.Pong):
             worker.unanswered = 0
         elif isinstance(message, messages.TableWanted):

@@ -13,6 +13,7 @@ from typing import Final
 from app.control.load import DeploymentLoad, LoadReport, Moment
 from app.gateway.models import Models, ServedModel
 from app.telemetry.instruments import Gauge
+from app.telemetry.recorder import recorder
 
 __all__ = ["SAMPLE_EVERY_S", "LoadSampler", "Sampler"]
 
@@ -71,8 +72,14 @@ class LoadSampler:
             for name, moments in self._moments.items()
         ]
         self._moments = {}
-        if loads:
-            self._send(LoadReport(loads))
+        tallies = [
+            recorder().tally(f"{model.route.name}.{version}")
+            for model in self._models
+            if model.route.traffic is not None and model.route.traffic.is_watched
+            for version in model.route.traffic.shares
+        ]
+        if loads or tallies:
+            self._send(LoadReport(loads, tallies))
 
 
 def _scales(model: ServedModel) -> bool:

@@ -12,6 +12,7 @@ from app.control.routing import DeploymentRoute, State
 from app.control.server import ControlServer
 from app.supervisor import preflight
 from app.supervisor.autoscaler import Autoscaler
+from app.supervisor.canary import Canaries
 from app.supervisor.deployments import Deployments
 from app.supervisor.handle import ReplicaHandle
 from app.supervisor.host import Host, until
@@ -55,8 +56,16 @@ class Orchestrator:
         self._autoscaler = Autoscaler(
             self.sets, lambda: together(control.loads()), self._lifecycle.is_busy, host, on_utilization
         )
-
+        self._canaries = Canaries(
+            self._composites, lambda: control.tallies, self._lifecycle.is_busy, self._roll_back, host
+        )
         self._reloader = None if read is None else Reloader(read, config_file, self.deployments, self._lifecycle, host)
+
+    def _roll_back(self, one: VersionsState, version: str, reason: str) -> None:
+        """Have the default version answer all requests."""
+        self.deployments.adopt(one.name, one.default_alone())
+        one.note = f"version `{version}` lost its share by itself: {reason}"
+        self._host.on_change()
 
     async def prepare(self) -> None:
         """See `app.supervisor.front.Backend`: routes are known."""
@@ -73,6 +82,7 @@ class Orchestrator:
         self._host.spawn(self._autoscaler.run())
         if self._reloader is not None:
             self._host.spawn(self._reloader.run())
+        self._host.spawn(self._canaries.run())
 
     async def end(self, is_hurried: Callable[[], bool]) -> None:
         """End all replicas, orderly if there is time."""

@@ -24,6 +24,8 @@ class VersionsState(Composite):
         super().__init__(name, config)
         self.before: Traffic | None = None
         """The traffic before the last change of it; None: it has not changed."""
+        self.note = ""
+        """Why the traffic was changed last, if nobody asked for that."""
 
     @property
     def deployments(self) -> Mapping[str, str]:
@@ -34,7 +36,7 @@ class VersionsState(Composite):
         """See `Composite.adopt`; the traffic so far is kept for a rollback, if it changes."""
         before, after = self.config.shared_traffic, config.shared_traffic
         if before != after:
-            self.before = before
+            self.before, self.note = before, ""
         super().adopt(config)
 
     def promoted(self, version: str) -> Deployment:
@@ -61,6 +63,17 @@ class VersionsState(Composite):
             raise Conflict(f"model `{self.name}`: version `{gone[0]}`, which had a share of the traffic then, is gone")
         return self._with(self.before, self.before.shares, self.before.default)
 
+    @property
+    def is_watched(self) -> bool:
+        """Whether versions other than the default have a share that they may lose by themselves."""
+        traffic = self.config.shared_traffic
+        return traffic.rollback is not None and traffic.shares[traffic.default] < 1
+
+    def default_alone(self) -> Deployment:
+        """The configuration in which the default version answers all requests."""
+        traffic = self.config.shared_traffic
+        return self._with(traffic, {traffic.default: 1.0}, traffic.default)
+
     def _with(self, settings: Traffic, shares: Mapping[str, float], default: str) -> Deployment:
         shared = {version: shares.get(version, 0.0) for version in self.config.versions}
         return self.config.with_traffic(Traffic.model_validate({**settings.settings, **shared, "default": default}))
@@ -79,12 +92,12 @@ class VersionsState(Composite):
         away = {version: other for version, other in versions.items() if other.state is not State.READY}
         reason = "; ".join(f"version `{name}` is {other.state.value}: {other.reason}" for name, other in away.items())
         cause = "; ".join(f"version `{name}` is {other.state.value}: {other.cause}" for name, other in away.items())
-        self.enter(State.READY, reason or "all versions ready", cause)
+        self.enter(State.READY, "; ".join(filter(None, (self.note, reason or "all versions ready"))), cause)
 
     def route(self, workers: int) -> DeploymentRoute:
         """What each of so many gateway workers gets."""
         traffic = self.config.shared_traffic
-        told = TrafficRoute(traffic.shares, traffic.default, traffic.sticky)
+        told = TrafficRoute(traffic.shares, traffic.default, traffic.sticky, self.is_watched)
         first = next(iter(self.config.versions))
         is_language_model = self.config.version(first).is_language_model
         return msgspec.structs.replace(super().route(workers), traffic=told, is_language_model=is_language_model)

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from typing import Final, Literal, NamedTuple, get_args
 
-__all__ = ["ACCEPTED", "ALL_SERIES", "CATALOGUE", "IN_FLIGHT", "OUTCOMES", "REQUESTS", "Outcome", "Phase", "Route"]
+__all__ = [
+    "ACCEPTED", "ALL_SERIES", "CATALOGUE", "IN_FLIGHT", "OUTCOMES", "REQUESTS", "REQUEST_SECONDS", "Outcome", "Phase",
+    "Route",
+]  # fmt: skip
 
 Route = Literal[
     "infer", "generate", "generate_stream", "chat", "completions", "responses", "embeddings", "rerank", "classify",
@@ -22,6 +25,7 @@ OUTCOMES: Final[tuple[Outcome, ...]] = get_args(Outcome)
 REQUESTS: Final = "headwater_requests"
 ACCEPTED: Final = "headwater_requests_accepted"
 IN_FLIGHT: Final = "headwater_requests_in_flight"
+REQUEST_SECONDS: Final = "headwater_request_seconds"
 
 _NS: Final = 1e-9
 # 1 : 2.5 : 5, from a quarter of a millisecond to a minute.
@@ -72,7 +76,7 @@ CATALOGUE: Final[dict[str, Series]] = {
         _counter(REQUESTS, "Requests that have ended, by outcome.", "route", "outcome"),
         _gauge(IN_FLIGHT, "Accepted requests that have not ended.", "route"),
         _times(
-            "headwater_request_seconds",
+            REQUEST_SECONDS,
             "From a request's head to the end of its answer, for requests with outcome ok.",
             "route",
         ),
@@ -113,6 +117,7 @@ CATALOGUE: Final[dict[str, Series]] = {
         # Deployments and replicas, counted by the supervisor
         _gauge("headwater_deployment_state", "1 for the deployment's current state, 0 for the others.", "state"),
         _counter("headwater_deployment_state_transitions", "Changes of a deployment's state.", "from", "to"),
+        _counter("headwater_rollbacks", "Versions that lost their share of the requests by themselves.", "version"),
         _gauge("headwater_replicas_ready", "Replicas that accept requests."),
         _gauge("headwater_replicas_wanted", "Replicas that the deployment should have."),
         Series(

@@ -100,8 +100,8 @@ def _utc_seconds(time_s: int) -> str:
 
 
 def fields_of(record: logging.LogRecord) -> dict[str, Any]:
-    """The fields given as ``extra``."""
-    return {name: value for name, value in vars(record).items() if name not in _OWN}
+    """The fields given as ``extra``, without those that a library gives every record, such as ``_ray_timestamp_ns``."""
+    return {name: value for name, value in vars(record).items() if name not in _OWN and not name.startswith("_")}
 
 
 def json_line(content: Mapping[str, Any] | msgspec.Struct) -> str:

@@ -13,12 +13,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, MutableMapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args
 
+from app.control.load import Tally
 from app.errors import Cancelled, HeadwaterError
-from app.telemetry.catalogue import Outcome, Phase, Route
+from app.telemetry.catalogue import CATALOGUE, OUTCOMES, REQUEST_SECONDS, REQUESTS, Outcome, Phase, Route
 from app.telemetry.instruments import Counter, Gauge, Histogram, Requests, Statistics
-from app.telemetry.store import Store
+from app.telemetry.store import Key, Store
 from inference.wire.frame import StepCount
 
 __all__ = [
@@ -27,6 +28,8 @@ __all__ = [
 ]  # fmt: skip
 
 PHASE_SECONDS: Final = "headwater_request_phase_seconds"
+FAILURES: Final[tuple[Outcome, ...]] = ("timeout", "failed", "unavailable", "lost")
+"""Outcomes that are no fault of the client's."""
 ABORTED: Final = 499
 """The status of an answer whose client disconnected."""
 _BY_STATUS: Final[dict[int, Outcome]] = {429: "shed", ABORTED: "cancelled", 503: "unavailable", 504: "timeout"}
@@ -181,6 +184,21 @@ class Recorder:
     def folder(self) -> Path | None:
         """The folder with the counts of all processes of the server; None: this process counts in memory."""
         return None if self.store.path is None else self.store.path.parent
+
+    def tally(self, deployment: str) -> Tally:
+        """What a deployment's requests over all routes have come to so far, in this process."""
+        ended = failed = 0
+        times = [0] * (len(CATALOGUE[REQUEST_SECONDS].bounds) + 1)
+        for route in get_args(Route):
+            outcomes = dict(
+                zip(OUTCOMES, self.store.numbers(Key(REQUESTS, (deployment, route)), len(OUTCOMES)), strict=True)
+            )
+            failed_here = sum(outcomes[outcome] for outcome in FAILURES)
+            failed += failed_here
+            ended += failed_here + outcomes["ok"]
+            buckets = self.store.numbers(Key(REQUEST_SECONDS, (deployment, route)), len(times))
+            times = [one + more for one, more in zip(times, buckets, strict=True)]
+        return Tally(deployment, ended, failed, times)
 
     def count(self, name: str, *labels: str) -> None:
         """Count one; for series that are counted rarely."""

@@ -107,6 +107,11 @@ class Store:
             found = self._records[key] = self._append(key, numbers)
         return found
 
+    def numbers(self, key: Key, count: int) -> list[int]:
+        """A record's first numbers; zeros if there is no such record."""
+        at = self._records.get(key)
+        return [0] * count if at is None else self.slots[at : at + count].tolist()
+
     def later(self, write: Callable[[], None]) -> None:
         """Schedule a write for the end of this turn of the event loop; without one, write at once."""
         if self._call_soon is None:

@@ -50,8 +50,8 @@ def _checked_class(reference: str, found: object) -> type[Model]:
     """What a reference names, if it is a model's class."""
     title, class_name = f"model {reference}", reference.rpartition(":")[2]
     if not inspect.isclass(found) or not issubclass(found, Model):
-        if callable(found) and not inspect.isclass(found):
-            reason = f"expected a class derived from inference.Model, got the function {class_name}"
+        if hasattr(found, "__wrapped__") and not inspect.isclass(found):
+            reason = f"expected a class derived from inference.Model, got the decorated function {class_name}"
             fix = "name the script that binds it, pytriton:SCRIPT.py (docs/from-pytriton.md), or write such a class"
             raise LoadError(Problem(title, reason, fix))
         what = f"a class derived from {found.__bases__[0].__name__}" if inspect.isclass(found) else repr(found)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import subprocess
 import sys
+import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +17,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.running import Running, leaves_nothing, wait_for
+from app.supervisor.canary import WINDOW_S
+from tests.running import Running, in_background, leaves_nothing, wait_for
 
 TRAFFIC = {"1": 0.95, "2": 0.05, "sticky": "X-User"}
 
@@ -138,3 +142,63 @@ def test_versions_come_and_go_while_requests_are_answered(running: Running) -> N
     assert set(found) == {"1", "2", "3"}
     assert [running.replica_pid(f"c.{one}") for one in ("1", "2")] == before
     assert running.replica_folders("c.3") == []
+
+
+REQUESTS = 10_000
+FAULTY_FROM = 5_000
+
+
+def test_a_version_that_begins_to_fail_loses_its_share_by_itself_and_no_request_is_lost(
+    running: Running, fault: Path
+) -> None:
+    rule = {"errors": 2, "p99": 2, "min_requests": 100}
+    assert reload(running, {"traffic": {"1": 0.95, "2": 0.05, "rollback": rule}}).json()["state"] == "READY"
+    numbers = iter(range(REQUESTS))
+    answers: dict[int, tuple[int, str]] = {}
+    host, _, port = running.url.removeprefix("http://").rpartition(":")
+    body = json.dumps({"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 1], "data": [0]}]})
+    lock = threading.Lock()
+    broke_s: list[float] = []
+
+    def asking() -> None:
+        connection = http.client.HTTPConnection(host, int(port), timeout=60)
+        while True:
+            with lock:
+                number = next(numbers, None)
+                if number == FAULTY_FROM:
+                    fault.write_text("fails")
+                    broke_s.append(time.monotonic())
+            if number is None:
+                break
+            headers = {"content-type": "application/json", "x-request-id": f"r{number}"}
+            connection.request("POST", "/v2/models/c/infer", body, headers)
+            answer = connection.getresponse()
+            answers[number] = answer.status, answer.headers["headwater-version"]
+            answer.read()
+        connection.close()
+
+    def entry() -> dict[str, Any]:
+        found: list[dict[str, Any]] = running.get("/v2/status").json()["deployments"]
+        return next(one for one in found if one["name"] == "c")
+
+    try:
+        with in_background(*[asking] * 16) as failures:
+            wait_for(lambda: entry()["traffic"] == {"1": 1.0, "2": 0.0}, 120, "the rollback")
+            took_s = time.monotonic() - broke_s[0]
+        assert failures == [None] * 16
+    finally:
+        fault.unlink(missing_ok=True)
+    assert sorted(answers) == list(range(REQUESTS))
+    before = Counter(answers[number][1] for number in range(FAULTY_FROM - 16))
+    assert abs(before["2"] / (FAULTY_FROM - 16) - 0.05) < 0.01
+    found = Counter(answers.values())
+    assert set(found) == {(200, "1"), (200, "2"), (500, "2")}
+    print(f"rolled back {took_s:.1f} s after the fault, which {found[500, '2']} requests met")
+    assert took_s < WINDOW_S
+    assert "version `2` lost its share by itself" in entry()["reason"]
+    assert 'headwater_rollbacks_total{deployment="c",version="2"} 1.0' in running.get("/metrics").text
+    assert {version(ask(running)) for _ in range(20)} == {"1"}
+    told = command_line(running, "rollback", "c")  # which takes back what the server did
+    assert told == "c: rollback done: 95 % to 1, 5 % to 2; default 1\n"
+    assert entry()["reason"] == "all versions ready"
+    assert reload(running, {"traffic": TRAFFIC}).json()["state"] == "READY"

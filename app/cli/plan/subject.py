@@ -115,6 +115,11 @@ def choose_deployment(config: Config, wanted: str | None) -> str:
     if name is None or name not in config.deployments:
         known, got = ", ".join(config.deployments), "none" if name is None else repr(name)
         raise CommandError(f"--deployment: expected one of {known}, got {got}")
+    if config.deployments[name].versions:
+        raise CommandError(
+            f"--deployment: expected a deployment without versions, got {name!r}: put one version's fields into a "
+            "configuration, and plan for that"
+        )
     pipeline = config.deployments[name].pipeline
     if pipeline is not None and pipeline.placement == "graph":
         raise CommandError(

@@ -614,6 +614,12 @@ def test_a_pipeline_is_told_with_its_steps_and_the_signature_of_the_whole(run: R
     assert [tensor["name"] for tensor in digits["outputs"]] == ["digit", "parity"]
 
 
+def test_a_deployment_with_versions_is_told_by_version(run: Run) -> None:
+    status, report = run({"deployments": {"c": {**SCALE, "versions": {"1": {}, "2": {"model": "no.such:Model"}}}}})
+    assert status == 1
+    assert [(one["name"], one["ok"]) for one in report["deployments"]] == [("c.1", True), ("c.2", False)]
+
+
 def test_a_step_that_is_a_deployment_that_stands_elsewhere(run: Run, steps: str) -> None:
     pipeline = fan("graph", digit="Digit")
     pipeline["pipeline"]["trunk"] = {"deployment": "eyes"}

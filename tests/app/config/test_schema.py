@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 import pytest
 
+from app.config.content import config_content
 from app.config.pipeline import Step
 from app.config.schema import FORMER_FIELDS, Config, Deployment, InvalidConfig, Unparsed, load_config, read_config
 from app.config.sections import ReplicaBounds, Section
@@ -440,3 +441,69 @@ def test_what_is_right_of_a_configuration_is_left_when_the_rest_is_refused() -> 
     rest = caught.value.rest
     assert rest is not None
     assert (list(rest.deployments), rest.server.port, rest.server.workers) == (["good"], 7, 1)
+
+
+# Versions
+
+VERSIONS: dict[str, Any] = {"model": "m:C", "options": {"a": 1}, "versions": {"1": {}, "2": {}}}
+
+
+def test_a_version_is_the_deployment_with_its_own_fields_laid_over_it() -> None:
+    fields = {**VERSIONS, "timeout_s": 7, "versions": {1: {}, 2: {"options": {"b": 2}, "replicas": 2}}}
+    config = read({"deployments": {"c": fields}})
+    own = config.all_deployments()
+    assert list(own) == ["c.1", "c.2"]
+    assert (own["c.1"].options, own["c.2"].options) == ({"a": 1}, {"a": 1, "b": 2})
+    assert (own["c.2"].replicas.min, own["c.2"].timeout_s, own["c.2"].versions) == (2, 7, {})
+    again = read_config(config_content(config), source="here", environment={}, flags={})
+    assert again == config
+
+
+@pytest.mark.parametrize(
+    ("traffic", "shares", "default"),
+    [
+        (None, {"1": 1.0, "2": 0.0}, "1"),
+        ({1: 0.95, 2: 0.05}, {"1": 0.95, "2": 0.05}, "1"),
+        ({"2": 1}, {"1": 0.0, "2": 1.0}, "2"),
+        ({"1": 0.4, "2": 0.6, "default": "1"}, {"1": 0.4, "2": 0.6}, "1"),
+        ({"1": 0.5 + 5e-7, "2": 0.5}, {"1": 0.5 + 5e-7, "2": 0.5}, "1"),
+    ],
+)
+def test_how_requests_are_shared(traffic: Any, shares: dict[str, float], default: str) -> None:
+    fields = VERSIONS if traffic is None else {**VERSIONS, "traffic": traffic}
+    found = read({"deployments": {"c": fields}}).deployments["c"].shared_traffic
+    assert (found.shares, found.default) == (shares, default)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"traffic": {"1": 0.5, "2": 0.4}}, "expected shares by version that sum to 1, got 0.9"),
+        ({"traffic": {"1": 1, "3": 0}}, "traffic: expected shares of the versions `1`, `2`, got one of `3`"),
+        ({"traffic": {"1": 1, "default": "3"}}, "traffic.default: expected one of the versions `1`, `2`, got '3'"),
+        ({"traffic": 1}, "expected shares by version, such as"),
+        ({"traffic": {"1": 1, "stickie": "X-User"}}, "expected the share of a version, 0 to 1, or one of the fields"),
+        ({"traffic": {"1": 1.5, "2": -0.5}}, "expected the share of a version, 0 to 1, or one of the fields"),
+        ({"traffic": {"1": 1, "rollback": {"errors": 0.5}}}, "greater than or equal to 1, got 0.5"),
+        ({"versions": {}, "traffic": {"1": 1}}, "traffic: expected `versions`, which it is shared among"),
+        ({"versions": {"1": {"replicass": 2}}}, "`versions.1.replicass`: unknown field"),
+        ({"versions": {"1": {"versions": {}}}}, "versions.1.versions: expected beside the deployment's `versions`"),
+        ({"versions": {"default": {}}}, "versions: expected names of letters"),
+        ({"versions": {"a b": {}}}, "versions: expected names of letters"),
+        ({"versions": {"1": {}, "2": {"model": "lm:weights"}}}, "versions: expected all of them to be language models"),
+        ({"versions": {"1": {"model": None}}}, "`versions.1`: expected either `model` or `pipeline`"),
+    ],
+)
+def test_what_is_wrong_with_versions_and_their_shares(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        read({"deployments": {"c": {**VERSIONS, **fields}}})
+    assert message in str(raised.value)
+
+
+def test_no_other_deployment_may_have_a_version_s_name_and_no_step_may_be_one_with_versions() -> None:
+    with pytest.raises(ConfigError, match=r"`c\.1` is the name of another deployment, too; rename one"):
+        read({"deployments": {"c": VERSIONS, "c.1": {"model": "m:D"}}})
+    heads = {"y": {"deployment": "c"}}
+    graph = {"pipeline": {"placement": "graph", "trunk": {"model": "m:T"}, "heads": heads}}
+    with pytest.raises(ConfigError, match="expected a deployment without versions, got `c`"):
+        read({"deployments": {"c": VERSIONS, "p": graph}})

@@ -18,7 +18,7 @@ import pytest
 
 from app.control import server as control
 from app.control.link import SupervisorLink
-from app.control.load import DeploymentLoad, LoadReport
+from app.control.load import DeploymentLoad, LoadReport, Tally
 from app.control.messages import DOWNWARD, Command, CommandAnswer, Drain, Drained, Goodbye, Hello, Pong, encode_line
 from app.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
 from app.control.server import ControlServer
@@ -104,6 +104,20 @@ def run(
 
 
 # Loads
+
+
+def test_what_workers_count_is_added_up_from_when_each_is_known_and_stays_when_one_goes() -> None:
+    async def scenario(bench: Bench) -> None:
+        first, following = await bench.worker()
+        second, _ = await bench.worker()
+        for worker, ended in ((first, 5), (first, 8), (second, 100), (second, 101)):
+            worker.report(LoadReport(tallies=[Tally("c.2", ended, 0, [ended])]))
+        await until(lambda: "c.2" in bench.server.tallies and bench.server.tallies["c.2"].ended == 4)
+        following.cancel()
+        second.report(LoadReport(tallies=[Tally("c.2", 111, 1, [110])]))
+        await until(lambda: bench.server.tallies["c.2"] == Tally("c.2", 14, 1, [13]))
+
+    run(scenario)
 
 
 def test_what_workers_say_last_of_their_load_is_known_until_they_leave() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx
 import msgspec
@@ -14,7 +15,8 @@ from fastapi import FastAPI
 
 from app.codecs.tensors import InferRequest, OutputWish, RawTensor
 from app.config.schema import Server
-from app.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
+from app.control.load import LoadReport
+from app.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State, TrafficRoute
 from app.dispatch.dispatcher import ModelDispatcher
 from app.dispatch.graph import GraphDispatcher
 from app.errors import BadRequest, Cancelled, NotFound, Unavailable
@@ -22,6 +24,7 @@ from app.gateway.app import create_app
 from app.gateway.http.bodies import BodyReader
 from app.gateway.models import Models
 from app.gateway.routes.metadata import metadata_routes
+from app.gateway.sampler import LoadSampler
 from app.lm.dispatcher import LmDispatcher
 from app.telemetry.recorder import recorder, use
 from app.telemetry.store import Store
@@ -449,3 +452,80 @@ def test_statistics_are_those_of_all_workers_and_tell_sizes_of_batches(tmp_path:
         run(scenario)
     finally:
         count_from_zero()
+
+
+# Versions
+
+
+def version(name: str, *, is_ready: bool = True) -> DeploymentRoute:
+    replicas = (ReplicaRoute(f"v{name}", "unix:", ""),) if is_ready else ()
+    state = State.READY if is_ready else State.LOADING
+    return DeploymentRoute(
+        f"c.{name}", state, "", signature(f"c.{name}", "x", "y"), replicas, part_of="c", version=name
+    )
+
+
+def shared(shares: dict[str, float], *, sticky: str = "", is_watched: bool = False, **fields: Any) -> DeploymentRoute:
+    traffic = TrafficRoute(shares, "1", sticky, is_watched)
+    return DeploymentRoute("c", State.READY, "", signature("c", "x", "y"), traffic=traffic, **fields)
+
+
+def scope_of(request_id: str = "r", **headers: str) -> dict[str, Any]:
+    pairs = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+    return {"headers": pairs, "state": {"request_id": request_id}}
+
+
+def test_a_request_is_given_a_version_unless_it_names_one() -> None:
+    async def scenario(models: Models) -> None:
+        models.update(RoutingTable((shared({"1": 0.0, "2": 1.0}), version("1"), version("2"))))
+        scope = scope_of()
+        chosen = models.choose(scope, "c")
+        assert (chosen.route.name, chosen.name, chosen.version, scope["state"]["version"]) == ("c.2", "c", "2", "2")
+        assert models.choose(scope_of(), "c", "1").route.name == "c.1"
+        assert models.get("c").versions == ["1", "2"]
+        with pytest.raises(NotFound, match="expected '1' or '2', got '3'"):
+            models.choose(scope_of(), "c", "3")
+        plain = scope_of()
+        models.update(TABLE)
+        assert (models.choose(plain, "plain").name, "version" in plain["state"]) == ("plain", False)
+
+    run(scenario)
+
+
+def test_the_sticky_header_decides_where_it_is_sent() -> None:
+    async def scenario(models: Models) -> None:
+        models.update(RoutingTable((shared({"1": 0.5, "2": 0.5}, sticky="X-User"), version("1"), version("2"))))
+        users = [str(number) for number in range(50)]
+        found = [models.choose(scope_of(f"a{user}", x_user=user), "c").version for user in users]
+        assert found == [models.choose(scope_of(f"b{user}", x_user=user), "c").version for user in users]
+        without = [models.choose(scope_of(f"a{user}"), "c").version for user in users]
+        assert set(found) == set(without) == {"1", "2"}
+        assert found != without
+
+    run(scenario)
+
+
+def test_the_default_version_answers_in_place_of_one_that_is_not_ready() -> None:
+    async def scenario(models: Models) -> None:
+        models.update(RoutingTable((shared({"1": 0.0, "2": 1.0}), version("1"), version("2", is_ready=False))))
+        assert models.choose(scope_of(), "c").version == "1"
+        with pytest.raises(Unavailable, match=r"`c\.2` is LOADING"):
+            models.choose(scope_of(), "c", "2").codecs()
+
+    run(scenario)
+
+
+def test_what_versions_that_are_compared_have_counted_is_reported() -> None:
+    async def scenario(models: Models) -> None:
+        use(Store())
+        models.update(RoutingTable((shared({"1": 0.5, "2": 0.5}, is_watched=True), version("1"), version("2"))))
+        for outcome in ("ok", "ok", "failed", "timeout", "client_error", "cancelled", "shed"):
+            recorder().requests("c.2", "infer").end(outcome, 700_000)
+        sent: list[LoadReport] = []
+        LoadSampler(models, sent.append).report()
+        one, other = sent[0].tallies
+        assert (one.name, one.ended, other.name, other.ended, other.failed) == ("c.1", 0, "c.2", 4, 2)
+        assert (other.answered, other.times[2]) == (2, 2)
+        use(Store())
+
+    run(scenario)

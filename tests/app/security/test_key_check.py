@@ -149,6 +149,8 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("POST", "/v2/repository/models/{model}/unload"): ("admin",),
     ("POST", "/v2/repository/models/{model}/reload"): ("admin",),
     ("POST", "/v2/repository/models/{model}/scale"): ("admin",),
+    ("POST", "/v2/repository/models/{model}/promote"): ("admin",),
+    ("POST", "/v2/repository/models/{model}/rollback"): ("admin",),
 }
 
 

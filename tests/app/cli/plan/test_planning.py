@@ -294,6 +294,8 @@ def test_which_deployment_is_meant() -> None:
     steps = {"trunk": {"model": "a:T"}, "heads": {"x": {"model": "a:H"}}, "placement": "graph"}
     with pytest.raises(CommandError, match="placement graph"):
         choose_deployment(config({"deployments": {"fan": {"pipeline": steps}}}), None)
+    with pytest.raises(CommandError, match="expected a deployment without versions, got 'c'"):
+        choose_deployment(config({"deployments": {"c": {"model": "a:M", "versions": {"1": {}}}}}), None)
 
 
 def test_tokens_that_the_context_has_no_room_for(tmp_path: Path) -> None:

@@ -43,15 +43,14 @@ class MappedModel:
         found = self._compute(columns)
         return Answer({name: _tensor(found[name]) for name in (wish.name for wish in request.outputs)})
 
-    def get(self, name: str) -> MappedModel:
+    def choose(self, scope: object, name: str) -> MappedModel:
         if name != "m":
             raise NotFound("unknown", field="model")
         return self
 
-    def mapped(self, name: str, mapping: str) -> MappedModel:
+    def check_mapped(self, model: MappedModel, mapping: str) -> None:
         if getattr(self.signature, mapping) is None:
-            raise BadRequest(f"model: `{name}` has no {mapping}", field="model")
-        return self
+            raise BadRequest(f"model: `m` has no {mapping}", field="model")
 
     def post(self, path: str, **request: Any) -> httpx.Response:
         async def send() -> httpx.Response:

@@ -61,14 +61,13 @@ class Embedder:
 
     # What of `Models` the route uses.
 
-    def get(self, name: str) -> Embedder:
+    def choose(self, scope: object, name: str) -> Embedder:
         if name != "m":
             raise NotFound("unknown", field="model")
         return self
 
-    def mapped(self, name: str, mapping: str) -> Embedder:
+    def check_mapped(self, model: Embedder, mapping: str) -> None:
         assert mapping == "embedding"
-        return self.get(name)
 
     def ask(self, given: Any, **fields: Any) -> httpx.Response:
         async def send() -> httpx.Response:

@@ -1,0 +1,109 @@
+"""When a version loses its share of the requests by itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.config.sections import RollbackRule, Traffic
+from app.control.load import Tally
+from app.supervisor.canary import WINDOW_S, Comparison
+from app.telemetry.catalogue import CATALOGUE, REQUEST_SECONDS
+
+BUCKETS = len(CATALOGUE[REQUEST_SECONDS].bounds) + 1
+MS_1, MS_5, MS_10, MS_25 = 2, 4, 5, 6
+"""Buckets whose upper bounds are so many milliseconds."""
+
+
+def comparison(**rule: Any) -> Comparison:
+    given = RollbackRule.model_validate({"min_requests": 100, **rule})
+    return Comparison(Traffic.model_validate({"1": 0.9, "2": 0.1, "default": "1"}), given)
+
+
+def tally(ok: int, failed: int = 0, *, slow: int = 0, bucket: int = MS_1, slow_bucket: int = MS_25) -> Tally:
+    times = [0] * BUCKETS
+    times[bucket] += ok - slow
+    times[slow_bucket] += slow
+    return Tally("", ok + failed, failed, times)
+
+
+NOTHING = {"1": tally(0), "2": tally(0)}
+
+
+def verdict(default: Tally, version: Tally, **rule: Any) -> tuple[str, str] | None:
+    """After a second with this much."""
+    compared = comparison(**rule)
+    assert compared.verdict(100.0, NOTHING) is None
+    return compared.verdict(101.0, {"1": default, "2": version})
+
+
+def test_a_version_whose_requests_fail_more_often_than_so_many_times_the_default_s() -> None:
+    assert verdict(tally(990, 10), tally(97, 3)) == ("2", "3 % of its requests failed, 1 % of the default's")
+    assert verdict(tally(990, 10), tally(98, 2)) is None
+    assert verdict(tally(990, 10), tally(97, 3), errors=4) is None
+
+
+def test_a_part_below_one_in_min_requests_counts_as_that() -> None:
+    assert verdict(tally(1000), tally(98, 2)) is None
+    assert verdict(tally(1000), tally(97, 3)) is not None
+
+
+@pytest.mark.parametrize(
+    ("slow_bucket", "is_worse"), [(MS_5, True), (MS_10, True), (MS_25, True), (MS_1 + 1, False), (MS_1, False)]
+)
+def test_a_version_that_is_surely_so_many_times_slower(slow_bucket: int, is_worse: bool) -> None:
+    found = verdict(tally(1000), tally(200, slow=10, slow_bucket=slow_bucket))
+    assert (found is not None) is is_worse
+    if slow_bucket == MS_10:
+        assert found == ("2", "its p99 is over 5 ms, that of the default at most 1 ms")
+
+
+def test_one_slow_request_in_a_hundred_is_not_the_99th_percentile() -> None:
+    assert verdict(tally(1000), tally(1000, slow=10)) is None
+    assert verdict(tally(1000), tally(1000, slow=11)) is not None
+
+
+@given(st.integers(0, 99), st.integers(0, 10_000), st.booleans())
+def test_without_enough_requests_of_both_nothing_is_decided(few: int, failed: int, is_default: bool) -> None:
+    many = tally(0, failed)
+    one, other = (tally(few), many) if is_default else (many, tally(0, few))
+    assert verdict(one, other) is None
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.1, 30), st.integers(0, 300), st.integers(0, 300)), min_size=1, max_size=40),
+    st.integers(1, 5),
+)
+def test_versions_that_fail_alike_and_are_alike_fast_stay(news: list[tuple[float, int, int]], bucket: int) -> None:
+    compared, now_s, one, other = comparison(), 0.0, tally(0), tally(0)
+    for wait_s, more, less in news:
+        now_s += wait_s
+        one, other = one + tally(more, bucket=bucket), other + tally(less, bucket=bucket)
+        assert compared.verdict(now_s, {"1": one, "2": other}) is None
+
+
+@given(st.lists(st.floats(0.1, 5), min_size=1, max_size=60), st.integers(0, 5000))
+def test_a_regression_is_found_within_the_window_whatever_was_before(waits: list[float], before: int) -> None:
+    """From then on every request to the version fails, 25 a second; the default has 225 a second."""
+    compared, now_s = comparison(), 0.0
+    one, other = tally(9 * before), tally(before)
+    compared.verdict(now_s, {"1": one, "2": other})
+    began_s = now_s
+    while (found := compared.verdict(now_s, {"1": one, "2": other})) is None:
+        assert now_s - began_s < WINDOW_S
+        wait_s = waits[int(now_s) % len(waits)]
+        now_s += wait_s
+        one, other = one + tally(int(225 * wait_s)), other + tally(0, int(25 * wait_s))
+    assert found[0] == "2"
+
+
+def test_what_was_before_the_window_does_not_count() -> None:
+    compared = comparison()
+    compared.verdict(0.0, NOTHING)
+    bad = {"1": tally(50), "2": tally(0, 99)}
+    assert compared.verdict(1.0, bad) is None  # too few of both
+    later = {"1": bad["1"] + tally(500), "2": bad["2"] + tally(150)}
+    assert compared.verdict(WINDOW_S + 1.5, later) is None
