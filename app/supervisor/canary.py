@@ -7,7 +7,7 @@ rule in ``traffic.rollback`` says:
   that: a single failure is no difference;
 - the 99th percentile of the time that answered requests took. Times are known by the bucket of a histogram, so the
   lower bound of the version's bucket is compared with the upper bound of the default's: the version really is that
-  much slower.
+  much slower. And so many requests must have been that slow that it is no chance.
 
 Unless both versions have had ``min_requests``, nothing is decided.
 """
@@ -15,7 +15,9 @@ Unless both versions have had ``min_requests``, nothing is decided.
 from __future__ import annotations
 
 import logging
+import math
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Final
@@ -34,6 +36,8 @@ logger = logging.getLogger("headwater")
 
 TICK_S: Final = 0.5
 WINDOW_S: Final = 60.0
+DEVIATIONS: Final = 3.0
+"""By so many standard deviations more requests than one in a hundred must be slow: of few requests two may be so."""
 _BOUNDS_MS: Final = [bound / 1e6 for bound in CATALOGUE[REQUEST_SECONDS].bounds]
 _NONE: Final = Tally("", 0, 0, [0] * (len(_BOUNDS_MS) + 1))
 
@@ -80,7 +84,11 @@ class Comparison:
         if min(version.answered, default.answered) < rule.min_requests:
             return ""
         slow, fast = _p99_bucket(version.times), _p99_bucket(default.times)
-        if slow and fast < len(_BOUNDS_MS) and _BOUNDS_MS[slow - 1] >= rule.p99 * _BOUNDS_MS[fast]:
+        if fast == len(_BOUNDS_MS):
+            return ""
+        first = bisect_left(_BOUNDS_MS, rule.p99 * _BOUNDS_MS[fast]) + 1  # of the buckets that are so much slower
+        expected = version.answered / 100
+        if sum(version.times[first:]) > expected + DEVIATIONS * math.sqrt(expected):
             text = "its p99 is over {:g} ms, that of the default at most {:g} ms"
             return text.format(_BOUNDS_MS[slow - 1], _BOUNDS_MS[fast])
         return ""

@@ -151,7 +151,7 @@ FAULTY_FROM = 5_000
 def test_a_version_that_begins_to_fail_loses_its_share_by_itself_and_no_request_is_lost(
     running: Running, fault: Path
 ) -> None:
-    rule = {"errors": 2, "p99": 2, "min_requests": 100}
+    rule = {"errors": 2, "p99": 100, "min_requests": 100}  # a busy machine may hold up one version's replica
     assert reload(running, {"traffic": {"1": 0.95, "2": 0.05, "rollback": rule}}).json()["state"] == "READY"
     numbers = iter(range(REQUESTS))
     answers: dict[int, tuple[int, str]] = {}

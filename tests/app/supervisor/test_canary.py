@@ -61,9 +61,10 @@ def test_a_version_that_is_surely_so_many_times_slower(slow_bucket: int, is_wors
         assert found == ("2", "its p99 is over 5 ms, that of the default at most 1 ms")
 
 
-def test_one_slow_request_in_a_hundred_is_not_the_99th_percentile() -> None:
-    assert verdict(tally(1000), tally(1000, slow=10)) is None
-    assert verdict(tally(1000), tally(1000, slow=11)) is not None
+@pytest.mark.parametrize(("requests", "most"), [(100, 4), (1000, 19), (10_000, 130)])
+def test_a_few_slow_requests_more_than_one_in_a_hundred_are_chance(requests: int, most: int) -> None:
+    assert verdict(tally(1000), tally(requests, slow=most)) is None
+    assert verdict(tally(1000), tally(requests, slow=most + 1)) is not None
 
 
 @given(st.integers(0, 99), st.integers(0, 10_000), st.booleans())

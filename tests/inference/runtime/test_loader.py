@@ -106,10 +106,9 @@ def test_a_module_without_models(write: Write) -> None:
     [
         ("class Scale: pass", "a class derived from object"),
         ("Scale = 3", "3"),
-        ("def Scale(x): return x", "the function Scale; name the script that binds it, pytriton:SCRIPT.py"),
         (
             "from pytriton.decorators import batch\n@batch\ndef Scale(x): return x",
-            "the function Scale; name the script",
+            "the decorated function Scale; name the script that binds it, pytriton:SCRIPT.py",
         ),
     ],
 )
