@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import random
 import statistics
@@ -172,10 +173,15 @@ def run_chaos(
 
 
 def _references(running: Running) -> References:
+    def answered(ask: Ask) -> httpx.Response | None:
+        answer = running.client.post(running.url + ask.path, content=ask.body)
+        if answer.status_code == 503:  # this worker has yet to hear that the model is ready
+            return None
+        return answer.raise_for_status()
+
     found = {}
     for (route, prompt), ask in reference_asks().items():
-        answer = running.client.post(running.url + ask.path, content=ask.body)
-        answer.raise_for_status()
+        answer = wait_for(functools.partial(answered, ask))
         found[route, prompt] = reference_text(route, Reply(answer.status_code, {}, answer.content))
     return found
 
