@@ -19,8 +19,7 @@ from app.gateway.http.bodies import BodyReader, decoded
 from app.gateway.http.entry import Endpoint
 from app.gateway.http.replies import JSON, Reply, cache_headers
 from app.gateway.models import Models
-from app.gateway.routes.mapped import compute, floats, token_sum
-from app.telemetry.recorder import accept
+from app.gateway.routes.mapped import chosen_model, compute, floats, token_sum
 
 __all__ = ["ClassifyEndpoint", "ClassifyRequest"]
 
@@ -68,9 +67,7 @@ class ClassifyEndpoint(Endpoint):
         """See `Endpoint.answer`."""
         raw, _ = await self._reader.read(scope, receive)
         body, items = await decoded(_read, raw)
-        model = self._models.choose(scope, body.model)
-        accept(scope, model.route.name, "classify")
-        self._models.check_mapped(model, "classification")
+        model = chosen_model(self._models, scope, body.model, "classify", "classification")
         signature = model.dispatcher.check_ready()
         spec = signature.classification
         assert spec is not None

@@ -21,9 +21,8 @@ from app.gateway.http.entry import Endpoint
 from app.gateway.http.exchange import DisconnectWatch
 from app.gateway.http.replies import JSON, Reply, cache_headers
 from app.gateway.models import Models
-from app.gateway.routes.mapped import computed, joined, model_request, row_defaults, rows_at_once
+from app.gateway.routes.mapped import chosen_model, computed, joined, model_request, row_defaults, rows_at_once
 from app.gateway.routes.relay import answer_embeddings
-from app.telemetry.recorder import accept
 from app.vllm.dispatcher import VllmDispatcher
 from inference.datatypes import pack_bytes
 from inference.errors import DeclarationError
@@ -97,9 +96,7 @@ class EmbeddingsEndpoint(Endpoint):
         """See `Endpoint.answer`."""
         raw, _ = await self._reader.read(scope, receive)
         body, inputs = await decoded(_read, raw)
-        model = self._models.choose(scope, body.model)
-        accept(scope, model.route.name, "embeddings")
-        self._models.check_mapped(model, "embedding")
+        model = chosen_model(self._models, scope, body.model, "embeddings", "embedding")
         signature = model.dispatcher.check_ready()
         assert signature.embedding is not None
         if isinstance(model.dispatcher, VllmDispatcher):

@@ -13,13 +13,16 @@ from app.codecs.tensors import Answer, InferRequest, OutputWish, RawTensor
 from app.dispatch.protocol import Dispatcher
 from app.errors import BadRequest
 from app.gateway.http.exchange import DisconnectWatch
-from app.gateway.models import ServedModel
+from app.gateway.models import Models, ServedModel
+from app.telemetry.catalogue import Route
+from app.telemetry.recorder import accept
 from inference.datatypes import pack_bytes
 from inference.model import Scalar
 from inference.signature import Signature
 
 __all__ = [
     "Computed",
+    "chosen_model",
     "compute",
     "computed",
     "floats",
@@ -38,6 +41,22 @@ class Computed(NamedTuple):
     """In a tensor for each call."""
     cache: str
     """See `joined`."""
+
+
+def chosen_model(models: Models, scope: Scope, name: str, kind: Route, mapping: str) -> ServedModel:
+    """The deployment, or its version, that answers a request, which is accepted for it.
+
+    Args:
+        models: all of them.
+        scope: the request's.
+        name: the model that it names.
+        kind: of the request, for its record.
+        mapping: see `Models.check_mapped`, which raises for a model without it.
+    """
+    model = models.choose(scope, name)
+    accept(scope, model.route.name, kind)
+    models.check_mapped(model, mapping)
+    return model
 
 
 def row_defaults(signature: Signature) -> dict[str, Scalar]:

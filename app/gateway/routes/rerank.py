@@ -15,8 +15,7 @@ from app.gateway.http.bodies import BodyReader, decoded
 from app.gateway.http.entry import Endpoint
 from app.gateway.http.replies import JSON, Reply, cache_headers
 from app.gateway.models import Models
-from app.gateway.routes.mapped import compute, floats, token_sum
-from app.telemetry.recorder import accept
+from app.gateway.routes.mapped import chosen_model, compute, floats, token_sum
 
 __all__ = ["RerankEndpoint", "RerankRequest"]
 
@@ -51,9 +50,7 @@ class RerankEndpoint(Endpoint):
         """See `Endpoint.answer`."""
         raw, _ = await self._reader.read(scope, receive)
         body = await decoded(_read, raw)
-        model = self._models.choose(scope, body.model)
-        accept(scope, model.route.name, "rerank")
-        self._models.check_mapped(model, "reranking")
+        model = chosen_model(self._models, scope, body.model, "rerank", "reranking")
         spec = model.dispatcher.check_ready().reranking
         assert spec is not None
         texts = [one if isinstance(one, str) else one.text for one in body.documents]

@@ -13,8 +13,7 @@ from app.gateway.http.bodies import BodyReader
 from app.gateway.http.entry import Endpoint
 from app.gateway.http.replies import JSON, Reply, cache_headers
 from app.gateway.models import Models
-from app.gateway.routes.mapped import compute, floats
-from app.telemetry.recorder import accept
+from app.gateway.routes.mapped import chosen_model, compute, floats
 from inference.datatypes import unpack_bytes
 from inference.model import Scalar
 
@@ -49,9 +48,7 @@ class TranscriptionsEndpoint(Endpoint):
         if kind not in FORMATS:
             message = f"response_format: expected one of {', '.join(FORMATS)}, got {kind[:80]!r}"
             raise BadRequest(message, field="response_format")
-        model = self._models.choose(scope, name)
-        accept(scope, model.route.name, "transcriptions")
-        self._models.check_mapped(model, "transcription")
+        model = chosen_model(self._models, scope, name, "transcriptions", "transcription")
         spec = model.dispatcher.check_ready().transcription
         assert spec is not None
         parameters: dict[str, Scalar] = {}
