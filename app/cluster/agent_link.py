@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import Callable, Coroutine
-from typing import Any, Final, TypeVar
+from collections.abc import Callable
+from typing import Final
 
 import msgspec
 
+from app.cluster.dial import connected, within
 from app.cluster.messages import AGENT, BEAT_S, Adapters, Ask, Beat, Hello, Order, Said, State, encode
-from app.control.messages import MAX_MESSAGE_BYTES
 from app.security.peer_tls import PeerTls
-from app.transport.address import CONNECT_TIMEOUT_S, TOKEN_HEADER, host_and_port, keep_alive
+from app.transport.address import CONNECT_TIMEOUT_S, TOKEN_HEADER
 
-__all__ = ["AgentLink", "within"]
-
-T = TypeVar("T")
+__all__ = ["AgentLink"]
 
 logger = logging.getLogger("headwater")
 
@@ -118,8 +115,8 @@ class AgentLink:
         return said.status, said.text.encode()
 
     async def _talk(self) -> None:
-        reader, writer = await within(CONNECT_TIMEOUT_S, self._connect())
-        try:
+        async with connected(self._address, self._tls) as (reader, writer):
+            writer.write(f"GET /control HTTP/1.1\r\nHost: replica\r\n{TOKEN_HEADER}: {self._token}\r\n\r\n".encode())
             head = await within(CONNECT_TIMEOUT_S, reader.readuntil(b"\r\n\r\n"))
             if b" 101 " not in head.partition(b"\r\n")[0]:
                 raise ValueError(f"expected 101, got {head[:80]!r}")
@@ -136,21 +133,6 @@ class AgentLink:
                     raise EOFError("closed")
                 self._note_reach(True)
                 self._take(AGENT.decode(line))
-        finally:
-            self._writer = None
-            writer.transport.abort()
-            with contextlib.suppress(OSError):
-                await writer.wait_closed()
-
-    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        host, port = host_and_port(self._address)
-        context, name = (None, None) if self._tls is None else (self._tls.client_context(), self._tls.server_name)
-        reader, writer = await asyncio.open_connection(
-            host, port, ssl=context, server_hostname=name, limit=MAX_MESSAGE_BYTES
-        )
-        keep_alive(writer.transport)
-        writer.write(f"GET /control HTTP/1.1\r\nHost: replica\r\n{TOKEN_HEADER}: {self._token}\r\n\r\n".encode())
-        return reader, writer
 
     def _take(self, message: State | Beat | Said) -> None:
         if isinstance(message, Said):
@@ -166,21 +148,3 @@ class AgentLink:
         if is_reachable is not self._is_reachable:
             self._is_reachable = is_reachable
             self._on_reach(is_reachable)
-
-
-async def within(timeout_s: float, work: Coroutine[Any, Any, T]) -> T:
-    """As `asyncio.wait_for`, which before Python 3.12 loses a cancellation that comes just when the work is done.
-
-    Raises:
-        asyncio.TimeoutError: the work is not done in time; it is cancelled.
-    """
-    task = asyncio.ensure_future(work)
-    try:
-        done, _ = await asyncio.wait({task}, timeout=timeout_s)
-        if not done:
-            task.cancel()
-            await asyncio.wait({task})
-            raise asyncio.TimeoutError
-        return task.result()
-    finally:
-        task.cancel()

@@ -12,7 +12,8 @@ from typing import Final
 
 import msgspec
 
-from app.cluster.agent_link import AgentLink, within
+from app.cluster.agent_link import AgentLink
+from app.cluster.dial import connected, within
 from app.cluster.discovery import Trouble, announcements
 from app.cluster.messages import Beat
 from app.cluster.supervisor import Announcement, SupervisorSpec, what_is_served
@@ -20,7 +21,7 @@ from app.config.cluster import Cluster
 from app.config.schema import PLACEHOLDER, Config
 from app.control.link import SupervisorLink
 from app.control.load import LoadReport, together
-from app.control.messages import MAX_MESSAGE_BYTES, Command, CommandAnswer, Drain, Drained, Hello, Quarantined
+from app.control.messages import Command, CommandAnswer, Drain, Drained, Hello, Quarantined
 from app.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
 from app.control.server import ControlServer
 from app.errors import StartError, Unavailable
@@ -32,7 +33,6 @@ from app.supervisor.front import Front
 from app.supervisor.host import Host
 from app.supervisor.replica_memory import ReplicaMemory
 from app.telemetry.observer import ReplicaView
-from app.transport.address import CONNECT_TIMEOUT_S, host_and_port, keep_alive
 from inference.errors import Problem
 from inference.signature import Signature
 
@@ -198,37 +198,26 @@ class Uplink:
 
     async def _follow(self) -> None:
         """Take the supervisor's tables; while it is gone, the last one stays."""
-        hello = "the cluster's supervisor"
         while True:
             where = self._where
             self._has_moved.clear()
+            is_open = False
             try:
-                reader, writer = await within(CONNECT_TIMEOUT_S, self._connect(where.address))
-            except (OSError, ValueError, asyncio.TimeoutError) as error:
-                logger.debug("%s can't be reached: %s", hello, error)
-            else:
-                self._hear()
-                cutting = asyncio.create_task(self._cut_silent(writer, where))
-                try:
-                    async for table in self.link.tables_from(reader, writer, self._hello(where.token)):
-                        self._take(table)
-                except (OSError, ValueError, msgspec.MsgspecError) as error:
-                    logger.warning("%s: %s", hello, error)
-                finally:
-                    cutting.cancel()
-                if not self._host.is_stopping:
-                    logger.warning("%s is gone; what it said last stays until it is back", hello)
+                async with connected(where.address, self._tls) as (reader, writer):
+                    is_open = True
+                    self._hear()
+                    cutting = asyncio.create_task(self._cut_silent(writer, where))
+                    try:
+                        async for table in self.link.tables_from(reader, writer, self._hello(where.token)):
+                            self._take(table)
+                    finally:
+                        cutting.cancel()
+            except (OSError, ValueError, asyncio.TimeoutError, msgspec.MsgspecError) as error:
+                logger.log(logging.WARNING if is_open else logging.DEBUG, "the cluster's supervisor: %s", error)
+            if is_open and not self._host.is_stopping:
+                logger.warning("the cluster's supervisor is gone; what it said last stays until it is back")
             with contextlib.suppress(asyncio.TimeoutError):
                 await within(RETRY_S, self._has_moved.wait())
-
-    async def _connect(self, address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        host, port = host_and_port(address)
-        context, name = (None, None) if self._tls is None else (self._tls.client_context(), self._tls.server_name)
-        reader, writer = await asyncio.open_connection(
-            host, port, ssl=context, server_hostname=name, limit=MAX_MESSAGE_BYTES
-        )
-        keep_alive(writer.transport)
-        return reader, writer
 
     async def _cut_silent(self, writer: asyncio.StreamWriter, where: Announcement) -> None:
         """Close the connection to a supervisor that is silent, or that another one has followed."""

@@ -7,6 +7,7 @@ import contextlib
 import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,6 @@ from app.cluster import agent_link
 from app.cluster.agent_link import AgentLink
 from app.cluster.messages import Beat, Order, State
 from app.security.peer_tls import PeerTls
-from app.transport.address import host_and_port
 from benchmarks.certificates import authority, issue
 from tests.app.cluster.stand_in import READY, Agent, run, until
 
@@ -116,16 +116,16 @@ def test_one_refused_connection_does_not(monkeypatch: pytest.MonkeyPatch) -> Non
         agent = Agent("m-1")
         async with listening(agent) as one:
             await until(lambda: bool(one.states))
-            connect, refused = one.link._connect, 0
+            connect, refused = asyncio.open_connection, 0
 
-            async def refuse() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+            async def refuse(*address: Any, **options: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
                 nonlocal refused
                 if refused < 3 and len(agent.epochs) == refused + 1:
                     refused += 1
                     raise ConnectionRefusedError
-                return await connect()
+                return await connect(*address, **options)
 
-            monkeypatch.setattr(one.link, "_connect", refuse)
+            monkeypatch.setattr(asyncio, "open_connection", refuse)
             for count in range(2, 5):  # each time it is refused once, and then connects
                 agent.leave()
                 agent.is_away = False
@@ -160,33 +160,6 @@ def test_an_answer_that_does_not_come_is_not_waited_for(monkeypatch: pytest.Monk
             with pytest.raises(ConnectionError, match=r"no answer within 0\.01 s"):
                 await one.link.ask_vllm("/v1/x", "{}", 0.01)
             assert not one.link._asked
-
-    run(scenario)
-
-
-def test_a_cancellation_just_when_it_has_connected_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario() -> None:
-        agent = Agent("m-1")
-        await agent.open(**READY)
-        opened = await asyncio.open_connection(*host_and_port(agent.address))
-        gate: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        is_waiting = asyncio.Event()
-
-        async def connect() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-            is_waiting.set()
-            await gate
-            return opened
-
-        link = AgentLink(agent.address, "token", 3, None)
-        monkeypatch.setattr(link, "_connect", connect)
-        running = asyncio.create_task(link.run())
-        await is_waiting.wait()
-        gate.set_result(None)
-        asyncio.get_running_loop().call_soon(running.cancel)  # after the connection, before who waits for that
-        await asyncio.wait({running}, timeout=1)
-        assert running.cancelled()
-        opened[1].close()
-        await agent.end()
 
     run(scenario)
 

@@ -412,14 +412,14 @@ def test_nothing_is_known_before_the_first_table(monkeypatch: pytest.MonkeyPatch
         supervisor.control.publish(table(plain("a-4.1")))
         announcement = await supervisor.start()
         bench = Bench(msgspec.structs.replace(announcement, epoch=3, address="127.0.0.1:1"))
-        connect, tries = bench.uplink._connect, 0
+        connect, tries = asyncio.open_connection, 0
 
-        async def count(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        async def count(*address: Any, **options: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
             nonlocal tries
             tries += 1
-            return await connect(address)
+            return await connect(*address, **options)
 
-        monkeypatch.setattr(bench.uplink, "_connect", count)
+        monkeypatch.setattr(asyncio, "open_connection", count)
         preparing = asyncio.create_task(bench.uplink.prepare())
         await until(lambda: tries > 3)
         assert not preparing.done()
