@@ -107,6 +107,8 @@ class _Desired(NamedTuple):
     config: Config
     set_aside: frozenset[str]
     bounds: Mapping[str, ReplicaBounds]
+    generations: Mapping[str, int]
+    """What gateways keep of a deployment, such as answers, holds for a generation, whichever supervisor says so."""
     began_as: str
     """A digest of the configuration that was changed."""
 
@@ -114,7 +116,13 @@ class _Desired(NamedTuple):
         """As JSON."""
         bounds = {name: content(one) for name, one in self.bounds.items()}
         config = config_content(self.config)
-        found = {"config": config, "set_aside": sorted(self.set_aside), "bounds": bounds, "began_as": self.began_as}
+        found = {
+            "config": config,
+            "set_aside": sorted(self.set_aside),
+            "bounds": bounds,
+            "generations": dict(self.generations),
+            "began_as": self.began_as,
+        }
         return json.dumps(found).encode()
 
     @classmethod
@@ -122,7 +130,9 @@ class _Desired(NamedTuple):
         """From JSON."""
         found = json.loads(raw)
         bounds = {name: ReplicaBounds.model_validate(one) for name, one in found["bounds"].items()}
-        return cls(_config(found["config"]), frozenset(found["set_aside"]), bounds, found["began_as"])
+        return cls(
+            _config(found["config"]), frozenset(found["set_aside"]), bounds, found["generations"], found["began_as"]
+        )
 
 
 class ClusterHost(Host):
@@ -131,6 +141,7 @@ class ClusterHost(Host):
     def __init__(self, config: Config, user_paths: tuple[str, ...], context: Context, *about: Any) -> None:
         super().__init__(ReplicaMemory(), user_paths, *about)
         self.start_slots = asyncio.Semaphore(STARTS)
+        self.first_generation = context.epoch  # no earlier supervisor's, of which gateways may still have answers
         self._config = config
         self._context = context
         self._paths = user_paths
@@ -301,6 +312,7 @@ class ClusterSupervisor:
             self._stored = desired
             self._orchestrator.deployments.restore(desired.config)
             for name, one in sets.items():
+                one.generation = desired.generations.get(name, one.generation)
                 if name in desired.set_aside:
                     one.stay_unloaded(desired.bounds.get(name, one.bounds))
                 elif name in desired.bounds:
@@ -355,6 +367,7 @@ class ClusterSupervisor:
             self._orchestrator.deployments.config,
             frozenset(name for name, one in sets.items() if one.is_set_aside),
             {name: one.bounds for name, one in sets.items()},
+            {name: one.generation for name, one in sets.items()},
             what_is_served(self._first),
         )
 

@@ -67,6 +67,8 @@ class Host:
         self.on_change = on_change
         # Loading is mostly imports and disk; more at once than cores only makes each slower.
         self.start_slots = asyncio.Semaphore(max(2, cpu_count()))
+        self.first_generation = 0
+        """Of a deployment that has none yet; see `app.control.routing.DeploymentRoute.generation`."""
         self.folder = Path()
         """The instance's folder, which is made before anything is launched."""
         self.replicas: dict[str, ReplicaHandle] = {}

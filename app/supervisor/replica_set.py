@@ -65,7 +65,7 @@ class ReplicaSet(Served):
         self._no_growth_before_s = float("-inf")
         self._crashes: list[float] = []
         """When replicas that served were lost recently."""
-        self._generation = 0
+        self.generation = host.first_generation
         """Counts loads and reloads."""
         self.adapter_loads: Counter[str] = Counter()
         """How often each adapter was loaded into replicas that served."""
@@ -124,7 +124,7 @@ class ReplicaSet(Served):
             prefix_affinity=self.config.checked_options["prefix_affinity"] if self.config.is_vllm else 0,
             adapters={name: self.adapter_loads[name] for name in self.config.adapters},
             quarantine_s=self.config.quarantine_s,
-            generation=self._generation,
+            generation=self.generation,
         )
 
     # Commands
@@ -183,7 +183,7 @@ class ReplicaSet(Served):
         """Replace the replicas, from the host's next `on_change`. Returns the old ones' slots, for `retire`."""
         old = self._let_go(self._slots)
         self._crashes.clear()
-        self._generation += 1
+        self.generation += 1
         self._take(fresh)
         self.wanted = len(fresh)
         self.shortage = ""

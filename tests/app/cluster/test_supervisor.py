@@ -38,7 +38,7 @@ from app.control.link import SupervisorLink
 from app.control.messages import Command, Drain, Drained, Hello
 from app.control.routing import DeploymentRoute, RoutingTable, State
 from app.transport.address import host_and_port
-from tests.app.cluster.stand_in import READY, Ray, clustered, run, until
+from tests.app.cluster.stand_in import READY, Agent, Ray, clustered, run, until
 
 
 class Ended(BaseException):
@@ -419,6 +419,26 @@ def test_replicas_that_say_nothing_are_waited_for_no_longer_than_that(monkeypatc
     run(scenario)
 
 
+def test_a_replica_that_has_ended_meanwhile_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor_module, "ADOPT_TIMEOUT_S", 1000)
+
+    async def scenario() -> None:
+        served = config()
+        async with clustered() as ray:
+            agent = await ray.add("a-1.1", served.deployments["a"])
+            await agent.end()
+
+            async def replicas() -> dict[str, Agent]:
+                return dict(ray.actors)
+
+            monkeypatch.setattr(ray, "replicas", replicas)
+            async with supervised(ray, served) as (_, gateway):
+                await until(lambda: len(gateway.ids()) == 1)
+                assert gateway.ids() != ["a-1.1"]
+
+    run(scenario)
+
+
 # What operators have changed
 
 
@@ -443,6 +463,8 @@ def test_what_operators_have_changed_outlives_a_supervisor() -> None:
             assert (a.state, a.is_set_aside, a.replicas) == (State.UNAVAILABLE, True, ())
             assert (b.least, b.most, b.wanted) == (2, 3, 2)
             assert gateway.route("c").timeout_s == 7
+            # After a reload nothing of before holds, such as kept answers.
+            assert [gateway.route(name).generation for name in "abc"] == [3, 3, 4]
             assert sorted(spec.name for spec, _ in ray.started) == ["b", "b", "c", "d"]
             await gateway.tell("load", "a")
             await until(lambda: gateway.route("a").state is State.READY)
