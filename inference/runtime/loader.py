@@ -16,20 +16,11 @@ from inference.model import Model
 from inference.reference import kind_and_path
 from inference.runtime.compiled import COMPILE
 
-__all__ = ["asks_compile", "construct", "import_for", "load_class", "load_model", "wrong_options"]
-
-
-def load_class(reference: str) -> type[Model]:
-    """Import a model's class, ``module:Class``.
-
-    Raises:
-        ReplicaError: the module can't be imported, or has no such model; the message says why and how to fix it.
-    """
-    return _checked_class(reference, _find(reference))
+__all__ = ["asks_compile", "construct", "import_for", "load_model", "wrong_options"]
 
 
 def _find(reference: str) -> object:
-    """What ``module:Class`` names, and raises as `load_class`."""
+    """What ``module:Class`` names; raises as `load_model`."""
     title = f"model {reference}"
     module_name, separator, class_name = reference.partition(":")
     if not separator or not module_name or not class_name:

@@ -17,7 +17,7 @@ import pytest
 
 from inference import Model
 from inference.errors import LoadError, ReplicaError, is_permanent
-from inference.runtime.loader import asks_compile, construct, load_class
+from inference.runtime.loader import asks_compile, construct, load_model
 
 ROOT = Path(__file__).parents[3]
 GOOD = """
@@ -50,21 +50,20 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
 
 def failure(reference: str) -> str:
     with pytest.raises(LoadError) as caught:
-        load_class(reference)
+        load_model(reference, {})
     assert isinstance(caught.value, ReplicaError)
     assert caught.value.problem.fix
     return str(caught.value)
 
 
-def construction_failure(cls: type[Model], **options: Any) -> str:
+def construction_failure(reference: str, **options: Any) -> str:
     with pytest.raises(LoadError) as caught:
-        construct(cls, options)
+        load_model(reference, options)
     return str(caught.value)
 
 
 def test_loads_and_constructs(write: Write) -> None:
-    cls = load_class(f"{write(GOOD)}:Scale")
-    model = construct(cls, {"factor": 2})
+    model = load_model(f"{write(GOOD)}:Scale", {"factor": 2})
     assert isinstance(model, Model)
     assert vars(model) == {"factor": 2}
 
@@ -162,38 +161,37 @@ def test_a_declaration_error_names_the_users_line(write: Write, tmp_path: Path) 
 )
 def test_what_cannot_change_by_trying_again_is_said_to_be_so(write: Write, source: str, permanent: bool) -> None:
     with pytest.raises(LoadError) as caught:
-        load_class(f"{write(source)}:Scale")
+        load_model(f"{write(source)}:Scale", {})
     assert is_permanent(caught.value) is permanent
 
 
 def test_a_constructor_that_raises_may_succeed_later_and_a_wrong_option_may_not(write: Write) -> None:
-    cls = load_class(f"{write(GOOD.replace('= factor', '= 1 / factor'))}:Scale")
+    reference = f"{write(GOOD.replace('= factor', '= 1 / factor'))}:Scale"
     for options, permanent in (({"factor": 0}, False), ({"fcator": 0}, True)):
         with pytest.raises(LoadError) as caught:
-            construct(cls, options)
+            load_model(reference, options)
         assert is_permanent(caught.value) is permanent
 
 
 def test_an_unknown_option(write: Write) -> None:
-    cls = load_class(f"{write(GOOD)}:Scale")
-    message = construction_failure(cls, factor=1, fcator=2)
+    message = construction_failure(f"{write(GOOD)}:Scale", factor=1, fcator=2)
     assert "unknown option 'fcator'; its options are factor, offset" in message
     assert "`options.fcator`" in message
 
 
 def test_a_missing_option(write: Write) -> None:
-    message = construction_failure(load_class(f"{write(GOOD)}:Scale"))
+    message = construction_failure(f"{write(GOOD)}:Scale")
     assert "option 'factor' is required, but missing" in message
 
 
 def test_a_model_that_takes_any_option(write: Write) -> None:
     source = f"{GOOD.replace('factor, offset=0.0', '**options').replace('self.factor = factor', 'pass')}"
-    construct(load_class(f"{write(source)}:Scale"), {"anything": 1})
+    load_model(f"{write(source)}:Scale", {"anything": 1})
 
 
 def test_a_constructor_that_raises_names_its_line(write: Write, tmp_path: Path) -> None:
     name = write(GOOD.replace("self.factor = factor", "self.factor = 1 / factor"))
-    message = construction_failure(load_class(f"{name}:Scale"), factor=0)
+    message = construction_failure(f"{name}:Scale", factor=0)
     assert f"its constructor raised ZeroDivisionError: division by zero at {tmp_path / name}.py:8" in message
 
 
@@ -254,7 +252,7 @@ def test_the_probe_names_a_gpu_that_is_absent() -> None:
 
 
 def test_all_options_that_are_wrong_are_named_at_once(write: Write) -> None:
-    message = construction_failure(load_class(f"{write(GOOD)}:Scale"), fcator=2, ofset=1)
+    message = construction_failure(f"{write(GOOD)}:Scale", fcator=2, ofset=1)
     assert "unknown option 'fcator'; its options are factor, offset; did you mean `factor`?" in message
     assert "unknown option 'ofset'; its options are factor, offset; did you mean `offset`?" in message
     assert "option 'factor' is required, but missing" in message
