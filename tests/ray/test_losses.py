@@ -151,8 +151,9 @@ def test_a_raylet_alone_is_killed_and_its_replicas_are_gone_before_others_serve(
 @pytest.mark.parametrize("of_supervisor", [False, True], ids=["another", "of the supervisor"])
 def test_a_node_is_killed(served: Served, of_supervisor: bool) -> None:
     node = node_with_replica(served, of_supervisor=of_supervisor)
+    count = len(set(hosts(served.address)) & set(served.raylets.tree(node)))
     timed = Timed(served, lambda: served.raylets.kill(node), 30 if of_supervisor else 15)
-    timed.report(f"node {'of the supervisor ' * of_supervisor}killed")
+    timed.report(f"node {'of the supervisor ' * of_supervisor}with {count} replicas killed")
     assert timed.failed == []
     served.make_whole()
 
