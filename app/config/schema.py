@@ -269,6 +269,13 @@ class Deployment(Section):
         return self.version(name) if self.versions else self.step(name)
 
     @property
+    def feature_bytes(self) -> int:
+        """What one replica may keep of its steps' outputs."""
+        if self.pipeline is None or self.is_graph:
+            return 0
+        return sum(step.cache.max_bytes for step in self.pipeline.all_steps().values() if step.cache is not None)
+
+    @property
     def is_composite(self) -> bool:
         """Whether it has no replicas itself: those that answer belong to its versions, or to a graph's steps."""
         return bool(self.versions) or self.is_graph
