@@ -19,6 +19,7 @@ from inference.signature import HeadSpec, Signature, TensorSpec
 
 __all__ = [
     "INPUT",
+    "FeatureCacheSpec",
     "PipelineSpec",
     "Plan",
     "PlannedStep",
@@ -31,6 +32,16 @@ __all__ = [
 
 INPUT: Final = "input"
 """Stands for the pipeline itself where a step's name is expected; no step can have it."""
+
+
+class FeatureCacheSpec(msgspec.Struct, frozen=True):
+    """How much a fused replica keeps of a step's outputs."""
+
+    max_bytes: int
+    ttl_s: float = 0
+    """How long a row is used; 0: until a reload."""
+    per_key: bool = False
+    """Whether only for the API key with whose request it was computed."""
 
 
 class StepSpec(msgspec.Struct, frozen=True):
@@ -46,6 +57,8 @@ class StepSpec(msgspec.Struct, frozen=True):
     """Source of each input. An input that isn't listed is matched by name."""
     timeout_s: float | None = None
     on_error: Literal["fail", "omit"] = "fail"
+    cache: FeatureCacheSpec | None = None
+    """Placement ``fused`` only: in ``graph`` gateways keep what a step answers."""
 
 
 class PipelineSpec(msgspec.Struct, frozen=True):
@@ -135,6 +148,10 @@ def check_names(spec: PipelineSpec) -> None:
         if spec.heads.count(head) > 1:
             faults.append(f"pipeline, heads: `{head}` is listed {spec.heads.count(head)} times")
     for step in spec.steps:
+        if step.cache is not None and step.name in spec.heads:
+            faults.append(
+                f"step `{step.name}`, cache: expected a step that is no head; `cache` of the deployment keeps answers"
+            )
         for given, source in step.inputs.items():
             with _noting(faults):
                 _split(step.name, given, source, names)
@@ -181,6 +198,7 @@ def make_plan(spec: PipelineSpec, signatures: Mapping[str, Signature], *, name: 
                 else:
                     expected[wire.input] = _joined(step.name, wire, tensor, signatures[wire.step])
         planned[step.name] = PlannedStep(step, signature, tuple(wires), expected)
+    faults += [fault for step in planned.values() for fault in _cache_faults(step)]
     if faults:
         raise DeclarationError(*faults)
     order = _order({one: set(step.parents) for one, step in planned.items()})
@@ -194,6 +212,21 @@ def make_plan(spec: PipelineSpec, signatures: Mapping[str, Signature], *, name: 
     steps = tuple(planned[one] for one in order)
     own = tuple(tensor for _, tensor in inputs.values())
     return Plan(steps, _signature(spec, steps, own, name=name, max_batch_size=max_batch_size))
+
+
+def _cache_faults(step: PlannedStep) -> Iterator[str]:
+    """Why a step's outputs can't be kept by its inputs, if it should."""
+    if step.spec.cache is None:
+        return
+    if step.parents:
+        yield (
+            f"step `{step.name}`, cache: expected a step that reads the pipeline's inputs only, got one that reads "
+            f"{_listed(step.parents)}; move `cache` to a step before it"
+        )
+    with contextlib.suppress(DeclarationError):
+        step.signature.check_cacheable()
+        return
+    yield f"step `{step.name}`, cache: expected a model that answers equal rows equally; remove `cache`"
 
 
 @contextlib.contextmanager
@@ -371,6 +404,7 @@ def _signature(
         parameters=_parameters(steps),
         max_batch_size=max_batch_size,
         idempotent=all(step.signature.idempotent for step in steps),
+        by_key=any(step.spec.cache.per_key for step in steps if step.spec.cache is not None),
         embedding=_embedding(spec.embedding, inputs, outputs),
         example=example or None,
         description=_description(spec, steps),

@@ -105,6 +105,8 @@ class Signature(msgspec.Struct, frozen=True):
     """Set for a language model, whose replica speaks `inference.wire.lm`."""
     vllm: VllmSpec | None = None
     """Set for a model that vLLM computes."""
+    by_key: bool = False
+    """Whether a replica keeps something for the API key of a request, and calls say whose rows they have."""
     reranking: Reranking | None = None
     classification: Classification | None = None
     transcription: Transcription | None = None

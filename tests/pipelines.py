@@ -12,7 +12,7 @@ import numpy as np
 
 from inference import Model, Tensor
 from inference.datatypes import DATATYPES, unpack_bytes
-from inference.pipeline import INPUT, PipelineSpec, StepSpec, make_plan
+from inference.pipeline import INPUT, FeatureCacheSpec, PipelineSpec, StepSpec, make_plan
 from inference.runtime.fused import FusedPipeline
 from inference.signature import Signature
 from inference.wire.frame import FRAME, StepCount, decode_frame
@@ -82,6 +82,7 @@ def fused(
     heads: Sequence[str],
     *,
     wires: Mapping[str, Mapping[str, str]] | None = None,
+    caches: Mapping[str, FeatureCacheSpec] | None = None,
     name: str = "pipeline",
     **options: Any,
 ) -> FusedPipeline:
@@ -96,7 +97,10 @@ def fused(
         for step, signature in signatures.items()
     }
     steps = tuple(
-        StepSpec(step, f"m:{step}", inputs={**sources[step], **(wires or {}).get(step, {})}) for step in models
+        StepSpec(
+            step, f"m:{step}", inputs={**sources[step], **(wires or {}).get(step, {})}, cache=(caches or {}).get(step)
+        )
+        for step in models
     )
     plan = make_plan(PipelineSpec(steps, tuple(heads)), signatures, name=name, max_batch_size=64)
     return FusedPipeline(plan, models, "cpu", **options)

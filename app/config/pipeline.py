@@ -12,7 +12,7 @@ from app.config import sections
 from app.config.sections import Section
 from inference.errors import DeclarationError
 from inference.model import Embedding
-from inference.pipeline import INPUT, PipelineSpec, StepSpec, check_names
+from inference.pipeline import INPUT, FeatureCacheSpec, PipelineSpec, StepSpec, check_names
 from inference.reference import is_language_model
 
 __all__ = ["EmbeddingMap", "Pipeline", "Step"]
@@ -38,7 +38,7 @@ class Step(Section):
     on_error: Literal["fail", "omit"] = "fail"
     """Whether a head's failure fails the request, or omits the head's outputs and reports it."""
 
-    # For a step with its own model in placement `graph`; the defaults are the pipeline's deployment's.
+    # For a step with its own model in placement `graph`, `cache` in any; the defaults are the pipeline's deployment's.
     batching: sections.Batching | None = None
     replicas: sections.Replicas | None = None
     scaling: sections.Scaling | None = None
@@ -51,7 +51,8 @@ class Step(Section):
     load_timeout_s: sections.PositiveSeconds | None = None
     max_compute_s: sections.PositiveSeconds | None = None
     cache: sections.Cache | None = None
-    """Not the pipeline's own by default, which keeps whole answers."""
+    """Keeps its outputs; in placement ``fused`` its replica does, on its device. Not the pipeline's own by default,
+    which keeps whole answers."""
     python: sections.PythonPath | None = None
 
     def _faults(self) -> Iterator[str]:
@@ -66,6 +67,10 @@ class Step(Section):
     def own_settings(self) -> dict[str, Any]:
         """The settings of its own replicas."""
         return {name: value for name, value in self if name not in _STEP_FIELDS and value is not None}
+
+
+def _kept(cache: sections.Cache) -> FeatureCacheSpec:
+    return FeatureCacheSpec(cache.max_bytes, cache.ttl_s or 0, cache.per_key)
 
 
 class EmbeddingMap(Section):
@@ -136,7 +141,7 @@ class Pipeline(Section):
                     f"step `{name}`: a fused pipeline computes its steps in one replica: expected `model`, got "
                     f"deployment `{step.deployment}`; or choose `placement: graph`"
                 )
-            for field in step.own_settings():
+            for field in (one for one in step.own_settings() if one != "cache"):
                 yield (
                     f"step `{name}`, {field}: a fused pipeline's steps share one replica; set it in the deployment, or "
                     "choose `placement: graph`"
@@ -161,6 +166,7 @@ class Pipeline(Section):
                     inputs=step.inputs,
                     timeout_s=step.timeout_s,
                     on_error=step.on_error,
+                    cache=None if step.cache is None or self.placement == "graph" else _kept(step.cache),
                 )
                 for name, step in self.all_steps().items()
             ),

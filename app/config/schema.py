@@ -269,6 +269,13 @@ class Deployment(Section):
         return self.version(name) if self.versions else self.step(name)
 
     @property
+    def feature_bytes(self) -> int:
+        """What one replica may keep of its steps' outputs."""
+        if self.pipeline is None or self.is_graph:
+            return 0
+        return sum(step.cache.max_bytes for step in self.pipeline.all_steps().values() if step.cache is not None)
+
+    @property
     def is_composite(self) -> bool:
         """Whether it has no replicas itself: those that answer belong to its versions, or to a graph's steps."""
         return bool(self.versions) or self.is_graph
@@ -461,8 +468,21 @@ def load_what(what: str, *, flags: Mapping[str, Any]) -> tuple[Config, tuple[str
     if is_model_reference(what):
         content = {"deployments": {_name(what): {"model": what}}}
         return read_config(content, source=what, flags=flags), (here,)
-    folder = str(Path(what).resolve().parent)
-    return load_config(Path(what), flags=flags), tuple(dict.fromkeys((here, folder)))
+    path = Path(what)
+    instead = _instead(path)
+    if instead:
+        raise ConfigError(f"{what}: expected a YAML file, or a model such as my.models:Scale; {instead}")
+    return load_config(path, flags=flags), tuple(dict.fromkeys((here, str(path.resolve().parent))))
+
+
+def _instead(path: Path) -> str:
+    """How a model is named whose file or folder was given in place of a configuration; empty: it may be one."""
+    if path.is_dir():
+        return f"write hf:{path} for a Hugging Face folder, lm:{path} if it has a language model"
+    if path.suffix == ".py":
+        return f"write pytriton:{path} for a PyTriton script, {path.stem}:CLASS for a class in that file"
+    kind = {".onnx": "onnx", ".pt": "torch", ".pt2": "torch", ".pth": "torch"}.get(path.suffix)
+    return f"write {kind}:{path}" if kind else ""
 
 
 def is_model_reference(what: str) -> bool:

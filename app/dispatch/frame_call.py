@@ -52,6 +52,8 @@ class FrameCall:
         self.request, self.segment = encode_inputs(signature, rows_of, segments)
         note = self.request.note
         note.heads = [(mask, part.rows) for mask, part in zip(masks, parts, strict=True)]
+        if signature.by_key:
+            note.owners = [(part.pending.request.owner, part.rows) for part in parts]
         note.patience_s = self._patience_s()
         if signature.streams:
             note.stream = self.name

@@ -1,8 +1,9 @@
 """What replicas may take of the memory of the machine and of its GPUs, and what they have. No I/O.
 
 A starting replica reserves its deployment's declared ``memory``, or the most that any of the deployment's replicas was
-measured to have, whichever is more. It may start only if that fits beside everything else. While a deployment's size
-is unknown, its first replica reserves nothing, and the next one waits until the first was measured.
+measured to have, or what these had when they were ready and what it will keep later, whichever is most. It may start
+only if that fits beside everything else. While a deployment's size is unknown, its first replica reserves only what it
+will keep later, and the next one waits until the first was measured.
 """
 
 from __future__ import annotations
@@ -41,8 +42,10 @@ class Refusal:
 class _Holding:
     deployment: str
     reserved: dict[str, int]
-    """What was declared, once the replica is settled."""
+    """Once the replica is settled what was declared, or what it then had and will keep, whichever is more."""
     declared: dict[str, int]
+    later: dict[str, int] = field(default_factory=dict)
+    """What it will keep beside what it has when it is ready."""
     measured: dict[str, int] = field(default_factory=dict)
     most: tuple[int, int] = (0, 0)
     """The most that was measured: of the machine, of a GPU."""
@@ -65,6 +68,8 @@ class MemoryBudget:
         self._holdings: dict[Hashable, _Holding] = {}
         self._largest: dict[str, tuple[int, int]] = {}
         """The most that was measured of a replica, by deployment: of the machine, of a GPU."""
+        self._ready: dict[str, tuple[int, int]] = {}
+        """The same when it was ready."""
         self._whole: dict[str, int] = {}
         """What any process uses of a GPU, by place, as far as known."""
 
@@ -79,27 +84,33 @@ class MemoryBudget:
         starting = (one for one in self._holdings.values() if not one.is_settled and not one.declared)
         return any(one.deployment == deployment for one in starting)
 
-    def size(self, deployment: str, place: str, declared: int | None) -> dict[str, int]:
+    def size(self, deployment: str, place: str, declared: int | None, later: int = 0) -> dict[str, int]:
         """The size of another replica that computes at a place, by place; empty if it is unknown.
 
-        ``declared`` are the bytes that the configuration declares for that place.
+        ``declared`` are the bytes that the configuration declares for that place, ``later`` those that the replica will
+        keep there beside what it has when it is ready.
         """
-        host, gpu = self._largest.get(deployment, (0, 0))
+        host, gpu = self._ready.get(deployment, (0, 0))
+        kept = (host + later, gpu) if place == HOST else (host, gpu + later)
+        host, gpu = _larger(self._largest.get(deployment, (0, 0)), kept)
         found = {HOST: host} if place == HOST else {HOST: host, place: gpu}
         if declared is not None:
             found[place] = max(found[place], declared)
         return {where: count for where, count in found.items() if count}
 
-    def take(self, holder: Hashable, deployment: str, place: str, declared: int | None) -> Refusal | None:
+    def take(
+        self, holder: Hashable, deployment: str, place: str, declared: int | None, later: int = 0
+    ) -> Refusal | None:
         """Reserve memory for a replica, which ``holder`` stands for; or return why there is not enough."""
-        size = self.size(deployment, place, declared)
+        size = self.size(deployment, place, declared, later)
         # A replica of unknown size takes something, too: none starts where everything is taken.
         for where in (HOST, place):
             limit = self.limits.get(where)
             needed = size.get(where, 0)
             if limit is not None and (self.taken(where) + needed > limit or (not size and self.taken(where) >= limit)):
                 return Refusal(where, needed, self.taken(where), limit)
-        self._holdings[holder] = _Holding(deployment, size, {} if declared is None else {place: declared})
+        of_later = {place: later} if later else {}
+        self._holdings[holder] = _Holding(deployment, size, {} if declared is None else {place: declared}, of_later)
         return None
 
     def note(self, holder: Hashable, measured: Footprint, *, is_ready: bool) -> None:
@@ -112,7 +123,10 @@ class MemoryBudget:
         holding.most = _larger(holding.most, (measured.get(HOST, 0), on_gpus))
         if is_ready and not holding.is_settled:
             holding.is_settled = True
-            holding.reserved = holding.declared
+            holding.reserved = dict(holding.declared)
+            for place, later in holding.later.items():
+                holding.reserved[place] = max(holding.declared.get(place, 0), measured.get(place, 0) + later)
+            self._ready[holding.deployment] = _larger(self._ready.get(holding.deployment, (0, 0)), holding.most)
         if holding.is_settled or self.knows(holding.deployment):
             self._largest[holding.deployment] = _larger(self._largest.get(holding.deployment, (0, 0)), holding.most)
 
@@ -126,8 +140,9 @@ class MemoryBudget:
         """Note that a replica computes at another place than the one reserved."""
         holding = self._holdings.get(holder)
         if holding is not None:
-            declared = max(holding.declared.values(), default=0)
+            declared, later = (max(one.values(), default=0) for one in (holding.declared, holding.later))
             holding.declared = {place: declared} if declared else {}
+            holding.later = {place: later} if later else {}
 
     def note_whole(self, place: str, used: int) -> None:
         """Take in how much of a GPU is used by any process; all of that counts as taken."""
@@ -140,6 +155,7 @@ class MemoryBudget:
     def forget(self, deployment: str) -> None:
         """Forget the size of its replicas."""
         self._largest.pop(deployment, None)
+        self._ready.pop(deployment, None)
 
     def taken(self, place: str) -> int:
         """Bytes taken or reserved."""

@@ -103,7 +103,8 @@ class ReplicaMemory:
         for _ in range(count):
             for device in sorted(devices, key=lambda one: devices[one]):
                 place = Place(name, device)
-                refusal = self.budget.take(place, name, self._where(name, config, device), config.memory)
+                where = self._where(name, config, device)
+                refusal = self.budget.take(place, name, where, config.memory, config.feature_bytes)
                 if refusal is None:
                     devices[device] += 1
                     self._places.add(place)

@@ -100,6 +100,14 @@ CATALOGUE: Final[dict[str, Series]] = {
         ),
         _counter("headwater_answer_cache_evictions", "Kept answers that made room for others."),
         _gauge("headwater_answer_cache_bytes", "Memory of the answers that are kept."),
+        _counter(
+            "headwater_feature_cache_rows",
+            "Rows of a step whose outputs its replicas keep: those that were there (hit), or computed (miss).",
+            "step",
+            "result",
+        ),
+        _counter("headwater_feature_cache_evictions", "Kept rows of a step that made room for others.", "step"),
+        _gauge("headwater_feature_cache_bytes", "Memory of the rows that one replica keeps.", "step", merge="max"),
         # Heads
         _times("headwater_head_seconds", "From a request's acceptance to a head's last result.", "head"),
         _counter("headwater_head_results", "Final results of requested heads, by outcome.", "head", "outcome"),

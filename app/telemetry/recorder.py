@@ -20,7 +20,7 @@ from app.errors import Cancelled, HeadwaterError
 from app.telemetry.catalogue import CATALOGUE, OUTCOMES, REQUEST_SECONDS, REQUESTS, Outcome, Phase, Route
 from app.telemetry.instruments import Counter, Gauge, Histogram, Requests, Statistics
 from app.telemetry.store import Key, Store
-from inference.wire.frame import StepCount
+from inference.wire.frame import CacheCount, StepCount
 
 __all__ = [
     "PHASE_SECONDS", "CacheMeter", "DeploymentMeter", "LanguageModelMeter", "Recorder", "accept", "leave", "note_error",
@@ -67,6 +67,7 @@ class DeploymentMeter:
         self.failures = Counter(store, "headwater_failures", name)
         self._batches = functools.cache(lambda rows: Statistics(store, "headwater_batches", name, str(rows), numbers=2))
         self._steps = functools.cache(lambda step: Statistics(store, "headwater_steps", name, step, numbers=3))
+        self._features = functools.cache(functools.partial(FeatureMeter, store, name))
         self._head_seconds = functools.cache(functools.partial(Histogram, store, "headwater_head_seconds", name))
         self._head_results = functools.cache(functools.partial(Counter, store, "headwater_head_results", name))
 
@@ -119,6 +120,8 @@ class DeploymentMeter:
     def note_step(self, count: StepCount) -> None:
         """Count a step of a fused pipeline."""
         self._steps(count.step).add(count.calls, count.retries, count.compute_us * 1000)
+        if count.cache is not None:
+            self._features(count.step).note(count.cache)
 
     def note_head(self, head: str, error: HeadwaterError | None, took_ms: float) -> None:
         """Count a head's final result for a request."""
@@ -142,6 +145,24 @@ class CacheMeter:
         )
         self.evictions = Counter(store, "headwater_answer_cache_evictions", name)
         self.size_bytes = Gauge(store, "headwater_answer_cache_bytes", name)
+
+
+class FeatureMeter:
+    """The series of a step of a fused pipeline whose outputs are kept."""
+
+    def __init__(self, store: Store, name: str, step: str) -> None:
+        self._hits, self._misses = (
+            Counter(store, "headwater_feature_cache_rows", name, step, result) for result in ("hit", "miss")
+        )
+        self._evictions = Counter(store, "headwater_feature_cache_evictions", name, step)
+        self._size_bytes = Gauge(store, "headwater_feature_cache_bytes", name, step)
+
+    def note(self, count: CacheCount) -> None:
+        """Count what a replica says."""
+        self._hits.add(count.hits)
+        self._misses.add(count.misses)
+        self._evictions.add(count.evictions)
+        self._size_bytes.set(count.size_bytes)
 
 
 class LanguageModelMeter:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from inference.errors import DeclarationError
 from inference.pipeline import INPUT, Plan, PlannedStep
+from inference.runtime.feature_cache import FeatureCache
 from inference.runtime.request import Part
 from inference.runtime.step import LATE, Given, Made, Step
 from inference.runtime.stream_control import StreamControl
@@ -64,10 +65,10 @@ class _Result(NamedTuple):
 
 class BatchRun:
     """Runs one batch and answers in frames. `ancestors` has for each head the steps that must run, itself included.
-    `held_rows` says how many rows the replica has.
+    `held_rows` says how many rows the replica has. `caches` keep the outputs of some steps.
 
     Raises:
-        DeclarationError: the masks of wanted heads are not as many as the rows.
+        DeclarationError: the masks of wanted heads, or the owners, are not as many as the rows.
     """
 
     def __init__(
@@ -77,12 +78,17 @@ class BatchRun:
         steps: Mapping[str, Step],
         part: Part,
         held_rows: Callable[[], int],
+        caches: Mapping[str, FeatureCache],
     ) -> None:
         self._plan = plan
         self._ancestors = ancestors
         self._steps = steps
         self._part = part
         self._held_rows = held_rows
+        self._caches = caches
+        self._owners = [owner for owner, rows in part.note.owners for _ in range(rows)] or [""] * part.rows
+        if len(self._owners) != part.rows:
+            raise DeclarationError(f"owners: expected those of {part.rows} rows, got {len(self._owners)}")
         self._wanted = _wanted(plan, part)
         """Rows that want a head, by its name."""
         self._needed: dict[str, list[int]] = {}
@@ -209,8 +215,11 @@ class BatchRun:
         took_s = 0.0
         if rows:
             started_s = time.perf_counter()
-            made = await step.run(given)
+            cache = self._caches.get(step.name)
+            made = await (step.run(given) if cache is None else cache.run(step, given))
             took_s = time.perf_counter() - started_s
+            if cache is not None and not given.is_warmup:
+                self._count_of(step.name).cache = cache.counted()
             if pace is not None:
                 pace.note(step.name, took_s)
         for wire in step.planned.wires:
@@ -249,7 +258,8 @@ class BatchRun:
                 shared.add(wire.input)
             inputs[wire.input] = value
         per_row = {name: [values[row] for row in rows] for name, values in part.row_parameters.items()}
-        given = Given(inputs, len(rows), part.batch_parameters, per_row, part.note.warmup, frozenset(shared))
+        owners = [self._owners[row] for row in rows]
+        given = Given(inputs, len(rows), part.batch_parameters, per_row, part.note.warmup, frozenset(shared), owners)
         return given, rows, {row: lost[row] for row in needed if row in lost}
 
     def _lost(self, steps: Iterable[str]) -> dict[int, RowReport]:
@@ -292,10 +302,13 @@ class BatchRun:
         self._count(name, made.calls, made.retries, took_s)
 
     def _count(self, name: str, calls: int, retries: int, took_s: float) -> None:
-        count = self._counts.setdefault(name, StepCount(name, 0, 0, 0))
+        count = self._count_of(name)
         count.calls += calls
         count.retries += retries
         count.compute_us += int(took_s * 1e6)
+
+    def _count_of(self, name: str) -> StepCount:
+        return self._counts.setdefault(name, StepCount(name, 0, 0, 0))
 
     def _is_lost(self, head: str) -> bool:
         """Whether a row of a streaming head failed before the stream; the failures are then the head's result."""

@@ -15,6 +15,7 @@ from inference.pipeline import Plan, PlannedStep
 from inference.runtime.batch_run import BatchRun, Pace
 from inference.runtime.capacity import Capacity
 from inference.runtime.channel import StreamChannels
+from inference.runtime.feature_cache import FeatureCache
 from inference.runtime.request import Part, TritonRequest, read_request, refusal
 from inference.runtime.step import Handover, Step
 from inference.runtime.stream_control import StreamControl
@@ -74,6 +75,7 @@ class FusedPipeline:
             )
             for planned in plan.steps
         }  # fmt: skip
+        self._caches = {one.name: FeatureCache(one) for one in plan.steps if one.spec.cache is not None}
         self._turn = asyncio.Lock()
         self._pace = Pace(wait_for_next_s)
         self._channels = StreamChannels()
@@ -108,7 +110,7 @@ class FusedPipeline:
         run: BatchRun | None = None
         self._held_rows += part.rows
         try:
-            run = BatchRun(self._plan, self._ancestors, self.steps, part, lambda: self._held_rows)
+            run = BatchRun(self._plan, self._ancestors, self.steps, part, lambda: self._held_rows, self._caches)
             if self._plan.signature.streams:
                 frames = run.stream(self._turn, control)
             else:

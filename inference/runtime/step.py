@@ -69,6 +69,8 @@ class Given(NamedTuple):
     is_warmup: bool = False
     shared: frozenset[str] = frozenset()
     """Inputs whose memory other steps read too."""
+    owners: Sequence[str] = ()
+    """The name of each row's API key, if calls say that."""
     until_s: float = math.inf
     """The deadline on the clock of `time.monotonic`, at which a coroutine is cancelled."""
 

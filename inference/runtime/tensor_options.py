@@ -12,6 +12,7 @@ from inference.model import Tensor
 __all__ = ["check_names", "declared_tensors", "new_names", "served_name"]
 
 EXAMPLE: Final = "`inputs: [{name: x, datatype: FP32, shape: [4]}]`, the shape of one row"
+WITHOUT_FILE: Final = "without a configuration with `--set 'deployments.NAME.options={inputs: [...], outputs: [...]}'`"
 _FIELDS: Final = ("name", "datatype", "shape", "optional", "labels")
 _REQUIRED: Final = _FIELDS[:3]
 
@@ -30,7 +31,8 @@ def declared_tensors(title: str, options: Mapping[str, Any], where: str) -> tupl
     place = f"options.{where}"
     fix = f"write it such as {EXAMPLE.replace('inputs', where)}"
     if where not in options:
-        raise LoadError(Problem(title, f"{place} is required, but missing: what it serves declares no tensors", fix))
+        reason = f"{place} is required, but missing: what it serves declares no tensors"
+        raise LoadError(Problem(title, reason, f"{fix}; {WITHOUT_FILE}"))
     given = options[where]
     if not isinstance(given, list) or not given:
         raise LoadError(Problem(title, f"{place}: expected a list of tensors, got {given!r:.80}", fix))

@@ -20,6 +20,7 @@ from inference.wire.arrays import Array
 
 __all__ = [
     "FRAME",
+    "CacheCount",
     "Frame",
     "FrameTensor",
     "Piece",
@@ -59,6 +60,19 @@ class Piece(msgspec.Struct, array_like=True):
     """Whether this is the head's final piece for these rows; in a stream only the last piece."""
 
 
+class CacheCount(msgspec.Struct, array_like=True):
+    """What became of rows where a step's outputs are kept, since the call's last frame."""
+
+    hits: int = 0
+    """Rows whose outputs were there."""
+    misses: int = 0
+    """Rows that were computed."""
+    evictions: int = 0
+    """Rows that made way for others."""
+    size_bytes: int = 0
+    """Memory of all rows that the replica keeps now."""
+
+
 class StepCount(msgspec.Struct, array_like=True):
     """A step's counters since the call's last frame."""
 
@@ -68,6 +82,8 @@ class StepCount(msgspec.Struct, array_like=True):
     retries: int
     compute_us: int
     """Compute time in microseconds, including retries."""
+    cache: CacheCount | None = None
+    """Of a step whose outputs are kept."""
 
 
 class Frame(msgspec.Struct, array_like=True):

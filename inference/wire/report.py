@@ -99,6 +99,8 @@ class CallNote(msgspec.Struct, omit_defaults=True):
     """Whether its rows must share no call of the model with other requests' rows, even if Triton merges them."""
     heads: list[tuple[int, int]] = []
     """For a pipeline, runs of (mask of wanted heads, number of rows); bit 0 stands for the signature's first head."""
+    owners: list[tuple[str, int]] = []
+    """If the signature is `by_key`, runs of (name of the API key, number of rows)."""
     patience_s: float = 0
     """For a pipeline, how long a head's answer may wait for the others because clients can't use it alone; a failure
     doesn't wait."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import shlex
 import subprocess
 import sys
 import warnings
@@ -14,10 +14,9 @@ import pytest
 import torch
 import yaml
 
+from tests.pages import section
 from tests.running import Running, serve
 
-GUIDE = Path(__file__).parents[2] / "docs" / "guide.md"
-HEADING = "## A file or a function instead of a class"
 POINT = [5.1, 3.5, 1.4, 0.2]
 
 pytestmark = pytest.mark.torch
@@ -27,14 +26,14 @@ pytestmark = pytest.mark.torch
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the guide's files; each code block's first line names its own. Its commands are run there."""
     folder = tmp_path_factory.mktemp("guide")
-    section = GUIDE.read_text().partition(HEADING)[2].partition("\n## ")[0]
-    files = re.findall(r"```(?:python|yaml)\n# (\S+)\n(.*?)```", section, re.DOTALL)
-    assert [name for name, _ in files] == ["export.py", "my_functions.py", "files.yaml"]
-    for name, text in files:
-        (folder / name).write_text(text)
-    (commands,) = re.findall(r"```console\n(.*?)```", section, re.DOTALL)
-    assert commands == "$ python export.py\n$ headwater check files.yaml\n$ headwater serve files.yaml\n"
-    for arguments in (["export.py"], ["-m", "app", "check", "files.yaml"]):
+    *files, console, alone = section("guide.md", "A file or a function instead of a class")
+    assert [block.file for block in files] == ["export.py", "my_functions.py", "files.yaml"]
+    for block in files:
+        (folder / block.file).write_text(block.text)
+    commands = [command.line for command in console.commands]
+    assert commands == ["python export.py", "headwater check files.yaml", "headwater serve files.yaml"]
+    _, _, *one_command = shlex.split(alone.commands[0].line)
+    for arguments in (["export.py"], ["-m", "app", "check", *one_command], ["-m", "app", "check", "files.yaml"]):
         command = [sys.executable, *arguments]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 0, done.stdout + done.stderr

@@ -21,16 +21,15 @@ from sentence_transformers import CrossEncoder, SentenceTransformer
 from inference.zoo.text import weights_folder
 from tests.browser import chromium, open_browser
 from tests.inference.hf.folders import RATE, TEXTS, bert, pipeline, vit, wav, wav2vec2
+from tests.pages import Block, section
 from tests.running import Running, serve
 
-GUIDE = Path(__file__).parents[2] / "docs" / "guide.md"
 LABELS = ("tax", "animal")
 
 
-def blocks(kind: str) -> list[str]:
+def blocks(kind: str) -> list[Block]:
     """The code blocks of the guide's section on folders."""
-    section = GUIDE.read_text().split("### A Hugging Face folder\n")[1].split("\n### ")[0]
-    return re.findall(rf"```{kind}\n(.*?)```", section, re.DOTALL)
+    return [block for block in section("guide.md", "A Hugging Face folder") if block.kind == kind]
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +47,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def running(models: Path) -> Iterator[Running]:
-    config = yaml.safe_load(blocks("yaml")[0])
+    config = yaml.safe_load(blocks("yaml")[0].text)
     config["deployments"] |= {name: {"model": f"hf:models/{name}"} for name in ("pictures", "speech")}
     for deployment in config["deployments"].values():
         deployment["threads"] = 1
@@ -63,10 +62,8 @@ def post(running: Running, path: str, **body: Any) -> Any:
 
 
 def test_the_guides_commands_answer(running: Running) -> None:
-    commands = "".join(blocks("console")).replace("\\\n", " ").splitlines()
-    asked = [
-        line.removeprefix("$ ").replace("localhost:8000", running.url.removeprefix("http://")) for line in commands
-    ]
+    commands = [command.line for block in blocks("console") for command in block.commands]
+    asked = [line.replace("localhost:8000", running.url.removeprefix("http://")) for line in commands]
     answers = [
         json.loads(subprocess.run(line, shell=True, check=True, capture_output=True, timeout=60).stdout)
         for line in asked

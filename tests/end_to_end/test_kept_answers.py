@@ -31,7 +31,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
 
 @pytest.fixture(scope="module")
 def running(keys: tuple[Path, list[str]]) -> Iterator[Running]:
-    """``own`` keeps answers by key; the trunk of ``graph`` keeps its features."""
+    """``own`` keeps answers by key; the trunk of ``graph`` keeps its features, the replica of ``fused`` by key."""
     light = {"threads": 1, "device": "cpu"}
     pipeline = {
         "placement": "graph",
@@ -42,6 +42,14 @@ def running(keys: tuple[Path, list[str]]) -> Iterator[Running]:
         "deployments": {
             "own": {"model": "light:Trunk", "cache": {**CACHE, "per_key": True}, **light},
             "graph": {"pipeline": pipeline, **light},
+            "fused": {
+                "pipeline": {
+                    **pipeline,
+                    "placement": "fused",
+                    "trunk": {"model": "light:Trunk", "cache": {**CACHE, "per_key": True}},
+                },
+                **light,
+            },
         },
         "security": {"keys_file": str(keys[0])},
     }
@@ -119,3 +127,22 @@ def test_another_head_uses_the_features_that_the_trunk_keeps(clients: list[Clien
         (output,) = answer.json()["outputs"]
         assert (output["name"], output["data"]) == (head, [3, 5, 7, 9])
         assert told(answer) is None  # the pipeline itself keeps nothing
+
+
+def test_a_fused_replica_keeps_features_for_other_heads_by_key_until_a_reload(clients: list[Client]) -> None:
+    def rows() -> tuple[float, float]:
+        series = "headwater_feature_cache_rows_total"
+        hits, misses = (clients[0].count(series, f'fused",step="trunk",result="{one}') for one in ("hit", "miss"))
+        return hits, misses
+
+    one, two = clients
+    counts = []
+    for client, head in ((one, "a"), (one, "b"), (two, "b")):
+        (output,) = client.infer("fused", outputs=[{"name": head}], parameters={"heads": head}).json()["outputs"]
+        assert (output["name"], output["data"]) == (head, [3, 5, 7, 9])
+        counts.append(rows())
+    assert counts == [(0, 1), (1, 1), (1, 2)]
+    assert 0 < one.count("headwater_feature_cache_bytes", "fused") <= 1 << 20
+    one.post("/v2/repository/models/fused/reload", {})
+    one.infer("fused")
+    assert rows() == (1, 3)

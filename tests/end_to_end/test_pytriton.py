@@ -24,10 +24,10 @@ from pytriton.client import ModelClient
 
 from benchmarks.servers import free_port
 from inference.environment import library_path
+from tests.pages import section
 from tests.running import SERVICES, Running, serve, wait_for
 
 SCRIPTS = SERVICES / "scripts"
-PAGE = Path(__file__).parents[2] / "docs" / "from-pytriton.md"
 START_TIMEOUT_S = 120.0
 
 Tensor = dict[str, Any]
@@ -204,23 +204,15 @@ def test_what_has_no_effect_is_said_once(running: Running) -> None:
     assert running.log.read_text().count("TritonConfig: log_verbose=0 has no effect") == 1
 
 
-def _blocks(kind: str) -> list[str]:
-    return re.findall(rf"^```{kind}\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-
-
-def _commands() -> list[tuple[str, str]]:
-    """The page's commands, each with what it prints."""
-    found = []
-    for block in _blocks("console"):
-        command, _, printed = block.removeprefix("$ ").replace("\\\n", "").partition("\n")
-        found.append((command, printed.strip()))
-    return found
-
-
 def test_the_page_runs_as_it_stands(tmp_path: Path) -> None:
-    for block in (*_blocks("python"), *_blocks("yaml")):
-        (tmp_path / block.partition("\n")[0].removeprefix("# ")).write_text(block)
-    (served, _), (asked, printed), (checked, _) = _commands()
+    script, serving, asking = section("from-pytriton.md", "From PyTriton")
+    (config,) = section("from-pytriton.md", "In a configuration")
+    model, checking = section("from-pytriton.md", "As a `Model` class")
+    for block in (script, config, model):
+        (tmp_path / block.file).write_text(block.text)
+    ((_, served, _),) = serving.commands
+    ((_, asked, printed),) = asking.commands
+    ((_, checked, _),) = checking.commands
     assert served.startswith("headwater serve ")
     assert checked.startswith("headwater check ")
 
@@ -229,7 +221,7 @@ def test_the_page_runs_as_it_stands(tmp_path: Path) -> None:
         ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
         assert ended.returncode == 0, ended.stdout + ended.stderr
         assert "ready to serve" in ended.stdout
-    assert yaml.safe_load(_blocks("yaml")[0])["deployments"]["add-sub"]["batching"]["max_batch_size"] == 64
+    assert yaml.safe_load(config.text)["deployments"]["add-sub"]["batching"]["max_batch_size"] == 64
 
     with serve({}, what=served.split()[-1], cwd=tmp_path) as running:
         curl = [part.replace("http://127.0.0.1:8000", running.url) for part in shlex.split(asked)]

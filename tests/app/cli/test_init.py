@@ -13,10 +13,10 @@ import pytest
 from app.cli.init import KINDS, write_template
 from app.cli.main import main
 from app.errors import CommandError
+from tests.pages import PAGES, section
 
 ROOT = Path(__file__).parents[3]
 TEMPLATES = ROOT / "app" / "cli" / "templates"
-GUIDE = ROOT / "docs" / "guide.md"
 
 
 def test_there_is_a_kind_for_each_template() -> None:
@@ -42,15 +42,16 @@ def test_the_command_names_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_the_guides_commands_write_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    section = GUIDE.read_text().partition("## Begin with a folder\n")[2].partition("\n## ")[0]
-    commands = re.findall(r"^\$ headwater (.*)$", section, re.MULTILINE)
+    (block,) = section("guide.md", "Begin with a folder")
+    commands = [command.line.removeprefix("headwater ") for command in block.commands]
     assert len(commands) == 2
     monkeypatch.chdir(tmp_path)
     for command in commands:
         with pytest.raises(SystemExit, match="0"):
             main(command.split())
     assert sorted(path.parent.name for path in tmp_path.glob("*/serve.yaml")) == ["measures", "model"]
-    assert all(f"`{kind}`" in section for kind in KINDS)
+    text = PAGES["guide.md"].read_text().partition("## Begin with a folder\n")[2].partition("\n## ")[0]
+    assert all(f"`{kind}`" in text for kind in KINDS)
 
 
 @pytest.mark.torch

@@ -10,7 +10,7 @@ import pytest
 from app.config.schema import Config, load_config, read_config
 from app.errors import ConfigError
 from inference.model import Embedding
-from inference.pipeline import StepSpec
+from inference.pipeline import FeatureCacheSpec, StepSpec
 
 MODEL = {"model": "m:M"}
 FAN = {"trunk": {"model": "m:Trunk"}, "heads": {"a": MODEL, "b": MODEL}}
@@ -219,13 +219,27 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("field", SETTINGS)
+@pytest.mark.parametrize("field", SETTINGS.keys() - {"cache"})
 def test_a_fused_step_has_no_settings_of_its_own(field: str) -> None:
     message = refused({**with_step(**{field: SETTINGS[field]}), "placement": "fused"})
     assert message.startswith(
         f"{FORM}step `a`, {field}: a fused pipeline's steps share one replica; set it in the deployment, or choose "
         "`placement: graph`"
     )
+
+
+def test_a_fused_replica_keeps_the_outputs_of_the_trunk_but_of_no_head() -> None:
+    trunk = {**MODEL, "cache": {"max_bytes": "1MiB", "ttl_s": 5}}
+    deployment = read({"trunk": trunk, "heads": {"a": MODEL}}).deployments["p"]
+    assert deployment.pipeline is not None
+    step, _ = deployment.pipeline.spec().steps
+    assert (step.cache, deployment.feature_bytes) == (FeatureCacheSpec(1 << 20, 5), 1 << 20)
+    message = refused({**with_step(cache={"max_bytes": 9}), "placement": "fused"})
+    assert message.startswith(f"{FORM}step `a`, cache: expected a step that is no head; `cache` of the deployment")
+    graph = read({"placement": "graph", "trunk": trunk, "heads": {"a": MODEL}}).deployments["p"]
+    assert graph.pipeline is not None
+    assert [one.cache for one in graph.pipeline.spec().steps] == [None, None]  # gateways keep them
+    assert graph.feature_bytes == 0
 
 
 def test_a_fused_step_is_no_deployment() -> None:

@@ -10,7 +10,16 @@ import pytest
 
 from app.config.content import config_content
 from app.config.pipeline import Step
-from app.config.schema import FORMER_FIELDS, Config, Deployment, InvalidConfig, Unparsed, load_config, read_config
+from app.config.schema import (
+    FORMER_FIELDS,
+    Config,
+    Deployment,
+    InvalidConfig,
+    Unparsed,
+    load_config,
+    load_what,
+    read_config,
+)
 from app.config.sections import ReplicaBounds, Section
 from app.errors import ConfigError
 
@@ -230,6 +239,26 @@ def test_a_missing_file_is_said_to_be_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", sorted(path.name for path in (Path(__file__).parents[3] / "configs").glob("*.yaml")))
 def test_the_shipped_configurations_are_valid(name: str) -> None:
     assert load_config(Path(__file__).parents[3] / "configs" / name, environment={}, flags={}).deployments
+
+
+@pytest.mark.parametrize(
+    ("what", "fix"),
+    [
+        ("server.py", "write pytriton:server.py for a PyTriton script, server:CLASS for a class in that file"),
+        ("models/net.onnx", "write onnx:models/net.onnx"),
+        ("net.pt2", "write torch:net.pt2"),
+        ("net.pt", "write torch:net.pt"),
+        ("folder", "write hf:folder for a Hugging Face folder, lm:folder if it has a language model"),
+    ],
+)
+def test_who_names_a_models_file_is_told_how(
+    what: str, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        load_what(what, flags={})
+    assert str(caught.value) == f"{what}: expected a YAML file, or a model such as my.models:Scale; {fix}"
 
 
 @pytest.mark.parametrize("model", ["lm:models/llama", "lm:inference.zoo:weights/tiny_lm"])

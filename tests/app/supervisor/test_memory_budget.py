@@ -43,6 +43,28 @@ def test_what_was_measured_counts_and_is_expected_of_the_next() -> None:
     assert (budget.taken(HOST), budget.size("m", HOST, None)) == (800, {HOST: 500})
 
 
+def test_what_a_replica_will_keep_is_reserved_from_its_start_and_counts_once() -> None:
+    budget = MemoryBudget({HOST: 1000})
+    assert budget.take(1, "m", HOST, None, later=200) is None
+    assert budget.taken(HOST) == 200
+    budget.note(1, {HOST: 300}, is_ready=True)
+    assert (budget.taken(HOST), budget.size("m", HOST, None, 200)) == (500, {HOST: 500})
+    budget.note(1, {HOST: 500}, is_ready=True)  # it keeps all that it may
+    assert (budget.taken(HOST), budget.size("m", HOST, None, 200)) == (500, {HOST: 500})
+    assert budget.take(2, "m", HOST, None, later=200) is None
+    assert budget.take(3, "m", HOST, None, later=200) is not None
+    budget.forget("m")
+    assert budget.size("m", HOST, None, 200) == {HOST: 200}
+
+
+def test_what_it_will_keep_follows_it_to_another_place() -> None:
+    budget = MemoryBudget({HOST: 1000, GPU: 1000})
+    assert budget.take(1, "m", HOST, None, later=200) is None
+    budget.move(1, GPU)
+    budget.note(1, {HOST: 100, GPU: 300}, is_ready=True)
+    assert (budget.taken(HOST), budget.taken(GPU)) == (100, 500)
+
+
 def test_the_second_of_which_nothing_is_known_waits_until_the_first_was_measured() -> None:
     budget = MemoryBudget({HOST: 1000})
     assert not budget.waits("m")

@@ -15,6 +15,7 @@ from app import __version__
 from app.config.schema import Server, read_config
 from app.errors import ConfigError
 from tests.deploy.charts import EXAMPLES, ROOT, VERSIONS, Manifest, manifests, only, problems, variants
+from tests.pages import section
 
 NAMES = ("default", *EXAMPLES)
 NEWER = {"models-image": "1.31"}
@@ -232,8 +233,8 @@ def test_what_scales_is_a_metric_of_the_server() -> None:
 
 
 def test_the_documented_rule_of_the_prometheus_adapter_gives_the_metric_by_pod() -> None:
-    (text,) = re.findall(r"```yaml\n(rules:.*?)```", (ROOT / "docs" / "kubernetes.md").read_text(), re.S)
-    (rule,) = yaml.safe_load(text)["rules"]["custom"]
+    (block,) = section("kubernetes.md", "Scaling")
+    (rule,) = yaml.safe_load(block.text)["rules"]["custom"]
     metric = only(variants()["hpa"], "HorizontalPodAutoscaler")["spec"]["metrics"][0]["pods"]["metric"]["name"]
     assert rule["seriesQuery"].startswith(f"{metric}{{")
     # The adapter names a metric as its series, unless `name` says otherwise.

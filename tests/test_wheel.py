@@ -1,0 +1,32 @@
+"""The wheel: it has every file of the two packages, and installs the command."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("app", "inference")
+ONLY_IN_THE_REPOSITORY = {"inference/zoo/README.md"}
+
+
+def test_it_has_every_file_of_the_packages_and_the_command(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in PACKAGES:
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", ".*"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    files = [path for name in PACKAGES for path in (source / name).rglob("*") if path.is_file()]
+    there = {str(path.relative_to(source)) for path in files}
+    pip = [sys.executable, "-m", "pip", "-q", "wheel", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*pip, "-w", str(tmp_path), str(source)], check=True, capture_output=True, timeout=300)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+        (entry,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
+        assert "headwater = app.cli.main:main" in archive.read(entry).decode()
+    assert names == there - ONLY_IN_THE_REPOSITORY
