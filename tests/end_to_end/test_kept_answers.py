@@ -132,7 +132,7 @@ def test_another_head_uses_the_features_that_the_trunk_keeps(clients: list[Clien
 def test_a_fused_replica_keeps_features_for_other_heads_by_key_until_a_reload(clients: list[Client]) -> None:
     def rows() -> tuple[float, float]:
         series = "headwater_feature_cache_rows_total"
-        hits, misses = (clients[0].count(series, f'fused",step="trunk",result="{one}') for one in ("hit", "miss"))
+        hits, misses = (clients[0].count(series, f'fused",result="{one}') for one in ("hit", "miss"))
         return hits, misses
 
     one, two = clients

@@ -219,7 +219,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("field", SETTINGS.keys() - {"cache"})
+@pytest.mark.parametrize("field", sorted(SETTINGS.keys() - {"cache"}))
 def test_a_fused_step_has_no_settings_of_its_own(field: str) -> None:
     message = refused({**with_step(**{field: SETTINGS[field]}), "placement": "fused"})
     assert message.startswith(
