@@ -103,7 +103,9 @@ def _attention(
     for length, equal in itertools.groupby(text_lengths):
         count = len(list(equal))
         end = begin + count * length
-        parts = [part[0, :, begin:end].unflatten(1, (count, length)).transpose(0, 1) for part in (query, key, value)]
-        found[begin:end] = scaled_dot_product_attention(*parts, scale=scaling).transpose(1, 2).flatten(0, 1)
+        q, k, v = (
+            part[0, :, begin:end].view(heads, count, length, size).transpose(0, 1) for part in (query, key, value)
+        )
+        found[begin:end] = scaled_dot_product_attention(q, k, v, scale=scaling).transpose(1, 2).flatten(0, 1)
         begin = end
     return found[None], None

@@ -41,7 +41,8 @@ def test_the_order_is_the_texts_and_padding_is_cut(side: str) -> None:
         widths.append(tuple(fields["input_ids"].shape))
         assert fields["prompt_length"] == 2
         assert fields["input_ids"].shape == fields["attention_mask"].shape
-        return fields["input_ids"].sum(dim=1, keepdim=True)
+        found: torch.Tensor = fields["input_ids"].sum(dim=1, keepdim=True)
+        return found
 
     found = computed(network, {"input_ids": ids, "attention_mask": mask.long(), "prompt_length": 2})
     assert found[:, 0].tolist() == [place * length for place, length in enumerate(lengths, 1)]
