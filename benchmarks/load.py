@@ -36,14 +36,30 @@ else
     return requests[turn]
   end
 end
+%s
 done = function(summary, latency, requests)
   io.write(string.format(
     '\\nRESULT {"requests": %%d, "seconds": %%f, "p50_ms": %%f, "p99_ms": %%f, ' ..
     '"status_errors": %%d, "socket_errors": %%d}\\n',
-    summary.requests, summary.duration / 1e6, latency:percentile(50) / 1e3, latency:percentile(99) / 1e3,
+    summary.requests, %s, latency:percentile(50) / 1e3, latency:percentile(99) / 1e3,
     summary.errors.status,
     summary.errors.connect + summary.errors.read + summary.errors.write + summary.errors.timeout))
 end
+"""
+
+
+_TO_LAST_ANSWER = """
+local ffi = require("ffi")
+ffi.cdef("typedef struct { long s, us; } moment; int gettimeofday(moment *, void *);")
+local function now()
+  local moment = ffi.new("moment")
+  ffi.C.gettimeofday(moment, nil)
+  return tonumber(moment.s) + tonumber(moment.us) / 1e6
+end
+local worker
+began = now()
+setup = function(thread) worker = thread end
+response = function() ended = now() end
 """
 
 
@@ -71,6 +87,7 @@ def run_wrk(
     connections: int,
     seconds: float,
     headers: Mapping[str, str] | None = None,
+    to_last_answer: bool = False,
 ) -> Load:
     """Send one body, or several in turn, again and again over some connections, each waiting for its answer.
 
@@ -80,6 +97,7 @@ def run_wrk(
         connections: how many.
         seconds: how long, whole ones.
         headers: of the requests; none: that the body is JSON.
+        to_last_answer: count the seconds up to the last answer, not to the end.
 
     Raises:
         RuntimeError: wrk isn't installed, or found no answer.
@@ -94,7 +112,9 @@ def run_wrk(
         named = {"Content-Type": "application/json"} if headers is None else headers
         lines = "\n".join(f'wrk.headers["{name}"] = "{value}"' for name, value in named.items())
         script = Path(folder) / "script.lua"
-        script.write_text(_SCRIPT % (lines, folder, len(bodies)))
+        seconds_of = 'worker:get("ended") - worker:get("began")' if to_last_answer else "summary.duration / 1e6"
+        hooks = _TO_LAST_ANSWER if to_last_answer else ""
+        script.write_text(_SCRIPT % (lines, folder, len(bodies), hooks, seconds_of))
         output = subprocess.run(
             [wrk, "-t1", f"-c{connections}", f"-d{max(1, round(seconds))}s", "--timeout", "30s", "-s", script, url],
             check=True,

@@ -31,16 +31,20 @@ def settle(allocations: int | None = None) -> None:
         gc.set_threshold(allocations, *gc.get_threshold()[1:])
 
 
-def keep_freed_memory() -> None:
+def keep_freed_memory(kept_bytes: int = KEPT_BYTES, mapped_from_bytes: int = MAPPED_FROM_BYTES) -> None:
     """Have this process's allocator keep freed memory for reuse.
 
     By default it returns a tensor of some 100 KB to the kernel and faults it in again, page by page, for the next one:
     several times the cost of copying the tensor.
+
+    Args:
+        kept_bytes: what is kept at most, in each of the allocator's arenas.
+        mapped_from_bytes: what is allocated apart and not kept, from this size, at most 32 MiB.
     """
     with contextlib.suppress(OSError, AttributeError):  # another C library
         library = ctypes.CDLL(None)
-        library.mallopt(_TRIM_THRESHOLD, KEPT_BYTES)
-        library.mallopt(_MMAP_THRESHOLD, MAPPED_FROM_BYTES)
+        library.mallopt(_TRIM_THRESHOLD, kept_bytes)
+        library.mallopt(_MMAP_THRESHOLD, mapped_from_bytes)
 
 
 def switch_soon() -> None:

@@ -10,6 +10,8 @@ load. Writes the raw figures to benchmarks/results/peers.json.
 - ``scale``: twice 16 numbers, JSON: what the way costs;
 - ``text``: embeddings of sentences of 20 tokens; ``bare`` is the model in a process of its own, full batches;
 - ``mixed``: the same of texts of 5 to 200 tokens, in random order;
+- ``embeddings``: a sentence-transformers folder behind OpenAI's route, the same texts; ``bare`` is the library;
+- ``rerank``: a cross-encoder's folder behind Cohere's route, four documents of those lengths a request;
 - ``fanout``: a trunk and three heads;
 - ``image``: an image of 602,112 bytes, binary, whose channels' means come back;
 - ``streams``: tokens that nothing computes, 64 streams at once.
@@ -31,16 +33,18 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.contenders import GRPC, PEERS, Peer
+from benchmarks.peers.cross_encoder import cross_encoder
 from benchmarks.peers.environments import PEER_ENVIRONMENTS
 from benchmarks.peers.report import Figure, print_scenario
 from benchmarks.peers.rounds import Streams, Unary
 from benchmarks.peers.scenarios import UNARY
+from benchmarks.peers.work import FOLDER_SCENARIOS
 
 RESULTS = Path(__file__).parents[1] / "results" / "peers.json"
-SCENARIOS = (*UNARY, "streams")
-SMOKE_SCENARIOS = ("scale", "mixed", "fanout", "image", "streams")
+SCENARIOS = (*UNARY, *FOLDER_SCENARIOS, "streams")
+SMOKE_SCENARIOS = ("scale", "mixed", "fanout", "image", *FOLDER_SCENARIOS, "streams")
 """``text`` is ``mixed`` with other texts."""
-UNITS = {"text": "sentences/s", "mixed": "texts/s", "streams": "tokens/s"}
+UNITS = {"text": "sentences/s", "mixed": "texts/s", "embeddings": "texts/s", "streams": "tokens/s"}
 
 
 def main() -> None:
@@ -93,6 +97,8 @@ def _measure(
     """All rounds of a scenario: the figures, and who failed, and how."""
     started = time.monotonic()
     with contextlib.ExitStack() as stack:
+        if scenario == "rerank":
+            stack.enter_context(cross_encoder())
         kind = Streams if scenario == "streams" else Unary
         rounds = stack.enter_context(kind(scenario, peers, wanted, options))
         print(f"up after {time.monotonic() - started:.0f} s: {', '.join(rounds.names)}", flush=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks.fanout_servers import Server, headwater, served, tree
 from benchmarks.peers.environments import PEER_ENVIRONMENTS
 from benchmarks.peers.scenarios import UNARY, deployment
-from benchmarks.peers.work import path_of
+from benchmarks.peers.work import FOLDER_SCENARIOS, path_of
 from benchmarks.servers import free_port
 
 __all__ = ["GRPC", "OURS", "PEERS", "Peer", "Running", "ask", "first_answer", "start", "stopped"]
@@ -58,8 +58,8 @@ PEERS = (
         is_kserve=True,
         may_be_stopped=False,
     ),
-    Peer("mosec", "mosec", "mosec_server", "/", (*UNARY, "streams")),
-    Peer("litserve", "litserve", "litserve_server", "/health", (*_JSON, "streams")),
+    Peer("mosec", "mosec", "mosec_server", "/", (*UNARY, *FOLDER_SCENARIOS, "streams")),
+    Peer("litserve", "litserve", "litserve_server", "/health", (*_JSON, *FOLDER_SCENARIOS, "streams")),
     Peer("fastapi", "fastapi", "fastapi_server", "/health", (*UNARY, "streams")),
     Peer("uvicorn-ceiling", "fastapi", "asgi_server", "/", ("scale",)),
     Peer("ray-serve", "ray", "ray_server", "/-/healthz", ("scale", "text")),

@@ -12,9 +12,7 @@ from typing import Any
 import litserve
 
 from benchmarks.peers.token_events import END, event_of, last_event, token_count
-from benchmarks.peers.work import MAX_BATCH_SIZE, Message, path_of, work
-
-BATCH_TIMEOUT_S = 0.001
+from benchmarks.peers.work import BATCH_WAIT_MS, MAX_BATCH_SIZE, Message, path_of, work
 
 
 class JsonApi(litserve.LitAPI):  # type: ignore[misc]  # LitServe is not in the environment that types are checked in
@@ -75,7 +73,7 @@ def main() -> None:
     scenario, port = sys.argv[1], int(sys.argv[2])
     settings: dict[str, Any] = {
         "max_batch_size": MAX_BATCH_SIZE.get(scenario, 64),
-        "batch_timeout": BATCH_TIMEOUT_S,
+        "batch_timeout": BATCH_WAIT_MS.get(scenario, 1) / 1000,
         "api_path": path_of(scenario),
     }
     api = StreamApi(stream=True, **settings) if scenario == "streams" else JsonApi(scenario, **settings)

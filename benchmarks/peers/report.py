@@ -39,6 +39,10 @@ _GOALS: Mapping[tuple[str, int, str, str], tuple[float | None, float | None]] = 
     ("text", 64, "mosec", "per_s"): (1.0, None),
     ("text", 64, "litserve", "per_s"): (1.0, None),
     ("mixed", 64, "mosec", "per_s"): (1.2, None),
+    ("embeddings", 64, "mosec", "per_s"): (1.2, None),
+    ("embeddings", 64, "litserve", "per_s"): (1.2, None),
+    ("rerank", 64, "mosec", "per_s"): (1.2, None),
+    ("rerank", 64, "litserve", "per_s"): (1.2, None),
     ("image", 1, "triton-http", "p50_ms"): (None, 1.1),
     ("image", 16, "triton-http", "p50_ms"): (None, 1.1),
 }

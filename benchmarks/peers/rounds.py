@@ -20,7 +20,7 @@ from benchmarks.peers.bare import Bare
 from benchmarks.peers.contenders import GRPC, OURS, Peer, Running, ask, first_answer, start, stopped
 from benchmarks.peers.grpc_load import GrpcLoad
 from benchmarks.peers.report import Figure
-from benchmarks.peers.scenarios import check_binary, check_json, scenario
+from benchmarks.peers.scenarios import HAVE_BARE, check_binary, check_json, scenario
 from benchmarks.stream_load import LoadGenerator
 from benchmarks.stream_rates import STREAMS, ask_pytriton, bare_pytriton
 
@@ -28,6 +28,9 @@ __all__ = ["Rounds", "Streams", "Unary"]
 
 WARM_S = 2.0
 IDLE_S = 2.0
+FINISH_TIMEOUT_S, FINISH_STEP_S = 20.0, 0.4
+IDLE_SHARE = 0.25
+"""Of a core: what uses less computes no batch."""
 BARE = "bare"
 SMOKE_STREAMS, SMOKE_TOKENS = 4, 20
 PYTRITON_TOKENS = 100
@@ -153,7 +156,7 @@ class Unary(Rounds):
         ours = next((one for one in self._running if one.name == OURS), None)
         if ours:
             turns += [(OURS, self._load(ours, count, self._options.seconds, number)) for count in self._more]
-        if self._name in ("text", "mixed"):
+        if self._name in HAVE_BARE:
             turns.append((BARE, functools.partial(self._run_bare, number)))
         return turns
 
@@ -174,14 +177,19 @@ class Unary(Rounds):
 
         def measure() -> None:
             before = cpu_s(one.server)
-            wrk = functools.partial(run_wrk, one.url, bodies, count, seconds, headers)
-            load = self._run_grpc(one, count, seconds) if is_grpc else wrk()
+            if is_grpc:
+                load = self._run_grpc(one, count, seconds)
+            else:
+                load = run_wrk(one.url, bodies, count, seconds, headers, self._scenario.to_last_answer)
+            used = cpu_s(one.server) - before
+            if self._scenario.to_last_answer:
+                _finish(one)
             if load.status_errors or load.socket_errors:
                 raise RuntimeError(f"{load.status_errors} error answers, {load.socket_errors} socket errors")
             if not load.requests:
                 raise RuntimeError(f"no answer within {seconds:g} s")
             if number is not None:
-                cpu_ms = 1000 * (cpu_s(one.server) - before) / load.requests
+                cpu_ms = 1000 * used / load.requests
                 name = GRPC if is_grpc else one.name
                 self.figures.append(
                     Figure(self._name, count, name, number, load.per_s, load.p50_ms, load.p99_ms, cpu_ms)
@@ -251,6 +259,17 @@ class Streams(Rounds):
     def _ask_triton(self, number: int) -> None:
         rate = ask_pytriton(self._triton, min(PYTRITON_TOKENS, self._options.tokens))
         self.figures.append(Figure(self._name, STREAMS, GRPC, number, rate))
+
+
+def _finish(one: Running) -> None:
+    """Wait until a server has computed what a load left behind, which would cost it or another one the next turn."""
+    ends = time.monotonic() + FINISH_TIMEOUT_S
+    used = cpu_s(one.server)
+    while time.monotonic() < ends:
+        time.sleep(FINISH_STEP_S)
+        before, used = used, cpu_s(one.server)
+        if used - before < IDLE_SHARE * FINISH_STEP_S:
+            return
 
 
 def _bodies(asked: Any, one: Running) -> tuple[list[bytes], dict[str, str]]:

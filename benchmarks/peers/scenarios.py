@@ -10,12 +10,22 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.peers.work import IMAGE_SHAPE, JSON_SCENARIOS, MAX_BATCH_SIZE, Message
+from benchmarks.peers.work import (
+    DOCUMENTS,
+    FOLDER_SCENARIOS,
+    IMAGE_SHAPE,
+    JSON_SCENARIOS,
+    MAX_BATCH_SIZE,
+    Message,
+    folder_of,
+)
 from benchmarks.stream_engine import MODEL
 
-__all__ = ["UNARY", "AnswerWrong", "Scenario", "check_binary", "check_json", "deployment", "scenario"]
+__all__ = ["HAVE_BARE", "UNARY", "AnswerWrong", "Scenario", "check_binary", "check_json", "deployment", "scenario"]
 
 UNARY = (*JSON_SCENARIOS, "image")
+HAVE_BARE = ("text", "mixed", *FOLDER_SCENARIOS)
+"""The model in a process of its own takes part."""
 TOLERANCE = 2e-4
 """Batches of other sizes, and rows padded otherwise, round differently."""
 _STORY = (
@@ -25,6 +35,8 @@ _STORY = (
 """Each word is one token of the encoder's."""
 _MIXED = 61
 """Texts of different lengths; prime, so that batches don't repeat."""
+_RANKED = 29
+"""Requests to rank documents."""
 
 
 class AnswerWrong(RuntimeError):
@@ -43,6 +55,8 @@ class Scenario:
     """More connections, at which only Headwater is measured."""
     longer: int = 1
     """Loads last so many times as long, where an answer takes seconds."""
+    to_last_answer: bool = False
+    """Rates are those up to the last answer: some servers answer large batches, of which a load's end would cut one."""
 
     @property
     def bodies(self) -> list[bytes]:
@@ -57,13 +71,20 @@ def scenario(name: str) -> Scenario:
         data = [float(value) for value in range(16)]
         return Scenario(name, [_message("x", "FP32", [1, 16], data, ["y"])], (1, 64), (256, 1024))
     if name in ("text", "mixed"):
-        # Two tokens more than words.
-        lengths = [18] * 16 if name == "text" else [3 + round(195 * index / (_MIXED - 1)) for index in range(_MIXED)]
-        draw.shuffle(lengths)
-        words = _STORY.split()
-        texts = [" ".join(draw.choices(words, k=length)) for length in lengths]
+        texts = _texts(draw, [18] * 16 if name == "text" else _mixed_lengths())
         messages = [_message("text", "BYTES", [1, 1], [text], ["embedding"]) for text in texts]
         return Scenario(name, messages, (64,), longer=1 if name == "text" else 4)
+    if name == "embeddings":
+        asked: list[Message] = [{"model": name, "input": text} for text in _texts(draw, _mixed_lengths())]
+        return Scenario(name, asked, (64,), longer=4, to_last_answer=True)
+    if name == "rerank":
+        texts = _texts(draw, _mixed_lengths() * 2)
+        queries = _texts(draw, [8] * _RANKED)
+        asked = [
+            {"model": name, "query": query, "documents": texts[DOCUMENTS * index : DOCUMENTS * (index + 1)]}
+            for index, query in enumerate(queries)
+        ]
+        return Scenario(name, asked, (64,), longer=6, to_last_answer=True)
     if name == "fanout":
         outputs = ["logits", "digit", "odd_probability", "reconstruction", "anomaly_score"]
         images = [[float(draw.randint(0, 16)) for _ in range(64)] for _ in range(16)]
@@ -78,6 +99,9 @@ def deployment(name: str) -> dict[str, Any]:
     if name == "streams":
         return {"model": MODEL, "timeout_s": 300, "options": {"engine": "benchmarks.stream_engine:null"}}
     batching: dict[str, Any] = {"max_batch_size": MAX_BATCH_SIZE[name], "max_queue_size": 4096}
+    if name in FOLDER_SCENARIOS:
+        batching["max_batch_size"] *= DOCUMENTS if name == "rerank" else 1  # rows
+        return {"model": f"hf:{folder_of(name)}", "batching": batching, "threads": 1, "timeout_s": 60}
     if name == "mixed":
         batching["max_padding"] = 0.15
     if name == "fanout":
@@ -109,7 +133,7 @@ def check_json(body: bytes, right: Mapping[str, Sequence[float]], is_list: bool 
         AnswerWrong: it is another.
     """
     content = json.loads(body)
-    outputs = {output["name"]: output["data"] for output in (content[0] if is_list else content)["outputs"]}
+    outputs = _outputs(content[0] if is_list else content)
     for name, expected in right.items():
         got = np.array(outputs.get(name, []), np.float64).ravel()
         if got.shape != (len(expected),) or not np.allclose(got, expected, rtol=TOLERANCE, atol=TOLERANCE):
@@ -126,6 +150,28 @@ def check_binary(body: bytes, right: Mapping[str, Sequence[float]]) -> None:
     got = np.frombuffer(body[-4 * len(expected) :], np.float32)
     if not np.allclose(got, expected, rtol=TOLERANCE, atol=TOLERANCE):
         raise AnswerWrong(f"expected {expected}, got {got}")
+
+
+def _outputs(content: Any) -> dict[str, Any]:
+    """What an answer says, by output."""
+    if "data" in content:
+        return {"embedding": [one["embedding"] for one in content["data"]]}
+    if "results" in content:
+        by_index = sorted(content["results"], key=lambda one: int(one["index"]))
+        return {"score": [one["relevance_score"] for one in by_index]}
+    return {output["name"]: output["data"] for output in content["outputs"]}
+
+
+def _mixed_lengths() -> list[int]:
+    """In words, an even spread; of the encoder's tokens there are two more."""
+    return [3 + round(195 * index / (_MIXED - 1)) for index in range(_MIXED)]
+
+
+def _texts(draw: random.Random, lengths: list[int]) -> list[str]:
+    """Texts of so many words, in random order."""
+    draw.shuffle(lengths)
+    words = _STORY.split()
+    return [" ".join(draw.choices(words, k=length)) for length in lengths]
 
 
 def _message(name: str, datatype: str, shape: list[int], data: list[Any], outputs: list[str]) -> Message:

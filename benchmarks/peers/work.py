@@ -6,8 +6,10 @@ It runs in the environments of the peers, which have the models' requirements an
 from __future__ import annotations
 
 import importlib
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,6 +17,10 @@ import numpy as np
 from inference import Model
 
 __all__ = [
+    "BATCH_WAIT_MS",
+    "CROSS_ENCODER",
+    "DOCUMENTS",
+    "FOLDER_SCENARIOS",
     "IMAGE_SHAPE",
     "JSON_SCENARIOS",
     "MAX_BATCH_SIZE",
@@ -22,6 +28,7 @@ __all__ = [
     "ImageWork",
     "Message",
     "Work",
+    "folder_of",
     "image_of",
     "path_of",
     "work",
@@ -32,9 +39,22 @@ Arrays = dict[str, np.ndarray[Any, Any]]
 """Outputs of a batch, by name."""
 
 IMAGE_SHAPE = (3, 224, 224)
-MAX_BATCH_SIZE: Mapping[str, int] = {"scale": 64, "text": 32, "mixed": 32, "fanout": 64, "image": 16}
-"""By scenario; every contender that batches has the same."""
+MAX_BATCH_SIZE: Mapping[str, int] = {
+    **{"scale": 64, "text": 32, "mixed": 32, "fanout": 64, "image": 16},
+    **{"embeddings": 64, "rerank": 16},
+}
+"""Requests, by scenario; every contender that batches has the same."""
+BATCH_WAIT_MS: Mapping[str, int] = {"embeddings": 10, "rerank": 10}
+"""What peers wait for company, by scenario, where more than 1 ms, the least that some take, is better for them."""
 JSON_SCENARIOS = ("scale", "text", "mixed", "fanout")
+FOLDER_SCENARIOS = ("embeddings", "rerank")
+"""Hugging Face folders, asked as OpenAI's and Cohere's clients do."""
+DOCUMENTS = 4
+"""Of a request to rank them."""
+LIBRARY_BATCH_SIZE = int(os.environ.get("BENCHMARK_LIBRARY_BATCH_SIZE", "4"))
+"""Texts that sentence-transformers, which sorts them by length, pads and computes at once; its own default is 32."""
+CROSS_ENCODER = "BENCHMARK_CROSS_ENCODER"
+"""The variable of the environment that names its folder."""
 
 
 def image_of(body: bytes) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -44,7 +64,16 @@ def image_of(body: bytes) -> np.ndarray[Any, np.dtype[np.float32]]:
 
 def path_of(scenario: str) -> str:
     """Where it is asked, if the server lets its user choose."""
-    return f"/v2/models/{scenario}/infer"
+    return f"/v1/{scenario}" if scenario in FOLDER_SCENARIOS else f"/v2/models/{scenario}/infer"
+
+
+def folder_of(scenario: str) -> Path:
+    """The Hugging Face folder of a scenario that has one."""
+    if scenario == "rerank":
+        return Path(os.environ[CROSS_ENCODER])
+    from inference.zoo.text import weights_folder
+
+    return weights_folder()
 
 
 class Work(ABC):
@@ -148,12 +177,64 @@ class ImageWork(Work):
         return [means.tobytes() for means in self.batch([image_of(body) for body in bodies])["means"]]
 
 
+class _Embeddings(Work):
+    """Requests and answers in OpenAI's form."""
+
+    def __init__(self) -> None:
+        from sentence_transformers import SentenceTransformer
+
+        self._model = SentenceTransformer(str(folder_of("embeddings")), device="cpu")
+
+    def row(self, message: Message) -> Any:
+        return message["input"]
+
+    def batch(self, rows: Sequence[Any]) -> Arrays:
+        vectors = self._model.encode(list(rows), batch_size=LIBRARY_BATCH_SIZE, show_progress_bar=False)
+        return {"embedding": np.asarray(vectors)}
+
+    def answers(self, rows: Sequence[Any]) -> list[Message]:
+        return [
+            {"object": "list", "data": [{"object": "embedding", "index": 0, "embedding": vector}]}
+            for vector in self.batch(rows)["embedding"].tolist()
+        ]
+
+
+class _Rerank(Work):
+    """Requests and answers in Cohere's form; each has as many documents."""
+
+    def __init__(self) -> None:
+        from sentence_transformers import CrossEncoder
+
+        self._model = CrossEncoder(str(folder_of("rerank")), device="cpu")
+
+    def row(self, message: Message) -> Any:
+        return [(message["query"], document) for document in message["documents"]]
+
+    def batch(self, rows: Sequence[Any]) -> Arrays:
+        pairs = [pair for row in rows for pair in row]
+        scores = self._model.predict(pairs, batch_size=LIBRARY_BATCH_SIZE, show_progress_bar=False)
+        return {"score": np.asarray(scores).reshape(len(rows), DOCUMENTS)}
+
+    def answers(self, rows: Sequence[Any]) -> list[Message]:
+        return [
+            {
+                "results": [
+                    {"index": index, "relevance_score": scores[index]}
+                    for index in sorted(range(DOCUMENTS), key=lambda index: -scores[index])
+                ]
+            }
+            for scores in self.batch(rows)["score"].tolist()
+        ]
+
+
 _WORKS: Mapping[str, type[Work]] = {
     "scale": _Scale,
     "text": _Text,
     "mixed": _Text,
     "fanout": _FanOut,
     "image": ImageWork,
+    "embeddings": _Embeddings,
+    "rerank": _Rerank,
 }
 
 

@@ -8,7 +8,8 @@ from typing import Any, ClassVar, Final
 import torch
 
 from inference.hf.folder import HfFolder
-from inference.hf.texts import as_rows, counts, texts_of
+from inference.hf.packed import pack
+from inference.hf.texts import as_rows, computed, counts, texts_of
 from inference.model import Classification, Model, Reranking, Tensor
 from inference.wire.arrays import Array
 
@@ -24,6 +25,7 @@ class _Sequences:
 
     def __init__(self, folder: HfFolder, device: str, max_length: int | None) -> None:
         self.network = folder.network("AutoModelForSequenceClassification", device)
+        self._is_packed = pack(self.network)
         self._tokenizer = folder.load("AutoTokenizer")
         self._max_length = max_length or folder.max_length(self._tokenizer)
         self._device = device
@@ -34,7 +36,8 @@ class _Sequences:
             *texts, padding=True, truncation=self._max_length is not None, max_length=self._max_length,
             return_tensors="pt",
         ).to(self._device)  # fmt: skip
-        return self.network(**fields).logits.float(), counts(fields["attention_mask"])
+        logits = computed(lambda some: self.network(**some).logits.float(), fields, self._is_packed)
+        return logits, counts(fields["attention_mask"])
 
 
 class TextClassification(Model):

@@ -9,7 +9,8 @@ import torch
 
 from inference.errors import BadInput
 from inference.hf.folder import HfFolder
-from inference.hf.texts import counts, texts_of
+from inference.hf.packed import pack
+from inference.hf.texts import computed, counts, texts_of
 from inference.model import Embedding, Model, Parameter, Tensor
 from inference.wire.arrays import Array
 
@@ -86,6 +87,8 @@ class SentenceSimilarity(Model):
                 reason, "save it by SentenceTransformer.save_pretrained, or set `task: feature-extraction`"
             )
         self._model = folder.load("SentenceTransformer", "sentence_transformers", device=device).train(False)
+        network = getattr(self._model[0], "auto_model", None)  # of transformers
+        self._is_packed = network is not None and pack(network)
         self._device = device
 
     @torch.inference_mode()
@@ -106,7 +109,7 @@ class SentenceSimilarity(Model):
             }
             mask = features.get("attention_mask")
             tokens = counts(mask) if mask is not None else torch.zeros(len(places), 1, dtype=torch.int32)
-            vectors = self._model(features)["sentence_embedding"].float()
+            vectors = computed(lambda some: self._model(some)["sentence_embedding"].float(), features, self._is_packed)
             found |= {place: (vectors[row], tokens[row]) for row, place in enumerate(places)}
         rows = [found[place] for place in range(len(texts))]
         return {"embedding": torch.stack([row[0] for row in rows]), "tokens": torch.stack([row[1] for row in rows])}

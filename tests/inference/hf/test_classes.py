@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from sentence_transformers import CrossEncoder
 
 from inference.errors import LoadError
@@ -39,6 +40,19 @@ def test_scores_are_the_pipelines(tmp_path: Path, problem: str | None) -> None:
         )
         assert label.decode() == said[0]["label"]
     assert got["tokens"][:, 0].tolist() == [6, 5, 14, 6, 3]
+
+
+def test_texts_of_very_different_lengths_score_as_alone(tmp_path: Path) -> None:
+    folder = bert(tmp_path / "classes", "BertForSequenceClassification", LABELS)
+    texts = ["cat", "cat dog " * 9, *TEXTS, *["dog"] * 9]
+    scores = opened(folder)(text=rows(*texts))["scores"]
+    alone = torch.cat([opened(folder)(text=rows(text))["scores"] for text in texts[:4]])
+    assert (scores[:4] - alone).abs().max() < 1e-5
+    folder = bert(tmp_path / "ranks", "BertForSequenceClassification", ("relevant",))
+    got = opened(folder)(query=rows(*["cat"] * len(texts)), document=rows(*texts))
+    expected = CrossEncoder(str(folder), device="cpu", local_files_only=True).predict([("cat", one) for one in texts])
+    assert np.abs(got["score"][:, 0].numpy() - expected).max() < 1e-4
+    assert got["tokens"][:3, 0].tolist() == [5, 16, 8]
 
 
 def test_labels_are_in_the_metadata(tmp_path: Path) -> None:

@@ -1,0 +1,92 @@
+"""Networks of BERT's family compute no padding, and say what they say of padded texts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from inference.hf import packed
+from inference.hf.packed import pack
+from tests.inference.hf.folders import LIBRARY
+
+LENGTHS = (5, 1, 12, 5, 7, 12, 3)
+SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+
+
+def network(kind: str, **config: Any) -> Any:
+    torch.manual_seed(2)
+    made = LIBRARY.AutoConfig.for_model(
+        kind, vocab_size=50, max_position_embeddings=32, initializer_range=0.6, pad_token_id=0, **SIZES, **config
+    )
+    return LIBRARY.AutoModel.from_config(made).train(False)
+
+
+def fields(side: str = "right") -> dict[str, torch.Tensor]:
+    """Of texts of these lengths."""
+    places = torch.arange(max(LENGTHS))
+    mask = torch.stack(
+        [(places < length) if side == "right" else (places >= len(places) - length) for length in LENGTHS]
+    )
+    ids = torch.randint(3, 50, mask.shape, generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids * mask, "attention_mask": mask.long()}
+
+
+def states(made: Any, given: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The last ones, 0 where there is padding."""
+    with torch.inference_mode():
+        found: torch.Tensor = made(**given).last_hidden_state
+    return found * given["attention_mask"][:, :, None]
+
+
+def shapes_seen(made: Any) -> list[tuple[int, ...]]:
+    """Grows by the shape of what the first layer gets, in every pass."""
+    seen: list[tuple[int, ...]] = []
+    layer = made.base_model.encoder.layer[0]
+    layer.register_forward_pre_hook(lambda _, given: seen.append(tuple(given[0].shape)))
+    return seen
+
+
+@pytest.mark.parametrize("kind", sorted(packed.FAMILY))
+def test_the_states_are_those_of_padded_texts(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "PASS_TOKENS", 16)
+    made = network(kind)
+    expected = states(made, fields())
+    assert pack(made)
+    seen = shapes_seen(made)
+    found = states(made, fields())
+    assert (found - expected).abs().max() < 1e-5
+    assert expected[1, 0].std() > 0.1
+    assert seen == [(1, 14, 16), (1, 7, 16), (1, 12, 16), (1, 12, 16)]
+
+
+@pytest.mark.parametrize("length", [1, 9])
+def test_texts_of_one_length_are_computed_at_once(length: int) -> None:
+    made = network("bert")
+    given = {name: value[:, :length] for name, value in fields().items()}
+    given["attention_mask"] = torch.ones_like(given["attention_mask"])
+    expected = states(made, given)
+    assert pack(made)
+    seen = shapes_seen(made)
+    assert (states(made, given) - expected).abs().max() < 1e-5
+    assert seen == [(1, 7 * length, 16)]
+
+
+def test_texts_that_are_padded_at_the_left_keep_their_padding() -> None:
+    made = network("bert")
+    expected = states(made, fields("left"))
+    assert pack(made)
+    seen = shapes_seen(made)
+    assert (states(made, fields("left")) - expected).abs().max() < 1e-5
+    assert seen == [(7, 12, 16)]
+
+
+@pytest.mark.parametrize("config", [{"is_decoder": True}, {"output_hidden_states": True}])
+def test_other_uses_are_left_alone(config: dict[str, Any]) -> None:
+    assert not pack(network("bert", **config))
+
+
+def test_other_networks_are_left_alone() -> None:
+    made = LIBRARY.DistilBertModel(LIBRARY.DistilBertConfig(vocab_size=50, dim=16, n_layers=1, n_heads=2, hidden_dim=8))
+    assert not pack(made)
