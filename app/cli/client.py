@@ -310,7 +310,7 @@ def _cells(one: Mapping[str, Any]) -> tuple[str, ...]:
     devices = ",".join(one.get("devices", ()))
     nodes = ",".join(f"{node} ({count})" if count > 1 else node for node, count in one.get("nodes", {}).items())
     if "share" in one:
-        version += f" ({100 * one['share']:g} %)"
+        version += " (shadow)" if one.get("shadow") else f" ({100 * one['share']:g} %)"
     return name, version, state, _replicas(one), devices, nodes, since, reason
 
 

@@ -70,6 +70,8 @@ class InferRequest:
     """Whether it is one row without the batch axis, and is answered without it."""
     owner: str = ""
     """The name of the API key that it came with; empty: none."""
+    is_copy: bool = False
+    """Whether no client waits for its answer (`app.dispatch.shadow`): it gives way to all others."""
 
 
 Outputs = dict[str, RawTensor]

@@ -181,6 +181,9 @@ class Deployment(Section):
             yield "versions: expected all of them to be language models, or none of them"
         if self.traffic is not None:
             yield from self.traffic.faults(self.versions)
+            if self.traffic.shadow and True in kinds:
+                expected = "expected a model that answers with tensors: texts of language models are not compared"
+                yield f"traffic.shadow: {expected}; remove it"
 
     def version(self, name: str) -> Deployment:
         """The deployment of one of its `versions`.

@@ -353,6 +353,9 @@ class Traffic(Value):
     """A request header: requests with the same value of it get the same version."""
     rollback: RollbackRule | None = None
     """When other versions than the default lose their shares; default: never by themselves."""
+    shadow: str = ""
+    """A version without a share that gets copies of the requests that others answered; its answers are compared with
+    theirs, and sent to nobody."""
 
     @property
     def shares(self) -> dict[str, float]:
@@ -371,6 +374,12 @@ class Traffic(Value):
         total = sum(self.shares.values())
         if not self.shares or abs(total - 1) > SHARES_TOLERANCE:
             raise ValueError(f"expected shares by version that sum to 1, got {total:g}")
+        if share := self.shares.get(self.shadow):
+            raise ValueError(
+                f"shadow: expected a version without a share, got {self.shadow!r}, which has {share:g} of the requests"
+            )
+        if self.shadow and self.shadow == self.default:
+            raise ValueError(f"shadow: expected another version than the default, got {self.shadow!r}")
         return self
 
     def of(self, versions: Collection[str]) -> Traffic:
@@ -392,6 +401,8 @@ class Traffic(Value):
                 yield f"traffic: expected shares of the versions {known}, got one of `{version}`"
         if self.default and self.default not in versions:
             yield f"traffic.default: expected one of the versions {known}, got {self.default!r}"
+        if self.shadow and self.shadow not in versions:
+            yield f"traffic.shadow: expected one of the versions {known}, got {self.shadow!r}"
 
 
 class Scaling(Section):

@@ -38,13 +38,13 @@ class DeploymentLoad(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Tally(msgspec.Struct, frozen=True, array_like=True):
-    """What one deployment's requests have come to, without those that failed by their clients' fault."""
+    """What one version's requests have come to, without those that failed by their clients' fault."""
 
     name: str
     ended: int
     failed: int
     times: list[int]
-    """Requests that were answered, by bucket of ``headwater_request_seconds``."""
+    """Requests that were answered, by bucket of `app.telemetry.catalogue.VERSION_TIMES`."""
 
     @property
     def answered(self) -> int:

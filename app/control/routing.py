@@ -87,6 +87,10 @@ class TrafficRoute(msgspec.Struct, frozen=True):
     """The header whose value decides; empty: the request's id does."""
     is_watched: bool = False
     """Whether the supervisor compares the versions."""
+    shadow: str = ""
+    """The version that gets copies of the requests that others answered; empty: none."""
+    before: dict[str, float] = {}
+    """The shares that a rollback would restore; empty: there is nothing to go back to."""
 
 
 class DeploymentRoute(msgspec.Struct, frozen=True):

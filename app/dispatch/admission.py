@@ -73,6 +73,10 @@ class QueueBudget:
         count = len(self.members)
         return self.max_rows // count, self.max_bytes // count
 
+    def drop_copies(self) -> bool:
+        """Remove everything that no client waits for from all queues. Returns whether there was anything."""
+        return sum([member.drop_copies() for member in self.members]) > 0
+
     def reclaim(self, member: Admission[Any], rows: int, held_bytes: int) -> None:
         """Remove what others have beyond their shares, as far as a request of this deployment needs it."""
         share_rows, share_bytes = self.share()
@@ -105,6 +109,8 @@ class Admission(Generic[T]):
         self.rate = DrainRate()
         self.limit = 1
         """The number of the deployment's rows that may wait."""
+        self._copies: list[T] = []
+        """Items that no client waits for; some of them no longer wait."""
         budget.members.append(self)
 
     def close(self) -> None:
@@ -128,11 +134,9 @@ class Admission(Generic[T]):
         queue, budget = self.queue, self._budget
         if not queue.rows:
             self.rate.note_empty()
-        if (
-            queue.rows + rows <= self.limit
-            and budget.waiting.rows + rows <= budget.max_rows
-            and budget.waiting.held_bytes + held_bytes <= budget.max_bytes
-        ):
+        if self._has_capacity(rows, held_bytes):
+            return
+        if budget.drop_copies() and self._has_capacity(rows, held_bytes):
             return
         self._check_possible(rows, held_bytes)
         share_rows, share_bytes = budget.share()
@@ -147,6 +151,33 @@ class Admission(Generic[T]):
                 raise self._full(bound)
             self.displace(found, bound)
         budget.reclaim(self, rows, held_bytes)
+
+    def check_copy(self, rows: int, held_bytes: int) -> None:
+        """Refuse a request that no client waits for, unless it fits without making others give way.
+
+        Raises:
+            QueueFull: it does not.
+        """
+        if not self._has_capacity(rows, held_bytes):
+            raise self._full()
+
+    def add_copy(self, item: T) -> None:
+        """Note an item that no client waits for: if a request doesn't fit, it gives way before anything else."""
+        self._copies = [*(one for one in self._copies if one.alive), item]
+
+    def drop_copies(self) -> bool:
+        """Remove these items. Returns whether any of them waited."""
+        copies, self._copies = [item for item in self._copies if item.alive], []
+        self.displace(copies, None)
+        return bool(copies)
+
+    def _has_capacity(self, rows: int, held_bytes: int) -> bool:
+        waiting, budget = self._budget.waiting, self._budget
+        return (
+            self.queue.rows + rows <= self.limit
+            and waiting.rows + rows <= budget.max_rows
+            and waiting.held_bytes + held_bytes <= budget.max_bytes
+        )
 
     def displace(self, items: list[T], bound: str | None) -> None:
         """Fail the requests that these waiting items belong to with 429.

@@ -71,6 +71,11 @@ class ModelDispatcher(TensorDispatcher[Pending]):
         """Rows waiting."""
         return self._queue.rows + self._retries.rows
 
+    @property
+    def is_crowded(self) -> bool:
+        """See `TensorDispatcher.is_crowded`."""
+        return self.queued_rows > self._queue.max_batch_size
+
     def update(self, route: DeploymentRoute) -> None:
         """See `Dispatcher.update`."""
         if route.signature is not None:
@@ -152,8 +157,11 @@ class ModelDispatcher(TensorDispatcher[Pending]):
         size_bytes = held_bytes(request.inputs)
         if signature.streams and request.rows > signature.max_batch_size:
             raise self._too_many(request.rows, signature.max_batch_size)
-        self._admission.check(request.rows, size_bytes, request.priority)
-        meter = self._meter if signature.heads else None
+        if request.is_copy:
+            self._admission.check_copy(request.rows, size_bytes)
+        else:
+            self._admission.check(request.rows, size_bytes, request.priority)
+        meter = self._meter if signature.heads and not request.is_copy else None
         collector = Collector(wanted_heads(request, signature), is_stream=is_stream, meter=meter)
         pending = Pending(request, signature, collector, self.route.timeout_s)
         pending.gathered_ns = self._batching.clock.read_ns()
@@ -167,7 +175,9 @@ class ModelDispatcher(TensorDispatcher[Pending]):
         self._requests.discard(run)
         collector = run.collector
         succeeded = collector.succeeded
-        if succeeded:
+        if run.request.is_copy:
+            pass  # which is counted as a copy
+        elif succeeded:
             self._meter.note_request(
                 run.request.rows, run.queue_ns, run.batch_wait_ns, run.compute_ns, run.transport_ns()
             )
@@ -196,6 +206,7 @@ class ModelDispatcher(TensorDispatcher[Pending]):
             id(pending if pending.signature.streams else pending.signature),
             tuple([(name, tensor.shape[1:]) for name, tensor in request.inputs.items()]),
             tuple(request.batch_parameters.items()),
+            request.is_copy,  # what a copy does to a replica is no fault of a client's request
         )
         losses = 1 if pending.fingerprint else 0
         whole = Part(pending, key, 0, request.rows, request.inputs, set(pending.collector.heads), size_bytes, losses)
@@ -206,8 +217,13 @@ class ModelDispatcher(TensorDispatcher[Pending]):
             if losses:
                 self._retries.push(part)
             else:
-                self._queue.push(part)
+                self._push(part)
         self._batching.schedule()
+
+    def _push(self, part: Part) -> None:
+        self._queue.push(part)
+        if part.pending.request.is_copy:
+            self._admission.add_copy(part)
 
     def _displace(self, part: Part, error: QueueFull) -> None:
         """Fail a request that gives way to one with a better claim to its place in the queue."""
@@ -222,7 +238,7 @@ class ModelDispatcher(TensorDispatcher[Pending]):
                 if part.alive and part.rows > self._queue.max_batch_size:
                     self._queue.remove(part)
                     for piece in self._fitting(part):
-                        self._queue.push(piece)
+                        self._push(piece)
 
     def _fitting(self, part: Part) -> list[Part]:
         """A part, which is in no queue, cut to the present size of batches."""
@@ -251,4 +267,4 @@ class ModelDispatcher(TensorDispatcher[Pending]):
                 self._retries.push_back(pieces)
             else:
                 for piece in pieces:
-                    self._queue.push(piece)
+                    self._push(piece)

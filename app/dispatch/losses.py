@@ -245,7 +245,7 @@ class Losses:
         pending = part.pending
         if pending.collector.is_done or part.awaited.isdisjoint(pending.collector.undecided):
             return
-        if self.is_closed or pending.signature.streams:
+        if self.is_closed or pending.signature.streams or pending.request.is_copy:
             part.fail(error)
             return
         part.losses += 1

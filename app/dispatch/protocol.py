@@ -18,6 +18,7 @@ from app.control.routing import DeploymentRoute, State, unavailable
 from app.dispatch.answer_cache import AnswerCache
 from app.dispatch.collector import Collector, no_rows, no_rows_by_head
 from app.dispatch.flights import Flights, Waiter
+from app.dispatch.shadow import Shadow
 from app.errors import RETRY_AFTER_LOST_S, BadRequest, HeadwaterError, Unavailable
 from app.telemetry.instruments import Gauge
 from app.telemetry.recorder import recorder
@@ -159,6 +160,8 @@ class TensorDispatcher(Dispatcher, Generic[R]):
         """Those in flight, less those that wait for an equal one."""
         self._waiting: set[Waiter] = set()
         self._flights: Flights | None = None
+        self.shadow: Shadow | None = None
+        """Gets copies of the requests that are computed here."""
         self._adopt_cache()
 
     @abstractmethod
@@ -173,6 +176,11 @@ class TensorDispatcher(Dispatcher, Generic[R]):
     def in_flight(self) -> int:
         """See `Dispatcher.in_flight`."""
         return len(self._requests) + len(self._waiting)
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether more rows wait than the next call takes."""
+        return False
 
     def update(self, route: DeploymentRoute) -> None:
         """See `Dispatcher.update`."""
@@ -220,18 +228,25 @@ class TensorDispatcher(Dispatcher, Generic[R]):
         signature = self.check_ready(is_step=is_step)
         if request.rows == 0:
             return Answer(no_rows(signature, request))
-        if self._flights is None:
-            return await self._compute(request, signature)
         began_s = time.monotonic()
-        answer = await self._flights.answer(
-            request, self.route.timeout_s, lambda: self._compute(request, self.check_ready(is_step=is_step))
-        )
-        if answer.cache != "miss":
+        if self._flights is None:
+            answer = await self._compute(request, signature)
+        else:
+            answer = await self._flights.answer(
+                request, self.route.timeout_s, lambda: self._compute(request, self.check_ready(is_step=is_step))
+            )
+        if self.shadow is not None and answer.cache in ("", "miss"):
+            self.shadow.offer(request, answer, signature, time.monotonic() - began_s, is_crowded=self.is_crowded)
+        if answer.cache not in ("", "miss"):
             meter = recorder().deployment(self.route.name)
             meter.rows.add(request.rows)
             for head in request.heads:
                 meter.note_head(head, None, (time.monotonic() - began_s) * 1000)
         return answer
+
+    async def compute(self, request: InferRequest) -> Answer:
+        """Answer a request whole, as `infer`, but never with a kept answer, and without a copy for a shadow."""
+        return await self._compute(request, self.check_ready())
 
     async def _compute(self, request: InferRequest, signature: Signature) -> Answer:
         run = self._start(request, signature, is_stream=False)
@@ -243,6 +258,8 @@ class TensorDispatcher(Dispatcher, Generic[R]):
     async def stream(self, request: InferRequest) -> AsyncIterator[HeadAnswer]:
         """See `Dispatcher.stream`."""
         signature = self.check_ready()
+        if self.shadow is not None:
+            self.shadow.drop("stream")
         if request.rows == 0:
             for piece in no_rows_by_head(signature, request):
                 yield piece

@@ -8,7 +8,8 @@ from typing import Final
 
 from app.codecs.tensors import Answer, HeadAnswer, InferRequest
 from app.control.routing import DeploymentRoute, State, TrafficRoute, unavailable
-from app.dispatch.protocol import Dispatcher, Fail
+from app.dispatch.protocol import Dispatcher, Fail, TensorDispatcher
+from app.dispatch.shadow import Shadow, Target
 from app.errors import RETRY_AFTER_LOST_S, Unavailable
 from inference.signature import Signature
 
@@ -28,6 +29,36 @@ class VersionsDispatcher(Dispatcher):
     def __init__(self, route: DeploymentRoute, find: Callable[[str], Dispatcher | None]) -> None:
         self.route = route
         self._find = find
+        self.shadow: Shadow | None = None
+        """Sends copies of requests to the version that gets them."""
+        self._adopt_shadow()
+
+    def update(self, route: DeploymentRoute) -> None:
+        """See `Dispatcher.update`."""
+        super().update(route)
+        self._adopt_shadow()
+
+    def close(self) -> None:
+        """See `Dispatcher.close`."""
+        super().close()
+        if self.shadow is not None:
+            self.shadow.cancel()
+
+    def shadow_of(self, version: str) -> Shadow | None:
+        """What gets copies of the requests that a version answers."""
+        return None if version == self.traffic.shadow else self.shadow
+
+    def _adopt_shadow(self) -> None:
+        name = f"{self.route.name}.{self.traffic.shadow}" if self.traffic.shadow else ""
+        if self.shadow is not None and self.shadow.name != name:
+            self.shadow.cancel()
+            self.shadow = None
+        if name and self.shadow is None:
+            self.shadow = Shadow(name, lambda: self._target(name))
+
+    def _target(self, name: str) -> Target | None:
+        found = self._find(name)
+        return found if isinstance(found, TensorDispatcher) else None
 
     @property
     def traffic(self) -> TrafficRoute:

@@ -19,7 +19,8 @@ from app.dispatch.dispatcher import ModelDispatcher
 from app.dispatch.graph import GraphDispatcher
 from app.dispatch.pool import Connect
 from app.dispatch.pool import connect as dispatch_connect
-from app.dispatch.protocol import Dispatcher, Fail, drain
+from app.dispatch.protocol import Dispatcher, Fail, TensorDispatcher, drain
+from app.dispatch.shadow import Shadow
 from app.dispatch.versions import VersionsDispatcher
 from app.errors import RETRY_AFTER_LOST_S, BadRequest, NotFound, Unavailable
 from app.lm.dispatcher import LmDispatcher
@@ -147,6 +148,10 @@ class Models:
         traffic = self.get(model.name).route.traffic
         return 0.0 if traffic is None else traffic.shares.get(model.version, 0.0)  # it may just be going
 
+    def is_shadow(self, model: ServedModel) -> bool:
+        """Whether it is a version that gets copies of the requests that others answered."""
+        return self._copies_for(model) is not None
+
     def versions_of(self, model: ServedModel) -> list[ServedModel]:
         """A deployment's versions; one without versions itself."""
         return [model] if model.route.traffic is None else [self.get(model.name, one) for one in model.versions]
@@ -171,6 +176,24 @@ class Models:
             for model in self._models.values()
             for name in model.route.adapters
         }
+        for model in self._models.values():
+            dispatcher = model.dispatcher
+            if isinstance(dispatcher, TensorDispatcher) and model.route.version:
+                versions = self._versions(model)
+                dispatcher.shadow = None if versions is None else versions.shadow_of(model.route.version)
+            elif isinstance(dispatcher, VersionsDispatcher) and dispatcher.shadow and table.draining:
+                dispatcher.shadow.cancel()
+
+    def _versions(self, model: ServedModel) -> VersionsDispatcher | None:
+        """Of a version: the dispatcher of the deployment that it is one of."""
+        found = self._dispatcher(model.route.part_of or "")
+        return found if isinstance(found, VersionsDispatcher) else None
+
+    def _copies_for(self, model: ServedModel) -> Shadow | None:
+        """What sends copies of requests to a version, if it gets any."""
+        versions = self._versions(model)
+        is_one = versions is not None and versions.traffic.shadow == model.route.version
+        return versions.shadow if versions is not None and is_one else None
 
     def _made(self, route: DeploymentRoute) -> Dispatcher:
         if route.traffic is not None:
@@ -293,6 +316,8 @@ class Models:
             retry_after_s=RETRY_AFTER_LOST_S,
         )
         dispatcher = model.dispatcher
+        if (copies := self._copies_for(model)) is not None:
+            copies.cancel()
 
         def under_way() -> list[Fail]:
             if order.adapters and isinstance(dispatcher, VllmDispatcher):

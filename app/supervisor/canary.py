@@ -5,9 +5,10 @@ rule in ``traffic.rollback`` says:
 
 - the part of the requests that failed, by no fault of their clients. A part below one in ``min_requests`` counts as
   that: a single failure is no difference;
-- the 99th percentile of the time that answered requests took. Times are known by the bucket of a histogram, so the
-  lower bound of the version's bucket is compared with the upper bound of the default's: the version really is that
-  much slower. And so many requests must have been that slow that it is no chance.
+- the 99th percentile of the time that answered requests took. Times are known by the bucket of a histogram, whose
+  bounds are 9 % apart, so the lower bounds of the version's buckets are compared with the upper bound of that of the
+  default's percentile: the version really is that much slower. And so many requests must have been that slow that it is
+  no chance, given how many requests both percentiles are from.
 
 Unless both versions have had ``min_requests``, nothing is decided.
 """
@@ -27,7 +28,7 @@ from app.control.load import Tally
 from app.supervisor.composite import Composite
 from app.supervisor.host import Host
 from app.supervisor.versions_state import VersionsState
-from app.telemetry.catalogue import CATALOGUE, REQUEST_SECONDS
+from app.telemetry.catalogue import ALL_SERIES, VERSION_TIMES
 from app.telemetry.recorder import recorder
 
 __all__ = ["Canaries", "Comparison"]
@@ -36,9 +37,9 @@ logger = logging.getLogger("headwater")
 
 TICK_S: Final = 0.5
 WINDOW_S: Final = 60.0
-DEVIATIONS: Final = 3.0
-"""By so many standard deviations more requests than one in a hundred must be slow: of few requests two may be so."""
-_BOUNDS_MS: Final = [bound / 1e6 for bound in CATALOGUE[REQUEST_SECONDS].bounds]
+CHANCE: Final = 1e-6
+"""How probable so many slow requests must be at most, were the version just as slow as the rule allows."""
+_BOUNDS_MS: Final = [bound / 1e6 for bound in ALL_SERIES[VERSION_TIMES].bounds]
 _NONE: Final = Tally("", 0, 0, [0] * (len(_BOUNDS_MS) + 1))
 
 
@@ -86,12 +87,30 @@ class Comparison:
         slow, fast = _p99_bucket(version.times), _p99_bucket(default.times)
         if fast == len(_BOUNDS_MS):
             return ""
-        first = bisect_left(_BOUNDS_MS, rule.p99 * _BOUNDS_MS[fast]) + 1  # of the buckets that are so much slower
-        expected = version.answered / 100
-        if sum(version.times[first:]) > expected + DEVIATIONS * math.sqrt(expected):
-            text = "its p99 is over {:g} ms, that of the default at most {:g} ms"
+        # Of the buckets that are so much slower; bounds are rounded to nanoseconds.
+        first = bisect_left(_BOUNDS_MS, rule.p99 * _BOUNDS_MS[fast] * (1 - 1e-6)) + 1
+        if slow >= first and _chance(sum(version.times[first:]), version.answered, default.answered) < CHANCE:
+            text = "its p99 is over {:.3g} ms, that of the default at most {:.3g} ms"
             return text.format(_BOUNDS_MS[slow - 1], _BOUNDS_MS[fast])
         return ""
+
+
+def _chance(slow: int, answered: int, default_answered: int) -> float:
+    """An upper bound on the probability that so many of a version's requests are slow by chance.
+
+    Slow is what one in a hundred of the default's requests is, times the factor. Were the version no slower than that,
+    each slow request of both together would be the default's as probably as any request is. That so few of them are has
+    a binomial distribution's probability, for which this is Chernoff's bound.
+    """
+    usual = default_answered // 100
+    expected = default_answered / (default_answered + answered)
+    found = usual / (slow + usual) if slow else 1.0
+    if found >= expected:
+        return 1.0
+    divergence = (1 - found) * math.log((1 - found) / (1 - expected))
+    if found:
+        divergence += found * math.log(found / expected)
+    return math.exp(-(slow + usual) * divergence)
 
 
 def _p99_bucket(times: list[int]) -> int:

@@ -76,7 +76,10 @@ class VersionsState(Composite):
 
     def _with(self, settings: Traffic, shares: Mapping[str, float], default: str) -> Deployment:
         shared = {version: shares.get(version, 0.0) for version in self.config.versions}
-        return self.config.with_traffic(Traffic.model_validate({**settings.settings, **shared, "default": default}))
+        fields = {**settings.settings, **shared, "default": default}
+        if shared.get(settings.shadow) != 0:  # it has a share now, or is gone
+            fields.pop("shadow", None)
+        return self.config.with_traffic(Traffic.model_validate(fields))
 
     def update(self, deployments: Mapping[str, DeploymentRoute]) -> None:
         """See `Composite.update`. It is READY while its default version is; the reason names versions that are not."""
@@ -97,7 +100,8 @@ class VersionsState(Composite):
     def route(self, workers: int) -> DeploymentRoute:
         """What each of so many gateway workers gets."""
         traffic = self.config.shared_traffic
-        told = TrafficRoute(traffic.shares, traffic.default, traffic.sticky, self.is_watched)
+        before = {} if self.before is None else self.before.shares
+        told = TrafficRoute(traffic.shares, traffic.default, traffic.sticky, self.is_watched, traffic.shadow, before)
         first = next(iter(self.config.versions))
         is_language_model = self.config.version(first).is_language_model
         return msgspec.structs.replace(super().route(workers), traffic=told, is_language_model=is_language_model)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Final, Literal, NamedTuple, get_args
 
 __all__ = [
-    "ACCEPTED", "ALL_SERIES", "CATALOGUE", "IN_FLIGHT", "OUTCOMES", "REQUESTS", "REQUEST_SECONDS", "Outcome", "Phase",
-    "Route",
+    "ACCEPTED", "ALL_SERIES", "CATALOGUE", "IN_FLIGHT", "OUTCOMES", "REQUESTS", "REQUEST_SECONDS", "VERSION_TIMES",
+    "Outcome", "Phase", "Route", "ShadowDrop",
 ]  # fmt: skip
 
 Route = Literal[
@@ -18,6 +18,8 @@ Route = Literal[
     "transcriptions", "tokenize", "detokenize",
 ]  # fmt: skip
 Phase = Literal["queue", "batch_wait", "transport", "compute", "serialise"]
+ShadowDrop = Literal["in_flight", "bytes", "load", "unavailable", "signature", "stream", "ended"]
+"""Why a request was not copied, or its copy was given up."""
 Outcome = Literal["ok", "client_error", "shed", "cancelled", "timeout", "failed", "unavailable", "lost"]
 """How a request ends; the supervisor books `lost` for requests whose gateway worker ended."""
 OUTCOMES: Final[tuple[Outcome, ...]] = get_args(Outcome)
@@ -26,11 +28,16 @@ REQUESTS: Final = "headwater_requests"
 ACCEPTED: Final = "headwater_requests_accepted"
 IN_FLIGHT: Final = "headwater_requests_in_flight"
 REQUEST_SECONDS: Final = "headwater_request_seconds"
+VERSION_TIMES: Final = "headwater_version_times"
 
 _NS: Final = 1e-9
 # 1 : 2.5 : 5, from a quarter of a millisecond to a minute.
 _TIMES_MS: Final = (0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 2500, 5000, 10_000, 30_000, 60_000)
+# Eight to a doubling, from an eighth of a millisecond to 131 s.
+_FINE_TIMES_NS: Final = tuple(round(125_000 * 2 ** (step / 8)) for step in range(161))
 _TIMES_NS: Final = tuple(round(ms * 1_000_000) for ms in _TIMES_MS)
+# Zero, which is equality, and powers of ten from a millionth to a thousand, in millionths.
+_DIFFERENCES: Final = (0, *(10**power for power in range(10)))
 _ROWS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
@@ -108,6 +115,31 @@ CATALOGUE: Final[dict[str, Series]] = {
         ),
         _counter("headwater_feature_cache_evictions", "Kept rows of a step that made room for others.", "step"),
         _gauge("headwater_feature_cache_bytes", "Memory of the rows that one replica keeps.", "step", merge="max"),
+        # Shadows: versions that get copies of requests
+        _counter(
+            "headwater_shadow_requests", "Copies of requests that a shadow has ended: compared, or failed.", "result"
+        ),
+        _counter("headwater_shadow_dropped", "Requests that were not copied to a shadow, or not to the end.", "reason"),
+        _counter("headwater_shadow_rows", "Rows of answers that were compared."),
+        _counter(
+            "headwater_shadow_disagreements",
+            "Of these, rows whose greatest label or texts differ (value), or whose datatype or shape does (form).",
+            "output",
+            "kind",
+        ),
+        Series(
+            "headwater_shadow_difference",
+            "histogram",
+            "The greatest absolute difference of two numbers in an output that was compared.",
+            ("deployment", "output"),
+            1e-6,
+            _DIFFERENCES,
+        ),
+        _times(
+            "headwater_shadow_seconds",
+            "Time until the answers that were compared: of the version that answered, and of the shadow.",
+            "by",
+        ),
         # Heads
         _times("headwater_head_seconds", "From a request's acceptance to a head's last result.", "head"),
         _counter("headwater_head_results", "Final results of requested heads, by outcome.", "head", "outcome"),
@@ -181,6 +213,8 @@ ALL_SERIES: Final = {
             _counter("headwater_steps", "Steps of a fused pipeline: calls, retries, and their nanoseconds.", "step"),
             _counter("headwater_sequences", "Sequences of answered language-model requests."),
             _counter("headwater_frames", "Frames received from engines."),
+            # For the supervisor, which compares versions.
+            Series(VERSION_TIMES, "histogram", "The same as headwater_request_seconds.", bounds=_FINE_TIMES_NS),
         )
     },
 }

@@ -10,7 +10,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from typing import Final
 
-from app.telemetry.catalogue import CATALOGUE, OUTCOMES, REQUESTS, Outcome
+from app.telemetry.catalogue import ALL_SERIES, OUTCOMES, REQUESTS, Outcome
 from app.telemetry.store import Key, Store
 
 __all__ = ["ACCEPTED_AT", "Counter", "Gauge", "Histogram", "Requests", "Statistics"]
@@ -58,7 +58,7 @@ class Histogram(_Instrument):
     """A record with a count for each bucket, including the unbounded one, and then the sum."""
 
     def __init__(self, store: Store, name: str, *labels: str) -> None:
-        self._bounds = CATALOGUE[name].bounds
+        self._bounds = ALL_SERIES[name].bounds
         super().__init__(store, name, *labels, numbers=len(self._bounds) + 2)
         self._store = store
         self._values: list[int] = []
@@ -100,6 +100,7 @@ class Requests(_Instrument):
 
     def __init__(self, store: Store, deployment: str, route: str) -> None:
         super().__init__(store, REQUESTS, deployment, route, numbers=len(OUTCOMES) + 1)
+        self.deployment = deployment
         self.seconds = Histogram(store, "headwater_request_seconds", deployment, route)
 
     def accept(self) -> None:

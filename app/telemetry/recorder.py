@@ -17,14 +17,14 @@ from typing import Any, Final, get_args
 
 from app.control.load import Tally
 from app.errors import Cancelled, HeadwaterError
-from app.telemetry.catalogue import CATALOGUE, OUTCOMES, REQUEST_SECONDS, REQUESTS, Outcome, Phase, Route
+from app.telemetry.catalogue import ALL_SERIES, OUTCOMES, REQUESTS, VERSION_TIMES, Outcome, Phase, Route, ShadowDrop
 from app.telemetry.instruments import Counter, Gauge, Histogram, Requests, Statistics
 from app.telemetry.store import Key, Store
 from inference.wire.frame import CacheCount, StepCount
 
 __all__ = [
-    "PHASE_SECONDS", "CacheMeter", "DeploymentMeter", "LanguageModelMeter", "Recorder", "accept", "leave", "note_error",
-    "outcome_of", "recorder", "use",
+    "PHASE_SECONDS", "CacheMeter", "DeploymentMeter", "LanguageModelMeter", "Recorder", "ShadowMeter", "accept",
+    "leave", "note_error", "outcome_of", "recorder", "use",
 ]  # fmt: skip
 
 PHASE_SECONDS: Final = "headwater_request_phase_seconds"
@@ -165,6 +165,31 @@ class FeatureMeter:
         self._size_bytes.set(count.size_bytes)
 
 
+class ShadowMeter:
+    """The series of one shadow."""
+
+    def __init__(self, store: Store, name: str) -> None:
+        self.compared, self.failed = (
+            Counter(store, "headwater_shadow_requests", name, result) for result in ("compared", "failed")
+        )
+        self.dropped: Callable[[ShadowDrop], Counter] = functools.cache(
+            functools.partial(Counter, store, "headwater_shadow_dropped", name)
+        )
+        """By reason."""
+        self.rows = Counter(store, "headwater_shadow_rows", name)
+        self.disagreements: Callable[[str, str], Counter] = functools.cache(
+            functools.partial(Counter, store, "headwater_shadow_disagreements", name)
+        )
+        """By output and kind."""
+        self.difference: Callable[[str], Histogram] = functools.cache(
+            functools.partial(Histogram, store, "headwater_shadow_difference", name)
+        )
+        """By output, in millionths."""
+        self.answer_seconds, self.seconds = (
+            Histogram(store, "headwater_shadow_seconds", name, by) for by in ("answer", "shadow")
+        )
+
+
 class LanguageModelMeter:
     """The series of one language model."""
 
@@ -192,12 +217,18 @@ class Recorder:
         """The meter of a deployment that is called with tensors."""
         self.cache: Callable[[str], CacheMeter] = functools.cache(functools.partial(CacheMeter, store))
         """The meter of a deployment's kept answers."""
+        self.shadow: Callable[[str], ShadowMeter] = functools.cache(functools.partial(ShadowMeter, store))
+        """The meter of a version that gets copies of requests."""
         self.language_model: Callable[[str], LanguageModelMeter] = functools.cache(
             functools.partial(LanguageModelMeter, store)
         )
         """The meter of a language model."""
         self.requests: Callable[[str, Route], Requests] = functools.cache(functools.partial(Requests, store))
         """The count of requests for a deployment over a route."""
+        self.version_times: Callable[[str], Histogram] = functools.cache(
+            functools.partial(Histogram, store, VERSION_TIMES)
+        )
+        """The times of a version's answered requests."""
         self.http_requests: Callable[[str, int], Counter] = functools.cache(functools.partial(_http_requests, store))
         """The count of HTTP requests for a route's path, such as ``/v2/models/{model}``, by class of the status."""
 
@@ -207,9 +238,8 @@ class Recorder:
         return None if self.store.path is None else self.store.path.parent
 
     def tally(self, deployment: str) -> Tally:
-        """What a deployment's requests over all routes have come to so far, in this process."""
+        """What a version's requests over all routes have come to so far, in this process."""
         ended = failed = 0
-        times = [0] * (len(CATALOGUE[REQUEST_SECONDS].bounds) + 1)
         for route in get_args(Route):
             outcomes = dict(
                 zip(OUTCOMES, self.store.numbers(Key(REQUESTS, (deployment, route)), len(OUTCOMES)), strict=True)
@@ -217,8 +247,7 @@ class Recorder:
             failed_here = sum(outcomes[outcome] for outcome in FAILURES)
             failed += failed_here
             ended += failed_here + outcomes["ok"]
-            buckets = self.store.numbers(Key(REQUEST_SECONDS, (deployment, route)), len(times))
-            times = [one + more for one, more in zip(times, buckets, strict=True)]
+        times = self.store.numbers(Key(VERSION_TIMES, (deployment,)), len(ALL_SERIES[VERSION_TIMES].bounds) + 1)
         return Tally(deployment, ended, failed, times)
 
     def count(self, name: str, *labels: str) -> None:
@@ -276,4 +305,7 @@ def leave(scope: MutableMapping[str, Any], status: int, took_ns: int) -> None:
     recorder().http_requests(path, status).add()
     requests: Requests | None = state.get("requests")
     if requests is not None:
-        requests.end(state.get("outcome") or _outcome_of_status(status), took_ns)
+        outcome = state.get("outcome") or _outcome_of_status(status)
+        requests.end(outcome, took_ns)
+        if outcome == "ok" and "version" in state:
+            recorder().version_times(requests.deployment).observe(took_ns)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -16,10 +17,13 @@ from typing import Any
 
 import httpx
 import pytest
+import yaml
 
 from app.supervisor.canary import WINDOW_S
+from tests.browser import chromium, open_browser
 from tests.running import Running, in_background, leaves_nothing, wait_for
 
+REPOSITORY = Path(__file__).parents[2]
 TRAFFIC = {"1": 0.95, "2": 0.05, "sticky": "X-User"}
 
 
@@ -109,6 +113,32 @@ def test_all_that_is_said_of_a_model_names_its_versions(running: Running) -> Non
     ]  # fmt: skip
 
 
+@pytest.mark.skipif(chromium() is None, reason="no Chromium; on Debian: apt-get install chromium-headless-shell")
+def test_the_playground_asks_the_version_that_is_chosen(running: Running) -> None:
+    def answered_by() -> str:
+        page.click("#panel button[type=submit]")
+        page.wait("document.querySelector('#panel [role=status]').innerText.includes('by version')")
+        return page.text("#panel [role=status]").rpartition("by version ")[2]
+
+    with open_browser() as browser, browser.page() as page:
+        page.open(f"{running.url}/#/playground/c")
+        page.find("#panel[data-model=c]")
+        texts = page.value("[...document.querySelectorAll('#version-choice option')].map((one) => one.textContent)")
+        assert [text.replace("\u00a0", " ") for text in texts] == ["by their shares", "1 (95 %)", "2 (5 %)"]
+        assert answered_by() in ("1.", "2.")
+        for one in ("2", "1"):
+            page.value(
+                f"""(() => {{
+                    const select = document.querySelector('#version-choice');
+                    select.value = '{one}';
+                    select.dispatchEvent(new Event('change'));
+                }})()"""
+            )
+            page.wait(f"document.querySelector('#panel .curl pre')?.textContent.includes('/versions/{one}/infer')")
+            assert answered_by() == f"{one}."
+        assert page.complaints == []
+
+
 def test_promote_and_rollback(running: Running) -> None:
     told = command_line(running, "promote", "c", "2")
     assert told == "c: promote done: 0 % to 1, 100 % to 2; default 2\n"
@@ -142,6 +172,60 @@ def test_versions_come_and_go_while_requests_are_answered(running: Running) -> N
     assert set(found) == {"1", "2", "3"}
     assert [running.replica_pid(f"c.{one}") for one in ("1", "2")] == before
     assert running.replica_folders("c.3") == []
+
+
+def shadow_count(running: Running, name: str, **labels: str) -> float:
+    """A series of version 2's, summed over all labels but these."""
+    lines = re.findall(rf"^headwater_shadow_{name}{{(.*?)}} (\S+)$", running.get("/metrics").text, re.MULTILINE)
+    wanted = {f'{label}="{value}"' for label, value in {"deployment": "c.2", **labels}.items()}
+    return sum(float(value) for told, value in lines if wanted <= set(told.split(",")))
+
+
+def test_a_shadow_is_compared_and_changes_nothing_for_clients(running: Running, fault: Path) -> None:
+    text = (REPOSITORY / "docs/operations.md").read_text().partition("### Trying a version on real traffic")[2]
+    shown = yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0])
+    (told,) = shown["deployments"].values()
+    pids = [running.replica_pid(f"c.{one}") for one in ("1", "2")]
+    assert reload(running, {"traffic": told["traffic"]}).json()["state"] == "READY"
+    wait_for(lambda: "shadow" in running.get("/v2/repository/index").json()[1], what="the shadow")
+    assert command_line(running, "status").splitlines()[2].split()[:3] == ["c", "2", "(shadow)"]
+
+    def asked(count: int) -> None:
+        assert {version(ask(running)) for _ in range(count)} == {"1"}
+
+    def disagreements() -> float:
+        return shadow_count(running, "disagreements_total", output="scores")
+
+    try:
+        asked(50)
+        wait_for(lambda: shadow_count(running, "requests_total", result="compared") == 50, what="50 comparisons")
+        assert shadow_count(running, "difference_bucket", output="scores", le="0.0") == 50
+        assert shadow_count(running, "difference_bucket", output="version", le="0.0") == 0  # which are 1 and 2
+        assert (disagreements(), shadow_count(running, "rows_total")) == (0, 50)
+        fault.write_text("wrong")
+        asked(20)
+        wait_for(lambda: shadow_count(running, "requests_total", result="compared") == 70, what="20 more")
+        assert disagreements() == 20
+        assert shadow_count(running, "difference_sum", output="scores") == pytest.approx(20 * 0.5)
+        fault.write_text("fails")
+        asked(20)
+        wait_for(lambda: shadow_count(running, "requests_total", result="failed") == 20, what="20 failures")
+        fault.write_text("hangs")
+        asked(120)
+        assert shadow_count(running, "requests_total") == 90  # the shadow has answered none of them
+        assert shadow_count(running, "dropped_total", reason="load") > 0
+        one = next(one for one in running.get("/v2/status").json()["deployments"] if one["name"] == "c.2")
+        assert (one["compared"]["requests"], one["compared"]["disagreements"], one["compared"]["failed"]) == (
+            70,
+            20,
+            20,
+        )
+        assert one["accepted"] == sum(one["outcomes"].values())
+    finally:
+        fault.unlink(missing_ok=True)
+        assert reload(running, {"traffic": TRAFFIC}).json()["state"] == "READY"
+    assert [running.replica_pid(f"c.{one}") for one in ("1", "2")] == pids
+    assert 'deployment="c.2",route="infer"' in running.get("/metrics").text
 
 
 REQUESTS = 10_000
@@ -202,3 +286,34 @@ def test_a_version_that_begins_to_fail_loses_its_share_by_itself_and_no_request_
     assert told == "c: rollback done: 95 % to 1, 5 % to 2; default 1\n"
     assert entry()["reason"] == "all versions ready"
     assert reload(running, {"traffic": TRAFFIC}).json()["state"] == "READY"
+
+
+def test_a_version_slower_than_the_rule_allows_loses_its_share_by_itself(running: Running, fault: Path) -> None:
+    rule = {"errors": 100, "p99": 2, "min_requests": 50}
+    fault.write_text("slow 0.5")
+    is_over = False
+
+    def asking() -> None:
+        while not is_over:
+            assert ask(running).status_code == 200
+
+    def shares() -> dict[str, float]:
+        found: list[dict[str, Any]] = running.get("/v2/status").json()["deployments"]
+        one = next(one for one in found if one["name"] == "c")
+        reasons.append(one["reason"])
+        return dict(one["traffic"])
+
+    reasons: list[str] = []
+    try:
+        traffic = {"1": 0.5, "2": 0.5, "rollback": rule}
+        assert reload(running, {"traffic": traffic}).json()["state"] == "READY"
+        with in_background(*[asking] * 16) as failures:
+            try:
+                wait_for(lambda: shares() == {"1": 1.0, "2": 0.0}, 120, "the rollback")
+            finally:
+                is_over = True
+        assert failures == [None] * 16
+        assert re.search(r"version `2` lost its share by itself: its p99 is over [\d.e+]+ ms", reasons[-1]), reasons[-1]
+    finally:
+        fault.unlink(missing_ok=True)
+        assert reload(running, {"traffic": TRAFFIC}).json()["state"] == "READY"

@@ -162,6 +162,8 @@ def index_entry(model: ServedModel, models: Models) -> dict[str, Any]:
     }
     if (share := models.share(model)) is not None:
         entry["share"] = share
+    if models.is_shadow(model):
+        entry["shadow"] = True
     if not route.is_composite:
         wanted = 0 if route.is_set_aside else route.wanted
         entry["replicas"] = {"ready": len(route.replicas), "wanted": wanted, "min": route.least, "max": route.most}

@@ -27,6 +27,7 @@ __all__ = ["metrics_routes", "status_routes"]
 
 TIMES: Final = "headwater_request_seconds"
 ROWS: Final = "headwater_batch_rows"
+DIFFERENCE: Final = "headwater_shadow_difference"
 _TEXT_COUNTS: Final = (
     "prompt_tokens", "cached_prompt_tokens", "generated_tokens", "active_sequences",
     "waiting_sequences", "cache_used_tokens", "cache_limit_tokens",
@@ -90,6 +91,7 @@ def status_routes(models: Models, folder: Path | None, sampler: Sampler) -> APIR
             "bounds": {
                 "seconds": [float(f"{bound * CATALOGUE[TIMES].scale:.10g}") for bound in CATALOGUE[TIMES].bounds],
                 "rows": list(CATALOGUE[ROWS].bounds),
+                "difference": [float(f"{one * CATALOGUE[DIFFERENCE].scale:g}") for one in CATALOGUE[DIFFERENCE].bounds],
             },
             "deployments": [
                 _deployment(model, models, together(counts[one.route.name] for one in models.versions_of(model)))
@@ -132,7 +134,11 @@ def _deployment(model: ServedModel, models: Models, counts: Counts) -> dict[str,
         "retries": counts.total("headwater_retries"),
     }
     if route.traffic is not None:  # the counts are its versions' sums
-        status |= {"traffic": route.traffic.shares, "default": route.traffic.default}
+        traffic = route.traffic
+        status |= {"traffic": traffic.shares, "default": traffic.default, "shadow": traffic.shadow or None}
+        status |= {"before": traffic.before or None, "watched": traffic.is_watched}
+    if models.is_shadow(model):
+        status["compared"] = _compared(counts)
     if route.is_language_model:
         status["language_model"] = {
             "first_token": counts.histogram("headwater_time_to_first_token_seconds"),
@@ -140,6 +146,21 @@ def _deployment(model: ServedModel, models: Models, counts: Counts) -> dict[str,
             **{name: counts.total(f"headwater_{name}") for name in _TEXT_COUNTS},
         }
     return status
+
+
+def _compared(counts: Counts) -> dict[str, Any]:
+    """What came of the copies that a shadow got."""
+    seconds = {by: counts.sum("headwater_shadow_seconds", by) for by in ("answer", "shadow")}
+    scale = CATALOGUE["headwater_shadow_seconds"].scale
+    return {
+        "requests": counts.total("headwater_shadow_requests", "compared"),
+        "failed": counts.total("headwater_shadow_requests", "failed"),
+        "dropped": counts.total("headwater_shadow_dropped"),
+        "rows": counts.total("headwater_shadow_rows"),
+        "disagreements": counts.total("headwater_shadow_disagreements"),
+        "difference": counts.histogram(DIFFERENCE),
+        "mean_s": {by: total * scale / number if number else None for by, (number, total) in seconds.items()},
+    }
 
 
 def _kind(model: ServedModel) -> str:

@@ -16,7 +16,7 @@ export class Exchange {
   constructor(model, empty, imageTop) {
     this.model = model;
     this.imageTop = imageTop;
-    this.path = `/v2/models/${encodeURIComponent(model.name)}/infer`;
+    this.path = `${model.path}/infer`;
     this.curl = new CurlBox();
     this.told = make("p", { class: "note", role: "status" }, "\u00a0");
     this.error = make("p", { class: "error", role: "alert" });
@@ -65,7 +65,8 @@ export class Exchange {
       const { content, seconds } = await post(this.path, body);
       this.result.replaceChildren(answer(content, this.model, this.imageTop));
       say(this.error, "");
-      say(this.told, `Answered in ${duration(seconds)}.`);
+      const by = this.model.hasVersions ? ` by version ${content.model_version}` : "";
+      say(this.told, `Answered in ${duration(seconds)}${by}.`);
     } catch (error) {
       if (!(error instanceof Failure)) throw error;
       this.fail(error.message);

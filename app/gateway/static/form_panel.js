@@ -126,7 +126,7 @@ export class FormPanel {
   }
 
   #streamPath() {
-    return `/v2/models/${encodeURIComponent(this.model.name)}/generate_stream`;
+    return `${this.model.path}/generate_stream`;
   }
 
   #submit(event) {

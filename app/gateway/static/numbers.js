@@ -34,3 +34,7 @@ export function bytes(value) {
 export function element(value) {
   return typeof value === "number" && !Number.isInteger(value) ? String(trim(value, 4)) : String(value);
 }
+
+/** How versions share requests, in words. */
+export const shares = (traffic) =>
+  Object.entries(traffic).map(([name, share]) => `${count(100 * share)}\u00a0% to ${name}`).join(", ");

@@ -1,31 +1,37 @@
 // The playground: which models there are, and for the chosen one the panel that its tensors call for.
 
 import { Failure, get } from "./api.js";
-import { byId, make } from "./dom.js";
+import { byId, make, say } from "./dom.js";
 import { EmbeddingPanel } from "./embedding_panel.js";
 import { FilePanel } from "./file_panel.js";
 import { FormPanel } from "./form_panel.js";
 import { ImagePanel } from "./image_panel.js";
 import { LanguageModelPanel } from "./language_model_panel.js";
+import { count } from "./numbers.js";
 import { TextPanel } from "./text_panel.js";
 
 let models = []; // of the last status: those that stand under their own name
 let wanted = ""; // as the address says
 let shown = ""; // whose panel is there, and in which state it was
 let panel = null;
+let version = ""; // of the shown model that is asked; none: each request gets one by its share
 
 /** Everything that a panel needs to know of a model. */
 async function described(entry) {
   if (["language model", "embedding model"].includes(entry.kind)) return { name: entry.name, kind: entry.kind };
-  const path = `/v2/models/${encodeURIComponent(entry.name)}`;
+  const below = version ? `/versions/${version}` : "";
+  const path = `/v2/models/${encodeURIComponent(entry.name)}${below}`;
   const [metadata, schema] = await Promise.all([get(path), get("/openapi.json")]);
-  const body = (route) => schema.paths[`/v2/models/${entry.name}/${route}`]?.post.requestBody.content["application/json"];
+  const knownPath = `/v2/models/${entry.name}${below}`;
+  const body = (route) => schema.paths[`${knownPath}/${route}`]?.post.requestBody.content["application/json"];
   const whole = body("infer");
   const streamed = body("generate_stream") ?? body("generate");
   const known = (whole ?? streamed)?.schema.properties;
   return {
     name: entry.name,
     kind: entry.kind,
+    path,
+    hasVersions: Boolean(entry.traffic),
     streams: !whole,
     inputs: metadata.inputs,
     outputs: metadata.outputs,
@@ -44,6 +50,22 @@ function panelFor(model) {
   return new FormPanel(model);
 }
 
+const versionText = (entry, name) => (name ? `${name} (${count(100 * entry.traffic[name])}\u00a0%)` : "by their shares");
+
+/** Chooses the version that is asked; language models have no routes for that. */
+function versionChoice(entry) {
+  if (!entry.traffic || entry.kind === "language model") return null;
+  const options = ["", ...Object.keys(entry.traffic)].map((name) =>
+    make("option", { value: name, selected: name === version }, versionText(entry, name)),
+  );
+  const select = make("select", { id: "version-choice" }, ...options);
+  select.addEventListener("change", () => {
+    version = select.value;
+    refresh();
+  });
+  return make("p", {}, make("label", { class: "inline" }, "Version ", select));
+}
+
 async function render(entry) {
   const box = byId("panel");
   delete box.dataset.model;
@@ -58,7 +80,7 @@ async function render(entry) {
     const model = await described(entry);
     if (mark !== shown) return; // another was chosen meanwhile
     panel = panelFor(model);
-    box.replaceChildren(panel.element);
+    box.replaceChildren(...[versionChoice(entry), panel.element].filter(Boolean));
     box.dataset.model = entry.name;
   } catch (error) {
     if (!(error instanceof Failure)) throw error;
@@ -74,7 +96,13 @@ function follow() {
     if (link.dataset.model === entry?.name) link.setAttribute("aria-current", "true");
     else link.removeAttribute("aria-current");
   }
-  const mark = entry ? `${entry.name} ${entry.state} ${entry.since_s}` : `no ${wanted}`;
+  const versions = Object.keys(entry?.traffic ?? {});
+  if (!shown.startsWith(`${entry?.name} `) && shown) version = "";
+  if (!versions.includes(version)) version = "";
+  for (const option of document.querySelectorAll("#version-choice option")) {
+    if (!option.value || versions.includes(option.value)) say(option, versionText(entry, option.value));
+  }
+  const mark = entry ? `${entry.name} ${entry.state} ${entry.since_s} ${versions}` : `no ${wanted}`;
   if (mark === shown) return;
   // A panel in use stays, whatever becomes of its model: what is asked of it then says so.
   if (panel && entry && entry.state !== "READY" && shown.startsWith(`${entry.name} `)) return;

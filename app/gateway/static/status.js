@@ -3,7 +3,7 @@
 import { Chart } from "./chart.js";
 import { byId, make, say } from "./dom.js";
 import { byClient, failures, History, SHOWN_S } from "./history.js";
-import { age, bytes, count, duration } from "./numbers.js";
+import { age, bytes, count, duration, shares } from "./numbers.js";
 
 const history = new History();
 const charts = [
@@ -70,13 +70,39 @@ function cacheUse(model) {
   return `cache ${Math.round((model.cache_used_tokens / model.cache_limit_tokens) * 100)}\u00a0%`;
 }
 
-function deploymentRow(one, now_s) {
+/** What a shadow's answers were like, beside those that clients got. */
+function comparison({ requests, failed, dropped, disagreements, difference, mean_s }, bounds) {
+  const last = difference.counts.findLastIndex((value) => value > 0);
+  const greatest = last < bounds.length ? `at most ${bounds[last]}` : `over ${bounds[bounds.length - 1]}`;
+  return [
+    `${requests} compared`,
+    last < 0 ? "" : `differences ${greatest}`,
+    requests ? `${disagreements} disagreements` : "",
+    mean_s.answer ? `${count(mean_s.shadow / mean_s.answer)} times as long` : "",
+    `${failed} failed`,
+    `${dropped} dropped`,
+  ].filter(Boolean).join(", ");
+}
+
+/** What kind of deployment it is; of versions, how they share its requests. */
+function about(one, status) {
+  if (one.traffic) {
+    const watched = one.watched ? ", compared for a rollback" : "";
+    const before = one.before ? `; a rollback gives ${shares(one.before)}` : "";
+    return `${one.kind} with versions, default ${one.default}${watched}${before}`;
+  }
+  if (!one.part_of) return one.kind;
+  const kind = `${one.kind} of ${one.part_of}`;
+  if (one.compared) return `${kind}, shadow: ${comparison(one.compared, status.bounds.difference)}`;
+  return one.share === undefined ? kind : `${kind}, ${count(100 * one.share)}\u00a0% of the requests`;
+}
+
+function deploymentRow(one, status) {
   return [one.name, (cells) => {
     const figures = history.now(one.name);
-    const since = `for ${age(now_s - one.since_s)}`;
+    const since = `for ${age(status.now_s - one.since_s)}`;
     const shortage = one.shortage ? `; ${one.shortage}` : "";
-    const part = one.share === undefined ? "" : `, ${count(100 * one.share)}\u00a0% of the requests`;
-    sayBoth(cells[0], one.name, one.part_of ? `${one.kind} of ${one.part_of}${part}` : one.kind);
+    sayBoth(cells[0], one.name, about(one, status));
     sayBoth(cells[1], one.state, `${since}${one.reason ? `: ${one.reason}` : ""}${shortage}`, one.state);
     sayBoth(cells[2], one.replicas ? `${one.replicas.ready} of ${one.replicas.wanted}` : "–", (one.devices ?? []).join(", "));
     say(cells[3], count(figures?.rate ?? null));
@@ -150,7 +176,7 @@ export function update(status, isShown) {
   choices(status);
   summarise(status);
   drawCharts();
-  deployments.show(status.deployments.map((one) => deploymentRow(one, status.now_s)));
+  deployments.show(status.deployments.map((one) => deploymentRow(one, status)));
   replicas.show(status.deployments.flatMap((one) => one.replica_list.map((replica) => replicaRow(one, replica))));
   byId("tables").hidden = false; // before the first answer nothing stands there that could be pushed down
   const whose = status.scope === "server" ? "" : " Counts are those of one gateway worker: server.pages has no metrics.";

@@ -510,6 +510,13 @@ def test_how_requests_are_shared(traffic: Any, shares: dict[str, float], default
         ({"traffic": {"1": 0.5, "2": 0.4}}, "expected shares by version that sum to 1, got 0.9"),
         ({"traffic": {"1": 1, "3": 0}}, "traffic: expected shares of the versions `1`, `2`, got one of `3`"),
         ({"traffic": {"1": 1, "default": "3"}}, "traffic.default: expected one of the versions `1`, `2`, got '3'"),
+        ({"traffic": {"1": 1, "shadow": "3"}}, "traffic.shadow: expected one of the versions `1`, `2`, got '3'"),
+        (
+            {"traffic": {"1": 0.9, "2": 0.1, "shadow": "2"}},
+            "shadow: expected a version without a share, got '2', which has 0.1 of the requests",
+        ),
+        ({"traffic": {"1": 1, "2": 0, "default": "2", "shadow": "2"}}, "expected another version than the default"),
+        ({"model": "lm:weights", "traffic": {"1": 1, "shadow": "2"}}, "texts of language models are not compared"),
         ({"traffic": 1}, "expected shares by version, such as"),
         ({"traffic": {"1": 1, "stickie": "X-User"}}, "expected the share of a version, 0 to 1, or one of the fields"),
         ({"traffic": {"1": 1.5, "2": -0.5}}, "expected the share of a version, 0 to 1, or one of the fields"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,14 @@ import msgspec
 import pytest
 from fastapi import FastAPI
 
-from app.codecs.tensors import InferRequest, OutputWish, RawTensor
+from app.codecs.tensors import Answer, InferRequest, OutputWish, RawTensor
 from app.config.schema import Server
 from app.control.load import LoadReport
+from app.control.messages import Drain, Drained
 from app.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State, TrafficRoute
 from app.dispatch.dispatcher import ModelDispatcher
 from app.dispatch.graph import GraphDispatcher
+from app.dispatch.versions import VersionsDispatcher
 from app.errors import BadRequest, Cancelled, NotFound, Unavailable
 from app.gateway.app import create_app
 from app.gateway.http.bodies import BodyReader
@@ -26,7 +29,8 @@ from app.gateway.models import Models
 from app.gateway.routes.metadata import metadata_routes
 from app.gateway.sampler import LoadSampler
 from app.lm.dispatcher import LmDispatcher
-from app.telemetry.recorder import recorder, use
+from app.telemetry.catalogue import ALL_SERIES, VERSION_TIMES
+from app.telemetry.recorder import leave, recorder, use
 from app.telemetry.store import Store
 from app.transport.segments import RemoteSegment
 from inference.pipeline import PipelineSpec, StepSpec, make_plan
@@ -465,8 +469,10 @@ def version(name: str, *, is_ready: bool = True) -> DeploymentRoute:
     )
 
 
-def shared(shares: dict[str, float], *, sticky: str = "", is_watched: bool = False, **fields: Any) -> DeploymentRoute:
-    traffic = TrafficRoute(shares, "1", sticky, is_watched)
+def shared(
+    shares: dict[str, float], *, sticky: str = "", is_watched: bool = False, shadow: str = "", **fields: Any
+) -> DeploymentRoute:
+    traffic = TrafficRoute(shares, "1", sticky, is_watched, shadow)
     return DeploymentRoute("c", State.READY, "", signature("c", "x", "y"), traffic=traffic, **fields)
 
 
@@ -515,17 +521,60 @@ def test_the_default_version_answers_in_place_of_one_that_is_not_ready() -> None
     run(scenario)
 
 
+def test_a_shadow_gets_copies_until_it_is_drained_or_the_server_stops() -> None:
+    async def scenario(models: Models) -> None:
+        def table(**fields: Any) -> RoutingTable:
+            both = shared({"1": 1.0, "2": 0.0}, shadow="2")
+            return RoutingTable((both, version("1"), version("2")), **fields)
+
+        def copies() -> int:
+            one = models.get("c").dispatcher
+            assert isinstance(one, VersionsDispatcher)
+            return 0 if one.shadow is None else one.shadow.in_flight
+
+        async def offer() -> None:
+            found = models.get("c", "1").dispatcher
+            assert isinstance(found, ModelDispatcher)
+            assert found.shadow is not None
+            inputs = {"x": RawTensor("FP32", (1, 1), bytes(4))}
+            request = InferRequest("", inputs, 1, [OutputWish("y", True)], {}, {})
+            found.shadow.offer(request, Answer({"y": inputs["x"]}), found.check_ready(), 0.1, is_crowded=False)
+            await settle()
+            assert (copies(), models.get("c.2").dispatcher.in_flight) == (1, 1)
+
+        models.update(table())
+        assert [models.is_shadow(models.get("c", one)) for one in ("1", "2")] == [False, True]
+        await offer()
+        assert await models.drain(Drain(1, "c.2", 10)) == Drained()
+        await settle()
+        assert copies() == 0
+        await offer()
+        models.update(table(draining=True))
+        await settle()
+        assert (copies(), models.is_idle) == (0, True)
+        models.update(table())
+        await offer()
+        models.update(RoutingTable((shared({"1": 1.0, "2": 0.0}), version("1"), version("2"))))
+        await settle()
+        assert models.is_idle
+        assert not models.is_shadow(models.get("c", "2"))
+
+    run(scenario)
+
+
 def test_what_versions_that_are_compared_have_counted_is_reported() -> None:
     async def scenario(models: Models) -> None:
         use(Store())
         models.update(RoutingTable((shared({"1": 0.5, "2": 0.5}, is_watched=True), version("1"), version("2"))))
         for outcome in ("ok", "ok", "failed", "timeout", "client_error", "cancelled", "shed"):
-            recorder().requests("c.2", "infer").end(outcome, 700_000)
+            requests = recorder().requests("c.2", "infer")
+            requests.accept()
+            leave({"state": {"requests": requests, "outcome": outcome, "version": "2"}}, 200, 700_000)
         sent: list[LoadReport] = []
         LoadSampler(models, sent.append).report()
         one, other = sent[0].tallies
         assert (one.name, one.ended, other.name, other.ended, other.failed) == ("c.1", 0, "c.2", 4, 2)
-        assert (other.answered, other.times[2]) == (2, 2)
+        assert (other.answered, other.times[bisect_left(ALL_SERIES[VERSION_TIMES].bounds, 700_000)]) == (2, 2)
         use(Store())
 
     run(scenario)

@@ -250,3 +250,32 @@ def test_an_embedding_model_of_vllms_has_the_line_that_asks_it() -> None:
         assert f"{url}/v1/embeddings" in page.text("#panel pre")
         assert '"model":"embed"' in page.text("#panel pre").replace(" ", "")
         assert page.complaints == []
+
+
+@pytest.mark.skipif(chromium() is None, reason="no Chromium; on Debian: apt-get install chromium-headless-shell")
+def test_versions_are_shown_with_their_shares_and_what_a_shadow_s_answers_were_like() -> None:
+    plain: dict[str, Any] = STATUS["deployments"][0]
+    traffic = {"traffic": {"1": 0.9, "2": 0.1, "3": 0}, "default": "1", "before": {"1": 1, "2": 0}, "watched": True}
+    compared = {
+        "requests": 40, "failed": 2, "dropped": 3, "rows": 50, "disagreements": 5,
+        "difference": {"counts": [0, 30, 10, 0], "sum": 1}, "mean_s": {"answer": 0.2, "shadow": 0.3},
+    }  # fmt: skip
+    one, two, three = (
+        {**plain, "name": f"c.{name}", "kind": "version", "part_of": "c", "share": share}
+        for name, share in traffic["traffic"].items()  # type: ignore[attr-defined]
+    )
+    deployments = [{**plain, "name": "c", **traffic}, one, two, {**three, "compared": compared}]
+    bounds = {**STATUS["bounds"], "difference": [0, 0.001, 0.01]}
+    told = {**STATUS, "bounds": bounds, "deployments": deployments}
+    with _stand_in(told) as url, open_browser() as browser, browser.page() as page:
+        page.open(f"{url}/")
+        page.find("#deployments tr")
+        names = page.value("[...document.querySelectorAll('#deployments th')].map((one) => one.textContent)")
+        assert [name.replace("\u00a0", " ") for name in names] == [
+            "cmodel with versions, default 1, compared for a rollback; a rollback gives 100 % to 1, 0 % to 2",
+            "c.1version of c, 90 % of the requests",
+            "c.2version of c, 10 % of the requests",
+            "c.3version of c, shadow: 40 compared, differences at most 0.01, 5 disagreements, 1.5 times as long, "
+            "2 failed, 3 dropped",
+        ]
+        assert page.complaints == []

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from bisect import bisect_left
+from collections.abc import Callable
+from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.config.sections import RollbackRule, Traffic
 from app.control.load import Tally
 from app.supervisor.canary import WINDOW_S, Comparison
-from app.telemetry.catalogue import CATALOGUE, REQUEST_SECONDS
+from app.telemetry.catalogue import ALL_SERIES, VERSION_TIMES
 
-BUCKETS = len(CATALOGUE[REQUEST_SECONDS].bounds) + 1
-MS_1, MS_5, MS_10, MS_25 = 2, 4, 5, 6
+BOUNDS_MS = np.array(ALL_SERIES[VERSION_TIMES].bounds) / 1e6
+BUCKETS = len(BOUNDS_MS) + 1
+MS_1, MS_2, MS_8 = (bisect_left(BOUNDS_MS, ms) for ms in (1, 2, 8))
 """Buckets whose upper bounds are so many milliseconds."""
 
 
@@ -23,7 +29,7 @@ def comparison(**rule: Any) -> Comparison:
     return Comparison(Traffic.model_validate({"1": 0.9, "2": 0.1, "default": "1"}), given)
 
 
-def tally(ok: int, failed: int = 0, *, slow: int = 0, bucket: int = MS_1, slow_bucket: int = MS_25) -> Tally:
+def tally(ok: int, failed: int = 0, *, slow: int = 0, bucket: int = MS_1, slow_bucket: int = MS_8) -> Tally:
     times = [0] * BUCKETS
     times[bucket] += ok - slow
     times[slow_bucket] += slow
@@ -51,20 +57,67 @@ def test_a_part_below_one_in_min_requests_counts_as_that() -> None:
     assert verdict(tally(1000), tally(97, 3)) is not None
 
 
-@pytest.mark.parametrize(
-    ("slow_bucket", "is_worse"), [(MS_5, True), (MS_10, True), (MS_25, True), (MS_1 + 1, False), (MS_1, False)]
-)
+@pytest.mark.parametrize(("slow_bucket", "is_worse"), [(MS_2 + 1, True), (MS_8, True), (MS_2, False), (MS_1, False)])
 def test_a_version_that_is_surely_so_many_times_slower(slow_bucket: int, is_worse: bool) -> None:
-    found = verdict(tally(1000), tally(200, slow=10, slow_bucket=slow_bucket))
+    found = verdict(tally(1000), tally(200, slow=40, slow_bucket=slow_bucket))
     assert (found is not None) is is_worse
-    if slow_bucket == MS_10:
-        assert found == ("2", "its p99 is over 5 ms, that of the default at most 1 ms")
+    if slow_bucket == MS_8:
+        assert found == ("2", "its p99 is over 7.34 ms, that of the default at most 1 ms")
 
 
-@pytest.mark.parametrize(("requests", "most"), [(100, 4), (1000, 19), (10_000, 130)])
+@pytest.mark.parametrize(("requests", "most"), [(100, 10), (1000, 32), (10_000, 188)])
 def test_a_few_slow_requests_more_than_one_in_a_hundred_are_chance(requests: int, most: int) -> None:
-    assert verdict(tally(1000), tally(requests, slow=most)) is None
-    assert verdict(tally(1000), tally(requests, slow=most + 1)) is not None
+    default = tally(10_000)
+    assert verdict(default, tally(requests, slow=most)) is None
+    assert verdict(default, tally(requests, slow=most + 1)) is not None
+
+
+TIMES: Final[dict[str, Callable[[np.random.Generator, int], npt.NDArray[np.float64]]]] = {
+    "constant": lambda random, count: np.full(count, 7.3),
+    "uniform": lambda random, count: random.uniform(5, 15, count),
+    "narrow": lambda random, count: 3 * random.gamma(4, 1, count),
+    "exponential": lambda random, count: random.exponential(10, count),
+    "lognormal": lambda random, count: 10 * random.lognormal(0, 1, count),
+    "pareto": lambda random, count: 5 * (1 + random.pareto(3, count)),
+    "with a slow part below the percentile": lambda random, count: np.where(random.random(count) < 0.007, 200.0, 5.0),
+    "with a slow part beyond it": lambda random, count: np.where(random.random(count) < 0.05, 200.0, 5.0),
+}
+"""Latencies of requests in milliseconds, by what they look like."""
+MANY: Final = 30_000
+"""Enough requests of each version for all of these."""
+
+
+def slowed(kind: str, seed: int, slowdown: float, factor: float, count: int = MANY) -> tuple[str, str] | None:
+    """The verdict on a version that is so many times as slow as the default."""
+    random = np.random.default_rng(seed)
+
+    def answered(times_ms: npt.NDArray[np.float64]) -> Tally:
+        buckets = np.bincount(np.searchsorted(BOUNDS_MS, times_ms), minlength=BUCKETS)
+        return Tally("", len(times_ms), 0, buckets.tolist())
+
+    draw = functools.partial(TIMES[kind], random)
+    return verdict(answered(draw(count)), answered(slowdown * draw(count)), p99=factor)
+
+
+SEEDS, FACTORS = st.integers(0, 2**32 - 1), st.floats(1, 10)
+
+
+@pytest.mark.parametrize("kind", TIMES)
+@settings(max_examples=25, deadline=None)
+@given(SEEDS, FACTORS)
+def test_one_half_slower_than_the_rule_allows_is_noticed_with_enough_requests(
+    kind: str, seed: int, factor: float
+) -> None:
+    assert slowed(kind, seed, 1.5 * factor, factor) is not None
+
+
+@pytest.mark.parametrize("kind", TIMES)
+@settings(max_examples=50, deadline=None)
+@given(SEEDS, FACTORS, st.sampled_from([150, 1000, MANY]), st.booleans())
+def test_one_just_as_slow_as_the_rule_allows_or_not_slower_at_all_stays(
+    kind: str, seed: int, factor: float, count: int, is_slower: bool
+) -> None:
+    assert slowed(kind, seed, factor if is_slower else 1.0, factor, count) is None
 
 
 @given(st.integers(0, 99), st.integers(0, 10_000), st.booleans())

@@ -51,6 +51,9 @@ def test_what_gateway_workers_are_told() -> None:
     told(state)
     route = state.route(2)
     assert route.traffic == TrafficRoute({"1": 0.0, "2": 1.0}, "2", "X-User")
+    state.adopt(config(traffic={"1": 1, "shadow": "2"}))
+    told_later = TrafficRoute({"1": 1.0, "2": 0.0}, "1", shadow="2", before={"1": 0.0, "2": 1.0})
+    assert state.route(2).traffic == told_later
     assert (route.is_composite, route.signature is not None and route.signature.name) == (True, "c")
 
 
@@ -69,6 +72,17 @@ def test_a_promoted_version_gets_all_and_a_rollback_goes_back_to_what_was_before
     assert state.config.shared_traffic.sticky == "X-User"
     state.adopt(state.rolled_back())
     assert shares(state.config) == ({"1": 0.0, "2": 1.0}, "2")
+
+
+def test_a_shadow_that_is_promoted_or_gone_is_none_any_more_and_a_rollback_makes_it_one_again() -> None:
+    state = VersionsState("c", config(traffic={"1": 1, "shadow": "2"}))
+    state.adopt(state.promoted("2"))
+    assert (shares(state.config), state.config.shared_traffic.shadow) == (({"1": 0.0, "2": 1.0}, "2"), "")
+    state.adopt(state.rolled_back())
+    assert (shares(state.config), state.config.shared_traffic.shadow) == (({"1": 1.0, "2": 0.0}, "1"), "2")
+    state.adopt(config(versions={"1": {}}))
+    assert state.rolled_back().shared_traffic.shadow == ""
+    assert state.promoted("1").shared_traffic.shadow == ""
 
 
 def test_what_can_not_be_promoted_or_gone_back_to() -> None:
