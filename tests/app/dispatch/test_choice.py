@@ -129,8 +129,11 @@ class Machine(RuleBasedStateMachine):
         possible = [one for one in eligible if one.calls < self.max_in_flight and one is not self.without]
         best = self.bench.choice.best(self.without)
         assert best in possible if possible else best is None
-        if best is not None:
+        if best is not None and len(self.bench.replicas) <= FEW:
+            assert self.bench.choice.weight(best) == min(map(self.bench.choice.weight, possible))
+        elif best is not None:
             assert (best.calls == 0) == any(one.calls == 0 for one in possible)
+        if best is not None:
             assert (best.calls < self.instances) == any(one.calls < self.instances for one in possible)
         least = self.bench.choice.least()
         assert least in eligible if eligible else least is None
