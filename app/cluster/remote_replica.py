@@ -101,7 +101,7 @@ class RemoteReplica:
         self.state: State | None = None
         """What its agent said last."""
         self.heard = asyncio.Event()
-        """Set once its agent has said something."""
+        """Set once its agent has said something, or it is known to end."""
         self._context = context
         self._on_progress = on_progress
         self._actor: Any = None
@@ -172,6 +172,7 @@ class RemoteReplica:
         """Note that it can no longer be used; a reason that is known already stays."""
         self.reason = self.reason or reason
         self.ending.set()
+        self.heard.set()
         if not self.ready.done():
             self.ready.set_result(False)
 

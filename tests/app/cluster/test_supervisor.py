@@ -38,7 +38,7 @@ from app.control.link import SupervisorLink
 from app.control.messages import Command, Drain, Drained, Hello
 from app.control.routing import DeploymentRoute, RoutingTable, State
 from app.transport.address import host_and_port
-from tests.app.cluster.stand_in import READY, Ray, clustered, run, until
+from tests.app.cluster.stand_in import READY, Agent, Ray, clustered, run, until
 
 
 class Ended(BaseException):
@@ -415,6 +415,26 @@ def test_replicas_that_say_nothing_are_waited_for_no_longer_than_that(monkeypatc
                 await until(lambda: len(gateway.ids()) == 1)
                 assert gateway.ids() != ["a-1.1"]
                 await agent.gone.wait()
+
+    run(scenario)
+
+
+def test_a_replica_that_has_ended_meanwhile_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor_module, "ADOPT_TIMEOUT_S", 1000)
+
+    async def scenario() -> None:
+        served = config()
+        async with clustered() as ray:
+            agent = await ray.add("a-1.1", served.deployments["a"])
+            await agent.end()
+
+            async def replicas() -> dict[str, Agent]:
+                return dict(ray.actors)
+
+            monkeypatch.setattr(ray, "replicas", replicas)
+            async with supervised(ray, served) as (_, gateway):
+                await until(lambda: len(gateway.ids()) == 1)
+                assert gateway.ids() != ["a-1.1"]
 
     run(scenario)
 
