@@ -1,7 +1,8 @@
 """A replica's process: loads one model, warms it up, serves it through its embedded Triton, and ends on SIGTERM.
 
-Started by `app.process.guardian` as ``python -m inference.replica NAME FOLDER``; FOLDER holds ``spec.json``
-(`ReplicaSpec`). Reports on the pipe named there, one JSON `Status` a line.
+Started by `app.process.guardian` as ``python -m inference.replica NAME FOLDER [STATUS_FD]``, or run in a process that
+`inference.replica.preloaded` forked; FOLDER holds ``spec.json`` (`ReplicaSpec`). Reports on the pipe STATUS_FD, or else
+on the one named there, one JSON `Status` a line.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     directory = Path(sys.argv[2])
     spec = msgspec.json.decode((directory / "spec.json").read_bytes(), type=ReplicaSpec)
+    if sys.argv[3:]:
+        spec = msgspec.structs.replace(spec, status_fd=int(sys.argv[3]))
     os.set_inheritable(spec.status_fd, False)
 
     def report(status: ReplicaStatus) -> None:
