@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -77,6 +78,7 @@ async def _no_control(reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 async def _serve(name: str, deployment: Deployment, user_paths: tuple[str, ...], tls: Path, folder: Path) -> None:
     replica = ReplicaProcess(name, f"{name}-1", deployment, folder / "r1", user_paths, lambda stage: None)
     guardian = replica.start()
+    assert isinstance(guardian, subprocess.Popen)
     exited: asyncio.Future[int] = asyncio.ensure_future(asyncio.to_thread(guardian.wait))
     following = asyncio.create_task(replica.follow(exited))
     ports = []

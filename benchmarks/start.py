@@ -1,8 +1,9 @@
 """Where the time of a start goes, and that of a replica's restart.
 
 ``python -m benchmarks.start [CONFIG] [--smoke]``: runs ``check`` and then ``serve`` as ``make serve`` does
-(configs/demo.yaml), and prints which process said what when; then kills the host of a replica that has no torch, with
-SIGKILL, and prints when the next one was ready. ``--smoke``: the latter only.
+(configs/demo.yaml), and prints which process said what when; then kills the host of a replica of its deployment
+``text``, with SIGKILL, and prints when the next one was ready; then the same of a replica without torch. ``--smoke``:
+the last only.
 """
 
 from __future__ import annotations
@@ -97,6 +98,7 @@ def main() -> None:
             end = server.until("Headwater serves at")
             print("headwater serve, seconds since its start:")
             _print(server.lines(0, end), server.began_s)
+            _print_next(server, "text")
         finally:
             server.stop()
     with tempfile.TemporaryDirectory() as folder:
@@ -104,14 +106,20 @@ def main() -> None:
         light.write_text(f"deployments: {{scale: {{model: '{LIGHT}'}}}}\n")
         server = _Server(["serve", str(light), "--port", str(free_port())])
         try:
-            first = server.until("Headwater serves at")
-            began_s = time.monotonic()
-            os.kill(_host(server.process.pid), signal.SIGKILL)
-            end = server.until("ready after", first)
-            print("\na replica without torch, seconds since its host was killed:")
-            _print(server.lines(first, end), began_s)
+            server.until("Headwater serves at")
+            _print_next(server, "scale")
         finally:
             server.stop()
+
+
+def _print_next(server: _Server, name: str) -> None:
+    """Kill a replica's host, and print what is said until the next one is ready."""
+    first = server.until("Headwater serves at")
+    began_s = time.monotonic()
+    os.kill(_host(server.process.pid, name), signal.SIGKILL)
+    end = server.until(" ready after ", first)
+    print(f"\na replica of {name}, seconds since its host was killed:")
+    _print(server.lines(first, end), began_s)
 
 
 def _print(lines: list[tuple[float, str]], began_s: float) -> None:
@@ -120,10 +128,10 @@ def _print(lines: list[tuple[float, str]], began_s: float) -> None:
             print(f"{at_s - began_s:7.2f}  {json.loads(line)['message'][:110]}")
 
 
-def _host(root: int) -> int:
-    """The host process of the only replica under a process."""
+def _host(root: int, name: str) -> int:
+    """The host process of a deployment's only replica under a process."""
     for pid in tree(root):
-        if b"inference.replica" in command_of(pid).split(b"\0")[:3]:
+        if command_of(pid).split(b"\0")[2:4] == [b"inference.replica", name.encode()]:
             return pid
     raise SystemExit("found no replica")
 

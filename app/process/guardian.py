@@ -1,9 +1,10 @@
 """The guardian of one replica: starts it, watches its processes and calls, ends them all, and sweeps.
 
 Run as ``python -m app.process.guardian NAME FOLDER STATUS_FD COMMAND_FD NICE -- ARGUMENTS...``, where NICE is the
-priority that the replica's session has while it serves. The command pipe comes from the supervisor: ``stop\\n`` on it
-ends the replica gracefully (SIGTERM first); its end, which the supervisor's death brings too, ends the replica at once.
-When the guardian has ended, nothing of the replica is left.
+priority that the replica's session has while it serves; with a process id in the place of ``-- ARGUMENTS...`` the
+replica is a child that runs already (`inference.replica.preloaded`). The command pipe comes from the supervisor:
+``stop\\n`` on it ends the replica gracefully (SIGTERM first); its end, which the supervisor's death brings too, ends
+the replica at once. When the guardian has ended, nothing of the replica is left.
 
 It imports the standard library only, so that one more process per replica costs little.
 """
@@ -74,6 +75,29 @@ class CallWatch:
         return f"a call has taken longer than max_compute_s = {limit_ns / 1e9:g} s" if is_hanging else None
 
 
+class _Child:
+    """A child that this process has had since it was another program; as `subprocess.Popen`."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self, flags: int = os.WNOHANG) -> int | None:
+        """Its exit status, if it has ended."""
+        if self.returncode is None and (ended := os.waitpid(self.pid, flags))[0]:
+            self.returncode = os.waitstatus_to_exitcode(ended[1])
+        return self.returncode
+
+    def wait(self) -> int | None:
+        """Wait for its end."""
+        return self.poll(0)
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
 VITAL: Final = ("tritonserver", "triton_python_b", "VLLM::")
 """Begin the names of processes that a replica depends on: Triton and its stubs, vLLM's engine and its workers."""
 BAD_STATES: Final = {"T": "is stopped", "t": "is stopped", "Z": "has ended", "X": "has ended", "": "has ended"}
@@ -81,24 +105,24 @@ BAD_STATES: Final = {"T": "is stopped", "t": "is stopped", "Z": "has ended", "X"
 
 
 class Guardian:
-    """Guards the replica that a command line starts.
+    """Guards a replica.
 
     Args:
         directory: the replica's folder; removed at the end.
         status_fd: where status lines go (see `inference.wire.handshake.ReplicaStatus`).
         command_fd: read end of the supervisor's command pipe.
         session_nice: the priority of its session while it serves, on the scale of `nice`.
-        arguments: the command line.
+        replica: the command line that starts it, or the id of its process, a child.
     """
 
     def __init__(
-        self, directory: Path, status_fd: int, command_fd: int, session_nice: int, arguments: list[str]
+        self, directory: Path, status_fd: int, command_fd: int, session_nice: int, replica: list[str] | int
     ) -> None:
         self._directory = directory
         self._status_fd = status_fd
         self._command_fd = command_fd
         self._session_nice = session_nice
-        self._arguments = arguments
+        self._replica = replica
         self._journal = Journal(directory)
         self._members: dict[int, str] = {}
         self._suspects: dict[int, float] = {}
@@ -107,7 +131,7 @@ class Guardian:
         self._next_look_s = 0.0
         """When to look at the calls next; wake-ups in between may come at any rate."""
         self._checks = 0
-        self._host: subprocess.Popen[bytes]
+        self._host: subprocess.Popen[bytes] | _Child
         self._is_lowered = False
         """Whether the replica has a lower priority, because it is starting."""
 
@@ -118,9 +142,12 @@ class Guardian:
         wakeup_read, wakeup_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
-        self._host = subprocess.Popen(
-            self._arguments, pass_fds=(self._status_fd,), stdin=subprocess.DEVNULL, start_new_session=True
-        )
+        if isinstance(self._replica, int):
+            self._host = _Child(self._replica)
+        else:
+            self._host = subprocess.Popen(
+                self._replica, pass_fds=(self._status_fd,), stdin=subprocess.DEVNULL, start_new_session=True
+            )
         self._is_lowered = may_raise_priority()
         if self._is_lowered:
             self._set_priority([self._host.pid], START_NICE)
@@ -139,6 +166,7 @@ class Guardian:
         self._end_group()
         leftovers = sweep_replica(self._directory, self._journal.segments)
         exit_status = self._host.returncode
+        assert exit_status is not None  # `_end_group` has waited
         self._send(event="ended", text=reason, exit_status=exit_status, leftovers=leftovers)
         return exit_status if exit_status >= 0 else 128 - exit_status
 
@@ -165,8 +193,8 @@ class Guardian:
             if self._is_lowered and (self._directory / READY_FILE).exists():
                 self._set_priority(_group_states(self._host.pid), 0)
                 self._is_lowered = False
-            if self._host.poll() is not None:
-                return "stopped" if stop_before is not None else _describe_exit(self._host.returncode)
+            if (status := self._host.poll()) is not None:
+                return "stopped" if stop_before is not None else _describe_exit(status)
             if stop_before is not None and time.monotonic() > stop_before:
                 return f"stopped, but unload() took more than {UNLOAD_TIMEOUT_S:g} s"
             if stop_before is None and (reason := self._inspect()) is not None:
@@ -301,9 +329,9 @@ def _group_states(group: int) -> dict[int, tuple[str, str]]:
 
 def main() -> None:
     """Entry point; see the module's docstring."""
-    _, directory, status_fd, command_fd, nice, separator, *arguments = sys.argv[1:]
-    assert separator == "--"
-    sys.exit(Guardian(Path(directory), int(status_fd), int(command_fd), int(nice), arguments).run())
+    _, directory, status_fd, command_fd, nice, child, *arguments = sys.argv[1:]
+    replica = arguments if child == "--" else int(child)
+    sys.exit(Guardian(Path(directory), int(status_fd), int(command_fd), int(nice), replica).run())
 
 
 if __name__ == "__main__":

@@ -7,12 +7,11 @@ import contextlib
 import logging
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import psutil
 
@@ -21,9 +20,9 @@ from app.control.messages import Drained
 from app.process.machine import cpu_count
 from app.supervisor.handle import ReplicaHandle
 from app.supervisor.replica_memory import ReplicaMemory
-from app.supervisor.replica_process import ReplicaProcess
+from app.supervisor.replica_process import Child, Fork, ReplicaProcess
 
-__all__ = ["Backoff", "Host", "kill", "until"]
+__all__ = ["Backoff", "Forks", "Host", "kill", "until"]
 
 logger = logging.getLogger("headwater")
 
@@ -39,10 +38,26 @@ STEADY_AFTER_S: Final = 60.0
 class _Child:
     """A child process that is followed to its end."""
 
-    process: subprocess.Popen[bytes]
+    process: Child
     role: str
     replica: ReplicaProcess | None
     exited: asyncio.Future[int]
+
+
+class Forks(Protocol):
+    """What forks replicas; see `app.supervisor.preloaded`."""
+
+    def start(self) -> None:
+        """Begin."""
+        ...
+
+    async def wait(self, deployment: Deployment) -> None:
+        """Wait until a replica can be forked, or is better started without that."""
+        ...
+
+    def fork_of(self, deployment: Deployment) -> Fork | None:
+        """What forks a deployment's replicas; None: nothing does now."""
+        ...
 
 
 class Host:
@@ -65,8 +80,8 @@ class Host:
         self.memory = memory
         self.drain = drain
         self.on_change = on_change
-        # Loading is mostly imports and disk; more at once than cores only makes each slower.
-        self.start_slots = asyncio.Semaphore(max(2, cpu_count()))
+        # A start waits for files and for Triton now and then; more at once would only make each slower.
+        self.start_slots = asyncio.Semaphore(cpu_count() + 1)
         self.first_generation = 0
         """Of a deployment that has none yet; see `app.control.routing.DeploymentRoute.generation`."""
         self.folder = Path()
@@ -75,6 +90,8 @@ class Host:
         """All replicas that have not ended, by id."""
         self.imported: dict[str, set[str]] = {}
         """The files of the user's modules that replicas have imported, by deployment."""
+        self.forks: Forks | None = None
+        """None: replicas are started without being forked."""
         self.stopping = asyncio.Event()
         self.status = 0
         """The server's exit status."""
@@ -124,6 +141,11 @@ class Host:
         """Wait for the spawned tasks."""
         await asyncio.gather(*self._tasks)
 
+    async def prepare(self, config: Deployment) -> None:
+        """Wait for what a deployment's replicas are best started by, before `launch`."""
+        if self.forks is not None:
+            await self.forks.wait(config)
+
     def launch(self, name: str, config: Deployment, on_progress: Callable[[str], None]) -> ReplicaHandle:
         """Start a replica of a deployment; ``on_progress`` is called with each stage of its start.
 
@@ -134,7 +156,8 @@ class Host:
         # The folder's name is short, because it is part of sockets' paths, which must be short.
         folder = self.folder / f"r{self._launched}"
         replica = ReplicaProcess(name, f"{name}-{self._launched}", config, folder, self._user_paths, on_progress)
-        exited = self.follow(replica.start(), f"the guardian of {replica.id}", replica)
+        fork = None if self.forks is None else self.forks.fork_of(config)
+        exited = self.follow(replica.start(fork), f"the guardian of {replica.id}", replica)
         replica.exited = self.spawn(replica.follow(exited))
         self.replicas[replica.id] = replica
         replica.ready.add_done_callback(lambda _: self.imported.setdefault(name, set()).update(replica.imported))
@@ -145,9 +168,7 @@ class Host:
         """A context in which the replicas that a deployment has are about to be replaced by those that start."""
         return contextlib.nullcontext()
 
-    def follow(
-        self, process: subprocess.Popen[bytes], role: str, replica: ReplicaProcess | None = None
-    ) -> asyncio.Future[int]:
+    def follow(self, process: Child, role: str, replica: ReplicaProcess | None = None) -> asyncio.Future[int]:
         """A future of a child's exit code; call this without awaiting anything after the process's start.
 
         ``role`` is for the log; a guardian comes with its replica.

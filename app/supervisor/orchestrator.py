@@ -69,6 +69,8 @@ class Orchestrator:
 
     async def prepare(self) -> None:
         """See `app.supervisor.front.Backend`: routes are known."""
+        if self._host.forks is not None:
+            self._host.forks.start()  # first: the first starts wait for it
 
     def start(self, running: Mapping[str, Collection[ReplicaHandle]] | None = None) -> None:
         """Start all replicas that there should be, and keep them running.

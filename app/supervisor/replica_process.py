@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -27,9 +27,9 @@ from app.supervisor.replica_log import ReplicaLog
 from app.telemetry.logs import REPLICA_LOGGER
 from inference.environment import library_path
 from inference.signature import Signature
-from inference.wire.handshake import ReplicaSpec, ReplicaStatus
+from inference.wire.handshake import COMMAND, GO, HOST, STATUS, ForkRequest, ReplicaSpec, ReplicaStatus
 
-__all__ = ["ReplicaProcess"]
+__all__ = ["Child", "Fork", "Forked", "ReplicaProcess", "environment_of"]
 
 logger = logging.getLogger("headwater")
 replica_logger = logging.getLogger(REPLICA_LOGGER)
@@ -51,6 +51,24 @@ CRASH = "Fatal Python error"
 SPINNING_NICE = 5
 """The priority of a vLLM's session, on the scale of `nice`. Its processes spin while they wait for each other, and at
 equal priority the kernel lets others on the same cores stand still for seconds; see docs/design.md."""
+
+
+class Forked:
+    """A child that another process forked; as `subprocess.Popen`."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal, unless it has been reaped."""
+        if self.returncode is None:
+            os.kill(self.pid, number)
+
+
+Child = subprocess.Popen[bytes] | Forked
+Fork = Callable[[ForkRequest, Sequence[int]], int]
+"""Forks a guardian with its replica, and returns its process id; see `app.supervisor.preloaded`."""
 
 
 class ReplicaProcess:
@@ -130,12 +148,23 @@ class ReplicaProcess:
         """See `ReplicaHandle.is_reachable`."""
         return True
 
-    def start(self) -> subprocess.Popen[bytes]:
+    def start(self, fork: Fork | None = None) -> Child:
         """Start the guardian, which starts the replica. Whoever reaps the guardian must run `follow`.
+
+        Args:
+            fork: forks both; if it can't, they are started as without it.
 
         Raises:
             OSError: the machine lacks space, processes or file descriptors.
         """
+        if fork is not None:
+            try:
+                return self._start(fork)
+            except OSError as error:
+                logger.warning("%s: it is started anew, rather than forked: %s", self.id, error)
+        return self._start(None)
+
+    def _start(self, fork: Fork | None) -> Child:
         with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
             # The guardian's ends of the pipes are closed here in any case, ours only if this fails.
             self.directory.mkdir(mode=0o700)
@@ -145,20 +174,24 @@ class ReplicaProcess:
             output_read, output_write = _pipe(ours, theirs)
             command_read, command_write = _pipe(theirs, ours)
             self._write_spec(status_write)
-            guardian = subprocess.Popen(
-                [
-                    sys.executable, "-m", "app.process.guardian", self._name, str(self.directory), str(status_write),
-                    str(command_read), str(SPINNING_NICE * self._deployment.is_vllm), "--",
-                    *self._command(status_write),
-                ],
-                cwd=self.directory,  # neither sees what lies in the user's folder
-                env=self._environment(),
-                pass_fds=(status_write, command_read),
-                stdin=subprocess.DEVNULL,
-                stdout=output_write,
-                stderr=output_write,
-                start_new_session=True,
-            )  # fmt: skip
+            own = {} if "TMPDIR" in self._deployment.environment else {"TMPDIR": str(self.directory / "tmp")}
+            if fork is None:
+                guardian: Child = subprocess.Popen(
+                    [*self._guardian(str(status_write), str(command_read)), "--", *self._command(status_write)],
+                    cwd=self.directory,  # neither sees what lies in the user's folder
+                    env=environment_of(self._deployment) | own,
+                    pass_fds=(status_write, command_read),
+                    stdin=subprocess.DEVNULL,
+                    stdout=output_write,
+                    stderr=output_write,
+                    start_new_session=True,
+                )
+            else:
+                request = ForkRequest(
+                    self._name, str(self.directory), self._user_paths, own, [*self._guardian(STATUS, COMMAND), HOST]
+                )
+                guardian = Forked(fork(request, (status_write, command_read, output_write)))
+                os.write(command_write, GO)
             ours.pop_all()
         self._command_fd = command_write
         self._tasks = [
@@ -295,23 +328,9 @@ class ReplicaProcess:
         program = "app.process.vllm_host" if self._deployment.is_vllm else "app.process.launcher"
         return [sys.executable, "-m", program, os.path.abspath(python), *replica, str(status_fd)]
 
-    def _environment(self) -> dict[str, str]:
-        environment = dict(os.environ)
-        if self._deployment.is_vllm:  # ours may be meant for another one
-            environment = {name: value for name, value in environment.items() if not name.startswith("VLLM_")}
-        environment["PYTHONUNBUFFERED"] = "1"
-        environment["TMPDIR"] = str(self.directory / "tmp")
-        if self._deployment.threads is not None:
-            for library in ("OMP", "MKL", "OPENBLAS", "NUMEXPR", "RAYON"):
-                environment[f"{library}_NUM_THREADS"] = str(self._deployment.threads)
-        elif not self._deployment.is_vllm and (cpus := cpu_count()) < len(os.sched_getaffinity(0)):
-            # Math libraries see the CPUs, but not the quota, and all ask this variable. Tokenizers see the quota, and
-            # vLLM takes fewer threads than this if the variable isn't set.
-            environment.setdefault("OMP_NUM_THREADS", str(cpus))
-        environment.update(self._deployment.environment)
-        if self._deployment.python is None:  # for another Python the launcher sets it
-            environment["LD_LIBRARY_PATH"] = library_path(environment)
-        return environment
+    def _guardian(self, status: str, command: str) -> list[str]:
+        nice = str(SPINNING_NICE * self._deployment.is_vllm)
+        return [sys.executable, "-m", "app.process.guardian", self._name, str(self.directory), status, command, nice]
 
     def _take_log(self, line: str) -> None:
         self._lines.append(line)
@@ -345,6 +364,25 @@ class ReplicaProcess:
             self.mark_ending(status.text)
         elif status.event == "ended":
             self.leftovers = status.leftovers
+
+
+def environment_of(deployment: Deployment) -> dict[str, str]:
+    """The environment of a deployment's replicas, but for ``TMPDIR``, of which each has its own."""
+    environment = dict(os.environ)
+    if deployment.is_vllm:  # ours may be meant for another one
+        environment = {name: value for name, value in environment.items() if not name.startswith("VLLM_")}
+    environment["PYTHONUNBUFFERED"] = "1"
+    if deployment.threads is not None:
+        for library in ("OMP", "MKL", "OPENBLAS", "NUMEXPR", "RAYON"):
+            environment[f"{library}_NUM_THREADS"] = str(deployment.threads)
+    elif not deployment.is_vllm and (cpus := cpu_count()) < len(os.sched_getaffinity(0)):
+        # Math libraries see the CPUs, but not the quota, and all ask this variable. Tokenizers see the quota, and
+        # vLLM takes fewer threads than this if the variable isn't set.
+        environment.setdefault("OMP_NUM_THREADS", str(cpus))
+    environment.update(deployment.environment)
+    if deployment.python is None:  # for another Python the launcher sets it
+        environment["LD_LIBRARY_PATH"] = library_path(environment)
+    return environment
 
 
 def _pipe(reader: contextlib.ExitStack, writer: contextlib.ExitStack) -> tuple[int, int]:

@@ -77,7 +77,7 @@ class Slot:
         while self.replica is not None or await self._reserve():
             began_s = time.monotonic()
             if self.replica is None:
-                async with self._owner.starter.turn():
+                async with self._owner.starter.turn(self._owner.config):
                     began_s = time.monotonic()
                     await self._start()
             if (replica := self.replica) is not None:

@@ -78,8 +78,9 @@ class ReplicaStarter:
         self._host = host
 
     @contextlib.asynccontextmanager
-    async def turn(self) -> AsyncGenerator[None, None]:
+    async def turn(self, config: Deployment) -> AsyncGenerator[None, None]:
         """A context in which to start a replica: only so many start at once."""
+        await self._host.prepare(config)
         await self._host.start_slots.acquire()
         with contextlib.ExitStack() as held:
             held.callback(self._host.start_slots.release)
@@ -174,7 +175,7 @@ class ReplicaStarter:
         self, place: Place, config: Deployment, on_progress: Callable[[str], None]
     ) -> ReplicaHandle | str:
         """Start a replica. Returns it once it is ready; or, once it is gone, the reason."""
-        async with self.turn():
+        async with self.turn(config):
             if self._host.is_stopping:
                 self._host.memory.release(place)
                 return "the server is stopping"

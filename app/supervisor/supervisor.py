@@ -10,6 +10,7 @@ from app.control.server import ControlServer
 from app.supervisor.front import Front
 from app.supervisor.host import Host
 from app.supervisor.orchestrator import Orchestrator
+from app.supervisor.preloaded import Preloads
 from app.supervisor.replica_memory import ReplicaMemory
 from inference.signature import Signature
 
@@ -41,3 +42,8 @@ class Supervisor(Front):
             config, host, control, lambda shares: self.observer.see_utilization(shares), read, config_file
         )
         super().__init__(config, on_serving, control, host, self.orchestrator)
+
+    async def run(self) -> int:
+        """See `Front`."""
+        self._host.forks = Preloads(self._host, self._config.all_deployments().values())
+        return await super().run()

@@ -1,7 +1,8 @@
 """A replica's process: loads one model, warms it up, serves it through its embedded Triton, and ends on SIGTERM.
 
-Started by `app.process.guardian` as ``python -m inference.replica NAME FOLDER``; FOLDER holds ``spec.json``
-(`ReplicaSpec`). Reports on the pipe named there, one JSON `Status` a line.
+Started by `app.process.guardian` as ``python -m inference.replica NAME FOLDER [STATUS_FD]``, or run in a process that
+`inference.replica.preloaded` forked; FOLDER holds ``spec.json`` (`ReplicaSpec`). Reports on the pipe STATUS_FD, or else
+on the one named there, one JSON `Status` a line.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from pathlib import Path
 
 import msgspec
 
-from inference import tuning
+from inference import reference, tuning
 from inference.environment import package_versions, require
 from inference.errors import LoadError, ModelError, is_permanent, text_for_clients
 from inference.replica.imported import imported_files
 from inference.runtime.watchdog import WATCHDOG_FILE, WatchCall, Watchdog
+from inference.signature import Signature
 from inference.tuning import keep_freed_memory
 from inference.wire.handshake import ReplicaSpec, ReplicaStatus
 from inference.wire.shared_memory import uses_store
@@ -46,6 +48,8 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     directory = Path(sys.argv[2])
     spec = msgspec.json.decode((directory / "spec.json").read_bytes(), type=ReplicaSpec)
+    if sys.argv[3:]:
+        spec = msgspec.structs.replace(spec, status_fd=int(sys.argv[3]))
     os.set_inheritable(spec.status_fd, False)
 
     def report(status: ReplicaStatus) -> None:
@@ -100,15 +104,19 @@ def _serve(
     if spec.max_compute_s is not None:
         watch = Watchdog(directory / WATCHDOG_FILE, spec.max_compute_s).call
     capacity = Capacity(lambda text, rows: report(ReplicaStatus("limited", text, batch_limit=rows)))
-    served = load_served(spec, progress, _end_soon, watch, capacity)
-    signature = served.signature
-
-    progress("starting Triton")
-    if not uses_store(signature):
-        os.environ["PYTRITON_NO_TENSORSTORE"] = "1"
     triton = EmbeddedTriton(directory, spec.token)
-    served.bind(triton)
-    triton.start()
+
+    def launch(signature: Signature) -> None:
+        if not uses_store(signature):
+            os.environ["PYTRITON_NO_TENSORSTORE"] = "1"
+        is_language_model = spec.pipeline is None and reference.is_language_model(spec.model)
+        triton.bind_signature(signature, instances=spec.instances, is_language_model=is_language_model)
+        triton.launch()
+
+    served = load_served(spec, progress, _end_soon, watch, capacity, launch)
+    signature = served.signature
+    progress("starting Triton")
+    triton.start(served.handlers)
     served.warm_up(triton, spec, progress)
     tuning.settle()
     (directory / READY_FILE).touch()  # for the guardian: every process of the group counts from now on

@@ -28,7 +28,7 @@ from inference.tuning import switch_soon
 from inference.wire.handshake import ReplicaSpec
 
 if TYPE_CHECKING:
-    from inference.replica.triton import EmbeddedTriton
+    from inference.replica.triton import Answers, EmbeddedTriton
 
 __all__ = ["Served", "load_language_model", "load_served"]
 
@@ -45,12 +45,12 @@ class Served(NamedTuple):
     is_compiled: bool = False
     """Whether modules of a model are compiled, in the warm-up."""
 
-    def bind(self, triton: EmbeddedTriton) -> None:
-        """Bind it to a Triton that has not started yet."""
+    @property
+    def handlers(self) -> list[Answers]:
+        """What answers Triton's requests: one for each of its instances."""
         if isinstance(self.runner, (FusedPipeline, EngineHost)):
-            triton.bind_frames(self.signature, self.runner.handle)
-        else:
-            triton.bind_model(self.signature, [runner.handle for runner in self.runner])
+            return [self.runner.handle]
+        return [runner.handle for runner in self.runner]
 
     def warm_up(self, triton: EmbeddedTriton, spec: ReplicaSpec, progress: Callable[[str], None]) -> None:
         """Call it through a Triton that has started, once per batch size or number of sequences.
@@ -82,6 +82,7 @@ def load_language_model(
     progress: Callable[[str], None],
     on_broken: Callable[[str], None],
     capacity: Capacity | None = None,
+    on_known: Callable[[Signature], None] = lambda signature: None,
 ) -> Served:
     """Find, check and load a language model; the arguments are those of `load_served`.
 
@@ -96,6 +97,7 @@ def load_language_model(
     device = choose_device(spec.device, uses_torch)
     if spec.threads is not None and uses_torch:
         sys.modules["torch"].set_num_threads(spec.threads)
+    on_known(lm_signature(spec.name, plan.folder, None))
     progress(f"loading on {device}")
     engine = plan.load(device, on_broken, capacity)
     switch_soon()
@@ -110,6 +112,7 @@ def load_served(
     on_broken: Callable[[str], None],
     watch: WatchCall = contextlib.nullcontext,
     capacity: Capacity | None = None,
+    on_known: Callable[[Signature], None] = lambda signature: None,
 ) -> Served:
     """Import, construct, check and load what a replica serves.
 
@@ -119,13 +122,14 @@ def load_served(
         on_broken: called once the device is unusable; the replica then ends.
         watch: the context in which each call of a model runs; an engine has its own watchdog.
         capacity: learns how much fits in the device's memory at once.
+        on_known: called before anything is loaded with the signature, which of a language model lacks the limits.
 
     Raises:
         ModelError: something doesn't fit; the message names step and tensor.
     """
     capacity = capacity or Capacity()
     if is_language_model(spec.model):
-        return load_language_model(spec, progress, on_broken, capacity)
+        return load_language_model(spec, progress, on_broken, capacity, on_known)
     steps = spec.pipeline.steps if spec.pipeline is not None else (StepSpec(spec.name, spec.model, "", spec.options),)
     models: dict[str, Model] = {}
     for step in steps:
@@ -146,8 +150,10 @@ def load_served(
             pipeline = PipelineSpec(steps, heads=(spec.name,), trunk=spec.name)  # a pipeline of one step
     if pipeline is not None:
         plan = make_plan(pipeline, signatures, name=spec.name, max_batch_size=spec.max_batch_size)
+    known = signatures[spec.name] if pipeline is None else plan.signature
     if spec.is_cached:
-        (signatures[spec.name] if pipeline is None else plan.signature).check_cacheable()
+        known.check_cacheable()
+    on_known(known)
     sizes: dict[str, Sequence[int]] = {}
     for step in steps:
         model = models[step.name]

@@ -7,6 +7,7 @@ What differs from `pytriton.triton.Triton`, and why:
 - Models are in a local model store that Triton loads as it starts, rather than being sent through its load API: this
   leaves no temporary ``/tmp/folder*`` per model behind, and avoids polling at intervals of a second.
 - Triton completes no configuration: PyTriton's is complete, and for each model it would start Python once more to ask.
+- Triton starts while the model loads: all that it needs is the signature.
 - Triton sees no GPU: it holds no tensors there, but would allocate memory pools and a context on each.
 - Several instances find each other however busy the machine is (`inference.replica.patience`).
 
@@ -51,6 +52,8 @@ _RESTRICTED = [
 _ERROR = re.compile(r"[EF]\d{4} |error: ")
 _NO_GPU = "CudaDriverHelper has not been initialized"
 """Logged on every machine without a GPU."""
+Answers = Callable[[list[Any]], Awaitable[list[dict[str, Any]]] | AsyncIterator[list[dict[str, Any]]]]
+"""What answers the requests that Triton merged: at once, or in frames."""
 pytriton_model.get_config_from_handshake_server = patient(pytriton_model.get_config_from_handshake_server)
 
 
@@ -102,55 +105,60 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
         super().bind(model_name=model_name, **about)
         make_patient(self._workspace.model_store_path / model_name / "1" / "communication.py")
 
-    def bind_model(
-        self, signature: Signature, infer: Sequence[Callable[[list[Any]], Awaitable[list[dict[str, Any]]]]]
-    ) -> None:
-        """Bind a model under the signature's name, with the hidden report output beside its own.
+    def bind_signature(
+        self, signature: Signature, *, instances: int = 1, is_language_model: bool = False
+    ) -> None:  # fmt: skip
+        """Bind a model under the signature's name; `start` brings what computes it.
+
+        One that streams or has heads answers each request with any number of frames (`inference.wire.frame`, or for a
+        language model `inference.wire.lm`); any other has the hidden report output beside its own.
 
         Args:
             signature: its declarations.
-            infer: what Triton calls: one callable for each of its instances, of which each gets a thread.
+            instances: of which each gets a thread; one that answers in frames has one.
         """
+        inputs, outputs = [_tensor(spec) for spec in signature.inputs], [_tensor(spec) for spec in signature.outputs]
+        hidden = {name: Tensor(name=name, dtype=np.uint8, shape=(-1,)) for name in (REPORT, FRAME, CONTROL)}
+        is_framed = signature.streams or bool(signature.heads)
         self.bind(
             model_name=signature.name,
-            infer_func=list(infer),
-            inputs=[_tensor(spec) for spec in signature.inputs],
-            outputs=[*(_tensor(spec) for spec in signature.outputs), Tensor(name=REPORT, dtype=np.uint8, shape=(-1,))],
-            config=ModelConfig(max_batch_size=signature.max_batch_size, batcher=DynamicBatcher()),
+            infer_func=[_later] * instances,
+            inputs=[hidden[CONTROL]] if is_language_model else inputs,
+            outputs=[hidden[FRAME]] if is_framed else [*outputs, hidden[REPORT]],
+            # Frames without Triton's batcher: merged requests would have to end together, and one may stay open for
+            # hours.
+            config=ModelConfig(
+                max_batch_size=signature.max_batch_size,
+                batcher=None if is_framed else DynamicBatcher(),
+                decoupled=is_framed,
+            ),
         )
 
-    def bind_frames(
-        self, signature: Signature, infer: Callable[[list[Any]], AsyncIterator[list[dict[str, Any]]]]
-    ) -> None:
-        """Bind one callable that answers each request with any number of frames (`inference.wire.frame`, or for a
-        language model `inference.wire.lm`)."""
-        control = Tensor(name=CONTROL, dtype=np.uint8, shape=(-1,))
-        self.bind(
-            model_name=signature.name,
-            infer_func=infer,
-            inputs=[_tensor(spec) for spec in signature.inputs] if signature.language_model is None else [control],
-            outputs=[Tensor(name=FRAME, dtype=np.uint8, shape=(-1,))],
-            # Without Triton's batcher: merged requests would have to end together, and one may stay open for hours.
-            config=ModelConfig(max_batch_size=signature.max_batch_size, batcher=None, decoupled=True),
-        )
-
-    def start(self) -> None:
-        """Start Triton and wait until it serves the model.
-
-        Raises:
-            ReplicaError: Triton ended or was not ready in time; the message includes the relevant lines of its log.
-        """
+    def launch(self) -> None:
+        """Start Triton's process, which loads what is bound; `start` waits for it."""
         hidden = {"CUDA_VISIBLE_DEVICES": "", "NVIDIA_VISIBLE_DEVICES": "none"}
         before = {name: os.environ.get(name) for name in hidden}
         os.environ.update(hidden)
         try:
-            self.run()
+            self._run_server()
         finally:
             for name, value in before.items():
                 if value is None:
                     del os.environ[name]
                 else:
                     os.environ[name] = value
+
+    def start(self, infer: Sequence[Answers]) -> None:
+        """Wait until Triton serves the model, launched or not, and have its instances call these, each in a thread.
+
+        Raises:
+            ReplicaError: Triton ended or was not ready in time; the message includes the relevant lines of its log.
+        """
+        for model in self._model_manager.models:
+            model.infer_functions = list(infer)
+        if self._triton_server is None:
+            self.launch()
+        self.connect()
 
     def _prepare_triton_config(self, workspace: Any) -> None:
         super()._prepare_triton_config(workspace)
@@ -208,6 +216,11 @@ def telling_lines(lines: Sequence[str]) -> list[str]:
     """
     errors = [line for line in lines if _ERROR.match(line) and _NO_GPU not in line]
     return errors[:REPORTED_LINES] or list(lines[-REPORTED_LINES:])
+
+
+def _later(requests: list[Any]) -> list[Any]:
+    """Stands for what computes a model until it is loaded."""
+    raise NotImplementedError
 
 
 def _tensor(spec: TensorSpec) -> Any:

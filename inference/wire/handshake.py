@@ -1,14 +1,14 @@
-"""Messages between supervisor and replica: the specification down, status lines up."""
+"""Messages between supervisor and replica: the specification down, status lines up; and what a fork takes."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
 from inference.pipeline import PipelineSpec
 
-__all__ = ["ReplicaSpec", "ReplicaStatus"]
+__all__ = ["COMMAND", "GO", "HOST", "READY", "STATUS", "ForkRequest", "ReplicaSpec", "ReplicaStatus"]
 
 
 class ReplicaSpec(msgspec.Struct, frozen=True):
@@ -65,3 +65,25 @@ class ReplicaStatus(msgspec.Struct, omit_defaults=True):
     """In ``ended``: what the sweep could not remove."""
     batch_limit: int = 0
     """In ``limited``: the most rows, or sequences, that fit in its device's memory at once; 0: no limit is known."""
+
+
+READY: Final = b"ready"
+"""What `inference.replica.preloaded` says once it can fork."""
+GO: Final = b"go\n"
+"""What a forked guardian waits for on its command pipe."""
+STATUS: Final = "{status}"
+COMMAND: Final = "{command}"
+HOST: Final = "{host}"
+
+
+class ForkRequest(msgspec.Struct, frozen=True):
+    """A replica to fork. With it come three pipes: for its status, from the supervisor, and for what it prints."""
+
+    name: str
+    directory: str
+    user_paths: tuple[str, ...]
+    variables: dict[str, str]
+    """Those of its environment that the preloaded process hasn't."""
+    guardian: list[str]
+    """The guardian's command line, with `STATUS`, `COMMAND` and `HOST` for two descriptors and the replica's process
+    id."""

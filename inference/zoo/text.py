@@ -87,6 +87,7 @@ class Encoder(Model):
         # Imported here, because transformers' BERT takes seconds, which only reading the declarations should not cost.
         from safetensors.torch import load_file
         from tokenizers import Tokenizer
+        from transformers.initialization import no_init_weights
         from transformers.models.bert.configuration_bert import BertConfig
         from transformers.models.bert.modeling_bert import BertModel
 
@@ -94,7 +95,7 @@ class Encoder(Model):
         # Not `from_pretrained`: it looks for adapters and other formats, prints a progress bar, and only logs missing
         # weights. This reads one file, and fails if it does not fit.
         config = BertConfig.from_dict(json.loads((folder / "config.json").read_text()), attn_implementation="sdpa")
-        with torch.device(device):
+        with torch.device(device), no_init_weights():  # all of them are in the file
             bert = BertModel(config, add_pooling_layer=False)
         weights = load_file(folder / "model.safetensors")
         bert.load_state_dict({name: weight for name, weight in weights.items() if name not in _UNUSED})

@@ -67,8 +67,8 @@ def held() -> Held:
 def triton(folder: Path, held: Held) -> Iterator[EmbeddedTriton]:
     """One that serves a model."""
     found = EmbeddedTriton(folder, TOKEN)
-    found.bind_model(SIGNATURE, [held])
-    found.start()
+    found.bind_signature(SIGNATURE)
+    found.start([held])
     yield found
     held.may_answer.set()
     found.stop()
@@ -137,7 +137,7 @@ def test_a_server_that_is_stopping_refuses_no_call_in_words_that_we_do_not_know(
 
 def test_an_instance_that_does_not_start_is_tried_once(folder: Path, held: Held) -> None:
     found = EmbeddedTriton(folder, TOKEN)
-    found.bind_model(SIGNATURE, [held])
+    found.bind_signature(SIGNATURE)
     script = found._workspace.model_store_path / "m" / "1" / "model.py"
     script.chmod(0o644)
     script.write_text(
@@ -147,7 +147,7 @@ def test_an_instance_that_does_not_start_is_tried_once(folder: Path, held: Held)
     )
     try:
         with pytest.raises(ReplicaError, match=r"an instance failed[^$]*not today"):
-            found.start()
+            found.start([held])
         assert (folder / "starts").read_text() == "one "  # not another one before, for Triton to ask its configuration
     finally:
         found.stop()

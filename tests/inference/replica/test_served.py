@@ -221,16 +221,23 @@ def test_a_callable_that_makes_no_engine_is_named_and_not_headwaters_own_code(fo
 def test_the_signature(folder: Path) -> None:
     progress: list[str] = []
     spec = spec_of(f"lm:{folder}", engine="lm_case_engines:null")
-    served = load_language_model(spec, progress.append, lambda reason: None)
+    known: list[Signature] = []
+
+    def note(signature: Signature) -> None:
+        known.append(signature)
+        progress.append("known")
+
+    served = load_language_model(spec, progress.append, lambda reason: None, on_known=note)
     try:
         signature = served.signature
+        assert known == [msgspec.structs.replace(signature, language_model=None)]
         assert signature == lm_signature("served", folder, EngineLimits(2, 0, 100, 200, 50))
         assert msgspec.convert(msgspec.to_builtins(signature), Signature) == signature
         assert signature.description == "The language model some-model."
         assert signature.language_model is not None
         assert signature.language_model.folder == str(folder)
         assert (signature.streams, signature.max_batch_size) == (True, 1)
-        assert progress == [f"importing lm:{folder}", "loading on cpu"]
+        assert progress == [f"importing lm:{folder}", "known", "loading on cpu"]
     finally:
         served.unload()
 

@@ -23,20 +23,17 @@ def load(model: str, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> Served:
     return served
 
 
-class Triton:
-    """Takes note of what is bound."""
-
-    def __init__(self) -> None:
-        self.bound: list[Any] = []
-
-    def bind_model(self, signature: object, infer: list[Any]) -> None:
-        self.bound = list(infer)
+def test_the_signature_is_known_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(SERVICES)
+    spec = ReplicaSpec("m", "scaled:Slow", "", -1, (SERVICES,), os.getcwd(), options={"seconds": 0}, device="cpu")
+    said: list[object] = []
+    served = load_served(spec, said.append, lambda reason: None, on_known=said.append)
+    assert said == ["importing scaled:Slow", served.signature, "loading on cpu"]
 
 
 def test_each_instance_has_a_runner_and_all_have_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    triton = Triton()
-    load("scaled:Slow", monkeypatch, options={"seconds": 0}, instances=3).bind(triton)  # type: ignore[arg-type]
-    runners = [one.__self__ for one in triton.bound]
+    handlers: list[Any] = load("scaled:Slow", monkeypatch, options={"seconds": 0}, instances=3).handlers
+    runners = [one.__self__ for one in handlers]
     assert len(set(map(id, runners))) == 3
     assert len({id(runner.step.model) for runner in runners}) == 1
 

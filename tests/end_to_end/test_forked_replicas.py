@@ -1,0 +1,90 @@
+"""Replicas that are forked from a process with their imports are as those that are started anew."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.running import Running, leftovers, processes_of, segments_of, serve, wait_for
+
+PRELOADED = "inference.replica.preloaded"
+MODELS = {"forked": "circumstances:Forked", "other": "circumstances:Forked", "cold": "circumstances_late:Cold"}
+CONFIG = {
+    "deployments": {
+        f"{name}-{threads or 'all'}": {
+            "model": model,
+            "environment": {"OF_MODEL": "yes"},
+            "device": "cpu",
+            "warmup_batch_sizes": [1],
+            **({"threads": threads} if threads else {}),
+        }
+        for name, model in MODELS.items()
+        for threads in (None, 1)
+        if threads or name != "other"
+    }
+}
+
+
+@pytest.fixture(scope="module")
+def forking() -> Iterator[Running]:
+    with serve(CONFIG) as running:
+        yield running
+
+
+def seen(running: Running, model: str) -> dict[str, Any]:
+    """What one of a model's replicas says."""
+    answer = running.infer(model, ["x"], shape=[1, 1], datatype="BYTES")
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = json.loads(answer.json()["outputs"][0]["data"][0])
+    return found
+
+
+def parents(running: Running) -> list[int]:
+    """The processes that fork."""
+    return [pid for pid, command in processes_of(running.folder).items() if PRELOADED in command]
+
+
+@pytest.mark.parametrize("threads", ["all", "1"])
+def test_a_forked_replica_has_the_circumstances_of_one_that_is_started_anew(forking: Running, threads: str) -> None:
+    forked, cold = seen(forking, f"forked-{threads}"), seen(forking, f"cold-{threads}")
+    assert (forked["is_forked"], cold["is_forked"]) == (True, False)
+
+    def same(model: str, found: dict[str, Any]) -> dict[str, Any]:
+        text = json.dumps({**found["same"], "threads": found["threads"], "device": found["device"]})
+        return dict(json.loads(text.replace(str(forking.replica_folder(model)), "FOLDER").replace(model, "MODEL")))
+
+    assert same(f"forked-{threads}", forked) == same(f"cold-{threads}", cold)
+
+
+def test_two_forks_draw_different_numbers(forking: Running) -> None:
+    first, second = seen(forking, "forked-1"), seen(forking, "other-1")
+    assert (first["is_forked"], second["is_forked"]) == (True, True)
+    assert all(one != other for one, other in zip(first["random"], second["random"], strict=True))
+
+
+def test_the_process_that_forks_has_one_thread_and_is_replaced_if_it_is_killed(forking: Running) -> None:
+    before = parents(forking)
+    assert len(before) == 2  # one for each environment
+    for pid in before:
+        assert len(os.listdir(f"/proc/{pid}/task")) == 1
+        os.kill(pid, signal.SIGKILL)
+    assert seen(forking, "forked-1")["is_forked"]  # it serves on
+    host = seen(forking, "forked-all")["pid"]
+    os.kill(host, signal.SIGKILL)  # the next one is started without a fork, or with one: whichever is there
+    wait_for(lambda: not Path(f"/proc/{host}").exists(), 30, "it to be gone")
+    wait_for(lambda: forking.is_ready("forked-all"), 120, "the next")
+    wait_for(lambda: len(parents(forking)) == 2 and not set(parents(forking)) & set(before), 60, "others that fork")
+
+
+def test_nothing_is_left(forking: Running) -> None:
+    segments = segments_of(forking.folder)
+    forking.popen.kill()
+    wait_for(lambda: not processes_of(forking.folder), 60, "every process to end")
+    stale: Path = next(forking.folder.glob("headwater-*"))
+    wait_for(lambda: leftovers(next(iter(stale.glob("r*")), stale / "r"), segments) == [], 60, "replicas to be swept")

@@ -1,0 +1,143 @@
+"""A process that forks replicas: what it forks, when it doesn't, and how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from inference.environment import library_path
+from inference.replica import preloaded
+from inference.wire.handshake import COMMAND, GO, HOST, READY, STATUS, ForkRequest, ReplicaSpec, ReplicaStatus
+from tests.running import wait_for
+
+GUARDIAN = "import os, sys; os.waitpid(int(sys.argv[3]), 0)"
+
+
+class Preloaded:
+    """One, and what it says."""
+
+    def __init__(self, folder: Path, *modules: str) -> None:
+        self.folder = folder
+        self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", preloaded.__name__, str(folder), str(theirs.fileno()), *modules, " " * 200],
+                pass_fds=(theirs.fileno(),),
+                env={**os.environ, "LD_LIBRARY_PATH": library_path(os.environ)},
+                start_new_session=True,
+            )
+        self.socket.settimeout(60)
+
+    def fork(self, model: str, *user_paths: str, go: bytes = GO) -> list[ReplicaStatus]:
+        """What a replica with a small guardian reports until its end, when its command pipe brings this."""
+        (self.folder / "tmp").mkdir()
+        spec = ReplicaSpec("m", model, "secret", -1, user_paths, str(self.folder))
+        (self.folder / "spec.json").write_bytes(msgspec.json.encode(spec))
+        guardian = [sys.executable, "-c", GUARDIAN, STATUS, COMMAND, HOST]
+        request = ForkRequest("m", str(self.folder), user_paths, {"TMPDIR": str(self.folder / "tmp")}, guardian)
+        (status_read, status), (command, command_write) = os.pipe(), os.pipe()
+        with (self.folder / "output").open("wb") as output:
+            socket.send_fds(self.socket, [msgspec.json.encode(request)], [status, command, output.fileno()])
+            assert self.socket.recv(100).isdigit()
+        os.close(status)
+        os.close(command)
+        os.write(command_write, go)
+        os.close(command_write)
+        with open(status_read, "rb") as lines:
+            return [msgspec.json.decode(line, type=ReplicaStatus) for line in lines]
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[Any]:
+    with contextlib.ExitStack() as ended:
+
+        def start(*modules: str) -> Preloaded:
+            one = Preloaded(tmp_path, *modules)
+            ended.callback(one.process.wait, 60)
+            ended.callback(one.socket.close)
+            ended.callback(one.process.send_signal, signal.SIGCONT)
+            return one
+
+        yield start
+
+
+def test_a_module_of_the_users_comes_before_one_that_was_imported_before(started: Any, tmp_path: Path) -> None:
+    one = started("wave")
+    assert one.socket.recv(100) == READY
+    user = tmp_path / "user"
+    user.mkdir()
+    (user / "wave.py").touch()
+    last = one.fork("wave:Model", str(user))[-1]
+    assert (last.event, last.is_permanent) == ("failed", True)
+    assert f"{user}/wave.py has no Model" in last.text
+
+
+def test_a_replica_reports_as_one_that_was_not_forked(started: Any, tmp_path: Path) -> None:
+    one = started()
+    assert one.socket.recv(100) == READY
+    user = tmp_path / "user"
+    user.mkdir()
+    (user / "forked.py").write_text("import sys\nraise ValueError(sys.argv[1:3], sys.orig_argv[2])\n")
+    *_, last = one.fork("forked:Model", str(user))
+    assert f"['m', '{tmp_path}'], '{preloaded.__name__}'" in last.text
+    assert last.imported == [str(user / "forked.py")]
+    assert "Traceback" in (tmp_path / "output").read_text()
+
+
+def test_a_guardian_that_nobody_waits_for_forks_nothing(started: Any) -> None:
+    one = started()
+    assert one.socket.recv(100) == READY
+    assert one.fork("wave:Model", go=b"") == []
+
+
+def test_what_starts_threads_when_it_is_imported_is_not_forked(started: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    code = "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
+    (tmp_path / "threaded.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert started("threaded").socket.recv(100) == b"the imports started 1 threads"
+
+
+def test_a_package_that_is_installed_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    before = preloaded._installed()
+    assert preloaded._installed() == before
+    (tmp_path / "torch-2.dist-info").mkdir()
+    assert preloaded._installed() != before
+
+
+def test_it_ends_with_the_supervisor(started: Any) -> None:
+    one = started()
+    assert one.socket.recv(100) == READY
+    one.socket.close()
+    assert one.process.wait(60) == 0
+
+
+def test_it_is_ended_with_the_supervisor_even_while_it_imports(tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / "endless.py").write_text(
+        f"open({str(tmp_path / 'began')!r}, 'w').close()\nimport time\ntime.sleep(600)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    code = (
+        "import pathlib, sys\nfrom tests.inference.replica.test_preloaded import Preloaded\n"
+        "print(Preloaded(pathlib.Path(sys.argv[1]), 'endless').process.pid, flush=True)\nsys.stdin.read()"
+    )
+    root = str(Path(__file__).parents[3])
+    supervisor = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=root
+    )
+    with supervisor:
+        assert supervisor.stdout is not None
+        pid = int(supervisor.stdout.readline())
+        wait_for((tmp_path / "began").exists, 60, "the import")
+        supervisor.kill()
+    wait_for(lambda: not Path(f"/proc/{pid}/cwd").exists(), 30, "it to end")
