@@ -1,5 +1,7 @@
 """What functions of several models have in common."""
 
+# mypy: disable-error-code="untyped-decorator"
+
 from __future__ import annotations
 
 import functools
