@@ -61,7 +61,10 @@ def check(what: str | Path | None, *, as_json: bool, flags: Mapping[str, Any] | 
             content = {"deployments": {"none": {"model": PLACEHOLDER}}}
             config = read_config(content, source="command line", flags=flags or {})
         else:
-            config = load_with_scripts(str(what), flags=flags or {}).config
+            loaded = load_with_scripts(str(what), flags=flags or {})
+            config = loaded.config
+            for warning in loaded.warnings:
+                print(f"warning: {warning}", file=sys.stderr)
     except InvalidConfig as error:
         config = error.rest
         for problem in error.problems:

@@ -74,7 +74,9 @@ def check_allowed(config: Config, name: str, fields: dict[str, Any]) -> None:
             )
 
 
-def lay_over(first: Config, now: Config, name: str, fields: dict[str, Any]) -> Config:
+def lay_over(
+    first: Config, now: Config, name: str, fields: dict[str, Any], base: dict[str, Any] | None = None
+) -> Config:
     """The configuration with these fields merged into a deployment's section.
 
     Sections are merged, other values replaced; null restores a field's default.
@@ -82,12 +84,14 @@ def lay_over(first: Config, now: Config, name: str, fields: dict[str, Any]) -> C
     Args:
         first: the configuration that the server was started with, whose section gets the fields, if it has one.
         now: the present configuration, for all other deployments.
+        base: gets the fields in place of that section.
 
     Raises:
         BadRequest: a field is invalid; the message is as for a file.
     """
-    configured = first.deployments.get(name)
-    section = laid_over(given(configured) if configured is not None else {}, fields)
+    if base is None:
+        base = given(first.deployments[name]) if name in first.deployments else {}
+    section = laid_over(base, fields)
     content = {"server": now.server, "deployments": {**now.deployments, name: section}, "cluster": first.cluster}
     try:
         return read_config(content, source=FIELD, environment={}, flags={})

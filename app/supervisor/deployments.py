@@ -12,6 +12,7 @@ from app.supervisor.graph_state import GraphState
 from app.supervisor.host import Host
 from app.supervisor.preflight import runtime_dir_problems
 from app.supervisor.replica_set import ReplicaSet
+from app.supervisor.scripts import Scripts
 from app.supervisor.versions_state import VersionsState
 
 __all__ = ["Deployments", "config_of"]
@@ -60,8 +61,18 @@ class Deployments:
             return [one for one in self.sets.values() if one.part_of == name]
         return [self.sets[name]] if name in self.sets else []
 
-    def proposed(self, name: str, text: object) -> Deployment:
+    def first(self, name: str) -> Deployment | None:
+        """The deployment in the server's own configuration."""
+        return self._first.deployments.get(name)
+
+    def proposed(self, name: str, text: object, scripts: Scripts | None = None) -> Deployment:
         """A deployment, known or new, merged with a section in JSON; nothing is changed.
+
+        Args:
+            name: its name.
+            text: the section.
+            scripts: those of the merged deployment, and of the known one; their fields are laid under the section.
+                None: the fields of the known one stay.
 
         Raises:
             Forbidden: the server's ``allow_load`` doesn't permit it.
@@ -70,6 +81,12 @@ class Deployments:
         fields = parse_overlay(text)
         check_allowed(self._first, name, fields)
         proposed = lay_over(self._first, self.config, name, fields)
+        if scripts is not None:
+            known = self.first(name)
+            base = {} if known is None else scripts.taken_out(known)
+            proposed = lay_over(self._first, self.config, name, fields, base)
+            base = scripts.laid_under(proposed.deployments[name])
+            proposed = lay_over(self._first, self.config, name, {}, base)
         # Without this check, a name that makes a socket's path too long would show only in a call.
         for problem in runtime_dir_problems(proposed.server, proposed.all_deployments()):
             raise BadRequest(f"{FIELD}: {problem}", field=FIELD)

@@ -21,6 +21,7 @@ from app.supervisor.deployments import Deployments, config_of
 from app.supervisor.handle import ReplicaHandle
 from app.supervisor.host import Host
 from app.supervisor.replica_set import ReplicaSet
+from app.supervisor.scripts import Scripts, scripts_of
 from app.supervisor.starter import Retired, stop_or_kill
 from app.supervisor.versions_state import VersionsState
 from inference.errors import LoadError
@@ -68,7 +69,7 @@ class Lifecycle:
             with self._alone(command.action, name, sets):
                 addition = ""
                 if config is None and text is not None:
-                    config = self._deployments.proposed(name, text)
+                    config = await self._proposed(name, text)
                 if config is not None:
                     addition = f", with a configuration that sets {', '.join(sorted(config.model_fields_set))}"
                 logger.info("%s: %s, %s%s", name, command.action, why, addition)
@@ -91,6 +92,19 @@ class Lifecycle:
             counts = {"ready": len(one.ready), "wanted": one.wanted, "min": one.bounds.min, "max": one.bounds.max}
             content["replicas"] = counts
         return _answered(command, content, retired)
+
+    async def _proposed(self, name: str, text: object) -> Deployment:
+        """See `Deployments.proposed`. If its scripts aren't those of the server's own configuration, they are run
+        first, to see what they set."""
+        proposed, known = self._deployments.proposed(name, text), self._deployments.first(name)
+        if set(scripts_of(proposed)) == (set() if known is None else set(scripts_of(known))):
+            return proposed
+        both = [proposed] if known is None else [proposed, known]
+        scripts = Scripts(self._host.search)
+        await asyncio.to_thread(scripts.run, both)
+        for warning in scripts.warnings():
+            logger.warning("%s", warning)
+        return self._deployments.proposed(name, text, scripts)
 
     def _answer_on_traffic(self, command: Command) -> CommandAnswer:
         """Carry out a command on how requests are shared among versions; it takes effect at once."""

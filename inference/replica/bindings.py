@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -16,6 +17,8 @@ import msgspec
 from inference.errors import LoadError
 from inference.reference import find_path
 from inference.replica.probe import own_output
+from inference.runtime.pytriton_script import end_scripts, run_script
+from inference.runtime.pytriton_shared import shared_objects
 
 __all__ = ["ScriptFinding", "ScriptRequest", "main"]
 
@@ -47,21 +50,28 @@ def main() -> None:
     os.chdir(request.working_dir)
     with own_output() as output:
         output.write(msgspec.json.encode(_find(request)))
+    end_scripts()
 
 
 def _find(request: ScriptRequest) -> ScriptFinding:
-    from inference.runtime.pytriton_script import run_script  # after the path is set, which may hold PyTriton
-
     title = f"model pytriton:{request.path}"
     try:
         path = find_path(title, request.path, request.search, "file")
         script = run_script(title, path, request.arguments)
     except LoadError as error:
         return ScriptFinding(problem=asdict(error.problem))
-    from inference.runtime.pytriton_model import settings_of
+    from inference.runtime.pytriton_model import settings_of  # after the path is set, which may hold PyTriton
 
     settings = {name: settings_of(binding) for name, binding in script.bindings.items()}
-    return ScriptFinding(settings, list(script.warnings))
+    shared = shared_objects({name: binding.functions for name, binding in script.bindings.items()})
+    return ScriptFinding(settings, [*script.warnings, *(_warning(one, models) for one, models in shared.items())])
+
+
+def _warning(shared: str, models: Sequence[str]) -> str:
+    return (
+        f"{' and '.join(models)} share {shared}, of which each has one of its own here, as models run in processes of "
+        "their own: what one changes in it, the others don't see (docs/from-pytriton.md#models-that-share-state)"
+    )
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from inference.reference import is_language_model
 from inference.runtime.compiled import compiler_problem
 from inference.runtime.device import choose_device
 from inference.runtime.loader import asks_compile, load_model
+from inference.runtime.pytriton_script import end_scripts
 from inference.signature import Signature
 
 __all__ = ["Finding", "Request", "main", "own_output", "probe"]
@@ -153,6 +154,7 @@ def main() -> None:
             for finding in probe(request):
                 output.write(msgspec.json.encode(finding) + b"\n")
                 output.flush()
+    end_scripts()
 
 
 if __name__ == "__main__":

@@ -92,6 +92,7 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
                 allow_metrics=True,
                 allow_gpu_metrics=False,
                 allow_cpu_metrics=False,
+                allow_vertex_ai=False,  # which Triton serves by itself where AIP_MODE is PREDICTION
                 log_file=directory / "triton.log",
                 exit_timeout_secs=1,
             ),

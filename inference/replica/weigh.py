@@ -18,6 +18,7 @@ from inference.reference import is_language_model
 from inference.replica.probe import Request, own_output
 from inference.runtime.device import choose_device
 from inference.runtime.loader import load_model
+from inference.runtime.pytriton_script import end_scripts
 
 __all__ = ["Weight", "main", "weigh"]
 
@@ -75,6 +76,7 @@ def main() -> None:
     request = msgspec.json.decode(sys.stdin.buffer.read(), type=Request)
     with own_output() as output:
         output.write(msgspec.json.encode(weigh(request)))
+    end_scripts()
 
 
 if __name__ == "__main__":

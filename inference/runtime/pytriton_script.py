@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 from inference.environment import problem_of
 from inference.errors import LoadError, Problem, did_you_mean
 
-__all__ = ["Binding", "Script", "run_script"]
+__all__ = ["Binding", "Script", "end_scripts", "run_script"]
 
 END_TIMEOUT_S: Final = 10.0
 """How long the script may take to end after ``serve()``."""
@@ -261,6 +261,12 @@ def _refuse_remote(*_: object, **__: object) -> None:
 _SCRIPTS: Final[dict[tuple[Path, tuple[str, ...]], Script]] = {}
 
 
+def end_scripts() -> None:
+    """Let all scripts go on behind ``serve()``, where they may end threads that the process would else wait for."""
+    for script in _SCRIPTS.values():
+        script.end()
+
+
 def run_script(title: str, path: Path, arguments: Sequence[str] = ()) -> Script:
     """Run a script, once per process; `title` begins the message of an error.
 
@@ -272,6 +278,9 @@ def run_script(title: str, path: Path, arguments: Sequence[str] = ()) -> Script:
     except ImportError as error:
         fix = f"{sys.executable} -m pip install nvidia-pytriton"
         raise LoadError(Problem(title, f"it needs PyTriton: {error}", fix)) from error
+    if path.suffix == ".ipynb":
+        fix = "make a script of it: jupyter nbconvert --to script NOTEBOOK"
+        raise LoadError(Problem(title, "expected a Python script, got a notebook", fix))
     key = path, tuple(arguments)
     if key not in _SCRIPTS:
         _SCRIPTS[key] = Script(path, arguments)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +15,9 @@ from tests.running import SERVICES
 
 ROOT = Path(__file__).parents[3]
 SCRIPTS = SERVICES / "scripts"
+PAGE = ROOT / "docs" / "from-pytriton.md"
 MORE = ("Linear", "Missing", "Power", "Padded", "Waited", "Warm")
-"""The bindings of ``more.py``; the others are those of ``server.py``."""
+"""The bindings of ``more.py``; the others are those of ``kinds.py``."""
 X = [[1.0, 2.0], [3.0, 4.0]]
 
 _CALLS: dict[str, tuple[str, list[dict[str, Any]]]] = {
@@ -65,7 +67,7 @@ def _ask(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def results() -> dict[str, dict[str, Any]]:
     """By the names of `_CALLS`."""
     calls = [
-        {"script": f"{SCRIPTS / ('more.py' if name in MORE else 'server.py')}:{name}", "requests": requests}
+        {"script": f"{SCRIPTS / ('more.py' if name in MORE else 'kinds.py')}:{name}", "requests": requests}
         for name, requests in _CALLS.values()
     ]
     return dict(zip(_CALLS, _ask(calls), strict=True))
@@ -158,6 +160,36 @@ _REFUSED = {
               "    import __main__\n    return [{'y': r['x'] + len(__main__.open_now)} for r in rs]\n"
               "with held():\n    serve(function=look)", {}),
 }  # fmt: skip
+
+
+def test_headers_are_refused_by_name_and_parameters_take_their_place(tmp_path: Path) -> None:
+    vectors = {"INPUT_1": [[4.0]], "INPUT_2": [[2.0]]}
+    request = {"inputs": vectors, "parameters": {"header_divisor": "3", "factor": 2}}
+    script, name = str(SCRIPTS / "headers.py"), "TritonConfig.http_header_forward_pattern"
+    (tmp_path / "example.ipynb").write_text("{}")
+    refused, served, notebook = _ask(
+        [
+            {"script": script, "requests": [request]},
+            {"script": script, "requests": [request], "options": {"ignore": [name]}},
+            {"script": str(tmp_path / "example.ipynb"), "requests": []},
+        ]
+    )
+    assert refused["reason"] == f"the script asks for {name}, which Headwater doesn't have"
+    assert "let clients send parameters in place of headers" in refused["fix"]
+    assert served["answers"] == [{"scaled_add": [[2.0]], "scaled_sub": [[4.0]]}]
+    assert notebook["reason"] == "expected a Python script, got a notebook"
+
+
+def test_the_pages_model_that_learns_answers_with_what_it_has_learned(tmp_path: Path) -> None:
+    (block,) = re.findall(r"^```python\n# learner.py\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    (tmp_path / "learner.py").write_text(block)
+    values, targets = [[1.0, 0.0, 0.0, 2.0], [0.0, 1.0, 0.0, 0.0]], [[0], [1]]
+    asked, taught = {"inputs": {"values": values}}, {"inputs": {"values": values, "target": targets}}
+    script = str(tmp_path / "learner.py")
+    calls = [{"script": script, "requests": requests} for requests in ([asked], [taught, asked], [asked])]
+    before, during, after = (call["answers"] for call in _ask(calls))
+    assert len(during) == 2
+    assert before[0]["predictions"] != after[0]["predictions"] == during[0]["predictions"]
 
 
 @pytest.fixture(scope="module")

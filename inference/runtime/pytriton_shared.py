@@ -1,0 +1,90 @@
+"""Finds what several models of a PyTriton script have in common, of which each replica has one of its own."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from typing import Any, Final
+
+import numpy as np
+
+__all__ = ["shared_objects"]
+
+_HARMLESS: Final = (
+    str, bytes, int, float, complex, tuple, frozenset, type(None), type, range,
+    ModuleType, FunctionType, BuiltinFunctionType, logging.Logger,
+)  # fmt: skip
+"""Types of what can't change, or whose changes no answer depends on."""
+
+
+def shared_objects(functions: Mapping[str, Sequence[Callable[..., Any]]]) -> dict[str, list[str]]:
+    """The objects that the functions of two or more models use and may change, each with those models.
+
+    Args:
+        functions: what is bound, by model.
+
+    Returns:
+        The models by the name of the object's class, and of its variable if it is no model's own object. Found are
+        objects whose methods are bound, and those that functions, and the functions of their module that these call,
+        have in a closure or by the name of a global variable; not constants in capitals, nor networks of torch in
+        evaluation mode.
+    """
+    names: dict[int, str] = {}
+    users: dict[int, list[str]] = {}
+    for model, bound in functions.items():
+        found = {id(thing): name for function in bound for name, thing in _used_by(function, set())}
+        names |= found
+        for one in found:
+            users.setdefault(one, []).append(model)
+    return {names[one]: models for one, models in users.items() if len(models) > 1}
+
+
+def _used_by(function: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    """What may change of the objects that a function uses, with their names."""
+    if id(function) in seen:
+        return
+    seen.add(id(function))
+    if hasattr(function, "__wrapped__"):  # beneath a decorator, whose own variables count, too
+        yield from _used_by(function.__wrapped__, seen)
+    if not inspect.isfunction(function):
+        owner = getattr(function, "__self__", function)
+        if not isinstance(owner, _HARMLESS):
+            yield type(owner).__name__, owner
+        called = function.__func__ if inspect.ismethod(function) else type(owner).__call__
+        if inspect.isfunction(called):
+            yield from _used_by(called, seen)
+        return
+    for name, thing in _variables(function):
+        if isinstance(thing, FunctionType):
+            if thing.__globals__ is function.__globals__:  # not a library's, whose caches are its own affair
+                yield from _used_by(thing, seen)
+        elif _may_change(name, thing):
+            yield f"{type(thing).__name__} `{name}`", thing
+
+
+def _variables(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """The global variables that a function's code names, and the variables of its closure."""
+    for name in _global_names(function.__code__):
+        if name in function.__globals__:
+            yield name, function.__globals__[name]
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
+
+
+def _global_names(code: CodeType) -> Iterator[str]:
+    """Names of global variables, and of attributes, that code and the functions in it use."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _global_names(constant)
+
+
+def _may_change(name: str, thing: Any) -> bool:
+    if isinstance(thing, _HARMLESS) or (name.isupper() and isinstance(thing, (dict, list, set, np.ndarray))):
+        return False
+    return getattr(thing, "training", True) is not False  # a network of torch, which isn't trained
