@@ -40,6 +40,8 @@ __all__ = ["main"]
 PR_SET_PDEATHSIG: Final = 1
 PR_SET_CHILD_SUBREAPER: Final = 36
 REQUEST_BYTES: Final = 64 * 1024
+GPU_DEVICES = "/dev/nvidia"
+"""Begins the names of the files by which GPUs are used."""
 _ALWAYS: Final = ("inference.replica.warmup", "inference.replica.warmup_lm", "inference.replica.served", "sh")
 """What every replica imports."""
 
@@ -109,13 +111,13 @@ def _unfit() -> str:
     if (count := len(os.listdir("/proc/self/task"))) > 1:
         return f"the imports started {count - 1} threads"
     # Only to ask whether there is a GPU may be enough: CUDA's driver then fails in what is forked.
-    if any(_target(fd).startswith("/dev/nvidia") for fd in os.listdir("/proc/self/fd")):
+    if any(_target(fd).startswith(GPU_DEVICES) for fd in os.listdir("/proc/self/fd")):
         return "the imports opened a GPU"
     return ""
 
 
 def _target(fd: str) -> str:
-    """What a descriptor is of; nothing: it is closed."""
+    """What a descriptor is of; empty: it is closed."""
     with contextlib.suppress(OSError):
         return os.readlink(f"/proc/self/fd/{fd}")
     return ""

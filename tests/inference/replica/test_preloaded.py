@@ -107,6 +107,16 @@ def test_what_starts_threads_when_it_is_imported_is_not_forked(started: Any, tmp
     assert started("threaded").socket.recv(100) == b"the imports started 1 threads"
 
 
+def test_what_opens_a_gpu_when_it_is_imported_is_not_forked(started: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    device = tmp_path / "nvidiactl"
+    code = (
+        f"import __main__\n__main__.GPU_DEVICES = {str(tmp_path / 'nvidia')!r}\nopened = open({str(device)!r}, 'w')\n"
+    )
+    (tmp_path / "greedy.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert started("greedy").socket.recv(100) == b"the imports opened a GPU"
+
+
 def test_a_package_that_is_installed_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
     before = preloaded._installed()
