@@ -243,7 +243,7 @@ def operated(tmp_path: Path) -> Iterator[Running]:
     (tmp_path / "my_models.py").write_text(readme.text)
     (tmp_path / "my").mkdir()
     (tmp_path / "my" / "models.py").write_text(CLASSIFY)
-    (versions,) = (block for block in blocks("operations.md") if "versions:" in block.text)
+    versions, *_ = (block for block in blocks("operations.md") if "versions:" in block.text)
     deployments = {"scale": {"model": "my_models:Scale"}, **yaml.safe_load(versions.text)["deployments"]}
     with serve({"deployments": deployments}, cwd=tmp_path) as running:
         yield running

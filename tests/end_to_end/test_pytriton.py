@@ -371,5 +371,5 @@ def test_the_page_runs_as_it_stands(tmp_path: Path) -> None:
     assert yaml.safe_load(config.text)["deployments"]["add-sub"]["batching"]["max_batch_size"] == 64
 
     with serve({}, what=served.split()[-1], cwd=tmp_path) as running:
-        curl = [part.replace("http://127.0.0.1:8000", running.url) for part in shlex.split(asked)]
+        curl = [part.replace("http://127.0.0.1:8000", running.url) for part in shlex.split(asked.replace("\\\n", ""))]
         assert subprocess.run(curl, capture_output=True, text=True, check=True).stdout.strip() == printed
