@@ -175,13 +175,12 @@ class ModelDispatcher(TensorDispatcher[Pending]):
         self._requests.discard(run)
         collector = run.collector
         succeeded = collector.succeeded
-        if run.request.is_copy:
-            pass  # which is counted as a copy
-        elif succeeded:
+        is_counted = not run.request.is_copy  # the shadow counts copies
+        if is_counted and succeeded:
             self._meter.note_request(
                 run.request.rows, run.queue_ns, run.batch_wait_ns, run.compute_ns, run.transport_ns()
             )
-        elif collector.failed:
+        elif is_counted and collector.failed:
             self._meter.failures.add()
         if run.trace is not None:
             error = collector.error

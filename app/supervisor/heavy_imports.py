@@ -29,8 +29,10 @@ _ENGINE: Final = (
 
 
 def heavy_imports(deployment: Deployment, search: Sequence[str]) -> list[str]:
-    """Modules of `HEAVY`, each as ``MODULE`` or ``MODULE:NAME``; none, if torch isn't among what the replica imports
-    before it chooses a device, which it does by what is imported; or if it runs under another Python.
+    """What replicas import of `HEAVY`, each as ``MODULE`` or ``MODULE:NAME``.
+
+    Nothing for those under another Python, and for those that import torch only after they have chosen a device: the
+    choice depends on whether torch is imported.
 
     Args:
         search: folders that come first on the path of the replicas.

@@ -25,7 +25,7 @@ __all__ = ["Preloaded", "Preloads"]
 logger = logging.getLogger("headwater")
 
 IMPORT_TIMEOUT_S: Final = 60.0
-"""For so long the first starts wait for the imports."""
+"""How long the first starts wait for the imports."""
 FORK_TIMEOUT_S: Final = 1.0
 """The supervisor waits for a fork, which takes some 20 ms; a process that takes longer is replaced."""
 REASON_BYTES: Final = 64 * 1024
@@ -34,7 +34,7 @@ _PAD: Final = " " * 200
 
 
 class Preloaded:
-    """One such process, which is started again when it ends.
+    """One process that forks replicas, which is started again when it ends.
 
     Args:
         environment: that of the replicas.
@@ -43,7 +43,7 @@ class Preloaded:
 
     def __init__(self, host: Host, environment: Mapping[str, str], modules: Sequence[str]) -> None:
         self.decided: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done once it could fork, or is known not to be able to, for the first time."""
+        """Done once it is known, for the first time, whether it can fork."""
         self._host = host
         self._environment = environment
         self._modules = modules
@@ -121,7 +121,7 @@ class Preloaded:
         """Fork a guardian with its replica. Returns the process id of the guardian, which waits for `GO`.
 
         Raises:
-            OSError: it can't; what may be forked yet ends with the pipes.
+            OSError: it can't; a fork that comes later ends with the pipes.
         """
         assert self._socket is not None
         assert self._process is not None
@@ -144,7 +144,7 @@ class Preloaded:
 
 
 class Preloads:
-    """Those of a configuration: one for each environment that replicas with heavy imports have.
+    """The processes that fork a configuration's replicas: one for each environment of those with heavy imports.
 
     Args:
         host: has their processes.
@@ -157,9 +157,7 @@ class Preloads:
             if modules := heavy_imports(deployment, host.search):
                 found.setdefault(_key(deployment), []).extend(modules)
         self._host = host
-        self._all = {
-            key: Preloaded(host, dict(key), list(dict.fromkeys(modules))) for key, modules in found.items()
-        }  # fmt: skip
+        self._all = {key: Preloaded(host, dict(key), list(dict.fromkeys(modules))) for key, modules in found.items()}
 
     def start(self) -> None:
         """Start them."""

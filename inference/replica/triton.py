@@ -106,9 +106,7 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
         super().bind(model_name=model_name, **about)
         make_patient(self._workspace.model_store_path / model_name / "1" / "communication.py")
 
-    def bind_signature(
-        self, signature: Signature, *, instances: int = 1, is_language_model: bool = False
-    ) -> None:  # fmt: skip
+    def bind_signature(self, signature: Signature, *, instances: int = 1, is_language_model: bool = False) -> None:
         """Bind a model under the signature's name; `start` brings what computes it.
 
         One that streams or has heads answers each request with any number of frames (`inference.wire.frame`, or for a
@@ -117,6 +115,7 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
         Args:
             signature: its declarations.
             instances: of which each gets a thread; one that answers in frames has one.
+            is_language_model: whether it takes control messages in place of the signature's inputs.
         """
         inputs, outputs = [_tensor(spec) for spec in signature.inputs], [_tensor(spec) for spec in signature.outputs]
         hidden = {name: Tensor(name=name, dtype=np.uint8, shape=(-1,)) for name in (REPORT, FRAME, CONTROL)}
@@ -220,7 +219,7 @@ def telling_lines(lines: Sequence[str]) -> list[str]:
 
 
 def _later(requests: list[Any]) -> list[Any]:
-    """Stands for what computes a model until it is loaded."""
+    """Stands for what computes a model until `EmbeddedTriton.start` replaces it, before any instance calls it."""
     raise NotImplementedError
 
 
