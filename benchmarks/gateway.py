@@ -1,9 +1,10 @@
 """The gateway against Triton's own HTTP in front of the same callable, and against FastAPI alone.
 
-``python -m benchmarks.gateway [--seconds S] [--repeats N] [--connections 1,16,64,256] [--failing N] [--smoke]``: prints
-requests/s and p50/p99, medians over repeats with their spread, servers interleaved; then how throughput holds up over
-5,000 requests whose callable raises. wrk looks at the status of each answer; the values of some are verified before and
-after. Writes the raw figures to benchmarks/results/gateway.json.
+``python -m benchmarks.gateway [--seconds S] [--repeats N] [--connections 1,16,64,256] [--workers 1,2,4,8] [--failing N]
+[--smoke]``: prints requests/s and p50/p99, medians over repeats with their spread, servers interleaved; with several
+counts of workers a gateway of each, and how throughput grows; then how throughput holds up over 5,000 requests whose
+callable raises. wrk looks at the status of each answer; the values of some are verified before and after. Writes the
+raw figures to benchmarks/results/gateway.json.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ POISON = json.dumps({"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 1
 MODEL = "inference.zoo.scale:Scale"
 PATH = "/v2/models/scale/infer"
 RESULTS = Path(__file__).parent / "results" / "gateway.json"
-GATEWAY, TRITON, PLAIN = "gateway", "Triton's own HTTP", "FastAPI alone"
+TRITON, PLAIN = "Triton's own HTTP", "FastAPI alone"
 POISON_CONNECTIONS = 16
 VERIFIED = 20
 
@@ -43,14 +44,19 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--connections", default="1,16,64,256")
     parser.add_argument("--failing", type=int, default=5000, help="requests whose callable raises, at least")
-    options = parse_with_smoke(parser, seconds=1, repeats=1, connections="4", failing=1)
+    parser.add_argument("--workers", default="1", help="of the gateway: one gateway for each count")
+    options = parse_with_smoke(parser, seconds=1, repeats=1, connections="4", workers="1,2", failing=1)
     connections = [int(text) for text in options.connections.split(",")]
+    gateways = {f"gateway, {count} worker{'s' * (count > 1)}": count for count in map(int, options.workers.split(","))}
     print(_machine())
     with contextlib.ExitStack() as stack:
         triton_port, plain_port = free_port(), free_port()
-        ours = stack.enter_context(gateway(MODEL, "deployments.scale.batching.max_batch_size=64"))
+        batches = "deployments.scale.batching.max_batch_size=64"
         urls = {
-            GATEWAY: ours + PATH,
+            name: stack.enter_context(gateway(MODEL, batches, f"server.workers={count}")) + PATH
+            for name, count in gateways.items()
+        }
+        urls |= {
             TRITON: f"http://127.0.0.1:{triton_port}{PATH}",
             PLAIN: f"http://127.0.0.1:{plain_port}{PATH}",
         }
@@ -65,7 +71,7 @@ def main() -> None:
         loads = _measure(urls, connections, options.seconds, options.repeats)
         for url in urls.values():
             _verify(url)
-    _print(loads, connections)
+    _print(loads, connections, gateways)
     poison = _poison(options.failing)
     if options.smoke:
         return
@@ -96,7 +102,8 @@ def _measure(
     return loads
 
 
-def _print(loads: dict[str, dict[int, list[Load]]], connections: list[int]) -> None:
+def _print(loads: dict[str, dict[int, list[Load]]], connections: list[int], gateways: dict[str, int]) -> None:
+    least, fewest = min((count, name) for name, count in gateways.items())
     print(f"{'connections':>11}  {'server':<20} {'requests/s':>10} {'(spread)':>15} {'p50 ms':>8} {'p99 ms':>8}")
     for count in connections:
         for name in loads:
@@ -108,9 +115,15 @@ def _print(loads: dict[str, dict[int, list[Load]]], connections: list[int]) -> N
                 f"{statistics.median(load.p50_ms for load in found):>8.2f} "
                 f"{statistics.median(load.p99_ms for load in found):>8.2f}"
             )
-        rate = [a.per_s / b.per_s for a, b in zip(loads[GATEWAY][count], loads[TRITON][count], strict=True)]
-        p50 = [a.p50_ms / b.p50_ms for a, b in zip(loads[GATEWAY][count], loads[TRITON][count], strict=True)]
-        print(f"{'':>11}  gateway / Triton: requests/s {_ratio(rate)}, p50 {_ratio(p50)}\n")
+        for name, workers in gateways.items():
+            rate = [a.per_s / b.per_s for a, b in zip(loads[name][count], loads[TRITON][count], strict=True)]
+            p50 = [a.p50_ms / b.p50_ms for a, b in zip(loads[name][count], loads[TRITON][count], strict=True)]
+            print(f"{'':>11}  {name} / Triton: requests/s {_ratio(rate)}, p50 {_ratio(p50)}")
+            if name != fewest:
+                pairs = zip(loads[name][count], loads[fewest][count], strict=True)
+                share = [a.per_s / b.per_s * least / workers for a, b in pairs]
+                print(f"{'':>11}  {name} / {fewest}: requests/s {_ratio(share)} of linear")
+        print()
 
 
 def _ratio(values: list[float]) -> str:
