@@ -21,7 +21,7 @@ from app.security.keys_file import known_keys
 from app.security.tls import Certificate
 from inference.errors import Problem
 from inference.signature import Signature
-from inference.wire.shared_memory import ASSUMED_DIMENSION, batch_bytes, uses_store
+from inference.wire.shared_memory import ASSUMED_DIMENSION, batch_bytes
 
 __all__ = [
     "address_problems",
@@ -152,16 +152,13 @@ def shared_memory_bytes(deployment: Deployment, signature: Signature | None) -> 
     """What a deployment's replicas need in /dev/shm, with `ASSUMED_DIMENSION` for each dimension that varies.
 
     Each replica has the Python backend's regions: 4 MiB per instance, and the size of what its calls in flight carry.
-    PyTriton's store, if used, has segments of powers of two that are never freed, so those of smaller batches in the
-    warm-up stay beside the largest: twice the largest, for inputs and outputs each. vLLM has no Triton.
+    vLLM has no Triton.
     """
     region = _region_bytes(deployment)
     if signature is not None and not deployment.is_vllm:
         rows = deployment.batching.max_batch_size
         taken, given = (batch_bytes(side, rows) for side in (signature.inputs, signature.outputs))
         region += deployment.max_in_flight * (taken + given)
-        if uses_store(signature):
-            region += 2 * (_power_of_two(taken) + _power_of_two(given))
     return region * deployment.replicas.max
 
 
@@ -212,10 +209,6 @@ def needed_shared_memory_bytes(deployments: Mapping[str, Deployment], signatures
 def _region_bytes(deployment: Deployment) -> int:
     """What a replica's Triton takes in /dev/shm when it starts."""
     return 0 if deployment.is_vllm else TRITON_REGION_BYTES * deployment.instances
-
-
-def _power_of_two(size_bytes: int) -> int:
-    return 1 << max(size_bytes - 1, 0).bit_length()
 
 
 def _holder(port: int) -> str:

@@ -30,7 +30,6 @@ from inference.runtime.watchdog import WATCHDOG_FILE, WatchCall, Watchdog
 from inference.signature import Signature
 from inference.tuning import keep_freed_memory
 from inference.wire.handshake import ReplicaSpec, ReplicaStatus
-from inference.wire.shared_memory import uses_store
 
 __all__ = ["failure_of", "main"]
 
@@ -107,8 +106,6 @@ def _serve(
     triton = EmbeddedTriton(directory, spec.token)
 
     def launch(signature: Signature) -> None:
-        if not uses_store(signature):
-            os.environ["PYTRITON_NO_TENSORSTORE"] = "1"
         is_language_model = spec.pipeline is None and reference.is_language_model(spec.model)
         triton.bind_signature(signature, instances=spec.instances, is_language_model=is_language_model)
         triton.launch()

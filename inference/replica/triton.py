@@ -9,10 +9,9 @@ What differs from `pytriton.triton.Triton`, and why:
 - Triton completes no configuration: PyTriton's is complete, and for each model it would start Python once more to ask.
 - Triton starts while the model loads: all that it needs is the signature.
 - Triton sees no GPU: it holds no tensors there, but would allocate memory pools and a context on each.
-- Several instances find each other however busy the machine is (`inference.replica.patience`).
+- Calls reach the callables by a shorter way (`inference.replica.bridge`), and no process of PyTriton's keeps tensors.
 
-All use of private parts of PyTriton is here and in `inference.replica.patience`;
-tests/inference/replica/test_triton.py names the parts.
+All use of private parts of PyTriton is here; tests/inference/replica/test_triton.py names the parts.
 """
 
 from __future__ import annotations
@@ -22,18 +21,19 @@ import os
 import re
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from pytriton.model_config import DynamicBatcher, ModelConfig, Tensor
-from pytriton.models import model as pytriton_model
 from pytriton.triton import Triton, TritonConfig, TritonLifecyclePolicy, TritonSecurityConfig
 
 from inference.datatypes import DATATYPES
 from inference.errors import ReplicaError
-from inference.replica.patience import make_patient, patient
+from inference.replica import callee
+from inference.replica.bridge import install, socket_path
+from inference.replica.callee import Answers
 from inference.signature import Signature, TensorSpec
 from inference.wire.frame import FRAME
 from inference.wire.lm import CONTROL
@@ -52,9 +52,6 @@ _RESTRICTED = [
 _ERROR = re.compile(r"[EF]\d{4} |error: ")
 _NO_GPU = "CudaDriverHelper has not been initialized"
 """Logged on every machine without a GPU."""
-Answers = Callable[[list[Any]], Awaitable[list[dict[str, Any]]] | AsyncIterator[list[dict[str, Any]]]]
-"""What answers the requests that Triton merged: at once, or in frames."""
-pytriton_model.get_config_from_handshake_server = patient(pytriton_model.get_config_from_handshake_server)
 
 
 class UnixConnection(http.client.HTTPConnection):
@@ -102,9 +99,9 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
         )
 
     def bind(self, model_name: str, **about: Any) -> None:
-        """As PyTriton's; its instances wait for each other."""
+        """As PyTriton's, but for the way of the calls."""
         super().bind(model_name=model_name, **about)
-        make_patient(self._workspace.model_store_path / model_name / "1" / "communication.py")
+        install(self._workspace.model_store_path / model_name / "1" / "model.py")
 
     def bind_signature(self, signature: Signature, *, instances: int = 1, is_language_model: bool = False) -> None:
         """Bind a model under the signature's name; `start` brings what computes it.
@@ -154,11 +151,12 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
         Raises:
             ReplicaError: Triton ended or was not ready in time; the message includes the relevant lines of its log.
         """
-        for model in self._model_manager.models:
-            model.infer_functions = list(infer)
+        (model,) = self._model_manager.models
+        for instance, answers in enumerate(infer):
+            callee.start(socket_path(self._workspace.path.as_posix(), model.model_name, instance), answers)
         if self._triton_server is None:
             self.launch()
-        self.connect()
+        self._wait_until_ready()
 
     def _prepare_triton_config(self, workspace: Any) -> None:
         super()._prepare_triton_config(workspace)
@@ -173,7 +171,7 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
         # Its output is kept (and shown if it fails to start) but not printed between the callable's own lines.
         self._triton_server._verbose = False
 
-    def _wait_for_server(self) -> None:
+    def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + START_TIMEOUT_S
         while not self._is_ready():
             # The log says so at once, while Triton keeps waiting for the instances that wait for the failed one.
@@ -183,9 +181,6 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
                 ended = "it ended" if not self._triton_server.is_alive() else f"not ready after {START_TIMEOUT_S:g} s"
                 raise ReplicaError(_not_started(ended, self._log_lines()))
             time.sleep(0.02)
-
-    def _wait_for_models(self) -> None:
-        """Do nothing: a server that is ready has loaded its models."""
 
     def _is_ready(self) -> bool:
         connection = UnixConnection(self.http_socket, timeout_s=5)

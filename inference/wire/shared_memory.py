@@ -7,8 +7,7 @@ replica may put the answer's large tensors into the same segment, behind the inp
 Segments need no sweep: the file ends with the last process that has it open. ``/dev/shm`` isn't used, because its size,
 64 MB in a container, would be a limit.
 
-What does not go this way, the tensors in frames (`inference.wire.frame`) and the inputs of streams, goes through
-PyTriton's own store in shared memory or inline; the store is faster for large tensors only.
+What does not go this way goes inline: the tensors in frames (`inference.wire.frame`) and the inputs of streams.
 
 From ``answer_at`` on a segment holds the length (little-endian uint32) of a JSON object
 ``{"output": [offset, [shape]]}``, 0 if there is none; the offset of the outputs' end (uint64); the object; and,
@@ -31,7 +30,7 @@ import msgspec
 import numpy as np
 
 from inference.datatypes import DATATYPES
-from inference.signature import Signature, TensorSpec
+from inference.signature import TensorSpec
 from inference.wire.arrays import Array
 
 __all__ = [
@@ -48,7 +47,6 @@ __all__ = [
     "left_bytes",
     "placed_outputs",
     "stand_in_shape",
-    "uses_store",
 ]
 
 SHARED_FROM_BYTES: Final = 64 * 1024
@@ -59,8 +57,6 @@ STAND_IN_BYTES: Final = 256
 """The most bytes per row of a placeholder."""
 ANSWER_HEAD_BYTES: Final = 4096
 """Bytes reserved for the JSON object and its length."""
-STORE_FROM_BYTES: Final = 128 * 1024
-"""Bytes of a full batch through PyTriton from which its store is used."""
 ASSUMED_DIMENSION: Final = 64
 """The assumed size of a dimension that varies, and the assumed bytes of a ``BYTES`` element."""
 
@@ -172,14 +168,6 @@ def left_bytes(segment: memoryview, answer_at: int) -> int:
     if not answer_at + ANSWER_HEAD_BYTES <= end <= len(segment):
         raise ValueError(f"expected an answer between {answer_at} and {len(segment)}, got its end at {end}")
     return int(end) - answer_at
-
-
-def uses_store(signature: Signature) -> bool:
-    """Whether the replicas of a model use PyTriton's store, judged by `batch_bytes`."""
-    if not (signature.heads or signature.streams):
-        return False
-    taken = [spec for spec in signature.inputs if signature.streams or spec.datatype == "BYTES"]
-    return batch_bytes((*taken, *signature.outputs), signature.max_batch_size) >= STORE_FROM_BYTES
 
 
 def batch_bytes(specs: Iterable[TensorSpec], rows: int) -> int:

@@ -10,29 +10,25 @@ from typing import Any
 import numpy as np
 import pytest
 from pytriton.model_config import ModelConfig, Tensor
-from pytriton.models import model as pytriton_model
-from pytriton.proxy import communication
 from pytriton.server.triton_server import TritonServer
 from pytriton.server.triton_server_config import TritonServerConfig
 from pytriton.triton import Triton, TritonConfig, TritonLifecyclePolicy
 
-from inference.replica.triton import EmbeddedTriton
+from inference.replica import bridge
+from inference.replica.triton import EmbeddedTriton, telling_lines
 
 TESTED = "0.7.0"
 OVERRIDDEN = {
     "_prepare_triton_config": ["workspace"],
     "_initialize_server": [],
-    "_wait_for_server": [],
-    "_wait_for_models": [],
 }
 """Methods of `Triton` that PyTriton calls, and what with."""
 USED = {
     "_prepare_triton_config": "self._triton_server_config = TritonServerConfig()",
     "_initialize_server": "self._triton_server = TritonServer(",
-    "run": "self.connect()",
-    "connect": "self._wait_for_server()",
+    "_run_server": "self._triton_server.start()",
 }
-"""What they do, which the overriding ones build on."""
+"""Methods of `Triton` that are built on, and what they do."""
 
 
 def test_the_version_is_the_one_that_was_tested_and_is_pinned() -> None:
@@ -75,7 +71,7 @@ def test_an_option_of_triton_is_there(name: str) -> None:
     assert name in inspect.signature(TritonConfig).parameters
 
 
-def test_a_model_is_written_into_a_local_store_with_the_scripts_that_are_patched(tmp_path: Path) -> None:
+def test_a_model_is_written_into_a_local_store_with_the_script_that_is_replaced(tmp_path: Path) -> None:
     assert {"launch_triton_on_startup", "local_model_store"} <= set(inspect.signature(TritonLifecyclePolicy).parameters)
     triton = EmbeddedTriton(tmp_path, "secret")
     triton.bind(
@@ -85,15 +81,23 @@ def test_a_model_is_written_into_a_local_store_with_the_scripts_that_are_patched
         outputs=[Tensor(name="y", dtype=np.uint8, shape=(1,))],
         config=ModelConfig(max_batch_size=1),
     )
-    scripts = triton._workspace.model_store_path / "m" / "1"
-    assert {"communication.py", "headwater_patience.py", "model.py"} <= {path.name for path in scripts.iterdir()}
-    assert "from .communication import" in (scripts / "model.py").read_text()
+    script = triton._workspace.model_store_path / "m" / "1" / "model.py"
+    assert script.read_text() == Path(bridge.__file__).read_text()
+    config = (script.parents[1] / "config.pbtxt").read_text()
+    assert "workspace-path" in config
+    assert triton._workspace.path.as_posix() in config
 
 
-def test_instances_ask_the_first_one_by_the_function_that_is_made_patient() -> None:
-    name = "get_config_from_handshake_server"
-    assert next(iter(inspect.signature(getattr(communication, name)).parameters)) == "socket_path"
-    assert getattr(pytriton_model, name).__qualname__ == "patient.<locals>.ask_again"
+def test_of_a_log_the_lines_are_told_that_say_why() -> None:
+    log = [
+        'I1121 18:00:51.905306 16987 model_lifecycle.cc:472] "loading: m:1"',
+        'E1121 18:00:51.904103 16987 server.cc:241] "CudaDriverHelper has not been initialized."',
+        'E1121 18:00:56.264809 16987 backend_model.cc:692] "ERROR: Failed to create instance: no such thing"',
+        *["| startup_models_0 | * |"] * 30,
+        "error: creating server: Internal - failed to load all models",
+    ]
+    assert telling_lines(log) == [log[2], log[-1]]
+    assert telling_lines(log[3:-1]) == log[3:18]
 
 
 def _infer(requests: list[Any]) -> list[Any]:

@@ -1,0 +1,94 @@
+"""Has a callable answer the calls that come over `inference.replica.bridge`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from inference.replica.bridge import HEAD, Message, describe, message, read_body, tensors
+
+__all__ = ["Answers", "Request", "start"]
+
+_BUFFER_BYTES: Final = 1 << 20
+
+Answers = Callable[[list[Any]], Awaitable[list[dict[str, Any]]] | AsyncIterator[list[dict[str, Any]]]]
+"""What answers the requests that Triton merged: at once, or in frames."""
+
+
+class Request(NamedTuple):
+    """One of the requests that Triton merged."""
+
+    data: dict[str, np.ndarray[Any, np.dtype[Any]]]
+    """Its inputs, read-only."""
+    parameters: dict[str, Any]
+
+
+def start(path: str, answers: Answers) -> None:
+    """Answer the calls of one instance, in a thread of its own, from now until the process ends.
+
+    Args:
+        path: of the instance's socket.
+        answers: answers them. Calls that it answers in frames may overlap.
+    """
+    listening = threading.Event()
+
+    async def serve() -> None:
+        await asyncio.start_unix_server(Callee(answers).serve, path, limit=_BUFFER_BYTES)
+        listening.set()
+        await asyncio.get_running_loop().create_future()
+
+    threading.Thread(target=asyncio.run, args=[serve()], name="callee", daemon=True).start()
+    listening.wait()
+
+
+class Callee:
+    """Answers the calls of one instance."""
+
+    def __init__(self, answers: Answers) -> None:
+        self._answers = answers
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve a connection until its instance ends."""
+        try:
+            while True:
+                call, length, more = HEAD.unpack(await reader.readexactly(HEAD.size))
+                asked = read_body(call, await reader.readexactly(length + more), length)
+                task = asyncio.create_task(self._answer(asked, writer))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            for task in self._tasks:
+                task.cancel()
+        finally:
+            writer.close()
+
+    async def _answer(self, asked: Message, writer: asyncio.StreamWriter) -> None:
+        async def send(content: Any, outputs: list[dict[str, Any]]) -> None:
+            data: list[bytes | memoryview] = []
+            content = [describe(one, data) for one in outputs] or content
+            for piece in message(asked.call, content, data):
+                writer.write(piece)
+            await writer.drain()
+
+        try:
+            data = asked.data
+            requests = []
+            for described, parameters in asked.content:
+                inputs, data = tensors(described, data)
+                requests.append(Request(inputs, json.loads(parameters)))
+            found = self._answers(requests)
+            if isinstance(found, AsyncIterator):
+                async for outputs in found:
+                    await send(None, outputs)
+                await send(None, [])
+            else:
+                await send(None, await found)
+        except Exception:
+            await send(traceback.format_exc(), [])
