@@ -44,7 +44,7 @@ UNIX_PATH_BYTES = 107
 """The longest path of a socket on Linux: ``sun_path`` less its closing zero."""
 INSTANCE_NAME_BYTES = len("/headwater--xxxxxxxx")
 REPLICA_SOCKET_BYTES = len("/r99999/w/_0_99-server.sock")
-"""The longest path of a replica's socket, which is PyTriton's, without the deployment's name."""
+"""The longest path of a replica's socket (`inference.replica.bridge`), without the deployment's name."""
 VLLM_SOCKET_BYTES = len("/r99999/xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx")
 """The longest path of a socket of vLLM's processes."""
 

@@ -94,7 +94,7 @@ class EngineHost:
 
     async def handle(self, requests: Sequence[TritonRequest]) -> AsyncIterator[list[dict[str, Array]]]:
         """Answer one Triton request: with frames, with parcels of frames, or not at all, depending on its note. It
-        raises no exception, since PyTriton would answer with a traceback."""
+        raises no exception, since a traceback would be the answer."""
         (request,) = requests  # the model is bound without Triton's batcher
         try:
             note, message = read_note(request), _read(request)

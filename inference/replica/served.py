@@ -164,7 +164,7 @@ def load_served(
     loaded = tuple(models.values())
     if pipeline is None:
         signature = signatures[spec.name]
-        # One runner for each of PyTriton's threads; all share the model.
+        # One runner for each instance, which has a thread; all share the model.
         padded_to = sizes.get(spec.name, ())
         runners = [
             Runner(models[spec.name], signature, device, on_broken, watch, capacity, padded_to, stream)

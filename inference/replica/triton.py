@@ -3,7 +3,7 @@
 What differs from `pytriton.triton.Triton`, and why:
 
 - HTTP, gRPC and metrics listen on unix sockets in the replica's own folder (0700), so no other user can reach them.
-  PyTriton's own clients can't dial such an address, so the two waits that use them are replaced here.
+  PyTriton's own clients can't dial such an address, so the wait that uses one is replaced here.
 - Models are in a local model store that Triton loads as it starts, rather than being sent through its load API: this
   leaves no temporary ``/tmp/folder*`` per model behind, and avoids polling at intervals of a second.
 - Triton completes no configuration: PyTriton's is complete, and for each model it would start Python once more to ask.
@@ -174,7 +174,7 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
     def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + START_TIMEOUT_S
         while not self._is_ready():
-            # The log says so at once, while Triton keeps waiting for the instances that wait for the failed one.
+            # The log says so at once, while Triton may take its time to end.
             if "Failed to create instance" in "".join(lines := self._log_lines()):
                 raise ReplicaError(_not_started("an instance failed", lines))
             if not self._triton_server.is_alive() or time.monotonic() > deadline:

@@ -46,8 +46,8 @@ class _Channel:
         """At a lease, until it has expired."""
 
     def watch(self, pid: int) -> None:
-        """Close the channel when the worker's process ends, or its lease expires. PyTriton drops Triton's cancellation,
-        so this is the only sign."""
+        """Close the channel when the worker's process ends, or its lease expires: the only sign, since Triton tells a
+        model of a cancellation only if it keeps asking."""
         if pid < 0:
             self._look_later()
             return

@@ -87,14 +87,11 @@ class FusedPipeline:
         (request,) = requests  # the model is bound without Triton's batcher
         try:
             part = read_request(self._plan.signature, request)
-        except Exception as error:  # no exception may reach PyTriton, see `_frames`
+        except Exception as error:  # see `_frames`
             rows = max((len(array) for array in request.data.values()), default=0)
             report = refusal(error) if isinstance(error, OSError) else _report_of(error)
             yield [{FRAME: self._refusal(rows, report)}]
             return
-        if part.note.stream and part.note.channel is not None:
-            # The request ends now, and its tensors' memory with it.
-            part = part._replace(inputs={name: array.copy() for name, array in part.inputs.items()})
         answers = self._channels.answers(part.note, partial(self._frames, part))
         if answers is not None:
             async with contextlib.aclosing(answers):
@@ -104,8 +101,8 @@ class FusedPipeline:
     async def _frames(self, part: Part, control: StreamControl) -> AsyncGenerator[Array, None]:
         """A request's frames.
 
-        It raises no exception, since PyTriton would answer with a traceback and log it. An unexpected error fails all
-        rows of the heads that have not answered yet.
+        It raises no exception, since a traceback would be the answer. An unexpected error fails all rows of the heads
+        that have not answered yet.
         """
         run: BatchRun | None = None
         self._held_rows += part.rows

@@ -17,7 +17,7 @@ __all__ = ["Part", "TritonRequest", "read_note", "read_request", "refusal"]
 
 
 class TritonRequest(Protocol):
-    """PyTriton's ``pytriton.proxy.types.Request``."""
+    """`inference.replica.callee.Request`."""
 
     data: dict[str, Array]
     parameters: dict[str, Any] | None

@@ -1,6 +1,6 @@
 """Runs a callable on the requests that Triton merged, with a report for every row.
 
-`Runner.handle` raises no exception, since PyTriton would answer the whole batch with it.
+`Runner.handle` raises no exception, since the whole batch would be answered with it.
 """
 
 from __future__ import annotations

@@ -195,7 +195,7 @@ class Step:
         try:
             return [await self._call(given, made, rows, is_retry)]
         except BaseException as error:
-            # SystemExit and the like too: they would end PyTriton's thread, and the replica would hang.
+            # SystemExit and the like too: they would end the callable's thread, and the replica would hang.
             report = self._failures.report(error)
             may_split = may_split and not isinstance(error, CallFailed)
         if report.status is Status.OUT_OF_MEMORY:

@@ -1,8 +1,8 @@
 """Frames: the decoupled Triton responses of a fused pipeline or a streaming model.
 
-Triton's requested outputs are per request, and PyTriton checks, copies and stores each tensor on its own; so a frame is
-one output, `FRAME`: ``UINT8 [1, size]``. Its bytes are the length of a MessagePack header (little-endian uint32), the
-header, and the tensors' bytes in the protocol's binary form, in the header's order.
+Triton's requested outputs are per request, and each costs a copy of its own; so a frame is one output, `FRAME`:
+``UINT8 [1, size]``. Its bytes are the length of a MessagePack header (little-endian uint32), the header, and the
+tensors' bytes in the protocol's binary form, in the header's order.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ of CPU per frame. So a worker opens one call, its channel, and the frames made w
 the next one, a parcel: MessagePack of `Entry` tuples in the one output `inference.wire.frame.FRAME`. The call that asks
 for a stream is answered by nothing but its end.
 
-PyTriton's queue of responses is unbounded, so the worker acknowledges the parcels it has received and what its readers
+Triton's queue of responses is unbounded, so the worker acknowledges the parcels it has received and what its readers
 have taken of each stream (`ChannelNote`). Beyond the windows here the channel waits before it sends, and the stream
 before it computes its next result.
 """

@@ -1,11 +1,11 @@
 """The hidden output by which a replica says how each row of a batch fared.
 
-No exception of a callable reaches PyTriton (it would fail the whole batch, and cost Triton's log), so every bound
-model has one more output, `REPORT`: ``UINT8 [rows, width]``. Of each row's bytes the first is a `Status`, the next
-four are the microseconds that the callable took (little-endian uint32, the same in all rows of a call), the next two
-the rows that the replica had (uint16, likewise), and the rest is UTF-8 text padded with zeros: the message of a row
-that failed; in a row that did not, empty, or the JSON ``{"output": shape}`` of those outputs that have no elements
-(they travel as placeholders, see `placeholder_shape`).
+No exception of a callable reaches Triton (it would fail the whole batch), so every bound model has one more output,
+`REPORT`: ``UINT8 [rows, width]``. Of each row's bytes the first is a `Status`, the next four are the microseconds that
+the callable took (little-endian uint32, the same in all rows of a call), the next two the rows that the replica had
+(uint16, likewise), and the rest is UTF-8 text padded with zeros: the message of a row that failed; in a row that did
+not, empty, or the JSON ``{"output": shape}`` of those outputs that have no elements (they travel as placeholders, see
+`placeholder_shape`).
 Triton may merge calls that wait together; in all but one of them the first byte's high bit is set, so that whoever
 counts what the callable did counts it once.
 
