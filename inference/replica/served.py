@@ -28,7 +28,8 @@ from inference.tuning import switch_soon
 from inference.wire.handshake import ReplicaSpec
 
 if TYPE_CHECKING:
-    from inference.replica.triton import Answers, EmbeddedTriton
+    from inference.replica.callee import Answers
+    from inference.replica.triton import EmbeddedTriton
 
 __all__ = ["Served", "load_language_model", "load_served"]
 
