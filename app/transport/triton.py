@@ -17,7 +17,7 @@ from app.codecs.tensors import RawTensor
 from app.errors import CallableFailed, HeadwaterError, ReplicaLost, ReplicaUnreachable
 from app.transport.address import TOKEN_HEADER, UNSENT_HEADER, PeerTls, dial
 from app.transport.segments import KEPT_FOR_S, RemoteSegment
-from inference.wire.triton_words import is_ending, is_stub_lost
+from inference.wire.triton_words import is_ending, is_process_lost
 
 __all__ = ["TritonClient", "refusal"]
 
@@ -235,7 +235,7 @@ def _tensors(body: bytes, json_length: int) -> dict[str, RawTensor]:
 def refusal(reason: str) -> HeadwaterError:
     """The error for a call that Triton refused. A traceback may follow the reason's first line."""
     first_line = reason.splitlines()[0][:500] if reason else "no reason given"
-    if is_stub_lost(first_line):  # Triton noticed it before the guardian did
+    if is_process_lost(first_line):  # Triton noticed it before the guardian did
         return ReplicaLost("the replica ended while it had the request")
     if is_ending(first_line):
         return ReplicaUnreachable("the replica is ending")

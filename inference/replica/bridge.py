@@ -38,6 +38,8 @@ HEAD: Final = struct.Struct("<QIQ")
 _PIECE_BYTES: Final = 1 << 16
 """Up to this size, joining a message's pieces costs less than writing each."""
 _LENGTH: Final = struct.Struct("<I")
+_ENDED: Final = "the callable's process has ended"
+"""As `inference.wire.triton_words` knows it."""
 
 Arrays = Mapping[str, "np.ndarray[Any, np.dtype[Any]]"]
 Pieces = list["bytes | memoryview"]
@@ -85,9 +87,12 @@ class TritonPythonModel:
         """By call that is answered in frames: the senders of its requests' answers, and the outputs that each wants."""
 
     def execute(self, requests: Sequence[Any]) -> list[Any] | None:
-        """Answer the requests that Triton merged. None: frames answer them."""
-        if self._socket is None:
-            self._socket = self._connected()
+        """Answer the requests that Triton merged. None: frames answer them.
+
+        Raises:
+            ConnectionError: the callable's process has ended.
+            TritonModelException: the callable failed.
+        """
         call = next(self._numbers)
         content = []
         data: Pieces = []
@@ -98,11 +103,16 @@ class TritonPythonModel:
         wanted = [request.requested_output_names() for request in requests]
         if self._is_decoupled:
             self._open[call] = [request.get_response_sender() for request in requests], wanted
-        for piece in message(call, content, data):
-            self._socket.sendall(piece)
-        if self._is_decoupled:
-            return None
-        answer = self._receive()
+        try:
+            if self._socket is None:
+                self._socket = self._connected()
+            for piece in message(call, content, data):
+                self._socket.sendall(piece)
+            if self._is_decoupled:
+                return None
+            answer = self._receive()
+        except OSError as error:
+            raise ConnectionError(_ENDED) from error
         if isinstance(answer.content, str):
             raise self._triton.TritonModelException(answer.content)
         return self._responses(answer, wanted)
@@ -131,9 +141,9 @@ class TritonPythonModel:
                 senders, wanted = self._open[answer.call]
                 for sender, response in zip(senders, self._responses(answer, wanted), strict=True):
                     sender.send(response)
-        except OSError as error:
+        except OSError:
             for call in list(self._open):
-                self._end(call, str(error))
+                self._end(call, _ENDED)
 
     def _end(self, call: int, error: str | None) -> None:
         senders, _ = self._open.pop(call)
@@ -146,7 +156,7 @@ class TritonPythonModel:
         """Wait for the next message.
 
         Raises:
-            ConnectionError: the callable's process has ended.
+            OSError: the callable's process has ended.
         """
         head = self._file.read(HEAD.size)
         if len(head) == HEAD.size:
@@ -154,7 +164,7 @@ class TritonPythonModel:
             body = self._file.read(length + more)
             if len(body) == length + more:
                 return read_body(call, body, length)
-        raise ConnectionError("the callable's process has ended")
+        raise ConnectionError(_ENDED)
 
     def _responses(self, answer: Message, wanted: Iterable[Sequence[str]]) -> list[Any]:
         data = answer.data

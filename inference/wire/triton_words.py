@@ -1,4 +1,4 @@
-"""Recognizes Triton's error messages by their wording, since Triton has no codes for them.
+"""Recognizes the error messages of Triton, and of our script in it, by their wording, since Triton has no codes.
 
 tests/end_to_end/test_triton_words.py provokes them in a real Triton where that is possible; a server that is stopping
 mostly closes the connection instead.
@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["is_ending", "is_stub_lost"]
+__all__ = ["is_ending", "is_process_lost"]
 
-_STUB_LOST = re.compile(r"Stub process .*is not healthy")
+_LOST = re.compile(r"Stub process .*is not healthy|the callable's process has ended")
 _ENDING = re.compile(r"Request for unknown model\b|Server is stopping\b")
 
 
-def is_stub_lost(message: str) -> bool:
-    """Whether a call failed because the model's process is gone."""
-    return _STUB_LOST.search(message) is not None
+def is_process_lost(message: str) -> bool:
+    """Whether a call failed because a process of the model is gone: Triton's, or the callable's."""
+    return _LOST.search(message) is not None
 
 
 def is_ending(message: str) -> bool:

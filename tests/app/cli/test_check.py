@@ -14,7 +14,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 import yaml
 
@@ -32,7 +31,7 @@ from app.supervisor.preflight import (
     shared_memory_warnings,
 )
 from inference.errors import Problem
-from inference.signature import HeadSpec, Signature, TensorSpec, text_signature
+from inference.signature import Signature, TensorSpec, text_signature
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "inference" / "zoo" / "weights" / "tiny_lm"
@@ -515,17 +514,6 @@ def test_shared_memory_that_replicas_may_come_to_need(monkeypatch: pytest.Monkey
     both = shared_memory_warnings({**wanted, "more": wanted["image"]}, {"image": image_model(), "more": image_model()})
     (problem,) = both
     assert "64 MiB of 64 MiB" in problem.reason
-
-
-def test_shared_memory_of_the_store() -> None:
-    one = deployment(batching={"max_batch_size": 32, "max_in_flight": 2})
-    image, logits = image_model().inputs[0], image_model().outputs[0]
-    taking = msgspec.structs.replace(image_model(), heads=(HeadSpec("h", ("logits",)),))
-    giving = msgspec.structs.replace(taking, inputs=(logits,), outputs=(image,))
-    streaming = msgspec.structs.replace(image_model(), streams=True)
-    inline = shared_memory_bytes(one, image_model())
-    for signature, uses_it in ((taking, False), (giving, True), (streaming, True)):
-        assert (shared_memory_bytes(one, signature) > inline) is uses_it
 
 
 def test_every_problem_is_reported(run: Run) -> None:
