@@ -57,6 +57,7 @@ def do(value: float) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     elif value == STOP:
         os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(600)  # another thread may take the signal, and this one would answer before it stops
     elif value == HANG:
         ctypes.PyDLL(None).sleep(600)  # and keeps the interpreter to itself
     elif value == WAIT:
