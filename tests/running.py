@@ -144,7 +144,7 @@ class Running:
         """The folders of the model's replicas, oldest first."""
         found = []
         for path in self.folder.glob("headwater-*/r*/spec.json"):
-            with contextlib.suppress(FileNotFoundError):  # it may end meanwhile
+            with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):  # it may end or begin meanwhile
                 if json.loads(path.read_text())["name"] == model:
                     found.append(path.parent)
         return sorted(found, key=lambda path: int(path.name[1:]))
