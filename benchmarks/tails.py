@@ -6,11 +6,15 @@ Generator, gateway and replicas share the machine's cores.
 
 - **text**, **scale**: the capacity is what 64 connections get in a closed loop. Then requests come at 70 % of it
   (`text`) or 50 % (`scale`), at random times (Poisson) whatever became of earlier ones: p99 over p50 of the latency
-  from the time at which each should have been sent. Both are measured anew in each repeat.
+  from the time at which each should have been sent. Then the capacity once more. All is measured anew in each repeat.
 - **events**: `scale` is asked at equal intervals, at 20 % of its capacity. In each repeat there is one block without an
   event and one for each kind of event, in an order that is shuffled anew: a scrape of ``/metrics``, a full garbage
   collection in the gateway's worker, a reload of `text`, its unload and load. Each block has the highest latency, and
   those of events how long the events took and when, counted from the event's begin, the slowest request was due.
+
+On each core a process of the highest priority (``SCHED_FIFO``, if that is allowed) wakes every 2 ms and notes how late:
+what no process of this machine causes, such as pauses of a virtual machine. The longest of them stands beside each
+figure.
 
 An answer of each model is compared before and after with what it must be, and every answer under load must be a good
 one; the first that is not ends the benchmark with status 1.
@@ -21,6 +25,8 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import math
+import multiprocessing
 import os
 import platform
 import random
@@ -30,6 +36,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -63,6 +70,7 @@ CAPACITY_PART: Final = 0.4
 """The part of a run's time that its closed loop has."""
 PAUSE_S: Final = 0.5
 """Between two events, before the first and after the last."""
+TICK_S: Final = 0.002
 
 
 class Request(NamedTuple):
@@ -109,6 +117,57 @@ class Block:
     """Around each event."""
     late_ms: float
     """How late the generator itself was at most."""
+    machine_ms: float
+    """The machine's longest pause."""
+
+
+class Pauses:
+    """Notes pauses of the machine while the block runs, by a process on each core; see the module's docstring."""
+
+    def __enter__(self) -> Pauses:
+        context = multiprocessing.get_context("spawn")
+        self._pipes: list[Pipe] = []
+        self._processes = []
+        for core in os.sched_getaffinity(0):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_note_pauses, args=(core, theirs), daemon=True)
+            process.start()
+            self._pipes.append(ours)
+            self._processes.append(process)
+        self.longest_ms()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+    def longest_ms(self) -> float:
+        """The longest since it was last asked for; NaN: the highest priority is not allowed."""
+        for pipe in self._pipes:
+            pipe.send(None)
+        return max(pipe.recv() for pipe in self._pipes) * 1e3
+
+
+def _note_pauses(core: int, pipe: Pipe) -> None:
+    """Answer each message with the longest pause since the one before, in seconds."""
+    os.sched_setaffinity(0, {core})
+    longest_s = 0.0
+    try:
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+    except PermissionError:
+        longest_s = math.nan
+    due_s = time.perf_counter()
+    while True:
+        due_s += TICK_S
+        if pipe.poll(max(0.0, due_s - time.perf_counter())):
+            pipe.recv()
+            pipe.send(longest_s)
+            longest_s = min(longest_s, 0.0)
+            due_s = time.perf_counter()
+        else:
+            longest_s = max(longest_s, time.perf_counter() - due_s)
+            due_s = max(due_s, time.perf_counter() - TICK_S)
 
 
 def main() -> None:
@@ -125,13 +184,14 @@ def main() -> None:
         parser.error(f"--only: expected some of text, scale, events, got {', '.join(sorted(unknown))}")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(COLLECTS), os.environ.get("PYTHONPATH"))))
     raw: dict[str, Any] = {"machine": _machine(), "smoke": options.smoke}
-    with headwater({name: deployment(name) for name in ("scale", "text")}) as server:
+    with Pauses() as pauses, headwater({name: deployment(name) for name in ("scale", "text")}) as server:
         _check(server)
         for part in parts:
             if part == "events":
-                raw[part] = _print_events(_events(server, options))
+                raw[part] = _print_events(_events(server, pauses, options))
             else:
-                raw[part] = _print_tails(part, [_tails(server, part, seed, options) for seed in range(options.repeats)])
+                found = [_tails(server, pauses, part, seed, options) for seed in range(options.repeats)]
+                raw[part] = _print_tails(part, found)
         _check(server)
     if options.json is not None:
         options.json.write_text(json.dumps(raw, indent=1))
@@ -177,15 +237,19 @@ def _capacity(server: Server, model: str, seconds: float) -> float:
     return _load(server, model, Load(CONNECTIONS), seconds).requests_per_s
 
 
-def _tails(server: Server, model: str, seed: int, options: argparse.Namespace) -> dict[str, float]:
+def _tails(server: Server, pauses: Pauses, model: str, seed: int, options: argparse.Namespace) -> dict[str, float]:
     capacity = _capacity(server, model, options.seconds * CAPACITY_PART)
+    pauses.longest_ms()
     found = _load(server, model, Load(rate_per_s=capacity * SHARES[model]), options.seconds, seed=seed)
+    machine_ms = pauses.longest_ms()
     return {
         "capacity_per_s": capacity,
+        "capacity_after_per_s": _capacity(server, model, options.seconds * CAPACITY_PART),
         "per_s": found.requests_per_s,
         **{f"p{percent:g}_ms": found.latency_ms(percent) for percent in (50, 90, 99, 99.9)},
         "generator_late_p99_ms": percentile(found.behind_s, 99) * 1e3,
         "generator_core": found.cpu_share,
+        "machine_paused_ms": machine_ms,
     }
 
 
@@ -197,7 +261,7 @@ def _print_tails(model: str, repeats: list[dict[str, float]]) -> list[dict[str, 
     return repeats
 
 
-def _events(server: Server, options: argparse.Namespace) -> dict[str, list[Block]]:
+def _events(server: Server, pauses: Pauses, options: argparse.Namespace) -> dict[str, list[Block]]:
     workers = [pid for pid in tree(server.pid) if b"app.gateway.worker" in command_of(pid)]
 
     def collect() -> None:
@@ -222,7 +286,7 @@ def _events(server: Server, options: argparse.Namespace) -> dict[str, list[Block
     for _ in range(options.repeats):
         shuffled = order.sample(list(kinds), len(kinds))
         for kind in shuffled:
-            blocks[kind].append(_block(server, rate, kinds[kind], options.events))
+            blocks[kind].append(_block(server, pauses, rate, kinds[kind], options.events))
     lines = (server.folder / "log").read_text(errors="replace").splitlines()
     took = [float(line.split()[2]) for line in lines if line.startswith("collected in ")]
     if len(took) != (expected := options.repeats * options.events * len(workers)):
@@ -231,7 +295,7 @@ def _events(server: Server, options: argparse.Namespace) -> dict[str, list[Block
     return blocks
 
 
-def _block(server: Server, rate: float, event: Callable[[], object], count: int) -> Block:
+def _block(server: Server, pauses: Pauses, rate: float, event: Callable[[], object], count: int) -> Block:
     """Requests to `scale`, and events meanwhile: the first one `PAUSE_S` after the warm-up, others as long after it."""
     noted, stop = Noted(), threading.Event()
     spans: list[tuple[float, float]] = []
@@ -249,6 +313,7 @@ def _block(server: Server, rate: float, event: Callable[[], object], count: int)
             stop.set()
 
     thread = threading.Thread(target=disturb)
+    pauses.longest_ms()
     thread.start()
     job = _job(server, "scale", Load(rate_per_s=rate), 60, arrivals="constant", limits=noted)
     outcomes = uvloop.run(Generator(stop).run(job))
@@ -260,6 +325,7 @@ def _block(server: Server, rate: float, event: Callable[[], object], count: int)
         [(ended_s - began_s) * 1e3 for began_s, ended_s in spans],
         [_slowest(noted.requests, began_s, ended_s) for began_s, ended_s in spans],
         max(outcomes.behind_s) * 1e3,
+        pauses.longest_ms(),
     )
 
 
@@ -271,8 +337,8 @@ def _slowest(requests: Sequence[Request], began_s: float, ended_s: float) -> Slo
 
 
 def _print_events(blocks: dict[str, list[Block]]) -> dict[str, list[dict[str, Any]]]:
-    heads = f"{'lasts ms':>10} {'p50':>8} {'p99':>8} {'highest, median':>16} {'highest of all':>26} {'late':>6}"
-    print(f"{'event':<14} {heads}")
+    heads = f"{'lasts ms':>10} {'p50':>8} {'p99':>8} {'highest, median':>16} {'highest of all':>26}"
+    print(f"{'event':<14} {heads} {'late':>6} {'machine':>8}")
     highest = {}
     for kind, found in blocks.items():
         times_ms = [value for block in found for value in block.times_ms]
@@ -282,7 +348,8 @@ def _print_events(blocks: dict[str, list[Block]]) -> dict[str, list[dict[str, An
         print(
             f"{kind:<14} {statistics.median(value for block in found for value in block.events_ms):>10.1f} "
             f"{percentile(times_ms, 50):>8.2f} {percentile(times_ms, 99):>8.2f} "
-            f"{statistics.median(highest[kind]):>16.1f} {at:>26} {max(block.late_ms for block in found):>6.1f}"
+            f"{statistics.median(highest[kind]):>16.1f} {at:>26} {max(block.late_ms for block in found):>6.1f} "
+            f"{max(block.machine_ms for block in found):>8.1f}"
         )
     for kind in blocks:
         if kind != NONE:
