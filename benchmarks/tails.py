@@ -146,7 +146,7 @@ class Pauses:
         """The longest since it was last asked for; NaN: the highest priority is not allowed."""
         for pipe in self._pipes:
             pipe.send(None)
-        return max(pipe.recv() for pipe in self._pipes) * 1e3
+        return max(float(pipe.recv()) for pipe in self._pipes) * 1e3
 
 
 def _note_pauses(core: int, pipe: Pipe) -> None:
