@@ -40,7 +40,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq --no-input
 # setuptools comes with the lock, so building the editable install needs nothing more.
 INSTALL_SELF := $(PIP) install --no-deps --no-build-isolation -e .
 
-.PHONY: help serve test test-fast test-clients test-vllm test-ray vllm-env lint format types bench bench-peers bench-fanout bench-stream bench-neighbours bench-scaling bench-keys bench-smoke gpu screenshots soak chaos fuzz drill kustomize-base lock clean image base-image image-test image-suite engine offline offline-test
+.PHONY: help serve test test-fast test-clients test-vllm test-ray vllm-env lint format types bench bench-peers bench-fanout bench-stream bench-neighbours bench-tails bench-scaling bench-keys bench-smoke gpu screenshots soak chaos fuzz drill kustomize-base lock clean image base-image image-test image-suite engine offline offline-test
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*  ## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 25
@@ -99,6 +99,9 @@ bench-stream: $(VENV)/.dev  ## benchmark token streams
 
 bench-neighbours: $(VENV)/.dev  ## benchmark one deployment beside a saturated one
 	@exec $(BIN)/python -m benchmarks.neighbours $(ARGS)
+
+bench-tails: $(VENV)/.dev  ## benchmark how far the slowest requests are from the others, and what disturbs them
+	@exec $(BIN)/python -m benchmarks.tails $(ARGS)
 
 screenshots: $(VENV)/.dev  ## take the pictures in docs/images anew
 	@exec $(BIN)/python -m tests.screenshots $(ARGS)

@@ -26,6 +26,7 @@ BENCHMARKS: Final[tuple[str, ...]] = (
     "fanout",
     "stream",
     "neighbours",
+    "tails",
     "scaling",
     "keys",
     "large_tensors",

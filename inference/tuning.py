@@ -48,8 +48,9 @@ def keep_freed_memory(kept_bytes: int = KEPT_BYTES, mapped_from_bytes: int = MAP
 
 
 def switch_soon() -> None:
-    """Shorten Python's thread switch interval, for a replica that computes in one thread and sends in others.
+    """Shorten Python's thread switch interval, for a process that computes in one thread and sends in others.
 
-    The default of 5 ms is half a step of a small language model, and each answer sent would delay a step by as much.
+    By default each turn of an event loop waits up to 5 ms for a thread that computes: more than a fast model's answer
+    takes, and half a step of a small language model.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)

@@ -44,7 +44,7 @@ from app.telemetry import recorder, tracing
 from app.telemetry.logs import set_up_logging
 from app.telemetry.store import Store
 from inference import tuning
-from inference.tuning import keep_freed_memory
+from inference.tuning import keep_freed_memory, switch_soon
 
 __all__ = ["main", "serve_beside"]
 
@@ -210,6 +210,7 @@ async def _run(settings: WorkerSettings, listener: socket.socket) -> int:
 def main() -> None:
     """Entry point; see the module's docstring."""
     keep_freed_memory()
+    switch_soon()
     settings = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=WorkerSettings)
     set_up_logging(settings.server["log_format"])
     listener = socket.socket(fileno=int(sys.argv[2]))
