@@ -25,7 +25,7 @@ class _Sequences:
 
     def __init__(self, folder: HfFolder, device: str, max_length: int | None) -> None:
         self.network = folder.network("AutoModelForSequenceClassification", device)
-        self._is_packed = pack(self.network)
+        self._packed_tokens = pack(self.network, reads_first=True)  # as these networks' heads do
         self._tokenizer = folder.load("AutoTokenizer")
         self._max_length = max_length or folder.max_length(self._tokenizer)
         self._device = device
@@ -36,7 +36,7 @@ class _Sequences:
             *texts, padding=True, truncation=self._max_length is not None, max_length=self._max_length,
             return_tensors="pt",
         ).to(self._device)  # fmt: skip
-        logits = computed(lambda some: self.network(**some).logits.float(), fields, self._is_packed)
+        logits = computed(lambda some: self.network(**some).logits.float(), fields, self._packed_tokens)
         return logits, counts(fields["attention_mask"])
 
 

@@ -88,7 +88,8 @@ class SentenceSimilarity(Model):
             )
         self._model = folder.load("SentenceTransformer", "sentence_transformers", device=device).train(False)
         network = getattr(self._model[0], "auto_model", None)  # of transformers
-        self._is_packed = network is not None and pack(network)
+        reads_first = len(self._model) > 1 and getattr(self._model[1], "pooling_mode", None) == "cls"
+        self._packed_tokens = 0 if network is None else pack(network, reads_first)
         self._device = device
 
     @torch.inference_mode()
@@ -109,7 +110,9 @@ class SentenceSimilarity(Model):
             }
             mask = features.get("attention_mask")
             tokens = counts(mask) if mask is not None else torch.zeros(len(places), 1, dtype=torch.int32)
-            vectors = computed(lambda some: self._model(some)["sentence_embedding"].float(), features, self._is_packed)
+            vectors = computed(
+                lambda some: self._model(some)["sentence_embedding"].float(), features, self._packed_tokens
+            )
             found |= {place: (vectors[row], tokens[row]) for row, place in enumerate(places)}
         rows = [found[place] for place in range(len(texts))]
         return {"embedding": torch.stack([row[0] for row in rows]), "tokens": torch.stack([row[1] for row in rows])}

@@ -11,7 +11,7 @@ import torch
 from inference.errors import BadInput
 from inference.wire.arrays import Array
 
-__all__ = ["as_rows", "computed", "counts", "similar", "texts_of"]
+__all__ = ["as_rows", "computed", "counts", "filled", "similar", "texts_of"]
 
 PASS_TOKENS: Final = 40
 """On a CPU, a pass through a network takes about as long as this many tokens more (measured with MiniLM)."""
@@ -43,7 +43,7 @@ def counts(mask: Any) -> Any:
 
 
 def computed(
-    compute: Callable[[dict[str, Any]], torch.Tensor], fields: Mapping[str, Any], is_packed: bool = False
+    compute: Callable[[dict[str, Any]], torch.Tensor], fields: Mapping[str, Any], packed_tokens: int = 0
 ) -> torch.Tensor:
     """What a network says of padded texts, [n, ...]. On a CPU, texts of similar length are computed together, without
     most of the padding; a GPU, where a pass takes as long for few tokens, computes all at once.
@@ -51,19 +51,14 @@ def computed(
     Args:
         compute: the network, from a tokenizer's fields to one tensor with a row for each text.
         fields: of all texts, on the network's device.
-        is_packed: whether the network computes no padding anyway.
+        packed_tokens: how many tokens to compute at once in a network that computes no padding; 0: it does.
     """
     mask = fields.get("attention_mask")
     tensors = {name: value for name, value in fields.items() if isinstance(value, torch.Tensor)}
-    if (
-        is_packed
-        or mask is None
-        or mask.device.type != "cpu"
-        or any(value.shape != mask.shape for value in tensors.values())
-    ):
+    if mask is None or mask.device.type != "cpu" or any(value.shape != mask.shape for value in tensors.values()):
         return compute(dict(fields))
     lengths = mask.sum(dim=1).numpy()
-    groups = similar(lengths, PASS_TOKENS)
+    groups = filled(lengths, packed_tokens) if packed_tokens else similar(lengths, PASS_TOKENS)
     if len(groups) == 1:
         return compute(dict(fields))
     is_padded_right = bool(mask[:, 0].sum() >= mask[:, -1].sum())
@@ -99,3 +94,23 @@ def similar(lengths: np.ndarray[Any, np.dtype[np.int64]], pass_tokens: int) -> l
         groups.append(order[start[end] : end])
         end = int(start[end])
     return groups[::-1]
+
+
+def filled(lengths: np.ndarray[Any, np.dtype[np.int64]], most_tokens: int) -> list[np.ndarray[Any, Any]]:
+    """Split texts into groups of at most so many tokens, padding excluded, or of one longer text.
+
+    Args:
+        lengths: of the texts, in tokens, [n].
+        most_tokens: of a group.
+
+    Returns:
+        The places of each group's texts, from the shortest text to the longest.
+    """
+    order = np.argsort(lengths, kind="stable")
+    groups, tokens = [0], 0
+    for place, length in enumerate(lengths[order].tolist()):
+        if place and tokens + length > most_tokens:
+            groups.append(place)
+            tokens = 0
+        tokens += length
+    return np.split(order, groups[1:])

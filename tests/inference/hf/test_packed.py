@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from inference.hf import packed
+from inference.hf import onednn, packed
 from inference.hf.packed import pack
 from tests.inference.hf.folders import LIBRARY
 
@@ -41,16 +41,17 @@ def states(made: Any, given: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def shapes_seen(made: Any) -> list[tuple[int, ...]]:
-    """Grows by the shape of what the first layer gets, in every pass."""
+    """Grows by the shape of what the first layer gets."""
     seen: list[tuple[int, ...]] = []
     layer = made.base_model.encoder.layer[0]
     layer.register_forward_pre_hook(lambda _, given: seen.append(tuple(given[0].shape)))
     return seen
 
 
+@pytest.mark.parametrize("has_onednn", [True, False])
 @pytest.mark.parametrize("kind", sorted(packed.FAMILY))
-def test_the_states_are_those_of_padded_texts(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed, "PASS_TOKENS", 16)
+def test_the_states_are_those_of_padded_texts(kind: str, has_onednn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onednn, "is_there", lambda: has_onednn)
     made = network(kind)
     expected = states(made, fields())
     assert pack(made)
@@ -58,7 +59,20 @@ def test_the_states_are_those_of_padded_texts(kind: str, monkeypatch: pytest.Mon
     found = states(made, fields())
     assert (found - expected).abs().max() < 1e-5
     assert expected[1, 0].std() > 0.1
-    assert seen == [(1, 14, 16), (1, 7, 16), (1, 12, 16), (1, 12, 16)]
+    assert seen == [(1, 48, 16)]  # 45 tokens
+    assert isinstance(made.base_model.encoder.layer[0].intermediate.dense, onednn.Linear) is has_onednn
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("kind", sorted(packed.FAMILY))
+def test_where_only_first_states_are_read_they_are_those_of_all_states(kind: str, side: str) -> None:
+    made = network(kind)
+    expected = states(made, fields(side))
+    assert pack(made, reads_first=True)
+    found = states(made, fields(side))
+    first = slice(0, 1) if side == "right" else slice(None)
+    assert (found[:, first] - expected[:, first]).abs().max() < 1e-5
+    assert expected[:, 0].std() > 0.1
 
 
 @pytest.mark.parametrize("length", [1, 9])
@@ -70,7 +84,7 @@ def test_texts_of_one_length_are_computed_at_once(length: int) -> None:
     assert pack(made)
     seen = shapes_seen(made)
     assert (states(made, given) - expected).abs().max() < 1e-5
-    assert seen == [(1, 7 * length, 16)]
+    assert seen == [(1, {1: 16, 9: 64}[length], 16)]
 
 
 def test_texts_that_are_padded_at_the_left_keep_their_padding() -> None:

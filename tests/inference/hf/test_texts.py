@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference.hf.texts import PASS_TOKENS, computed, similar
+from inference.hf.texts import PASS_TOKENS, computed, filled, similar
 
 
 def cost(groups: list[Any], lengths: np.ndarray[Any, Any], pass_tokens: int) -> int:
@@ -27,6 +27,18 @@ def test_no_other_groups_cost_less(lengths: list[int], pass_tokens: int) -> None
     order, places = np.argsort(array), range(1, len(lengths))
     others = [np.split(order, cuts) for count in range(len(lengths)) for cuts in itertools.combinations(places, count)]
     assert cost(groups, array, pass_tokens) == min(cost(other, array, pass_tokens) for other in others)
+
+
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=12), st.integers(1, 50))
+def test_what_is_computed_without_padding_has_so_many_tokens_or_is_one_text(lengths: list[int], most: int) -> None:
+    groups = [group.tolist() for group in filled(np.array(lengths), most)]
+    order = [place for group in groups for place in group]
+    assert sorted(order) == list(range(len(lengths)))
+    assert [lengths[place] for place in order] == sorted(lengths)
+    tokens = [sum(lengths[place] for place in group) for group in groups]
+    assert all(count <= most or len(group) == 1 for count, group in zip(tokens, groups, strict=True))
+    for count, group in zip(tokens, groups[1:], strict=False):
+        assert count + lengths[group[0]] > most
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
