@@ -28,6 +28,8 @@ import yaml
 from benchmarks.idle_model import MANY_TOKENS
 from benchmarks.servers import free_port, running
 
+__all__ = ["Use", "uses"]
+
 DEMO = Path(__file__).parents[1] / "configs" / "demo.yaml"
 RESULTS = Path(__file__).parent / "results" / "idle.json"
 ROLES = {
@@ -91,11 +93,11 @@ def _all_streams(streams: int) -> dict[str, Any]:
 def _server(config: str, seconds: float) -> list[dict[str, Any]]:
     with _serving(config):
         time.sleep(SETTLE_S)
-        before = _uses(os.getpid())
+        before = uses(os.getpid())
         began_s = time.monotonic()
         time.sleep(seconds)
         took_s = time.monotonic() - began_s
-        after = _uses(os.getpid())
+        after = uses(os.getpid())
     print(f"{'process':<26} {'of':<12} {'CPU %':>7} {'RSS MB':>8} {'PSS MB':>8}   over {took_s:.0f} s")
     rows = []
     for pid, use in sorted(after.items(), key=lambda item: (item[1].deployment, item[1].role)):
@@ -118,11 +120,11 @@ def _streams(port: int, name: str, body: bytes, count: int) -> dict[str, float]:
         for _ in range(10):  # what only the first ones need
             stack.enter_context(_open(port, request))
         time.sleep(SETTLE_S)
-        before = _uses(os.getpid())
+        before = uses(os.getpid())
         for _ in range(count):
             stack.enter_context(_open(port, request))
         time.sleep(SETTLE_S)
-        after = _uses(os.getpid())
+        after = uses(os.getpid())
     added: dict[str, float] = {}
     for pid, use in after.items():
         if pid in before:
@@ -181,7 +183,7 @@ def _serving(config: str) -> Iterator[int]:
         yield port
 
 
-def _uses(root: int) -> dict[int, Use]:
+def uses(root: int) -> dict[int, Use]:
     """All descendants of a process, by id."""
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
