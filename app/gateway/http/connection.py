@@ -157,10 +157,9 @@ class BoundedConnection(HttpToolsProtocol):
         """The error that ends the connection after the answers under way; nothing more is parsed."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the idle timer for the first byte, and put ``abort`` into the state of requests."""
+        """Start the idle timer for the first byte."""
         super().connection_made(transport)
         self.flow = _PipelineFlow(transport, self.pipeline)
-        self.app_state = {**self.app_state, "abort": transport.abort}
         self._note_idle()
         if not self._others.add(self):
             self._refuse(Unavailable("the server has as many connections as it takes (server.max_connections)"))

@@ -64,6 +64,10 @@ class Exchange:
         self.task = self.on_gone = None
         self._cycle.scope.pop("extensions", None)
 
+    def abort(self) -> None:
+        """Drop the connection, and with it what the client has not read."""
+        self._cycle.transport.abort()
+
     def take_body(self) -> bytes | None:
         """The body, if all of it has arrived. May be called once: afterwards ``receive`` only reports a lost client."""
         cycle = self._cycle
