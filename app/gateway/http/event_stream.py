@@ -106,6 +106,9 @@ class _Client:
         return self._exchange is not None
 
     async def _send_in_time(self, message: Message) -> None:
+        if self._exchange is not None and self._exchange.is_writable:  # then it waits for nobody
+            await self._send(message)
+            return
         with anyio.fail_after(self._limits.write_timeout_s):
             await self._send(message)
 
@@ -207,7 +210,7 @@ class EventStream:
             return b""
         error: HeadwaterError | None = None
         try:
-            event = await (self._compute() if self._first is None else self._first)
+            event = await (anext(self._events, None) if self._first is None else self._first)
             self._first = None
             if event is not None:
                 return _frame(event)

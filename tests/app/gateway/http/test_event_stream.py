@@ -16,6 +16,8 @@ from app.gateway.http.exchange import EXTENSION
 class Unwritable:
     """Stands for an `Exchange` whose client takes no piece at once."""
 
+    is_writable = False
+
     def __init__(self) -> None:
         self.task: asyncio.Task[None] | None = None
         self.on_gone: Callable[[], None] | None = None
