@@ -28,8 +28,8 @@ class Deadlines:
     """
 
     __slots__ = (
-        "_collector", "_is_held", "_is_idle_limit", "_loop", "_on_head", "_piece_s", "_start_s", "_timeout_s", "_timers",
-        "_where",
+        "_collector", "_is_held", "_is_idle_limit", "_loop", "_on_head", "_piece_s", "_start_s", "_timeout_s",
+        "_timers", "_where",
     )  # fmt: skip
 
     def __init__(

@@ -75,8 +75,8 @@ class BatchRun:
     """
 
     __slots__ = (
-        "_ancestors", "_caches", "_counts", "_held_rows", "_is_warmup", "_needed", "_noted_patience_s", "_owners", "_part",
-        "_plan", "_results", "_spoilers", "_steps", "_unanswered", "_until_s", "_wanted",
+        "_ancestors", "_caches", "_counts", "_held_rows", "_is_warmup", "_needed", "_noted_patience_s", "_owners",
+        "_part", "_plan", "_results", "_spoilers", "_steps", "_unanswered", "_until_s", "_wanted",
     )  # fmt: skip
 
     def __init__(
