@@ -1,11 +1,13 @@
-"""What a server costs that nobody asks anything, and what a stream costs on which nothing happens.
+"""What a server costs that nobody asks anything, and what streams and connections cost on which nothing happens.
 
-``python -m benchmarks.idle [CONFIG] [--seconds S] [--streams N] [--part server|streams] [--smoke]``: starts the
+``python -m benchmarks.idle [CONFIG] [--seconds S] [--streams N] [--connections N] [--rounds N]
+[--part server|streams|connections] [--smoke]``: starts the
 configuration (configs/demo.yaml), waits until it is ready, and prints for each process its share of a core, and its
 memory; the goal is gateway and supervisor together under 1 % of a core. Then opens N streams of a model that waits, and
 N of a language model between two tokens, and prints what each added to the memory of each kind of process. PSS counts
 what processes share in parts, so that its sum is right; of a stream only what is of no file counts, since the share in
-those changes with every other process that has them open.
+those changes with every other process that has them open. Last come N connections to `scale` that had one answer each:
+what they added, and in alternating rounds the requests/s of other connections with them open and without.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ import contextlib
 import json
 import os
 import re
+import resource
 import socket
+import statistics
 import sys
 import tempfile
 import time
@@ -25,8 +29,12 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from benchmarks.gateway import BODY, MODEL, PATH
 from benchmarks.idle_model import MANY_TOKENS
-from benchmarks.servers import free_port, running
+from benchmarks.load import run_wrk
+from benchmarks.servers import free_port, gateway, running
+
+__all__ = ["Use", "uses"]
 
 DEMO = Path(__file__).parents[1] / "configs" / "demo.yaml"
 RESULTS = Path(__file__).parent / "results" / "idle.json"
@@ -42,6 +50,7 @@ ROLES = {
 OURS = ("gateway worker", "supervisor")
 SETTLE_S = 3.0
 STREAM_TIMEOUT_S = 60.0
+CONNECTION_SECONDS = 3
 
 
 class Use(NamedTuple):
@@ -62,15 +71,19 @@ def main() -> None:
     parser.add_argument("config", nargs="?", default=str(DEMO))
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--streams", type=int, default=1000)
-    parser.add_argument("--part", choices=("server", "streams", "both"), default="both")
+    parser.add_argument("--connections", type=int, default=10_000)
+    parser.add_argument("--rounds", type=int, default=5, help="pairs of wrk's runs, with and without the connections")
+    parser.add_argument("--part", choices=("server", "streams", "connections", "all"), default="all")
     parser.add_argument("--smoke", action="store_true")
     options = parser.parse_args()
     seconds, streams = (2.0, 20) if options.smoke else (options.seconds, options.streams)
     found: dict[str, Any] = {}
-    if options.part != "streams":
+    if options.part in ("server", "all"):
         found["server"] = _server(options.config, seconds)
-    if options.part != "server":
+    if options.part in ("streams", "all"):
         found |= _all_streams(streams)
+    if options.part in ("connections", "all"):
+        found["connections"] = _connections(*((50, 1) if options.smoke else (options.connections, options.rounds)))
     if not options.smoke:
         RESULTS.parent.mkdir(exist_ok=True)
         RESULTS.write_text(json.dumps(found, indent=1))
@@ -91,11 +104,11 @@ def _all_streams(streams: int) -> dict[str, Any]:
 def _server(config: str, seconds: float) -> list[dict[str, Any]]:
     with _serving(config):
         time.sleep(SETTLE_S)
-        before = _uses(os.getpid())
+        before = uses(os.getpid())
         began_s = time.monotonic()
         time.sleep(seconds)
         took_s = time.monotonic() - began_s
-        after = _uses(os.getpid())
+        after = uses(os.getpid())
     print(f"{'process':<26} {'of':<12} {'CPU %':>7} {'RSS MB':>8} {'PSS MB':>8}   over {took_s:.0f} s")
     rows = []
     for pid, use in sorted(after.items(), key=lambda item: (item[1].deployment, item[1].role)):
@@ -118,11 +131,11 @@ def _streams(port: int, name: str, body: bytes, count: int) -> dict[str, float]:
         for _ in range(10):  # what only the first ones need
             stack.enter_context(_open(port, request))
         time.sleep(SETTLE_S)
-        before = _uses(os.getpid())
+        before = uses(os.getpid())
         for _ in range(count):
             stack.enter_context(_open(port, request))
         time.sleep(SETTLE_S)
-        after = _uses(os.getpid())
+        after = uses(os.getpid())
     added: dict[str, float] = {}
     for pid, use in after.items():
         if pid in before:
@@ -131,6 +144,50 @@ def _streams(port: int, name: str, body: bytes, count: int) -> dict[str, float]:
     parts = ", ".join(f"{role} {size_kb:.1f}" for role, size_kb in added.items() if size_kb >= 0.1)
     print(f"{count} idle streams of {name}: {sum(added.values()):.1f} KB each ({parts})")
     return added
+
+
+def _connections(count: int, rounds: int) -> dict[str, Any]:
+    """What idle connections add to the worker's memory, and what they cost other connections."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    head = f"POST {PATH} HTTP/1.1\r\nHost: bench\r\nContent-Length: {len(BODY)}\r\n\r\n"
+    rates: dict[str, list[float]] = {"with": [], "without": []}
+    added: list[float] = []
+    with gateway(MODEL, f"server.max_connections={count + 1000}") as url:
+        port = int(url.rpartition(":")[2])
+        run_wrk(url + PATH, BODY, 64, 3)  # warm
+        for _ in range(rounds):
+            rates["without"].append(run_wrk(url + PATH, BODY, 64, CONNECTION_SECONDS).per_s)
+            before = _worker_bytes()
+            with contextlib.ExitStack() as stack:
+                for _ in range(count):
+                    stack.enter_context(_answered(port, head.encode() + BODY))
+                added.append((_worker_bytes() - before) / count / 1000)
+                rates["with"].append(run_wrk(url + PATH, BODY, 64, CONNECTION_SECONDS).per_s)
+    # Later connections get the memory that the first ones left.
+    print(f"{count} idle connections: {added[0]:.1f} KB each of the gateway worker")
+    ratios = [ours / other for ours, other in zip(rates["with"], rates["without"], strict=True)]
+    print(
+        f"requests/s with them open / without, {rounds} pairs: {statistics.median(ratios):.2f} "
+        f"({min(ratios):.2f}-{max(ratios):.2f}); {statistics.median(rates['with']):,.0f} and "
+        f"{statistics.median(rates['without']):,.0f}"
+    )
+    return {"kb_each": added, "requests_per_s": rates}
+
+
+def _worker_bytes() -> int:
+    return next(use.anonymous_bytes for use in uses(os.getpid()).values() if use.role == "gateway worker")
+
+
+@contextlib.contextmanager
+def _answered(port: int, request: bytes) -> Iterator[None]:
+    """A connection that has had an answer."""
+    with socket.create_connection(("127.0.0.1", port), timeout=STREAM_TIMEOUT_S) as connection:
+        connection.sendall(request)
+        got = connection.recv(65536)
+        if b" 200 " not in got[:40]:
+            raise SystemExit(f"a request was refused: {got!r}")
+        yield
 
 
 @contextlib.contextmanager
@@ -181,7 +238,7 @@ def _serving(config: str) -> Iterator[int]:
         yield port
 
 
-def _uses(root: int) -> dict[int, Use]:
+def uses(root: int) -> dict[int, Use]:
     """All descendants of a process, by id."""
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):

@@ -33,6 +33,7 @@ BENCHMARKS: Final[tuple[str, ...]] = (
     "node_port",
     "start",
     "idle",
+    "memory",
     "peers",
     "lm_engine",
     "prefix_cache",

@@ -27,6 +27,11 @@ class Deadlines:
         is_idle_limit: whether the request's deadline starts anew with each piece of its stream.
     """
 
+    __slots__ = (
+        "_collector", "_is_held", "_is_idle_limit", "_loop", "_on_head", "_piece_s", "_start_s", "_timeout_s",
+        "_timers", "_where",
+    )  # fmt: skip
+
     def __init__(
         self,
         collector: Collector,

@@ -6,6 +6,7 @@ import itertools
 import time
 import uuid
 from collections.abc import Sequence
+from typing import Final
 
 from app.codecs.tensors import RawTensor, SlicedTensor
 from app.dispatch.collector import WHOLE
@@ -16,13 +17,16 @@ from app.transport.batch import encode_inputs, replica_loss
 from app.transport.protocol import FrameRequest
 from app.transport.segments import RemoteSegments, Segments
 from inference.wire.frame import Piece, decode_frame
-from inference.wire.report import RowReport, Status
+from inference.wire.report import CallNote, RowReport, Status
 
 __all__ = ["FrameCall"]
 
 _numbers = itertools.count()
 _WORKER = uuid.uuid4().hex[:12]
 """Makes the names of calls unique among gateway workers."""
+_WHOLE_ONLY: Final = frozenset((WHOLE,))
+_NOTHING: Final = FrameRequest([], CallNote())
+"""In the place of a request that isn't needed any more."""
 
 
 class FrameCall:
@@ -33,11 +37,16 @@ class FrameCall:
         segments: where large inputs go; None: all go inline.
     """
 
+    __slots__ = (
+        "_asked", "_has_heads", "_parts", "_started_ns", "_unanswered", "compute_ns", "held_rows", "lost", "name",
+        "request", "segment", "unshared",
+    )  # fmt: skip
+
     def __init__(self, parts: Sequence[Part], segments: Segments | RemoteSegments | None = None) -> None:
         self._parts = parts
         for part in parts:
             part.awaited.intersection_update(part.pending.collector.undecided)
-        self._asked = [frozenset(part.awaited) for part in parts]
+        self._asked = [_WHOLE_ONLY if part.awaited == _WHOLE_ONLY else frozenset(part.awaited) for part in parts]
         signature = parts[0].pending.signature
         self.lost: HeadwaterError | None = None
         """Set once the replica has reported that it can't go on."""
@@ -143,7 +152,7 @@ class FrameCall:
 
     def release(self) -> None:
         """Drop the inputs of a stream that has begun: they may be large, and it is never retried."""
-        self.request = FrameRequest([], self.request.note)
+        self.request = _NOTHING
         for part in self._parts:
             part.inputs = {}
             part.pending.request.inputs.clear()

@@ -20,7 +20,6 @@ from typing import cast
 import anyio
 import msgspec
 import uvicorn
-from sse_starlette.sse import AppStatus
 
 from app.config.schema import Server
 from app.config.sections import SecuritySection
@@ -99,9 +98,6 @@ async def _run(settings: WorkerSettings, listener: socket.socket) -> int:
     if peer_tls is not None:
         tasks.append(functools.partial(FileWatch(peer_tls.paths).run, peer_tls.renew))
     models = Models(budget=budget, tls=peer_tls)
-    # It would cut every stream off as soon as the server is told to exit. What ends them is `drain` below, and behind
-    # that uvicorn's own timeout.
-    AppStatus.enable_automatic_graceful_drain = False
     link = SupervisorLink(models.drain, models.quarantine, models.cancel_here)
     models.on_quarantined = link.report_quarantined
     models.cancel_elsewhere = link.cancel_elsewhere

@@ -18,12 +18,15 @@ from inference.runtime.stream_control import StreamControl
 from inference.runtime.values import copied, rows_of, settled
 from inference.wire.arrays import Array, spread
 from inference.wire.frame import Frame, FrameTensor, Piece, StepCount, encode_frame, tensor_bytes
-from inference.wire.report import RowReport, Status
+from inference.wire.report import CallNote, RowReport, Status
 
 __all__ = ["BatchRun", "Pace"]
 
 
 SMOOTHING = 0.2
+
+_READ = CallNote()
+"""In the place of a note that has been read."""
 
 
 class Pace:
@@ -71,6 +74,11 @@ class BatchRun:
         DeclarationError: the masks of wanted heads, or the owners, are not as many as the rows.
     """
 
+    __slots__ = (
+        "_ancestors", "_caches", "_counts", "_held_rows", "_is_warmup", "_needed", "_noted_patience_s", "_owners",
+        "_part", "_plan", "_results", "_spoilers", "_steps", "_unanswered", "_until_s", "_wanted",
+    )  # fmt: skip
+
     def __init__(
         self,
         plan: Plan,
@@ -83,7 +91,10 @@ class BatchRun:
         self._plan = plan
         self._ancestors = ancestors
         self._steps = steps
-        self._part = part
+        # Without its note: a stream may be long, and has no use for it.
+        self._part = part._replace(note=_READ)
+        self._is_warmup = part.note.warmup
+        self._noted_patience_s = part.note.patience_s
         self._held_rows = held_rows
         self._caches = caches
         self._owners = [owner for owner, rows in part.note.owners for _ in range(rows)] or [""] * part.rows
@@ -173,7 +184,7 @@ class BatchRun:
                 yield self._frame(await self._follow(source.name, made, took_s, after, turn))
                 if not self._unanswered:
                     return
-                if self._part.note.warmup:  # one result is enough: the stream may be endless
+                if self._is_warmup:  # one result is enough: the stream may be endless
                     break
                 del made  # free the memory: the next result may take long
                 started_s = time.perf_counter()
@@ -259,7 +270,7 @@ class BatchRun:
             inputs[wire.input] = value
         per_row = {name: [values[row] for row in rows] for name, values in part.row_parameters.items()}
         owners = [self._owners[row] for row in rows]
-        given = Given(inputs, len(rows), part.batch_parameters, per_row, part.note.warmup, frozenset(shared), owners)
+        given = Given(inputs, len(rows), part.batch_parameters, per_row, self._is_warmup, frozenset(shared), owners)
         return given, rows, {row: lost[row] for row in needed if row in lost}
 
     def _lost(self, steps: Iterable[str]) -> dict[int, RowReport]:
@@ -337,7 +348,7 @@ class BatchRun:
     def _patience_s(self, ready: Sequence[_Answer]) -> float:
         """How long clients can't use these answers without the others. Each frame sent while a step computes slows that
         step down."""
-        return 0 if any(piece.failures for piece, _ in ready) else self._part.note.patience_s
+        return 0 if any(piece.failures for piece, _ in ready) else self._noted_patience_s
 
     def _until_next_head(self, names: Sequence[str]) -> Sequence[str]:
         """These steps up to the first whose answer is wanted; none if there is no such step."""

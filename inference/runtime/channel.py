@@ -183,6 +183,7 @@ class StreamChannels:
             async with contextlib.aclosing(frames):
                 async for frame in frames:
                     yield frame
+                    del frame  # free the memory: the next one may take long
         finally:
             del self._streams[stream.name]
 

@@ -105,9 +105,11 @@ class FusedPipeline:
         that have not answered yet.
         """
         run: BatchRun | None = None
-        self._held_rows += part.rows
+        rows = part.rows
+        self._held_rows += rows
         try:
             run = BatchRun(self._plan, self._ancestors, self.steps, part, lambda: self._held_rows, self._caches)
+            del part  # a stream may be long
             if self._plan.signature.streams:
                 frames = run.stream(self._turn, control)
             else:
@@ -115,11 +117,12 @@ class FusedPipeline:
             async with contextlib.aclosing(frames):
                 async for frame in frames:
                     yield frame
+                    del frame  # free the memory: the next one may take long
         except Exception as error:
             report = _report_of(error)
-            yield self._refusal(part.rows, report) if run is None else run.failed(report)
+            yield self._refusal(rows, report) if run is None else run.failed(report)
         finally:
-            self._held_rows -= part.rows
+            self._held_rows -= rows
 
     def _refusal(self, rows: int, report: RowReport) -> Array:
         """A frame that fails all rows of all heads with one report."""

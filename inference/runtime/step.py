@@ -240,7 +240,7 @@ class Step:
                         arguments, watched = self._arguments(given, rows)
                         results = self._results(arguments, own, control)
                     made = Made()
-                    with self._watching(watched, made):
+                    with self._watching(watched, made) if watched else _UNWATCHED:
                         piece = await anext(results)
                     _join(made, [piece])
                     del piece  # free the memory: the next result may take long
@@ -273,7 +273,7 @@ class Step:
             self._turn_grad_off()
             try:
                 while True:
-                    with self._watch(), control.awaiting_model():
+                    with self._watch(), control:
                         result = await anext(iterator, end)
                     if result is end:
                         return

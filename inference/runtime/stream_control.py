@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 from inference.wire.parcel import STREAM_WINDOW, STREAM_WINDOW_BYTES
@@ -13,7 +11,10 @@ __all__ = ["StreamControl"]
 
 
 class StreamControl:
-    """Cancels one stream, and holds it back while its reader is behind; used in one event loop only."""
+    """Cancels one stream, and holds it back while its reader is behind; used in one event loop only.
+
+    In its context the current task awaits the model's code, the only place that `cancel` interrupts.
+    """
 
     __slots__ = (
         "_awaiting", "_capacity", "bytes", "frames", "has_turn", "is_cancelled", "name", "taken_bytes", "taken_frames",
@@ -40,20 +41,17 @@ class StreamControl:
         self.is_cancelled = True
         self._wake()
 
-    @contextlib.contextmanager
-    def awaiting_model(self) -> Iterator[None]:
-        """A context in which the current task awaits the model's code, the only place that `cancel` interrupts."""
+    def __enter__(self) -> None:
         self._awaiting = asyncio.current_task()
-        try:
-            yield
-        finally:
-            self._awaiting = None
+
+    def __exit__(self, *error: object) -> None:
+        self._awaiting = None
 
     async def wait(self, event: asyncio.Event) -> bool:
         """Wait for an event; False if the stream is cancelled."""
         try:
             if not self.is_cancelled:
-                with self.awaiting_model():
+                with self:
                     await event.wait()
         except asyncio.CancelledError:
             if not self.is_cancelled:

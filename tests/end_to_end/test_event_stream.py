@@ -412,6 +412,27 @@ def test_a_client_that_reads_nothing_is_cut_off_though_nothing_more_is_said(gate
     assert "took nothing" in gateway.log[-1]["note"]
 
 
+def test_a_stream_on_which_nothing_happens_has_one_task(gateway: Gateway, pipeline: Fake) -> None:
+    def tasks() -> int:
+        counted: list[int] = []
+        gateway.call(lambda: counted.append(len(asyncio.all_tasks(gateway.loop))))
+        wait_for(lambda: counted)
+        return counted[0]
+
+    with contextlib.ExitStack() as streams:
+
+        def open_one() -> None:
+            lines = streams.enter_context(gateway.post(pipeline, both)).iter_lines()
+            streams.callback(lines.close)  # httpx closes the connection with its iterator
+            next(lines)
+
+        open_one()
+        one = tasks()
+        for _ in range(3):
+            open_one()
+        assert tasks() == one + 3
+
+
 def test_a_streaming_model_gives_any_number_of_results(gateway: Gateway, streaming: Fake) -> None:
     async def script(fake: Fake, request: InferRequest) -> AsyncIterator[HeadAnswer]:
         for value in range(int(np.frombuffer(request.inputs["x"].data, np.float32)[0])):

@@ -1,7 +1,7 @@
 """An answer as server-sent events: an ASGI response over a stream of events.
 
-Source: the HTML standard's section on server-sent events. sse-starlette sends the response with its keep-alive
-comments, and notices a client that goes away or stops reading.
+Source: the HTML standard's section on server-sent events. A stream may be idle for hours, so nothing here is made
+before it is needed: in silence a stream has its request's task and one timer.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, Final, NamedTuple
 
-from sse_starlette import EventSourceResponse, ServerSentEvent
-from sse_starlette.sse import SendTimeoutError
-from starlette.types import Receive, Scope, Send
+import anyio
+from starlette.types import Message, Receive, Scope, Send
 
 from app.errors import ClientGone, HeadwaterError
-from app.gateway.http.exchange import Exchange, exchange_of
+from app.gateway.http.exchange import DisconnectWatch, exchange_of
 from app.gateway.http.replies import internal_error
 from app.lm.answers import Event
 from app.telemetry.recorder import note_error
@@ -39,9 +38,96 @@ PING: Final = b": ping\n"
 """A comment of one line: with an empty line after it, some clients would see an empty event."""
 
 
-class _Ping(ServerSentEvent):
-    def encode(self) -> bytes:
-        return PING
+_START: Final = {
+    "type": "http.response.start",
+    "status": 200,
+    "headers": (
+        (b"content-type", b"text/event-stream; charset=utf-8"),
+        (b"cache-control", b"no-store"),
+        (b"x-accel-buffering", b"no"),  # nginx would gather events
+    ),
+}
+
+
+class _Client:
+    """The client of one stream: takes pieces of the answer, and comments in between.
+
+    Args:
+        scope, send: of the request.
+    """
+
+    __slots__ = ("_comment", "_exchange", "_limits", "_send", "_state")
+
+    def __init__(self, scope: Scope, send: Send) -> None:
+        self._exchange = exchange_of(scope)
+        self._send = send
+        self._state: dict[str, Any] = scope["state"]
+        self._limits: StreamLimits = self._state.get("stream_limits", StreamLimits())
+        self._comment: asyncio.TimerHandle | asyncio.Task[None] | None = None
+        """The timer of the next comment, or the task that sends one to a client that reads nothing just now."""
+
+    async def begin(self) -> None:
+        """Send the response's head; comments follow. Raises: as `send`."""
+        await self._send_in_time({**_START})
+        self._comment_later()
+
+    def takes(self, piece: bytes) -> bool:
+        """Write a piece if the client has capacity for it. Returns whether it was written."""
+        return self._exchange is not None and self._exchange.write(piece)
+
+    async def send(self, piece: bytes) -> None:
+        """Send a piece.
+
+        Raises:
+            TimeoutError: the client took nothing for too long.
+        """
+        await self._send_in_time({"type": "http.response.body", "body": piece, "more_body": True})
+
+    async def end(self) -> None:
+        """End the response. Raises: as `send`."""
+        self.close()
+        await self._send_in_time({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def close(self) -> None:
+        """Send no more comments."""
+        if self._comment is not None:
+            self._comment.cancel()
+
+    def cut_off(self) -> bool:
+        """Drop the connection: closing it in order would wait for the client, too.
+
+        Returns:
+            Whether it could be dropped, as it can't under another server than ours.
+        """
+        self._state["status"] = ClientGone.status
+        self._state["note"] = f"cut off: the client took nothing for {self._limits.write_timeout_s:g} s"
+        if self._exchange is not None:
+            self._exchange.abort()
+        return self._exchange is not None
+
+    async def _send_in_time(self, message: Message) -> None:
+        if self._exchange is not None and self._exchange.is_writable:  # then it waits for nobody
+            await self._send(message)
+            return
+        with anyio.fail_after(self._limits.write_timeout_s):
+            await self._send(message)
+
+    def _comment_later(self) -> None:
+        self._comment = asyncio.get_running_loop().call_later(self._limits.ping_s, self._comment_now)
+
+    def _comment_now(self) -> None:
+        if self.takes(PING):
+            self._comment_later()
+        else:
+            self._comment = asyncio.get_running_loop().create_task(self._comment_in_time())
+
+    async def _comment_in_time(self) -> None:
+        try:
+            await self.send(PING)
+        except TimeoutError:
+            self.cut_off()
+        else:
+            self._comment_later()
 
 
 class EventStream:
@@ -55,7 +141,7 @@ class EventStream:
         on_closed: called once, when the last event is written or the stream is left.
     """
 
-    __slots__ = ("_ending", "_events", "_first", "_on_closed")
+    __slots__ = ("_ending", "_events", "_first", "_has_ended", "_on_closed")
 
     def __init__(
         self,
@@ -68,6 +154,7 @@ class EventStream:
         self._on_closed: Callable[[], None] | None = on_closed
         self._first: asyncio.Task[Event | None] | None = None
         """Computes the first event, until that is sent."""
+        self._has_ended = False
 
     async def open(self) -> None:
         """Wait for the first event, at most `FIRST_EVENT_TIMEOUT_S`.
@@ -99,52 +186,44 @@ class EventStream:
         """Send the response."""
         state: dict[str, Any] = scope["state"]
         state.setdefault("note", "streamed")
-        limits: StreamLimits = state.get("stream_limits", StreamLimits())
-        response = EventSourceResponse(
-            self._frames(state, exchange_of(scope)),
-            ping=limits.ping_s,
-            sep="\n",
-            ping_message_factory=_Ping,
-            send_timeout=limits.write_timeout_s,
-        )
-        del response.headers["connection"]  # set by the server
+        client = _Client(scope, send)
         try:
-            await response(scope, receive, send)
-        except Exception as error:
-            # An event and a ping that time out at once come as an ExceptionGroup, which Python 3.10 doesn't have.
-            if not all(isinstance(one, SendTimeoutError) for one in getattr(error, "exceptions", (error,))):
+            with DisconnectWatch(scope, receive):
+                await client.begin()
+                while frame := await self._next_frame(state):
+                    if not client.takes(frame):
+                        await client.send(frame)
+                    del frame  # the next one may be long in coming
+                await client.end()
+        except ClientGone:
+            pass
+        except TimeoutError:
+            if not client.cut_off():
                 raise
-            state["status"] = ClientGone.status
-            state["note"] = f"cut off: the client took nothing for {limits.write_timeout_s:g} s"
-            if "abort" not in state:  # another server than ours
-                raise
-            state["abort"]()  # closing the connection in order would wait for the client, too
         finally:
+            client.close()
             await self.close()
 
-    async def _frames(self, state: dict[str, Any], exchange: Exchange | None) -> AsyncGenerator[bytes, None]:
+    async def _next_frame(self, state: dict[str, Any]) -> bytes:
+        """The next event as it is sent; those that end the stream, in one; empty after them."""
+        if self._has_ended:
+            return b""
         error: HeadwaterError | None = None
         try:
-            event = await (self._compute() if self._first is None else self._first)
+            event = await (anext(self._events, None) if self._first is None else self._first)
             self._first = None
-            while event is not None:
-                frame = _frame(event)
-                # What the client has room for needs none of sse-starlette's timers, which cost as much as the write.
-                if exchange is None or not exchange.write(frame):
-                    yield frame
-                del event, frame  # the next one may be long in coming
-                event = await anext(self._events, None)
+            if event is not None:
+                return _frame(event)
         except HeadwaterError as raised:
             error = raised
         except Exception as raised:
             error = internal_error(state, raised)
+        self._has_ended = True
         if error is not None:
             note_error(state, error)
             # The error's traceback references this frame, and this frame the error: break the cycle.
             state["error"] = error.with_traceback(None)
-        yield b"".join(map(_frame, self._ending(error)))
-        # sse-starlette bounds how long a piece may wait for the client, but not the end of the response behind it.
-        yield b""
+        return b"".join(map(_frame, self._ending(error)))
 
     async def _compute(self) -> Event | None:
         return await anext(self._events, None)

@@ -7,22 +7,40 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Final, cast
+from typing import Any, Final, Literal, cast
 
 from starlette.types import Receive, Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 from app.errors import ClientGone
 
-__all__ = ["EXTENSION", "DisconnectWatch", "Exchange", "exchange_of"]
+__all__ = ["EXTENSION", "DisconnectWatch", "Exchange", "LightEvent", "exchange_of"]
 
 
 EXTENSION: Final = "headwater.exchange"
 
 _JOIN_BYTES: Final = 64 * 1024
 """Up to this size, joining an answer's pieces costs less than writing each."""
+
+
+class LightEvent(asyncio.Event):
+    """An event without waiters yet: asyncio's has a queue for them from the start, of 700 bytes.
+
+    Every connection has one for its lifetime, and every request one.
+    """
+
+    def __init__(self) -> None:
+        self._value = False
+        self._waiters: Any = ()
+
+    async def wait(self) -> Literal[True]:
+        """See `asyncio.Event`."""
+        if not self._value and not self._waiters:
+            self._waiters = deque()
+        return await super().wait()
 
 
 class Exchange:
@@ -63,6 +81,15 @@ class Exchange:
         """The answer is complete. Breaks the cycle between this object and the scope, so that both are freed."""
         self.task = self.on_gone = None
         self._cycle.scope.pop("extensions", None)
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether the client has read enough of what was written for more."""
+        return not self._cycle.flow.write_paused
+
+    def abort(self) -> None:
+        """Drop the connection, and with it what the client has not read."""
+        self._cycle.transport.abort()
 
     def take_body(self) -> bytes | None:
         """The body, if all of it has arrived. May be called once: afterwards ``receive`` only reports a lost client."""

@@ -16,7 +16,7 @@ from app.errors import ClientGone
 from app.gateway.app import create_app
 from app.gateway.http.exchange import DisconnectWatch, Exchange, exchange_of
 from tests.app.gateway.routes.test_status import served
-from tests.app.serving import connect, run_with, until, until_closed
+from tests.app.serving import connect, run_with, serving, until, until_closed
 
 ANSWER = b"HTTP/1.1 200 OK\r\nx-a: b\r\ncontent-length: %d\r\n%b\r\n%b"
 
@@ -125,6 +125,20 @@ def test_pipelined_requests_are_answered_in_turn(run: Callable[..., None]) -> No
         writer.close()
 
     run(scenario)
+
+
+def test_an_idle_connection_keeps_nothing_of_its_last_request(application: Application) -> None:
+    async def scenario() -> None:
+        async with serving(application) as served:
+            reader, writer = await connect(served.port)
+            writer.write(post(b"/a", b"one"))
+            await asyncio.wait_for(reader.readuntil(b"/aone"), 10)
+            (connection,) = served.connections
+            await until(lambda: connection.cycle is None)
+            assert connection.scope is connection.headers is None
+            writer.close()
+
+    asyncio.run(scenario())
 
 
 def test_a_body_that_is_not_here_yet_is_received(application: Application, run: Callable[..., None]) -> None:

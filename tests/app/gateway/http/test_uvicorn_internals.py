@@ -29,7 +29,7 @@ OVERRIDDEN = {
 }
 """Methods of a connection that uvicorn or httptools calls, and what with."""
 CONNECTION = (
-    "app_state", "cycle", "flow", "headers", "loop", "pipeline", "server_state", "tasks", "timeout_keep_alive",
+    "app_state", "cycle", "flow", "headers", "loop", "pipeline", "scope", "server_state", "tasks", "timeout_keep_alive",
     "timeout_keep_alive_handler", "transport",
 )  # fmt: skip
 """What a connection has."""
@@ -39,7 +39,7 @@ CYCLE = (
     "waiting_for_100_continue",
 )  # fmt: skip
 """What a request on it has."""
-FLOW = ("pause_reading", "resume_reading", "read_paused", "write_paused")
+FLOW = ("_is_writable_event", "pause_reading", "resume_reading", "read_paused", "write_paused")
 
 
 class Transport(asyncio.Transport):
