@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 import anyio
+from sse_starlette import ServerSentEvent
 from starlette.types import Message, Receive, Scope, Send
 
 from app.errors import ClientGone, HeadwaterError
@@ -230,4 +231,7 @@ class EventStream:
 
 
 def _frame(event: Event) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % event if isinstance(event, tuple) else b"data: %b\n\n" % event
+    if isinstance(event, tuple):
+        name, data = event
+        return ServerSentEvent(data.decode(), event=name.decode(), sep="\n").encode()
+    return b"data: %b\n\n" % event
