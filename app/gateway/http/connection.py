@@ -20,9 +20,8 @@ from typing import Any, Final, Protocol
 from urllib.parse import unquote
 
 import httptools
-from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from app.dispatch.deadlines import TIMER_RESOLUTION_S
 from app.errors import BadRequest, BodyTooSlow, HeadersTooLarge, HeadwaterError, Unavailable
@@ -109,8 +108,6 @@ def allow_open_files(connections: int) -> int:
     return connections
 
 
-_SLASH: Final = ord("/")
-
 _ESCAPED_SLASH: Final = re.compile("%2f", re.IGNORECASE)
 
 _PIECE_BYTES: Final = 16 * 1024
@@ -131,7 +128,7 @@ class BoundedConnection(HttpToolsProtocol):
     # Without slots the instance has more attributes than a shared-key dict holds: 1 KB more per connection.
     __slots__ = (
         "_head_bytes", "_head_timeout_s", "_head_timer", "_idle_since_s", "_idle_timer", "_in_head", "_others",
-        "_records", "_refusal", "_rest_timer", "_running", "_unparsed", "_unread_timer",
+        "_records", "_refusal", "_rest_timer", "_running", "_unparsed", "_unread_timer", "_waiting",
     )  # fmt: skip
 
     def __init__(
@@ -147,7 +144,9 @@ class BoundedConnection(HttpToolsProtocol):
         self._idle_timer: asyncio.TimerHandle | None = None
         self._idle_since_s: float | None = None
         self._running: Exchange | None = None
-        """The exchange of the request that the application handles; others may wait behind it."""
+        """The request that the application handles."""
+        self._waiting: deque[Exchange] = deque()
+        """Requests behind it, whose heads are complete, in order."""
         self._head_bytes = 0
         """Bytes of head parsed since the last byte of a body or the last end of a message."""
         self._in_head = False
@@ -159,7 +158,7 @@ class BoundedConnection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the idle timer for the first byte, and put ``abort`` into the state of requests."""
         super().connection_made(transport)
-        self.flow = _PipelineFlow(transport, self.pipeline)
+        self.flow = _PipelineFlow(transport, self._waiting)
         self.app_state = {**self.app_state, "abort": transport.abort}
         self._note_idle()
         if not self._others.add(self):
@@ -189,7 +188,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._unparsed = b""
         if len(data) > _PIECE_BYTES:
             data = memoryview(data)
-        while data and not self.pipeline:
+        while data and not self._waiting:
             piece = data[:_PIECE_BYTES]
             taken = len(piece)
             self._head_bytes += taken
@@ -209,7 +208,7 @@ class BoundedConnection(HttpToolsProtocol):
                 self._refuse(HeadersTooLarge(f"headers: expected at most {MAX_HEADER_BYTES} bytes, got more"))
                 return
         self._unparsed = data
-        if self._in_head and self._head_timer is None and not self.pipeline:
+        if self._in_head and self._head_timer is None and not self._waiting:
             late = BodyTooSlow(f"headers: expected all of them within {self._head_timeout_s:g} s")
             self._head_timer = self.loop.call_later(self._head_timeout_s, self._refuse, late)
 
@@ -234,26 +233,53 @@ class BoundedConnection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """The parser is behind a request's headers."""
-        if self.parser.should_upgrade():
-            if self.parser.get_method() == b"CONNECT":
+        parser = self.parser
+        method = parser.get_method()
+        if parser.should_upgrade():
+            if method == b"CONNECT":
                 raise httptools.HttpParserInvalidMethodError
             return  # parsed again, see `_ignore_upgrade`
         self._end_head()
-        if self.url[0] != _SLASH and httptools.parse_url(self.url).path is None:
+        target = httptools.parse_url(self.url)
+        if target.path is None:
             raise httptools.HttpParserInvalidURLError("a target without a path")
-        self._others.begin(self)
-        super().on_headers_complete()
-        if self._others.is_closing:
-            self.cycle.keep_alive = False
-        if b"%" in self.url:
+        path = target.path.decode("ascii")
+        if "%" in path:
             # An escaped slash is part of a name (RFC 3986, 2.2); decoded, it would be a separator.
-            kept = _ESCAPED_SLASH.sub("%252F", self.scope["raw_path"].decode("ascii"))
-            self.scope["path"] = unquote(kept)
+            path = unquote(_ESCAPED_SLASH.sub("%252F", path))
+        http_version = parser.get_http_version()
+        scope = self.scope
+        scope["method"] = method.decode("ascii")
+        scope["http_version"] = http_version
+        scope["path"] = path
+        scope["raw_path"] = target.path
+        scope["query_string"] = target.query or b""
+        self._others.begin(self)
+        is_first = self.cycle is None or self.cycle.response_complete
+        self.cycle = exchange = Exchange(
+            scope=scope,
+            transport=self.transport,
+            flow=self.flow,
+            logger=self.logger,
+            access_logger=self.access_logger,
+            access_log=self.access_log,
+            default_headers=self.server_state.default_headers,
+            message_event=asyncio.Event(),
+            expect_100_continue=self.expect_100_continue,
+            keep_alive=http_version != "1.0" and parser.should_keep_alive() and not self._others.is_closing,
+            on_response=self.on_response_complete,
+        )
+        if is_first:
+            self._start(exchange)
+        else:
+            self.flow.pause_reading()
+            self._waiting.append(exchange)
 
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        """Start the application on a request, which finds an `Exchange` in its scope."""
-        exchange = self._running = Exchange(cycle)
-        task = exchange.task = self.loop.create_task(cycle.run_asgi(app))
+    def _start(self, exchange: Exchange) -> None:
+        """Start the application on a request, which finds the `Exchange` in its scope."""
+        self._running = exchange
+        exchange.begin()
+        task = exchange.task = self.loop.create_task(exchange.run_asgi(self.app))
         task.add_done_callback(self.tasks.discard)
         self.tasks.add(task)
 
@@ -280,8 +306,8 @@ class BoundedConnection(HttpToolsProtocol):
             self._running.end()
             self._running = None
         if not self.transport.is_closing():
-            if self.pipeline:
-                self._start_asgi_task(*self.pipeline.pop())
+            if self._waiting:
+                self._start(self._waiting.popleft())
             elif self._refusal is not None:
                 self._write_refusal(self._refusal)
             else:
@@ -294,7 +320,7 @@ class BoundedConnection(HttpToolsProtocol):
                 # Not at once: a client that is still sending would lose the answer.
                 self._end_rest()
                 self._rest_timer = self.loop.call_later(self._head_timeout_s, self.abort)
-        if not self.pipeline and not self.transport.is_closing():
+        if not self._waiting and not self.transport.is_closing():
             if self._unparsed or self._in_head:
                 self._parse(self._unparsed)
             self.flow.resume_reading()
@@ -351,8 +377,8 @@ class BoundedConnection(HttpToolsProtocol):
         self._unparsed = b""
         running = self._running
         in_body = self.cycle is not None and self.cycle.more_body
-        if in_body and self.pipeline:
-            self.pipeline.popleft()  # the request whose body it is
+        if in_body and self._waiting:
+            self._waiting.pop()  # the request whose body it is
         elif in_body and (running is None or self.cycle.response_started):
             self.transport.close()  # the request has its answer, or a part of it
         elif in_body and running is not None:
@@ -377,15 +403,15 @@ class BoundedConnection(HttpToolsProtocol):
 
 
 class _PipelineFlow(FlowControl):
-    """Resumes reading only while no request waits in the pipeline."""
+    """Resumes reading only while no request waits."""
 
-    def __init__(self, transport: asyncio.Transport, pipeline: deque[Any]) -> None:
+    def __init__(self, transport: asyncio.Transport, waiting: deque[Exchange]) -> None:
         super().__init__(transport)
-        self._pipeline = pipeline
+        self._waiting = waiting
 
     def resume_reading(self) -> None:
         """See `FlowControl`."""
-        if not self._pipeline:
+        if not self._waiting:
             super().resume_reading()
 
 
