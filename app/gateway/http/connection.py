@@ -131,6 +131,9 @@ class BoundedConnection(HttpToolsProtocol):
         "_records", "_refusal", "_rest_timer", "_running", "_unparsed", "_unread_timer", "_waiting",
     )  # fmt: skip
 
+    cycle: Exchange
+    """The last request whose head is complete; None before the first one's."""
+
     def __init__(
         self, *, head_timeout_s: float, others: Connections, records: RequestRecords, **arguments: Any
     ) -> None:
@@ -256,18 +259,19 @@ class BoundedConnection(HttpToolsProtocol):
         scope["query_string"] = target.query or b""
         self._others.begin(self)
         is_first = self.cycle is None or self.cycle.response_complete
+        # Not by keywords, which take longer than everything else here.
         self.cycle = exchange = Exchange(
-            scope=scope,
-            transport=self.transport,
-            flow=self.flow,
-            logger=self.logger,
-            access_logger=self.access_logger,
-            access_log=self.access_log,
-            default_headers=self.server_state.default_headers,
-            message_event=asyncio.Event(),
-            expect_100_continue=self.expect_100_continue,
-            keep_alive=http_version != "1.0" and parser.should_keep_alive() and not self._others.is_closing,
-            on_response=self.on_response_complete,
+            scope,
+            self.transport,
+            self.flow,
+            self.logger,
+            self.access_logger,
+            self.access_log,
+            self.server_state.default_headers,
+            asyncio.Event(),
+            self.expect_100_continue,
+            http_version != "1.0" and parser.should_keep_alive() and not self._others.is_closing,
+            self.on_response_complete,
         )
         if is_first:
             self._start(exchange)
@@ -286,8 +290,7 @@ class BoundedConnection(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         """The parser is at a piece of a request's body."""
         self._head_bytes = 0
-        if self._running is None or not self._running.takes_piece(body):
-            super().on_body(body)
+        self.cycle.take_piece(body)
 
     def on_message_complete(self) -> None:
         """The parser is behind a request's body."""
@@ -323,7 +326,8 @@ class BoundedConnection(HttpToolsProtocol):
         if not self._waiting and not self.transport.is_closing():
             if self._unparsed or self._in_head:
                 self._parse(self._unparsed)
-            self.flow.resume_reading()
+            if self.flow.read_paused:
+                self.flow.resume_reading()
 
     def abort(self) -> None:
         """See `app.gateway.http.connection.Closable`."""

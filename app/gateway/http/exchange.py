@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, Final, cast
 
 from starlette.types import Receive, Scope
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 from app.errors import ClientGone
@@ -43,8 +44,8 @@ class Exchange(RequestResponseCycle):
         self.on_gone = on_gone
         if self.disconnected:
             on_gone()
-        else:
-            # uvicorn stops reading at 64 KiB of a body, and only a read shows that the connection has ended.
+        elif self.flow.read_paused:
+            # It was at 64 KiB of a body, and only a read shows that the connection has ended.
             self.flow.resume_reading()
 
     def lose(self) -> None:
@@ -89,12 +90,15 @@ class Exchange(RequestResponseCycle):
         self.message_event.clear()
         return None if self.disconnected else b"".join(pieces)
 
-    def takes_piece(self, piece: bytes) -> bool:
-        """Take the next piece of the body if `gather_body` waits for it. Returns whether it was taken."""
-        if self._pieces is None or not self.more_body:  # the piece may belong to the next request
-            return False
-        self._pieces.append(piece)
-        return True
+    def take_piece(self, piece: bytes) -> None:
+        """The next piece of the body has arrived."""
+        if self._pieces is not None:
+            self._pieces.append(piece)
+        elif not self.response_complete:
+            self.body += piece
+            if len(self.body) > HIGH_WATER_LIMIT:
+                self.flow.pause_reading()
+            self.message_event.set()
 
     def answer(self, status: int, headers: Iterable[tuple[bytes, bytes]], body: Sequence[bytes | memoryview]) -> bool:
         """Write a whole answer at once.
