@@ -46,9 +46,11 @@ class InferEndpoint(Endpoint):
         with DisconnectWatch(scope, receive):
             outputs, omitted, cache = await model.dispatcher.infer(request)
         answered_ns = time.perf_counter_ns()
-        # Binary tensors cost the same however long they are.
-        texts = [outputs[wish.name].data for wish in request.outputs if not wish.binary and wish.name in outputs]
-        if sum(map(len, texts)) < LARGE_BYTES:
+        text_bytes = 0  # binary tensors cost the same however long they are
+        for name, binary in request.outputs:
+            if not binary and name in outputs:
+                text_bytes += len(outputs[name].data)
+        if text_bytes < LARGE_BYTES:
             pieces, json_length = encoder.encode(request, outputs, omitted)
         else:
             pieces, json_length = await asyncio.to_thread(encoder.encode, request, outputs, omitted)
