@@ -8,9 +8,9 @@ import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, cast
 
+import msgspec
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
@@ -55,8 +55,7 @@ _ID_CHARACTERS: Final = 32
 _IDS_AT_ONCE: Final = 128
 
 
-@dataclass(slots=True)
-class RequestRecord:
+class RequestRecord(msgspec.Struct):
     """One request, from its head to the end of its answer."""
 
     started_ns: int
