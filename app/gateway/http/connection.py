@@ -108,6 +108,8 @@ def allow_open_files(connections: int) -> int:
     return connections
 
 
+_ASGI: Final = {"version": "3.0", "spec_version": "2.3"}
+
 _ESCAPED_SLASH: Final = re.compile("%2f", re.IGNORECASE)
 
 _PIECE_BYTES: Final = 16 * 1024
@@ -232,7 +234,9 @@ class BoundedConnection(HttpToolsProtocol):
         self._in_head = True
         self._head_bytes = 0
         self._idle_since_s = None
-        super().on_message_begin()
+        self.url = b""
+        self.headers = []
+        self.expect_100_continue = False
 
     def on_headers_complete(self) -> None:
         """The parser is behind a request's headers."""
@@ -251,12 +255,21 @@ class BoundedConnection(HttpToolsProtocol):
             # An escaped slash is part of a name (RFC 3986, 2.2); decoded, it would be a separator.
             path = unquote(_ESCAPED_SLASH.sub("%252F", path))
         http_version = parser.get_http_version()
-        scope = self.scope
-        scope["method"] = method.decode("ascii")
-        scope["http_version"] = http_version
-        scope["path"] = path
-        scope["raw_path"] = target.path
-        scope["query_string"] = target.query or b""
+        scope: Any = {
+            "type": "http",
+            "asgi": _ASGI,
+            "http_version": http_version,
+            "server": self.server,
+            "client": self.client,
+            "scheme": self.scheme,
+            "root_path": "",
+            "headers": self.headers,
+            "state": self.app_state.copy(),
+            "method": method.decode("ascii"),
+            "path": path,
+            "raw_path": target.path,
+            "query_string": target.query or b"",
+        }
         self._others.begin(self)
         is_first = self.cycle is None or self.cycle.response_complete
         # Not by keywords, which take longer than everything else here.

@@ -28,8 +28,9 @@ OVERRIDDEN = {
 }
 """Methods of a connection that uvicorn or httptools calls, and what with."""
 CONNECTION = (
-    "access_log", "access_logger", "app", "app_state", "cycle", "expect_100_continue", "flow", "headers", "logger",
-    "loop", "scope", "server_state", "tasks", "timeout_keep_alive", "timeout_keep_alive_handler", "transport", "url",
+    "access_log", "access_logger", "app", "app_state", "client", "cycle", "expect_100_continue", "flow", "headers",
+    "logger", "loop", "scheme", "server", "server_state", "tasks", "timeout_keep_alive", "timeout_keep_alive_handler",
+    "transport", "url",
 )  # fmt: skip
 """What a connection has."""
 CYCLE = (
