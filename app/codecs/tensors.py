@@ -95,7 +95,7 @@ class HeadAnswer(msgspec.Struct):
         return "unavailable" if isinstance(self.error, (Unavailable, QueueFull)) else "failed"
 
 
-class Answer(NamedTuple):
+class Answer(msgspec.Struct):
     """The whole answer to a request."""
 
     outputs: Outputs
