@@ -7,7 +7,7 @@ schedule policy and shared memory extensions (classification, sequences and shar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Final
 
 import msgspec
@@ -80,6 +80,8 @@ class RequestDecoder:
         self._inputs = {spec.name: declared_input(spec, rows=False) for spec in signature.inputs}
         self._required = tuple(spec.name for spec in signature.inputs if not spec.optional)
         self._outputs = {spec.name: DATATYPES[spec.datatype] for spec in signature.outputs}
+        self._wishes = {binary: [OutputWish(name, binary) for name in self._outputs] for binary in (False, True)}
+        """All outputs, as JSON and binary."""
         self._binary_only = next((name for name, datatype in self._outputs.items() if not datatype.json), None)
         self._parameters = RequestParameters(signature, binary=True)
         self._heads = self._parameters.heads
@@ -111,10 +113,12 @@ class RequestDecoder:
                 expected = f"expected the length of the JSON in bytes, 0 to the body's {len(body)}"
                 raise at("Inference-Header-Content-Length", None, f"{expected}, got {shown(header_length)}")
             text = memoryview(body)[:header_length]
-        check_size(body, len(text), tensors=True)
+        is_long = len(text) > MAX_CONTAINERS
+        if is_long:
+            check_size(body, len(text), tensors=True)
         try:
             asked = self._parse(text)
-            if len(text) > MAX_CONTAINERS:
+            if is_long:
                 check_size(_without_data(asked, bytes(text)))
             if colons(body, len(text)) != _keys(asked):
                 _check_keys(asked, bytes(text))
@@ -128,19 +132,19 @@ class RequestDecoder:
         given = asked.parameters
         binary_output = self._parameters.take(_values(given, "parameters"), request) if given else False
         if asked.outputs:
-            self._take_outputs(asked.outputs, binary_output, request.outputs)
+            request.outputs = self._take_outputs(asked.outputs, binary_output)
             if self._heads is not None:
                 request.heads = self._heads.heads_of([wish.name for wish in request.outputs], request.heads)
         else:
-            names: Iterable[str] = self._outputs
-            binary_only = self._binary_only
+            wishes, binary_only = self._wishes[binary_output], self._binary_only
             if self._heads is not None:
                 request.heads = request.heads or self._heads.names
                 names = self._heads.outputs_of(request.heads, list(self._outputs))
                 binary_only = next((name for name in names if not self._outputs[name].json), None)
+                wishes = [wish for wish in wishes if wish.name in names]
             if binary_only is not None and not binary_output:
                 raise no_json_form("outputs", binary_only, self._outputs[binary_only].name)
-            request.outputs = [OutputWish(name, binary_output) for name in names]
+            request.outputs = wishes
         offset = len(body) if header_length is None else header_length
         end = self._take_inputs(asked.inputs, body, offset, request)
         if end != len(body):
@@ -162,7 +166,8 @@ class RequestDecoder:
             hint = f" (in the first {header_length} bytes, as Inference-Header-Content-Length says)"
         return BadRequest(fault.message + hint, field="body")
 
-    def _take_outputs(self, asked: list[_Output], binary_output: bool, wishes: list[OutputWish]) -> None:
+    def _take_outputs(self, asked: list[_Output], binary_output: bool) -> list[OutputWish]:
+        wishes: list[OutputWish] = []
         seen: set[str] = set()
         for index, output in enumerate(asked):
             name = output.name
@@ -182,6 +187,7 @@ class RequestDecoder:
             if not binary and not datatype.json:
                 raise no_json_form(f"outputs[{index}]", name, datatype.name)
             wishes.append(OutputWish(name, binary))
+        return wishes
 
     def _take_inputs(self, asked: list[_Input], body: bytes, offset: int, request: InferRequest) -> int:
         """Check and read the inputs; return where the last binary tensor ends in the body."""
@@ -222,8 +228,7 @@ class RequestDecoder:
             else:
                 data = declared.data.pack(values, shape, count, index)
             inputs[name] = RawTensor(tensor.datatype, tuple(shape), data)
-        missing = [name for name in self._required if name not in inputs]
-        if missing:
+        if len(inputs) < len(self._inputs) and (missing := [name for name in self._required if name not in inputs]):
             required, lacking = ", ".join(map(repr, self._required)), ", ".join(map(repr, missing))
             got = f"only {', '.join(map(repr, inputs))}" if inputs else "none"
             raise at("inputs", None, f"expected the required inputs {required}, got {got}; missing: {lacking}")

@@ -122,14 +122,7 @@ class RequestParameters:
 
     def request(self, id: str | None) -> InferRequest:
         """A request with an id and default parameters, still without inputs and outputs."""
-        return InferRequest(
-            id=id or "",
-            inputs={},
-            rows=0,
-            outputs=[],
-            batch_parameters=self._defaults["batch"].copy(),
-            row_parameters=self._defaults["row"].copy(),
-        )
+        return InferRequest(id or "", {}, 0, (), self._defaults["batch"].copy(), self._defaults["row"].copy())
 
     def take(self, given: Mapping[str, Any], request: InferRequest, where: str = "parameters") -> bool:
         """Check parameters and set them in the request.

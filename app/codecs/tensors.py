@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
+
+import msgspec
 
 from app.errors import CallableFailed, DeadlineExceeded, HeadwaterError, QueueFull, Unavailable
 from inference.model import Scalar
@@ -25,8 +26,7 @@ __all__ = [
 ]
 
 
-@dataclass(slots=True)
-class RawTensor:
+class RawTensor(msgspec.Struct, gc=False):
     """A tensor's bytes in the protocol's binary form: little-endian, C order; ``BYTES`` elements length-prefixed."""
 
     datatype: str
@@ -35,16 +35,14 @@ class RawTensor:
     data: bytes | memoryview
 
 
-@dataclass(slots=True)
-class OutputWish:
+class OutputWish(NamedTuple):
     """An output that a request wants, and in which form."""
 
     name: str
     binary: bool
 
 
-@dataclass(slots=True)
-class InferRequest:
+class InferRequest(msgspec.Struct, gc=False):
     """A request to infer, checked against the model's signature."""
 
     id: str
@@ -52,7 +50,7 @@ class InferRequest:
     """By name; an optional input that was left out is absent."""
     rows: int
     """The batch axis, the same in all inputs; may be 0."""
-    outputs: list[OutputWish]
+    outputs: Sequence[OutputWish]
     """The wanted outputs, in the request's order; all declared ones if the request named none."""
     batch_parameters: dict[str, Scalar]
     """Declared parameters per batch, defaults filled in."""
@@ -77,12 +75,11 @@ class InferRequest:
 Outputs = dict[str, RawTensor]
 
 
-@dataclass(slots=True)
-class HeadAnswer:
+class HeadAnswer(msgspec.Struct):
     """One result of a request: from one head of a pipeline, or from a plain model (then the name is empty)."""
 
     head: str
-    outputs: Outputs = field(default_factory=dict)
+    outputs: Outputs = {}
     """The wanted outputs that the head computes; empty if it failed."""
     error: HeadwaterError | None = None
     took_ms: float = 0.0
@@ -98,7 +95,7 @@ class HeadAnswer:
         return "unavailable" if isinstance(self.error, (Unavailable, QueueFull)) else "failed"
 
 
-class Answer(NamedTuple):
+class Answer(msgspec.Struct):
     """The whole answer to a request."""
 
     outputs: Outputs

@@ -43,14 +43,14 @@ class Collector:
     """
 
     __slots__ = (
-        "_answers", "_has_answer", "_has_error", "_loop", "_meter", "_reader", "_writer", "future", "heads",
-        "is_stream", "started_s", "undecided",
+        "_answers", "_has_answer", "_has_error", "_meter", "_reader", "_writer", "future", "heads", "is_stream", "loop",
+        "started_s", "undecided",
     )  # fmt: skip
 
-    def __init__(self, heads: Mapping[str, HeadSpec], *, is_stream: bool, meter: DeploymentMeter | None = None) -> None:
+    def __init__(self, heads: Mapping[str, HeadSpec], is_stream: bool, meter: DeploymentMeter | None = None) -> None:
         self._meter = meter
-        self._loop = asyncio.get_running_loop()
-        self.started_s = self._loop.time()
+        self.loop = asyncio.get_running_loop()
+        self.started_s = self.loop.time()
         self._answers: list[HeadAnswer] = []  # not a deque, which takes ten times the memory; it is seldom long
         self._has_answer = False
         self._has_error = False
@@ -62,7 +62,7 @@ class Collector:
         self.is_stream = is_stream
         self.undecided = dict(heads)
         """Heads with more to come."""
-        self.future: asyncio.Future[None] = self._loop.create_future()
+        self.future: asyncio.Future[None] = self.loop.create_future()
         """Done once nothing more is to come, or the request has failed as a whole."""
 
     @property
@@ -78,7 +78,8 @@ class Collector:
     @property
     def succeeded(self) -> bool:
         """Whether all heads are decided, and not all have failed."""
-        if not self.future.done() or self.future.cancelled() or self.future.exception() is not None:
+        future = self.future
+        if not future.done() or future.cancelled() or future.exception() is not None:
             return False
         return self._has_answer or not self._has_error
 
@@ -91,18 +92,20 @@ class Collector:
     def decide(self, head: str, outputs: Outputs | None = None, error: HeadwaterError | None = None) -> None:
         """Take a head's last outputs, or its error; whatever follows is ignored."""
         spec = self.undecided.pop(head, None)
-        if spec is None or self.is_done:
+        if spec is None or self.future.done():
             return
+        took_ms = self._took_ms()
         if self._meter is not None:
-            self._meter.note_head(head, error, self._took_ms())
+            self._meter.note_head(head, error, took_ms)
         if error is not None and (head == WHOLE or (spec.on_error == "fail" and not self.is_stream)):
             self.fail(error)
             return
         if outputs is not None or error is not None:
-            self._append(HeadAnswer(head, outputs or {}, error, self._took_ms()))
+            self._append(HeadAnswer(head, outputs or {}, error, took_ms))
         if not self.undecided:
             self.future.set_result(None)
-            _wake(self._reader, self._writer)
+            _wake(self._reader)
+            _wake(self._writer)
 
     def add(self, head: str, outputs: Outputs) -> None:
         """Take outputs of a head that has more to come."""
@@ -116,7 +119,8 @@ class Collector:
                 for head in self.undecided:
                     self._meter.note_head(head, error, self._took_ms())
             self.future.set_exception(error)
-            _wake(self._reader, self._writer)
+            _wake(self._reader)
+            _wake(self._writer)
 
     def cancel(self) -> bool:
         """Fail the request because a client cancelled it by its id. Returns whether it was in flight."""
@@ -132,7 +136,7 @@ class Collector:
     async def wait_for_capacity(self, limit: int = PIECES_LIMIT) -> None:
         """Wait until fewer pieces wait for the reader, or for the end."""
         while self.is_full(limit):
-            self._writer = self._loop.create_future()
+            self._writer = self.loop.create_future()
             try:
                 await self._writer
             finally:
@@ -145,13 +149,16 @@ class Collector:
             HeadwaterError: the request failed, or a head with ``on_error: fail``, or every head.
         """
         await self.future
-        omitted = [answer for answer in self._answers if answer.error is not None]
-        if omitted and len(omitted) == len(self._answers):
+        answers = self._answers
+        if len(answers) == 1 and answers[0].error is None:
+            return Answer(answers[0].outputs, [])
+        omitted = [answer for answer in answers if answer.error is not None]
+        if omitted and len(omitted) == len(answers):
             error = omitted[0].error
             assert error is not None
             raise error
         outputs: Outputs = {}
-        for answer in self._answers:
+        for answer in answers:
             outputs.update(answer.outputs)
         return Answer(outputs, omitted)
 
@@ -165,7 +172,7 @@ class Collector:
             if self.is_done:
                 self.future.result()
                 return None
-            self._reader = self._loop.create_future()
+            self._reader = self.loop.create_future()
             try:
                 await self._reader
             finally:
@@ -192,13 +199,12 @@ class Collector:
         _wake(self._reader)
 
     def _took_ms(self) -> float:
-        return (self._loop.time() - self.started_s) * 1000
+        return (self.loop.time() - self.started_s) * 1000
 
 
-def _wake(*waiters: asyncio.Future[None] | None) -> None:
-    for waiter in waiters:
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
+def _wake(waiter: asyncio.Future[None] | None) -> None:
+    if waiter is not None and not waiter.done():
+        waiter.set_result(None)
 
 
 def no_rows(signature: Signature, request: InferRequest) -> Outputs:

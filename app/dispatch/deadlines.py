@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 from collections.abc import Callable
 
@@ -22,9 +21,9 @@ class Deadlines:
         collector: collects the request's answer.
         timeout_s: the deployment's.
         timeout_us: the client's own, in microseconds; 0: none.
-        on_head: called with a head at its own deadline or the request's.
         where: what the request is doing, for messages.
         is_idle_limit: whether the request's deadline starts anew with each piece of its stream.
+        on_head: called with a head at its own deadline or the request's.
     """
 
     __slots__ = (
@@ -37,12 +36,11 @@ class Deadlines:
         collector: Collector,
         timeout_s: float,
         timeout_us: int,
-        *,
-        on_head: Callable[[str], None] | None = None,
         where: Callable[[], str] = lambda: "while it was computed",
         is_idle_limit: bool = False,
+        on_head: Callable[[str], None] | None = None,
     ) -> None:
-        self._loop = asyncio.get_running_loop()
+        self._loop = collector.loop
         self._collector = collector
         self._on_head = on_head
         self._where = where

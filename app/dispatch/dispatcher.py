@@ -162,7 +162,7 @@ class ModelDispatcher(TensorDispatcher[Pending]):
         else:
             self._admission.check(request.rows, size_bytes, request.priority)
         meter = self._meter if signature.heads and not request.is_copy else None
-        collector = Collector(wanted_heads(request, signature), is_stream=is_stream, meter=meter)
+        collector = Collector(wanted_heads(request, signature), is_stream, meter)
         pending = Pending(request, signature, collector, self.route.timeout_s)
         pending.gathered_ns = self._batching.clock.read_ns()
         pending.trace = add_model(self.route.name)

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Hashable
 from typing import Final, Literal
 
+import msgspec
+
 from app.codecs.tensors import Answer, InferRequest, Outputs
 from app.dispatch.answer_cache import AnswerCache
 from app.dispatch.collector import PLAIN, WHOLE, Collector
@@ -137,7 +139,7 @@ class Flights:
         answer = await self._wait(key, flight, waiter)
         if waiter.turn == "take":
             self._meter.shared.add()
-            return answer._replace(cache="shared")
+            return msgspec.structs.replace(answer, cache="shared")
         return await self._compute(key, flight if waiter.turn == "compute" else _Flight(), compute)
 
     async def _wait(self, key: bytes, flight: _Flight, waiter: Waiter) -> Answer:
@@ -172,7 +174,7 @@ class Flights:
             flight.land(answer.outputs)
             if is_current:
                 self.cache.put(key, answer.outputs)
-        return answer._replace(cache="miss")
+        return msgspec.structs.replace(answer, cache="miss")
 
     def _hand_on(self, key: bytes, flight: _Flight) -> None:
         if not flight.hand_on():

@@ -38,9 +38,7 @@ class Pending:
         self.request = request
         self.signature = signature
         self.collector = collector
-        self.deadlines = Deadlines(
-            collector, timeout_s, request.timeout_us, where=self.where, is_idle_limit=signature.streams
-        )
+        self.deadlines = Deadlines(collector, timeout_s, request.timeout_us, self.where, signature.streams)
         self.arrived_ns = time.perf_counter_ns()
         self.parts: list[Part] = []
         self.stream: tuple[FrameReplicaClient, str] | None = None

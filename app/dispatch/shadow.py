@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import dataclasses
 import logging
 import math
 import time
 from collections.abc import Callable
 from typing import Final, Protocol
+
+import msgspec
 
 from app.codecs.tensors import Answer, InferRequest, Outputs
 from app.dispatch.difference import Difference, difference
@@ -103,7 +104,7 @@ class Shadow:
         else:
             target, own = found
             known = {spec.name for spec in own.outputs}
-            copy = dataclasses.replace(
+            copy = msgspec.structs.replace(
                 request, id="", outputs=[wish for wish in request.outputs if wish.name in known],
                 priority=LAST_PRIORITY, timeout_us=0, cancel_id="", owner="", is_copy=True,
             )  # fmt: skip

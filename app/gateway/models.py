@@ -245,7 +245,9 @@ class Models:
             NotFound: no deployment has this name and version.
         """
         model = self.get(name, version)
-        if isinstance(model.dispatcher, VersionsDispatcher):
+        route = model.dispatcher.route
+        # The check of the class alone would take longer than the rest.
+        if route.traffic is not None and isinstance(model.dispatcher, VersionsDispatcher):
             sticky = model.dispatcher.traffic.sticky.lower().encode()
             found = next((value for header, value in scope["headers"] if header == sticky), None) if sticky else None
             key = scope["state"]["request_id"] if found is None else found.decode("latin-1")
@@ -253,7 +255,8 @@ class Models:
                 model = self._models[f"{name}.{model.dispatcher.chosen(key)}"]
             except Unavailable:  # which is said, and counted, where the request is answered
                 return model
-        if model.route.version:
+            route = model.dispatcher.route
+        if route.version:
             scope["state"]["version"] = model.version
         return model
 

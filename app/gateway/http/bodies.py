@@ -72,14 +72,14 @@ class BodyReader:
             raise UnsupportedMediaType(
                 f"header Content-Encoding: expected gzip, deflate or identity, got {_shown(encoding)}"
             )
-        length = headers.get(b"content-length")
-        if length is not None:
-            length = length.strip()  # the parser leaves spaces behind it
-        if length is not None and length.isdigit() and int(length) > self._max_bytes:
-            raise self._too_large(int(length))
         exchange = exchange_of(scope)
         body = None if exchange is None else exchange.take_body()
         if body is None:
+            length = headers.get(b"content-length")
+            if length is not None:
+                length = length.strip()  # the parser leaves spaces behind it
+                if length.isdigit() and int(length) > self._max_bytes:
+                    raise self._too_large(int(length))
             # With a Content-Length within the limit the pieces need not be counted.
             is_sized = length is not None and b"transfer-encoding" not in headers
             try:

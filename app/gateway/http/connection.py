@@ -15,14 +15,12 @@ import re
 import resource
 import sys
 import termios
-from collections import deque
 from typing import Any, Final, Protocol, cast
 from urllib.parse import unquote
 
 import httptools
-from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from app.dispatch.deadlines import TIMER_RESOLUTION_S
 from app.errors import BadRequest, BodyTooSlow, HeadersTooLarge, HeadwaterError, Unavailable
@@ -109,7 +107,7 @@ def allow_open_files(connections: int) -> int:
     return connections
 
 
-_SLASH: Final = ord("/")
+_ASGI: Final = {"version": "3.0", "spec_version": "2.3"}
 
 _ESCAPED_SLASH: Final = re.compile("%2f", re.IGNORECASE)
 
@@ -131,14 +129,16 @@ class BoundedConnection(HttpToolsProtocol):
     # Without slots the instance has more attributes than a shared-key dict holds: 1 KB more per connection.
     __slots__ = (
         "_head_bytes", "_head_timeout_s", "_head_timer", "_idle_since_s", "_idle_timer", "_in_head", "_others",
-        "_records", "_refusal", "_rest_timer", "_running", "_unparsed", "_unread_timer",
+        "_records", "_refusal", "_rest_timer", "_running", "_unparsed", "_unread_timer", "_waiting",
     )  # fmt: skip
+
+    cycle: Exchange
+    """The last request whose head is complete; None before the first one's."""
 
     def __init__(
         self, *, head_timeout_s: float, others: Connections, records: RequestRecords, **arguments: Any
     ) -> None:
         super().__init__(**arguments)
-        self.pipeline = cast("deque[tuple[RequestResponseCycle, ASGI3Application]]", _Pipeline())
         self._head_timeout_s = head_timeout_s
         self._others = others
         self._records = records
@@ -148,7 +148,10 @@ class BoundedConnection(HttpToolsProtocol):
         self._idle_timer: asyncio.TimerHandle | None = None
         self._idle_since_s: float | None = None
         self._running: Exchange | None = None
-        """The exchange of the request that the application handles; others may wait behind it."""
+        """The request that the application handles."""
+        self._waiting: list[Exchange] = []
+        """Requests behind it, whose heads are complete, in order."""
+        self.pipeline = cast(Any, self._waiting)  # uvicorn's own, of which nothing is used, takes 700 bytes
         self._head_bytes = 0
         """Bytes of head parsed since the last byte of a body or the last end of a message."""
         self._in_head = False
@@ -160,7 +163,7 @@ class BoundedConnection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the idle timer for the first byte."""
         super().connection_made(transport)
-        self.flow = _PipelineFlow(transport, self.pipeline)
+        self.flow = _PipelineFlow(transport, self._waiting)
         self._note_idle()
         if not self._others.add(self):
             self._refuse(Unavailable("the server has as many connections as it takes (server.max_connections)"))
@@ -189,7 +192,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._unparsed = b""
         if len(data) > _PIECE_BYTES:
             data = memoryview(data)
-        while data and not self.pipeline:
+        while data and not self._waiting:
             piece = data[:_PIECE_BYTES]
             taken = len(piece)
             self._head_bytes += taken
@@ -209,7 +212,7 @@ class BoundedConnection(HttpToolsProtocol):
                 self._refuse(HeadersTooLarge(f"headers: expected at most {MAX_HEADER_BYTES} bytes, got more"))
                 return
         self._unparsed = data
-        if self._in_head and self._head_timer is None and not self.pipeline:
+        if self._in_head and self._head_timer is None and not self._waiting:
             late = BodyTooSlow(f"headers: expected all of them within {self._head_timeout_s:g} s")
             self._head_timer = self.loop.call_later(self._head_timeout_s, self._refuse, late)
 
@@ -230,39 +233,76 @@ class BoundedConnection(HttpToolsProtocol):
         self._in_head = True
         self._head_bytes = 0
         self._idle_since_s = None
-        super().on_message_begin()
+        self.url = b""
+        self.headers = []
+        self.expect_100_continue = False
 
     def on_headers_complete(self) -> None:
         """The parser is behind a request's headers."""
-        if self.parser.should_upgrade():
-            if self.parser.get_method() == b"CONNECT":
+        parser = self.parser
+        method = parser.get_method()
+        if parser.should_upgrade():
+            if method == b"CONNECT":
                 raise httptools.HttpParserInvalidMethodError
             return  # parsed again, see `_ignore_upgrade`
         self._end_head()
-        if self.url[0] != _SLASH and httptools.parse_url(self.url).path is None:
+        target = httptools.parse_url(self.url)
+        if target.path is None:
             raise httptools.HttpParserInvalidURLError("a target without a path")
-        self._others.begin(self)
-        super().on_headers_complete()
-        self.cycle.message_event = LightEvent()
-        if self._others.is_closing:
-            self.cycle.keep_alive = False
-        if b"%" in self.url:
+        path = target.path.decode("ascii")
+        if "%" in path:
             # An escaped slash is part of a name (RFC 3986, 2.2); decoded, it would be a separator.
-            kept = _ESCAPED_SLASH.sub("%252F", self.scope["raw_path"].decode("ascii"))
-            self.scope["path"] = unquote(kept)
+            path = unquote(_ESCAPED_SLASH.sub("%252F", path))
+        http_version = parser.get_http_version()
+        scope: Any = {
+            "type": "http",
+            "asgi": _ASGI,
+            "http_version": http_version,
+            "server": self.server,
+            "client": self.client,
+            "scheme": self.scheme,
+            "root_path": "",
+            "headers": self.headers,
+            "state": self.app_state.copy(),
+            "method": method.decode("ascii"),
+            "path": path,
+            "raw_path": target.path,
+            "query_string": target.query or b"",
+        }
+        self._others.begin(self)
+        is_first = self.cycle is None or self.cycle.response_complete
+        # Not by keywords, which take longer than everything else here.
+        self.cycle = exchange = Exchange(
+            scope,
+            self.transport,
+            self.flow,
+            self.logger,
+            self.access_logger,
+            self.access_log,
+            self.server_state.default_headers,
+            LightEvent(),
+            self.expect_100_continue,
+            http_version != "1.0" and parser.should_keep_alive() and not self._others.is_closing,
+            self.on_response_complete,
+        )
+        if is_first:
+            self._start(exchange)
+        else:
+            self.flow.pause_reading()
+            self._waiting.append(exchange)
 
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        """Start the application on a request, which finds an `Exchange` in its scope."""
-        exchange = self._running = Exchange(cycle)
-        task = exchange.task = self.loop.create_task(cycle.run_asgi(app))
+    def _start(self, exchange: Exchange) -> None:
+        """Start the application on a request, which finds the `Exchange` in its scope."""
+        self._running = exchange
+        exchange.begin()
+        task = exchange.task = self.loop.create_task(exchange.run_asgi(self.app))
         task.add_done_callback(self.tasks.discard)
         self.tasks.add(task)
 
     def on_body(self, body: bytes) -> None:
         """The parser is at a piece of a request's body."""
         self._head_bytes = 0
-        if self._running is None or not self._running.takes_piece(body):
-            super().on_body(body)
+        self.cycle.take_piece(body)
 
     def on_message_complete(self) -> None:
         """The parser is behind a request's body."""
@@ -281,8 +321,8 @@ class BoundedConnection(HttpToolsProtocol):
             self._running.end()
             self._running = None
         if not self.transport.is_closing():
-            if self.pipeline:
-                self._start_asgi_task(*self.pipeline.pop())
+            if self._waiting:
+                self._start(self._waiting.pop(0))
             elif self._refusal is not None:
                 self._write_refusal(self._refusal)
             else:
@@ -297,10 +337,11 @@ class BoundedConnection(HttpToolsProtocol):
                 self._rest_timer = self.loop.call_later(self._head_timeout_s, self.abort)
             elif not self.cycle.more_body:
                 self._forget()
-        if not self.pipeline and not self.transport.is_closing():
+        if not self._waiting and not self.transport.is_closing():
             if self._unparsed or self._in_head:
                 self._parse(self._unparsed)
-            self.flow.resume_reading()
+            if self.flow.read_paused:
+                self.flow.resume_reading()
 
     def abort(self) -> None:
         """See `app.gateway.http.connection.Closable`."""
@@ -316,7 +357,7 @@ class BoundedConnection(HttpToolsProtocol):
         """Free the last request, which is half of an idle connection."""
         self.cycle = None  # type: ignore[assignment]
         if not self._in_head:
-            self.scope = self.headers = None  # type: ignore[assignment]
+            self.headers = None  # type: ignore[assignment]
 
     def _end_rest(self) -> None:
         if self._rest_timer is not None:
@@ -360,8 +401,8 @@ class BoundedConnection(HttpToolsProtocol):
         self._unparsed = b""
         running = self._running
         in_body = self.cycle is not None and self.cycle.more_body
-        if in_body and self.pipeline:
-            self.pipeline.popleft()  # the request whose body it is
+        if in_body and self._waiting:
+            self._waiting.pop()  # the request whose body it is
         elif in_body and (running is None or self.cycle.response_started):
             self.transport.close()  # the request has its answer, or a part of it
         elif in_body and running is not None:
@@ -385,35 +426,18 @@ class BoundedConnection(HttpToolsProtocol):
         self._records.end(record, scope, error.status)
 
 
-class _Pipeline(list[Any]):
-    """Requests that wait behind the one under way, first in, last out of the list: it is seldom long.
-
-    A deque takes ten times the memory, on every connection.
-    """
-
-    __slots__ = ()
-
-    def appendleft(self, item: Any) -> None:
-        """As a deque's."""
-        self.insert(0, item)
-
-    def popleft(self) -> Any:
-        """As a deque's."""
-        return self.pop(0)
-
-
 class _PipelineFlow(FlowControl):
-    """Resumes reading only while no request waits in the pipeline."""
+    """Resumes reading only while no request waits."""
 
-    def __init__(self, transport: asyncio.Transport, pipeline: deque[Any]) -> None:
+    def __init__(self, transport: asyncio.Transport, waiting: list[Exchange]) -> None:
         super().__init__(transport)
         self._is_writable_event = LightEvent()
         self._is_writable_event.set()
-        self._pipeline = pipeline
+        self._waiting = waiting
 
     def resume_reading(self) -> None:
         """See `FlowControl`."""
-        if not self._pipeline:
+        if not self._waiting:
             super().resume_reading()
 
 

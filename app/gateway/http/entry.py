@@ -8,9 +8,9 @@ import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, cast
 
+import msgspec
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
@@ -41,8 +41,6 @@ MAX_HEADER_BYTES: Final = 32 * 1024
 INFER_PATH: Final = "/v2/models/{model}/infer"
 _INFER_START, _INFER_END = INFER_PATH.split("{model}")
 
-_FORWARDED: Final = (b"x-forwarded-for", b"x-forwarded-proto")
-
 logger = logging.getLogger("headwater")
 
 _HOST = re.compile(rb"(?:[\w.~!$&'()*+,;=%-]*|\[[\w.:~!$&'()*+,;=-]+\])(?::[0-9]*)?[ \t]*\Z")
@@ -55,8 +53,7 @@ _ID_CHARACTERS: Final = 32
 _IDS_AT_ONCE: Final = 128
 
 
-@dataclass(slots=True)
-class RequestRecord:
+class RequestRecord(msgspec.Struct):
     """One request, from its head to the end of its answer."""
 
     started_ns: int
@@ -244,13 +241,8 @@ class Entry:
         if scope["type"] != "http":
             await self.framework(scope, receive, send)
             return
-        is_forwarded = has_origin = False
-        for name, _ in scope["headers"]:
-            if name in _FORWARDED:
-                is_forwarded = True
-            elif name == b"origin":
-                has_origin = True
-        if is_forwarded:
+        names = dict(scope["headers"])
+        if b"x-forwarded-for" in names or b"x-forwarded-proto" in names:
             await self._read_forwarded(scope, receive, send)
         record = self.records.begin(scope)
         state: dict[str, Any] = scope["state"]
@@ -262,7 +254,8 @@ class Entry:
                 state["error"] = error
                 reply = error_reply(error, scope["path"])
             else:
-                reply = self._cors if has_origin and self._cors is not None else await self._reply(scope, receive)
+                cors = self._cors if b"origin" in names else None
+                reply = cors or await self._reply(scope, receive)
             if isinstance(reply, Reply) and scope["method"] != "HEAD":
                 record.status = reply.status
                 await reply.send(scope, send, record.headers())

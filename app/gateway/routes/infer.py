@@ -44,21 +44,24 @@ class InferEndpoint(Endpoint):
         request.owner = scope["state"].get("key", "")
         decoded_ns = time.perf_counter_ns()
         with DisconnectWatch(scope, receive):
-            outputs, omitted, cache = await model.dispatcher.infer(request)
+            answer = await model.dispatcher.infer(request)
+        outputs = answer.outputs
         answered_ns = time.perf_counter_ns()
-        # Binary tensors cost the same however long they are.
-        texts = [outputs[wish.name].data for wish in request.outputs if not wish.binary and wish.name in outputs]
-        if sum(map(len, texts)) < LARGE_BYTES:
-            pieces, json_length = encoder.encode(request, outputs, omitted)
+        text_bytes = 0  # binary tensors cost the same however long they are
+        for name, binary in request.outputs:
+            if not binary and name in outputs:
+                text_bytes += len(outputs[name].data)
+        if text_bytes < LARGE_BYTES:
+            pieces, json_length = encoder.encode(request, outputs, answer.omitted)
         else:
-            pieces, json_length = await asyncio.to_thread(encoder.encode, request, outputs, omitted)
+            pieces, json_length = await asyncio.to_thread(encoder.encode, request, outputs, answer.omitted)
         serialise_ns = decoded_ns - began_ns + time.perf_counter_ns() - answered_ns
         model.meter.serialise.observe(serialise_ns)
         scope["state"]["note"] = f"rows={request.rows}"
         if json_length is None:
-            return Reply(200, pieces, [_JSON, *cache_headers(cache)])
+            return Reply(200, pieces, [_JSON, *cache_headers(answer.cache)])
         length = (b"inference-header-content-length", b"%d" % json_length)
-        return Reply(200, pieces, [_OCTETS, length, *cache_headers(cache)])
+        return Reply(200, pieces, [_OCTETS, length, *cache_headers(answer.cache)])
 
 
 def _header_length(headers: dict[bytes, bytes]) -> int | None:

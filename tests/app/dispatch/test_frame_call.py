@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import gc
 import itertools
 import random
@@ -1086,7 +1085,7 @@ def wide(bench: Bench, length: int = 20_000) -> InferRequest:
     """One row that wants head `a`."""
     request = bench.request(1, heads="a")
     x = np.arange(length, dtype=np.float32)
-    return dataclasses.replace(request, inputs={"x": RawTensor("FP32", (1, length), x.tobytes())})
+    return msgspec.structs.replace(request, inputs={"x": RawTensor("FP32", (1, length), x.tobytes())})
 
 
 def says(call: Call, *failures: tuple[int, int, str], is_last: bool = True) -> None:

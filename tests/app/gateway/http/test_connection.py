@@ -262,7 +262,7 @@ class Gated:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self.connection is not None:
-            self.longest_pipeline = max(self.longest_pipeline, len(self.connection.pipeline))
+            self.longest_pipeline = max(self.longest_pipeline, len(self.connection._waiting))
         size = 0
         while True:
             message = await receive()
@@ -390,7 +390,7 @@ def test_a_connection_is_read_no_further_while_requests_wait_on_it() -> None:
             await asyncio.wait_for(application.begun.wait(), 10)
             (application.connection,) = server.connections
             writer.write(b"GET / HTTP/1.1\r\nHost:x\r\n\r\n" * count + LAST)
-            await until(lambda: len(application.connection.pipeline) > 0)
+            await until(lambda: len(application.connection._waiting) > 0)
             application.gate.set()
             answers = await until_closed(reader)
             assert answers.endswith(b"/last 0\n")
