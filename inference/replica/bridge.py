@@ -15,6 +15,7 @@ Triton runs a copy of this file, where none of our modules is: it imports the st
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import shutil
@@ -119,8 +120,13 @@ class TritonPythonModel:
 
     def finalize(self) -> None:
         """Disconnect: the model is unloaded."""
-        if self._socket is not None:
-            self._socket.close()
+        if self._socket is None:
+            return
+        with contextlib.suppress(OSError):  # the other end may have closed it
+            self._socket.shutdown(socket.SHUT_RDWR)
+        if not self._is_decoupled:  # else the thread that reads it does
+            self._file.close()
+        self._socket.close()
 
     def _connected(self) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -144,6 +150,8 @@ class TritonPythonModel:
         except OSError:
             for call in list(self._open):
                 self._end(call, _ENDED)
+        finally:
+            self._file.close()
 
     def _end(self, call: int, error: str | None) -> None:
         senders, _ = self._open.pop(call)

@@ -226,6 +226,20 @@ def test_calls_that_are_answered_in_frames_overlap(serve: Any) -> None:
     assert slow.heard() == [{"y": [1]}]
 
 
+def test_inputs_stay_as_they_are_after_their_call(serve: Any) -> None:
+    kept: list[Any] = []
+
+    async def answers(requests: list[Any]) -> AsyncIterator[Outputs]:
+        kept.append(requests[0].data["x"])
+        yield [{"y": np.concatenate(kept)}]
+
+    model = serve(answers, frames=True)
+    for number in range(3):
+        request = Request(x=[number])
+        model.execute([request])
+        assert request.heard() == [{"y": list(range(number + 1))}]
+
+
 def test_frames_that_are_larger_than_a_socket_takes(serve: Any) -> None:
     request = Request(parameters={"to": 3}, x=LARGE)
     serve(counting, frames=True).execute([request])
