@@ -51,7 +51,10 @@ class Message(NamedTuple):
 
     call: int
     content: Any
-    data: memoryview
+    body: bytes
+    """The JSON and the data."""
+    start: int
+    """Of the data in it."""
 
 
 def socket_path(workspace: str, model: str, instance: int) -> str:
@@ -175,10 +178,10 @@ class TritonPythonModel:
         raise ConnectionError(_ENDED)
 
     def _responses(self, answer: Message, wanted: Iterable[Sequence[str]]) -> list[Any]:
-        data = answer.data
+        start = answer.start
         responses = []
         for names, described in zip(wanted, answer.content, strict=True):
-            outputs, data = tensors(described, data)
+            outputs, start = tensors(described, answer.body, start)
             chosen = [self._triton.Tensor(name, array) for name, array in outputs.items() if name in names]
             responses.append(self._triton.InferenceResponse(chosen))
         return responses
@@ -197,22 +200,25 @@ def describe(arrays: Arrays, data: Pieces) -> list[Any]:
     return described
 
 
-def tensors(described: Iterable[Any], data: memoryview) -> tuple[dict[str, Any], memoryview]:
-    """The tensors of a description, read-only, and the data behind them."""
+def tensors(described: Iterable[Any], body: bytes, start: int) -> tuple[dict[str, Any], int]:
+    """The tensors of a description, read-only and in the body's memory, and where the data behind them begin."""
     arrays: dict[str, Any] = {}
     for name, dtype, shape, size in described:
-        piece, data = data[:size], data[size:]
-        array = np.array(list(_elements(piece)), object) if dtype == "|O" else np.frombuffer(piece, dtype)
+        end = start + size
+        if dtype == "|O":
+            array = np.array(list(_elements(body, start, end)), object)
+        else:
+            array = np.frombuffer(body, dtype, size // np.dtype(dtype).itemsize, start)
         arrays[name] = array.reshape(shape)
-    return arrays, data
+        start = end
+    return arrays, start
 
 
-def _elements(piece: memoryview) -> Iterable[bytes]:
-    begin = 0
-    while begin < len(piece):
-        (length,) = _LENGTH.unpack_from(piece, begin)
-        begin += _LENGTH.size + length
-        yield bytes(piece[begin - length : begin])
+def _elements(body: bytes, start: int, end: int) -> Iterable[bytes]:
+    while start < end:
+        (length,) = _LENGTH.unpack_from(body, start)
+        start += _LENGTH.size + length
+        yield body[start - length : start]
 
 
 def message(call: int, content: Any, data: Pieces) -> Pieces:
@@ -231,4 +237,4 @@ def read_body(call: int, body: bytes, length: int) -> Message:
         body: what follows the head.
         length: of the JSON.
     """
-    return Message(call, json.loads(body[:length]), memoryview(body)[length:])
+    return Message(call, json.loads(body[:length]), body, length)

@@ -78,10 +78,10 @@ class Callee:
             await writer.drain()
 
         try:
-            data = asked.data
+            start = asked.start
             requests = []
             for described, parameters in asked.content:
-                inputs, data = tensors(described, data)
+                inputs, start = tensors(described, asked.body, start)
                 requests.append(Request(inputs, json.loads(parameters)))
             found = self._answers(requests)
             if isinstance(found, AsyncIterator):
