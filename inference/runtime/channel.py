@@ -18,7 +18,7 @@ from inference.wire.report import CallNote
 __all__ = ["StreamChannels"]
 
 PARCEL_EVERY_S: Final = 0.002
-"""How long frames gather after a parcel; each parcel costs about a millisecond of CPU in Triton and PyTriton."""
+"""How long frames gather after a parcel; each parcel costs CPU time in Triton and in its Python backend."""
 LEASE_LOOKS: Final = 10
 """How often a lease is looked at until it expires."""
 

@@ -29,7 +29,7 @@ __all__ = ["FusedPipeline"]
 logger = logging.getLogger(__name__)
 
 WAIT_FOR_NEXT_S = 0.002
-"""How long an answer waits for the next one; each frame costs about a millisecond of CPU in Triton and PyTriton."""
+"""How long an answer waits for the next one; each frame costs CPU time in Triton and in its Python backend."""
 
 
 class FusedPipeline:

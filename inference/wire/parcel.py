@@ -1,9 +1,9 @@
 """Parcels: packed frames of all the streams that one gateway worker has in a replica, sent over its channel.
 
-One call per stream would cost 32 KB in PyTriton, its stub and Triton for as long as the stream lasts, and a millisecond
-of CPU per frame. So a worker opens one call, its channel, and the frames made while a response is on its way leave with
-the next one, a parcel: MessagePack of `Entry` tuples in the one output `inference.wire.frame.FRAME`. The call that asks
-for a stream is answered by nothing but its end.
+One call per stream would cost memory in Triton and its stub for as long as the stream lasts, and CPU time per frame. So
+a worker opens one call, its channel, and the frames made while a response is on its way leave with the next one, a
+parcel: MessagePack of `Entry` tuples in the one output `inference.wire.frame.FRAME`. The call that asks for a stream is
+answered by nothing but its end.
 
 Triton's queue of responses is unbounded, so the worker acknowledges the parcels it has received and what its readers
 have taken of each stream (`ChannelNote`). Beyond the windows here the channel waits before it sends, and the stream
