@@ -86,13 +86,14 @@ def test_where_rows_differ_in_size_there_is_no_graph(compiled: list[dict[str, An
 
 
 def test_no_size_is_beyond_what_torch_compiles_for_one_module(
-    compiled: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    compiled: list[dict[str, Any]],
 ) -> None:
     from torch._dynamo import config
 
-    monkeypatch.setattr(config, "recompile_limit", config.recompile_limit)  # is as before at the end
-    compile_modules(*loaded(), "cuda:0", list(range(1, 21)))
-    assert config.recompile_limit >= 20
+    # Not pytest's monkeypatch, which deletes what isn't in the module's `__dict__`, and torch then hides the setting.
+    with config.patch(recompile_limit=config.recompile_limit):
+        compile_modules(*loaded(), "cuda:0", list(range(1, 21)))
+        assert config.recompile_limit >= 20
 
 
 class Bare(Net):
