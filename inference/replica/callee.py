@@ -70,13 +70,6 @@ class Callee:
             writer.close()
 
     async def _answer(self, asked: Message, writer: asyncio.StreamWriter) -> None:
-        async def send(content: Any, outputs: list[dict[str, Any]]) -> None:
-            data: list[bytes | memoryview] = []
-            content = [describe(one, data) for one in outputs] or content
-            for piece in message(asked.call, content, data):
-                writer.write(piece)
-            await writer.drain()
-
         try:
             start = asked.start
             requests = []
@@ -86,9 +79,18 @@ class Callee:
             found = self._answers(requests)
             if isinstance(found, AsyncIterator):
                 async for outputs in found:
-                    await send(None, outputs)
-                await send(None, [])
+                    await _send(writer, asked.call, outputs)
+                await _send(writer, asked.call, None)
             else:
-                await send(None, await found)
+                await _send(writer, asked.call, await found)
         except Exception:
-            await send(traceback.format_exc(), [])
+            await _send(writer, asked.call, traceback.format_exc())
+
+
+async def _send(writer: asyncio.StreamWriter, call: int, answer: list[dict[str, Any]] | str | None) -> None:
+    """Send a call's outputs, the text of its error, or its end."""
+    data: list[bytes | memoryview] = []
+    content = [describe(outputs, data) for outputs in answer] if isinstance(answer, list) else answer
+    for piece in message(call, content, data):
+        writer.write(piece)
+    await writer.drain()

@@ -133,7 +133,7 @@ class BoundedConnection(HttpToolsProtocol):
     )  # fmt: skip
 
     cycle: Exchange
-    """The last request whose head is complete; None before the first one's."""
+    """The last request whose head is complete; None before the first one's, and on an idle connection."""
 
     def __init__(
         self, *, head_timeout_s: float, others: Connections, records: RequestRecords, **arguments: Any

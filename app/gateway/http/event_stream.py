@@ -197,7 +197,7 @@ class EventStream:
                     del frame  # the next one may be long in coming
                 await client.end()
         except ClientGone:
-            pass
+            pass  # there is nobody to send the rest to
         except TimeoutError:
             if not client.cut_off():
                 raise
