@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import torch
 
-__all__ = ["ROWS", "Linear", "is_there"]
+__all__ = ["ROWS", "Linear", "fed_forward"]
 
 ROWS: Final = 16
 """oneDNN generates code for each number of rows that it gets, which takes about a millisecond: multiples of this many
@@ -14,33 +14,25 @@ are few enough to be kept."""
 _TYPICAL_ROWS: Final = 1024
 
 
-def is_there() -> bool:
-    """Whether torch has these operators and a test product is right."""
-    try:
-        layer = torch.nn.Linear(16, 16)
-        rows, more = torch.linspace(-1, 1, 2 * ROWS * 16).view(2, ROWS, 16)
-        with torch.inference_mode():
-            expected = layer(rows) + more
-            return bool(torch.allclose(Linear(layer).added(rows, more), expected, atol=1e-4))
-    except (AttributeError, RuntimeError, TypeError):  # another torch, or one built without oneDNN
-        return False
-
-
 class Linear(torch.nn.Module):
-    """A linear layer's product, in FP32 and for inference only.
+    """The products of linear layers that read the same rows, side by side, in FP32; for inference only.
 
     Args:
-        layer: whose weights are copied.
+        layers: whose weights are copied.
+
+    Raises:
+        AttributeError, RuntimeError: another torch, or one built without oneDNN.
     """
 
-    def __init__(self, layer: torch.nn.Linear) -> None:
+    def __init__(self, *layers: torch.nn.Linear) -> None:
         super().__init__()
-        self._bias = layer.bias
         with torch.inference_mode():
-            self._weight = torch.ops.mkldnn._reorder_linear_weight(layer.weight, _TYPICAL_ROWS)
+            weight = torch.cat([layer.weight for layer in layers])
+            self._bias = torch.cat([torch.zeros(len(one.weight)) if one.bias is None else one.bias for one in layers])
+            self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _TYPICAL_ROWS)
 
     def forward(self, rows: torch.Tensor) -> Any:
-        """What the layer makes of rows, [..., in]: [..., out]."""
+        """What the layers make of rows, [..., in]: [..., out]."""
         return torch.ops.mkldnn._linear_pointwise(rows, self._weight, self._bias, "none", [], "")
 
     def added(self, rows: torch.Tensor, more: torch.Tensor) -> Any:
@@ -48,5 +40,10 @@ class Linear(torch.nn.Module):
         return torch.ops.mkldnn._linear_pointwise.binary(rows, more, self._weight, self._bias, "add")
 
     def gelu(self, rows: torch.Tensor) -> Any:
-        """GELU of what the layer makes of rows."""
+        """GELU of what the layers make of rows."""
         return torch.ops.mkldnn._linear_pointwise(rows, self._weight, self._bias, "gelu", [], "none")
+
+
+def fed_forward(first: Linear, second: Linear, rows: torch.Tensor) -> Any:
+    """Rows, [..., in], plus what the second makes of GELU of what the first makes of them."""
+    return second.added(first.gelu(rows), rows)

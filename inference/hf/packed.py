@@ -6,12 +6,12 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
-from inference.hf import onednn
+from inference.hf import amx, onednn
 from inference.tuning import keep_freed_memory
 
 __all__ = ["pack"]
@@ -26,7 +26,7 @@ from the kernel anew each time."""
 _NAME: Final = "headwater_packed"
 
 
-def pack(network: Any, reads_first: bool = False) -> int:
+def pack(network: Any, reads_first: bool = False, *, precision: Literal["highest", "high"] = "highest") -> int:
     """Have a network of transformers compute no padding, if it is of the family and on a CPU.
 
     On a CPU the process then also keeps the memory of its passes.
@@ -35,6 +35,8 @@ def pack(network: Any, reads_first: bool = False) -> int:
         network: for inference only from now on.
         reads_first: whether of the encoder's states only those of each text's first token are read. The last layer
             then computes no others; they are 0.
+        precision: of products, in torch's words for those of FP32: with ``high`` each factor may be the sum of two
+            bfloat16 numbers.
 
     Returns:
         How many tokens it should compute at once; 0: it is left as it is.
@@ -54,29 +56,65 @@ def pack(network: Any, reads_first: bool = False) -> int:
     AttentionMaskInterface.register(_NAME, flash_attention_mask)  # none, or whether each token is one: [n, width]
     network.set_attn_implementation(_NAME)
     encoder = network.base_model.encoder
-    encoder.forward = functools.partial(_encoded, encoder.forward)
-    if reads_first:
-        last = encoder.layer[-1]
-        last.forward = functools.partial(_first_states, last, last.forward)
-    if onednn.is_there():
-        for layer in encoder.layer:
-            _fuse(layer)
+    # Compiled, it would break into so many graphs that it takes longer.
+    encoder.forward = torch.compiler.disable(functools.partial(_encoded, encoder.forward))  # type: ignore[no-untyped-call]
+    products = next(filter(_is_right, (amx, onednn) if precision == "high" else (onednn,)), None)
+    for layer in encoder.layer:
+        is_first_only = reads_first and layer is encoder.layer[-1]
+        if products is not None:
+            _fuse(layer, products, joins=not is_first_only)
+        if is_first_only:
+            layer.forward = functools.partial(_first_states, layer, layer.forward)
     widest: int = config.intermediate_size
     return max(1, PASS_BYTES // (4 * widest))
 
 
-def _fuse(layer: Any) -> None:
-    """Have oneDNN compute a layer's products, each with the sum or GELU that follows it."""
+def _is_right(products: Any) -> bool:
+    """Whether a module's linear layers work with this CPU and this torch."""
+    layer = torch.nn.Linear(16, 16)
+    rows, more = torch.linspace(-1, 1, 2 * onednn.ROWS * 16).view(2, onednn.ROWS, 16)
+    try:
+        with torch.inference_mode():
+            found = products.Linear(layer).added(rows, more)
+            return bool(torch.allclose(found, layer(rows) + more, atol=1e-4))
+    except (AttributeError, OSError, RuntimeError, TypeError):
+        return False
+
+
+def _fuse(layer: Any, products: Any, joins: bool) -> None:
+    """Have a layer's products computed by a module's own, those of the same states as one if it joins them, and each
+    with what follows it."""
+    plain = [part for part in layer.modules() if isinstance(part, torch.nn.Linear)]
+    if any(type(part) is not torch.nn.Linear or part.weight.dtype != torch.float32 for part in plain):
+        return
+    attention = layer.attention.self
+    if joins:
+        joined = products.Linear(attention.query, attention.key, attention.value)
+        attention.forward = functools.partial(_attended, attention, joined)
+        del attention.query, attention.key, attention.value
     for part in list(layer.modules()):
         for name, child in list(part.named_children()):
-            if type(child) is torch.nn.Linear and child.weight.dtype == torch.float32:
-                setattr(part, name, onednn.Linear(child))
+            if isinstance(child, torch.nn.Linear):
+                setattr(part, name, products.Linear(child))
     for part in (layer.attention.output, layer.output):
-        if isinstance(part.dense, onednn.Linear):
-            part.forward = functools.partial(_added, part)
-    part = layer.intermediate
-    if isinstance(part.dense, onednn.Linear) and getattr(part.intermediate_act_fn, "act", None) is gelu:
-        part.forward = part.dense.gelu
+        part.forward = functools.partial(_added, part)
+    if getattr(layer.intermediate.intermediate_act_fn, "act", None) is gelu:
+        layer.feed_forward_chunk = functools.partial(_fed_forward, layer, products.fed_forward)
+
+
+def _attended(
+    part: Any,
+    joined: Callable[[torch.Tensor], torch.Tensor],
+    states: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    text_lengths: Sequence[int] | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """What self-attention makes of states, with its query, key and value joined to one product."""
+    split = torch.unflatten(joined(states), 2, (3, -1, part.attention_head_size))
+    query, key, value = split.permute(2, 0, 3, 1, 4)
+    found, _ = _attention(part, query, key, value, attention_mask, text_lengths, part.scaling)
+    return found.flatten(2), None
 
 
 def _added(part: Any, states: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
@@ -85,12 +123,18 @@ def _added(part: Any, states: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
     return found
 
 
+def _fed_forward(layer: Any, fed_forward: Callable[..., torch.Tensor], states: torch.Tensor) -> torch.Tensor:
+    """What follows attention in a layer."""
+    found: torch.Tensor = layer.output.LayerNorm(fed_forward(layer.intermediate.dense, layer.output.dense, states))
+    return found
+
+
 def _encoded(
     forward: Callable[..., Any], states: torch.Tensor, attention_mask: torch.Tensor | None = None, **others: Any
 ) -> Any:
     """What the encoder's own ``forward`` makes of states, [n, width, size]; 0 where there is padding."""
     is_token = torch.ones(states.shape[:2], dtype=torch.bool) if attention_mask is None else attention_mask.bool()
-    if torch.compiler.is_compiling() or not bool(is_token[:, 0].all()):  # padded at the left, or without a token
+    if not bool(is_token[:, 0].all()):  # padded at the left, or without a token
         return forward(states, is_token[:, None, None], **others)
     places = is_token.nonzero(as_tuple=True)
     lengths = is_token.sum(dim=1).tolist()

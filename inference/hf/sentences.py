@@ -89,7 +89,7 @@ class SentenceSimilarity(Model):
         self._model = folder.load("SentenceTransformer", "sentence_transformers", device=device).train(False)
         network = getattr(self._model[0], "auto_model", None)  # of transformers
         reads_first = len(self._model) > 1 and getattr(self._model[1], "pooling_mode", None) == "cls"
-        self._packed_tokens = 0 if network is None else pack(network, reads_first)
+        self._packed_tokens = 0 if network is None else pack(network, reads_first, precision="high")
         self._device = device
 
     @torch.inference_mode()

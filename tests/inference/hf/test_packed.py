@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from inference.hf import onednn, packed
+from inference.hf import amx, onednn, packed
 from inference.hf.packed import pack
 from tests.inference.hf.folders import LIBRARY
 
@@ -51,7 +51,8 @@ def shapes_seen(made: Any) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("has_onednn", [True, False])
 @pytest.mark.parametrize("kind", sorted(packed.FAMILY))
 def test_the_states_are_those_of_padded_texts(kind: str, has_onednn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(onednn, "is_there", lambda: has_onednn)
+    if not has_onednn:
+        monkeypatch.setattr(torch.ops, "mkldnn", None)
     made = network(kind)
     expected = states(made, fields())
     assert pack(made)
@@ -61,6 +62,21 @@ def test_the_states_are_those_of_padded_texts(kind: str, has_onednn: bool, monke
     assert expected[1, 0].std() > 0.1
     assert seen == [(1, 48, 16)]  # 45 tokens
     assert isinstance(made.base_model.encoder.layer[0].intermediate.dense, onednn.Linear) is has_onednn
+
+
+@pytest.mark.parametrize("has_amx", [True, False])
+def test_a_high_precision_may_use_amx(has_amx: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not has_amx:
+        monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
+    elif not torch.cpu.get_capabilities().get("amx_bf16"):
+        pytest.skip("this CPU lacks AMX")
+    made = network("bert")
+    expected = states(made, fields())
+    assert pack(made, precision="high")
+    # These weights are so large that the states differ a hundred times as much as the products.
+    assert (states(made, fields()) - expected).abs().max() < (1e-3 if has_amx else 1e-5)
+    products = amx if has_amx else onednn
+    assert type(made.base_model.encoder.layer[0].intermediate.dense) is products.Linear
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
@@ -94,6 +110,15 @@ def test_texts_that_are_padded_at_the_left_keep_their_padding() -> None:
     seen = shapes_seen(made)
     assert (states(made, fields("left")) - expected).abs().max() < 1e-5
     assert seen == [(7, 12, 16)]
+
+
+def test_a_network_that_is_compiled_computes_no_padding_either() -> None:
+    made = network("bert")
+    expected = states(made, fields())
+    assert pack(made)
+    seen = shapes_seen(made)
+    assert (states(torch.compile(made, backend="eager"), fields()) - expected).abs().max() < 1e-5
+    assert seen == [(1, 48, 16)]
 
 
 @pytest.mark.parametrize("config", [{"is_decoder": True}, {"output_hidden_states": True}])
