@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ __all__ = [
     "cpu_s",
     "headwater",
     "kill_replica",
+    "pin",
     "pin_replica",
     "replica_groups",
     "resident_bytes",
@@ -100,10 +101,15 @@ def pin_replica(server: Server, deployment: str, core: int) -> None:
     folder = str(_replica_folder(server, deployment)).encode()
     named = [pid for pid in tree(server.pid) if folder in command_of(pid)]
     # What these started belongs to them too, though it may not be named after the folder.
-    for pid in {member for root in named for member in tree(root)}:
+    pin({member for root in named for member in tree(root)}, {core})
+
+
+def pin(pids: Iterable[int], cores: set[int]) -> None:
+    """Let all threads of these processes run on these cores only; threads that they start inherit it."""
+    for pid in pids:
         with contextlib.suppress(OSError):  # it may end meanwhile
             for task in Path(f"/proc/{pid}/task").iterdir():
-                os.sched_setaffinity(int(task.name), {core})
+                os.sched_setaffinity(int(task.name), cores)
 
 
 def kill_replica(server: Server, deployment: str) -> None:

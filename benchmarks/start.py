@@ -1,9 +1,10 @@
-"""Where the time of a start goes, and that of a replica's restart.
+"""Where the time of a start goes, that of a replica's restart, and that of one more replica.
 
-``python -m benchmarks.start [CONFIG] [--smoke]``: runs ``check`` and then ``serve`` as ``make serve`` does
-(configs/demo.yaml), and prints which process said what when; then kills the host of a replica of its deployment
-``text``, with SIGKILL, and prints when the next one was ready; then the same of a replica without torch. ``--smoke``:
-the last only.
+``python -m benchmarks.start [CONFIG] [--scalings N] [--smoke]``: runs ``check`` and then ``serve`` as ``make serve``
+does (configs/demo.yaml), and prints which process said what when; then kills the host of a replica of its deployment
+``text``, with SIGKILL, and prints when the next one was ready; then the same of a replica without torch. Then 64
+connections ask ``text`` alone, again and again, until a second replica has come: printed is the time from the
+autoscaler's decision until the new replica has computed its first batch. ``--smoke``: without torch only.
 """
 
 from __future__ import annotations
@@ -19,13 +20,18 @@ import threading
 import time
 from pathlib import Path
 
+import yaml
+
+from benchmarks.fanout_report import Spread
 from benchmarks.fanout_servers import command_of, tree
 from benchmarks.servers import free_port, stop
+from benchmarks.start_model import COMPUTED, Telling
 from inference.environment import library_path
 
 DEMO = Path(__file__).parents[1] / "configs" / "demo.yaml"
 LIGHT = "inference.zoo.scale:Scale"
 LIMIT_S = 300.0
+SCALING = {"replicas": {"min": 1, "max": 2}, "scaling": {"up_after_s": 1, "down_after_s": 2}}
 
 
 class _Server:
@@ -87,6 +93,7 @@ def main() -> None:
     """Run it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("config", nargs="?", default=str(DEMO))
+    parser.add_argument("--scalings", type=int, default=5)
     parser.add_argument("--smoke", action="store_true")
     options = parser.parse_args()
     if not options.smoke:
@@ -110,6 +117,8 @@ def main() -> None:
             _print_next(server, "scale")
         finally:
             server.stop()
+        if not options.smoke:
+            _print_scalings(Path(options.config), Path(folder) / "text.yaml", options.scalings)
 
 
 def _print_next(server: _Server, name: str) -> None:
@@ -120,6 +129,45 @@ def _print_next(server: _Server, name: str) -> None:
     end = server.until(" ready after ", first)
     print(f"\na replica of {name}, seconds since its host was killed:")
     _print(server.lines(first, end), began_s)
+
+
+def _print_scalings(config: Path, path: Path, count: int) -> None:
+    """Have `text` scaled up and down, and print how long the new replicas took.
+
+    Args:
+        config: has `text`.
+        path: where to write the configuration that is served.
+        count: how often.
+    """
+    text = yaml.safe_load(config.read_text())["deployments"]["text"]
+    text["pipeline"]["trunk"]["model"] = f"{Telling.__module__}:{Telling.__name__}"
+    path.write_text(yaml.safe_dump({"deployments": {"text": {**text, **SCALING}}}))
+    port, took_s = free_port(), []
+    server = _Server(["serve", str(path), "--port", str(port)])
+    ask = [sys.executable, "-m", "app", "bench", f"http://127.0.0.1:{port}", "--connections", "64", "--seconds", "60"]
+    try:
+        at = server.until("Headwater serves at")
+        for _ in range(count):
+            asking = subprocess.Popen(ask, stdout=subprocess.DEVNULL)
+            try:
+                at = server.until("scaling up", at)
+                decided_s, _ = server.lines(at - 1, at)[0]
+                at = server.until(" ready after ", at)
+                _, line = server.lines(at - 1, at)[0]
+                replica = json.loads(line)["message"].partition(":")[0]
+                at = server.until(f'"{COMPUTED}","replica":"{replica}"', at)
+                took_s.append(server.lines(at - 1, at)[0][0] - decided_s)
+            finally:
+                asking.send_signal(signal.SIGINT)
+                asking.wait()
+            at = server.until("scaling down", at)
+    finally:
+        server.stop()
+    found = Spread.of(took_s)
+    print(
+        "\none more replica of text, seconds from the autoscaler's decision to its first batch: "
+        f"{found.median:.2f} ({found.least:.2f} to {found.most:.2f})"
+    )
 
 
 def _print(lines: list[tuple[float, str]], began_s: float) -> None:

@@ -1,12 +1,14 @@
 """How far the slowest requests of one loaded gateway are from the others, and what disturbs them.
 
-``python -m benchmarks.tails [--only text,scale,events] [--repeats N] [--seconds S] [--json FILE] [--smoke]``. One
-server with `text` and `scale` of `benchmarks.peers.scenarios`; the load is `headwater bench`'s, in this process.
-Generator, gateway and replicas share the machine's cores.
+``python -m benchmarks.tails [--only text,scale,events] [--repeats N] [--seconds S] [--anywhere] [--json FILE]
+[--smoke]``. One server with `text` and `scale` of `benchmarks.peers.scenarios`; the load is `headwater bench`'s, in
+this process. Generator, gateway and replicas share the machine's cores.
 
 - **text**, **scale**: the capacity is what 64 connections get in a closed loop. Then requests come at 70 % of it
   (`text`) or 50 % (`scale`), at random times (Poisson) whatever became of earlier ones: p99 over p50 of the latency
   from the time at which each should have been sent. Then the capacity once more. All is measured anew in each repeat.
+  The generator has one core, and the gateway's worker the others, while Triton and the replica may run on all: on the
+  same core the worker would wait for the generator, which in use is on another machine. With ``--anywhere`` it may.
 - **events**: `scale` is asked at equal intervals, at 20 % of its capacity. In each repeat there is one block without an
   event and one for each kind of event, in an order that is shuffled anew: a scrape of ``/metrics``, a full garbage
   collection in the gateway's worker, a reload of `text`, its unload and load. Each block has the highest latency, and
@@ -23,6 +25,7 @@ one; the first that is not ends the benchmark with status 1.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import http.client
 import json
 import math
@@ -34,7 +37,7 @@ import signal
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
@@ -51,7 +54,7 @@ from app.cli.bench.job import Job, Load, Target
 from app.cli.bench.limits import Limits
 from app.cli.bench.outcomes import Outcomes, percentile
 from benchmarks.fanout_report import Ratio, ratio_line
-from benchmarks.fanout_servers import Server, command_of, headwater, tree
+from benchmarks.fanout_servers import Server, command_of, headwater, pin, tree
 from benchmarks.peers.scenarios import check_json, deployment, scenario
 from benchmarks.smoke import parse_with_smoke
 
@@ -177,6 +180,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=10, help="of an open loop")
     parser.add_argument("--events", type=int, default=2, help="of a kind in a block")
+    parser.add_argument("--anywhere", action="store_true", help="let generator and worker share cores")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the raw figures there")
     options = parse_with_smoke(parser, repeats=1, seconds=1, events=1)
     parts = options.only.split(",")
@@ -190,11 +194,29 @@ def main() -> None:
             if part == "events":
                 raw[part] = _print_events(_events(server, pauses, options))
             else:
-                found = [_tails(server, pauses, part, seed, options) for seed in range(options.repeats)]
+                with contextlib.nullcontext() if options.anywhere else _apart(server):
+                    found = [_tails(server, pauses, part, seed, options) for seed in range(options.repeats)]
                 raw[part] = _print_tails(part, found)
         _check(server)
     if options.json is not None:
         options.json.write_text(json.dumps(raw, indent=1))
+
+
+@contextlib.contextmanager
+def _apart(server: Server) -> Iterator[None]:
+    """Give this process a core, and the gateway's worker the others, until the block ends."""
+    cores, workers = os.sched_getaffinity(0), _workers(server)
+    ours, *others = cores
+    pin([os.getpid()], {ours})
+    pin(workers, set(others) or cores)
+    try:
+        yield
+    finally:
+        pin([os.getpid(), *workers], cores)
+
+
+def _workers(server: Server) -> list[int]:
+    return [pid for pid in tree(server.pid) if b"app.gateway.worker" in command_of(pid)]
 
 
 def _check(server: Server) -> None:
@@ -262,7 +284,7 @@ def _print_tails(model: str, repeats: list[dict[str, float]]) -> list[dict[str, 
 
 
 def _events(server: Server, pauses: Pauses, options: argparse.Namespace) -> dict[str, list[Block]]:
-    workers = [pid for pid in tree(server.pid) if b"app.gateway.worker" in command_of(pid)]
+    workers = _workers(server)
 
     def collect() -> None:
         for pid in workers:

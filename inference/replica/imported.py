@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 __all__ = ["imported_files"]
@@ -20,17 +21,17 @@ def imported_files(folders: Sequence[str], error: BaseException | None = None) -
             be imported is none.
     """
     ours = str(Path(__file__).parents[1])
-    away = (ours, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
+    away = _prefixes((ours, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))))
+    places = _prefixes(folders)
     files = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
-    places = [Path(folder).absolute() for folder in folders]
-    found = set()
-    for file in (*files, *_files_of(error)):
-        path = Path(file).absolute() if isinstance(file, str) and file.endswith(".py") else None
-        if path is None or not path.is_file() or any(path.is_relative_to(one) for one in away):
-            continue
-        if any(path.is_relative_to(place) for place in places):
-            found.add(str(path))
-    return sorted(found)
+    named = (file for file in (*files, *_files_of(error)) if isinstance(file, str) and file.endswith(".py"))
+    sources = {os.path.abspath(file) for file in named}
+    return sorted(one for one in sources if one.startswith(places) and not one.startswith(away) and os.path.isfile(one))
+
+
+def _prefixes(folders: Iterable[str]) -> tuple[str, ...]:
+    """What the paths of the files in these folders begin with."""
+    return tuple(os.path.join(os.path.abspath(folder), "") for folder in folders)
 
 
 def _files_of(error: BaseException | None) -> Iterator[str]:

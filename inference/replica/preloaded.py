@@ -62,8 +62,9 @@ def main() -> None:
         if reason := _unfit():
             connection.send(reason.encode())
             return
-        gc.collect()
-        gc.freeze()  # so that no collection in a replica writes to the pages that it shares
+        # So that no collection in a replica writes to the pages that it shares. Without a collection before: it would
+        # take 0.3 s, to find 3 % of the objects and return no page.
+        gc.freeze()
         gc.enable()
         before = _installed()
         connection.send(READY)

@@ -97,8 +97,9 @@ class Encoder(Model):
         config = BertConfig.from_dict(json.loads((folder / "config.json").read_text()), attn_implementation="sdpa")
         with torch.device(device), no_init_weights():  # all of them are in the file
             bert = BertModel(config, add_pooling_layer=False)
-        weights = load_file(folder / "model.safetensors")
-        bert.load_state_dict({name: weight for name, weight in weights.items() if name not in _UNUSED})
+        weights = load_file(folder / "model.safetensors", device=device)
+        # Assigned, not copied: on the CPU they stay in the file's pages, which all encoders of the machine share.
+        bert.load_state_dict({name: weight for name, weight in weights.items() if name not in _UNUSED}, assign=True)
         self._bert = bert.train(False)
         self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         # The file sets both to 128, whatever the length of the texts.

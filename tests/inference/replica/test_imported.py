@@ -28,3 +28,16 @@ def test_they_are_the_users_also_those_that_could_not_be_imported(
         sys.modules.pop("imported_case", None)
     assert [Path(file).name for file in found] == ["broken_case.py", "imported_case.py", "unfinished_case.py"]
     assert imported_files([sys.prefix]) == []
+
+
+def test_a_folder_whose_name_begins_the_same_is_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = tmp_path / "models_other"
+    other.mkdir()
+    monkeypatch.syspath_prepend(other)
+    (other / "neighbouring_case.py").write_text("")
+    try:
+        importlib.import_module("neighbouring_case")
+        assert imported_files([str(tmp_path / "models")]) == []
+        assert imported_files([str(other)]) == [str(other / "neighbouring_case.py")]
+    finally:
+        sys.modules.pop("neighbouring_case", None)
