@@ -61,11 +61,13 @@ test-fast: $(VENV)/.dev  ## run the tests that need neither Triton, torch nor a 
 
 wheel: $(VENV)/.dev  ## build a compiled wheel for this Python in dist/, with a C compiler
 	@echo '#include <Python.h>' | $${CC:-cc} -fsyntax-only -xc -I"$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("include"))')" - 2>/dev/null || { \
-	  echo "make: expected a C compiler (cc, or CC=...) and the headers of $$($(BIN)/python -V), found no such two." \
+	  echo "make: expected a C compiler (cc, or CC=...) and the headers of $$($(BIN)/python -V); one is missing." \
 	    "On Debian: apt-get install gcc python3-dev" >&2; exit 1; }
 	@rm -rf build/lib.* build/temp.* dist/headwater-*-linux_*.whl
 	@echo "Compiling (minutes) ..."
-	@HEADWATER_COMPILE=1 $(BIN)/python setup.py -q bdist_wheel  # pip would compile twice
+	@mkdir -p build  # not by pip, which would compile twice
+	@HEADWATER_COMPILE=1 $(BIN)/python -c 'from setuptools import build_meta; build_meta.build_wheel("dist")' \
+	  >build/wheel.log 2>&1 || { tail -n 30 build/wheel.log >&2; exit 1; }
 	@ls dist/headwater-*-linux_*.whl
 
 # In a copy, so that nothing compiled stays beside the sources.
