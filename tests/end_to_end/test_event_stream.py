@@ -8,7 +8,7 @@ import io
 import json
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from typing import Any, cast
 
 import httpx
@@ -19,7 +19,7 @@ import uvicorn
 from app.codecs.tensors import Answer, HeadAnswer, InferRequest, RawTensor
 from app.config.schema import Server
 from app.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
-from app.dispatch.protocol import Dispatcher
+from app.dispatch.protocol import Dispatcher, Fail
 from app.errors import BadRequest, CallableFailed, DeadlineExceeded, QueueFull, ReplicaLost, Unavailable
 from app.gateway.app import create_app
 from app.gateway.http.connection import BoundedConnection, Connections
@@ -68,6 +68,9 @@ class Fake(Dispatcher):
         """A script that waits sets it when it is cancelled or closed."""
         self.given = 0
         """Pieces taken."""
+
+    def under_way(self, replicas: Collection[str] | None) -> list[Fail]:
+        return []
 
     async def infer(self, request: InferRequest, *, is_step: bool = False) -> Answer:
         return self.whole
