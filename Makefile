@@ -27,6 +27,7 @@ LIBPYTHON ?=
 UV_VERSION := 0.13.8
 VENV := .venv
 LOCK_VENV := .venv-lock
+COMPILED_TREE := build/compiled
 PEER_VENVS := .venv-peers
 CLIENT_VENVS := .venv-clients
 # vLLM's environment: without an NVIDIA driver its build for the CPU.
@@ -40,7 +41,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq --no-input
 # setuptools comes with the lock, so building the editable install needs nothing more.
 INSTALL_SELF := $(PIP) install --no-deps --no-build-isolation -e .
 
-.PHONY: help serve test test-fast test-clients test-vllm test-ray vllm-env lint format types bench bench-peers bench-fanout bench-stream bench-neighbours bench-tails bench-scaling bench-keys bench-smoke gpu screenshots soak chaos fuzz drill kustomize-base lock clean image base-image image-test image-suite engine offline offline-test
+.PHONY: help serve test test-fast wheel test-compiled test-clients test-vllm test-ray vllm-env lint format types bench bench-peers bench-fanout bench-stream bench-neighbours bench-tails bench-scaling bench-keys bench-smoke gpu screenshots soak chaos fuzz drill kustomize-base lock clean image base-image image-test image-suite engine offline offline-test
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*  ## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 25
@@ -57,6 +58,26 @@ test: $(VENV)/.dev  ## run the tests
 
 test-fast: $(VENV)/.dev  ## run the tests that need neither Triton, torch nor a browser
 	@exec $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --fast $(TESTS) $(ARGS)
+
+wheel: $(VENV)/.dev  ## build a compiled wheel for this Python in dist/, with a C compiler
+	@echo '#include <Python.h>' | $${CC:-cc} -fsyntax-only -xc -I"$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("include"))')" - 2>/dev/null || { \
+	  echo "make: expected a C compiler (cc, or CC=...) and the headers of $$($(BIN)/python -V); one is missing." \
+	    "On Debian: apt-get install gcc python3-dev" >&2; exit 1; }
+	@rm -rf build/lib.* build/temp.* dist/headwater-*-linux_*.whl
+	@echo "Compiling (minutes) ..."
+	@mkdir -p build  # not by pip, which would compile twice
+	@HEADWATER_COMPILE=1 $(BIN)/python -c 'from setuptools import build_meta; build_meta.build_wheel("dist")' \
+	  >build/wheel.log 2>&1 || { tail -n 30 build/wheel.log >&2; exit 1; }
+	@ls dist/headwater-*-linux_*.whl
+
+# In a copy, so that nothing compiled stays beside the sources.
+test-compiled: wheel  ## run the tests against the compiled wheel
+	@rm -rf $(COMPILED_TREE)
+	@mkdir -p $(COMPILED_TREE)
+	@git ls-files -z --cached --others --exclude-standard | xargs -0 cp --parents -t $(COMPILED_TREE)
+	@$(BIN)/python -m zipfile -e dist/headwater-*-linux_*.whl $(COMPILED_TREE)
+	@cd $(COMPILED_TREE) && export PYTHONPATH=$$PWD && $(CURDIR)/$(BIN)/python -m app --version && \
+	  exec $(CURDIR)/$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile $(TESTS) $(ARGS)
 
 # What is installed for clients is nothing of ours.
 test-clients: $(VENV)/.dev  ## run clients that people already use, each installed in an environment of its own

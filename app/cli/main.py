@@ -45,7 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="headwater", description="Serve PyTorch models over HTTP, through PyTriton.")
-    parser.add_argument("--version", action="version", version=f"headwater {app.__version__}")
+    version = f"headwater {app.__version__}{', compiled' if app.is_compiled() else ''}"
+    parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     serve = commands.add_parser("serve", help="serve the models of a configuration, or one model")

@@ -24,8 +24,9 @@ from app.codecs.faults import (
     shown,
     unreadable,
 )
+from app.codecs.infer_body import NO_DATA, InferBody, InputEntry, OutputEntry
 from app.codecs.inputs import declared_input, element_count, take_binary
-from app.codecs.parameters import MAX_UINT64, RequestId, RequestParameters, boolean, integer, unsupported
+from app.codecs.parameters import MAX_UINT64, RequestParameters, boolean, integer, unsupported
 from app.codecs.tensors import InferRequest, OutputWish, RawTensor
 from app.codecs.wording import PARSE_ERRORS, parsed
 from app.errors import BadRequest
@@ -34,37 +35,12 @@ from inference.signature import Signature
 
 __all__ = ["RequestDecoder", "example_body", "json_example"]
 
-_Parameters = dict[str, msgspec.Raw] | None
-_NO_DATA: Final = msgspec.Raw(b"")
 _SIZE: Final = "binary_data_size"
 _SHAPE: Final = msgspec.json.Decoder(list[int])
 _VALUE: Final = msgspec.json.Decoder()
 LIGHT_BYTES: Final = 64 * 1024
 LARGEST_EXAMPLE: Final = 1000
 """An input with more elements gets no made-up example."""
-
-
-# Parsing builds no list of a client's length: those stay text until their sizes are checked.
-class _Input(msgspec.Struct, forbid_unknown_fields=True, gc=False):
-    name: str
-    datatype: str
-    shape: msgspec.Raw
-    data: msgspec.Raw = _NO_DATA
-    parameters: _Parameters = None
-
-
-class _Output(msgspec.Struct, forbid_unknown_fields=True, gc=False):
-    name: str
-    parameters: _Parameters = None
-
-
-class _Request(msgspec.Struct, forbid_unknown_fields=True, gc=False):
-    inputs: list[_Input]
-    id: RequestId | None = None
-    model_name: str | None = None
-    """KServe's client repeats the path's here."""
-    parameters: _Parameters = None
-    outputs: list[_Output] | None = None
 
 
 class RequestDecoder:
@@ -86,7 +62,7 @@ class RequestDecoder:
         self._parameters = RequestParameters(signature, binary=True)
         self._heads = self._parameters.heads
         self._has_texts = any(spec.datatype == "BYTES" for spec in signature.inputs)  # whose lengths are checked
-        self._parse: Callable[[bytes | memoryview], _Request] = msgspec.json.Decoder(_Request).decode
+        self._parse: Callable[[bytes | memoryview], InferBody] = msgspec.json.Decoder(InferBody).decode
 
     def is_light(self, header_length: int) -> bool:
         """Whether decoding is fast, however long the binary tensors after ``header_length`` bytes of JSON are."""
@@ -156,7 +132,7 @@ class RequestDecoder:
     def _unreadable(
         self, error: Exception, text: bytes | memoryview, body: bytes, header_length: int | None
     ) -> BadRequest:
-        fault = unreadable(error, text, _Request, binary=f"binary data (parameters.{_SIZE})")
+        fault = unreadable(error, text, InferBody, binary=f"binary data (parameters.{_SIZE})")
         if fault.field != "body":
             return fault
         hint = ""
@@ -166,7 +142,7 @@ class RequestDecoder:
             hint = f" (in the first {header_length} bytes, as Inference-Header-Content-Length says)"
         return BadRequest(fault.message + hint, field="body")
 
-    def _take_outputs(self, asked: list[_Output], binary_output: bool) -> list[OutputWish]:
+    def _take_outputs(self, asked: list[OutputEntry], binary_output: bool) -> list[OutputWish]:
         wishes: list[OutputWish] = []
         seen: set[str] = set()
         for index, output in enumerate(asked):
@@ -189,7 +165,7 @@ class RequestDecoder:
             wishes.append(OutputWish(name, binary))
         return wishes
 
-    def _take_inputs(self, asked: list[_Input], body: bytes, offset: int, request: InferRequest) -> int:
+    def _take_inputs(self, asked: list[InputEntry], body: bytes, offset: int, request: InferRequest) -> int:
         """Check and read the inputs; return where the last binary tensor ends in the body."""
         inputs = request.inputs
         for index, tensor in enumerate(asked):
@@ -222,7 +198,7 @@ class RequestDecoder:
             if size is not None:
                 data = take_binary(body, offset, size, declared.spec, shape, count, index)
                 offset += size
-            elif tensor.data is _NO_DATA:
+            elif tensor.data is NO_DATA:
                 expected = f"expected an array, or binary data and parameters.{_SIZE}"
                 raise at(f"inputs[{index}].data", name, f"{expected}, got neither")
             else:
@@ -235,13 +211,13 @@ class RequestDecoder:
         return offset
 
 
-def _keys(asked: _Request) -> int:
+def _keys(asked: InferBody) -> int:
     """The number of keys in a request, without nulls, if none is a duplicate."""
     count = 1 + (asked.id is not None) + (asked.model_name is not None)
     if asked.parameters is not None:
         count += 1 + len(asked.parameters)
     for tensor in asked.inputs:
-        count += 3 + (tensor.data is not _NO_DATA)
+        count += 3 + (tensor.data is not NO_DATA)
         if tensor.parameters is not None:
             count += 1 + len(tensor.parameters)
     if asked.outputs is not None:
@@ -251,7 +227,7 @@ def _keys(asked: _Request) -> int:
     return count
 
 
-def _check_keys(asked: _Request, text: bytes) -> None:
+def _check_keys(asked: InferBody, text: bytes) -> None:
     """Refuse duplicate keys in a request that has more colons than distinct keys: in strings, or with nulls.
 
     Raises:
@@ -263,7 +239,7 @@ def _check_keys(asked: _Request, text: bytes) -> None:
         check_keys(text)
 
 
-def _without_data(asked: _Request, text: bytes) -> bytes:
+def _without_data(asked: InferBody, text: bytes) -> bytes:
     """The JSON with all tensors' arrays empty."""
     pieces: list[bytes] = []
     end = 0
@@ -300,14 +276,14 @@ def _wrong_datatype(index: int, name: str, declared: str, got: str) -> BadReques
     return at(f"inputs[{index}].datatype", name, f"expected {declared} as the model declares, got {shown(got)}{known}")
 
 
-def _binary_size(tensor: _Input, index: int) -> int | None:
+def _binary_size(tensor: InputEntry, index: int) -> int | None:
     """The input's ``binary_data_size``; refuses any other parameter."""
     where = f"inputs[{index}].parameters"
     assert tensor.parameters is not None
     for key in tensor.parameters:
         if key != _SIZE:
             raise unsupported(where, tensor.name, key, (_SIZE,))
-    if tensor.data is not _NO_DATA:
+    if tensor.data is not NO_DATA:
         expected = f"expected either data or parameters.{_SIZE}"
         raise at(f"inputs[{index}].data", tensor.name, f"{expected}, got both; leave one out")
     size = _values(tensor.parameters, where, tensor.name)[_SIZE]

@@ -29,8 +29,8 @@ _NESTED: Final = re.compile(rb"\s*\[\s*\[")
 # A list of Python floats takes 32 bytes for the two of "1,". Longer texts are parsed in pieces of this many bytes, so
 # that a body's memory stays a small multiple of its size.
 _PIECE_BYTES: Final = 1 << 16
-# The last doubles that still round to a finite float32.
-_FLOAT32_RANGE: Final = (-math.nextafter(2.0**128 - 2.0**103, 0.0), math.nextafter(2.0**128 - 2.0**103, 0.0))
+# The last double that still rounds to a finite float32.
+_LARGEST_FLOAT32: Final = math.nextafter(2.0**128 - 2.0**103, 0.0)
 
 _EXACT_BELOW: Final = 2.0**53
 """From here on a float may stand for another integer than was written."""
@@ -228,7 +228,8 @@ class JsonData:
         return self._bad(index, subscript, f"expected {one}{hint}, got {came}")
 
     def _out_of_range(self, values: list[Any], index: int | None, start: int) -> BadRequest:
-        low, high = _FLOAT32_RANGE
+        low: int | float = -_LARGEST_FLOAT32
+        high: int | float = _LARGEST_FLOAT32
         if self._datatype != "FP32":
             bounds = np.iinfo(DATATYPES[self._datatype].numpy)
             low, high = int(bounds.min), int(bounds.max)

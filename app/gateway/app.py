@@ -15,7 +15,8 @@ import app
 from app.config.schema import Server
 from app.errors import CallableFailed, HeadwaterError, MethodNotAllowed, NotFound
 from app.gateway.http.bodies import BodyReader
-from app.gateway.http.entry import INFER_PATH, EndpointRoute, Entry, HeadAsGet, RequestRecords
+from app.gateway.http.endpoint import EndpointRoute, HeadAsGet
+from app.gateway.http.entry import INFER_PATH, Entry, RequestRecords
 from app.gateway.http.event_stream import StreamLimits
 from app.gateway.http.replies import Reply, error_reply, internal_error
 from app.gateway.models import Models

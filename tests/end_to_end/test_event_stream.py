@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import json
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from typing import Any, cast
 
 import httpx
@@ -18,13 +19,14 @@ import uvicorn
 from app.codecs.tensors import Answer, HeadAnswer, InferRequest, RawTensor
 from app.config.schema import Server
 from app.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
-from app.dispatch.dispatcher import ModelDispatcher
+from app.dispatch.protocol import Dispatcher, Fail
 from app.errors import BadRequest, CallableFailed, DeadlineExceeded, QueueFull, ReplicaLost, Unavailable
 from app.gateway.app import create_app
 from app.gateway.http.connection import BoundedConnection, Connections
 from app.gateway.http.entry import Entry, RequestRecords
 from app.gateway.http.event_stream import StreamLimits
 from app.gateway.models import Models
+from app.telemetry.logs import AccessLog
 from inference.signature import HeadSpec, Signature, TensorSpec
 from tests.running import Raw, wait_for
 
@@ -49,7 +51,7 @@ HEAD_B = {"c": RawTensor("INT32", (1, 1), np.int32(3).tobytes())}
 Script = Callable[["Fake", InferRequest], AsyncIterator[HeadAnswer]]
 
 
-class Fake(ModelDispatcher):
+class Fake(Dispatcher):
     """A dispatcher that answers as a test says; it runs in the server's thread."""
 
     script: Script
@@ -58,7 +60,7 @@ class Fake(ModelDispatcher):
     in_flight = 0
 
     def __init__(self, route: DeploymentRoute) -> None:
-        super().__init__(route, cast("Any", lambda name, replica: _NoReplica()))
+        self.route = route
         self.requests = []
         self.go = asyncio.Event()
         """For scripts that wait: the test sets it."""
@@ -66,6 +68,9 @@ class Fake(ModelDispatcher):
         """A script that waits sets it when it is cancelled or closed."""
         self.given = 0
         """Pieces taken."""
+
+    def under_way(self, replicas: Collection[str] | None) -> list[Fail]:
+        return []
 
     async def infer(self, request: InferRequest, *, is_step: bool = False) -> Answer:
         return self.whole
@@ -91,13 +96,18 @@ class Gateway:
     """The application on a socket, in a thread of its own."""
 
     def __init__(self) -> None:
-        self.log: list[dict[str, Any]] = []
+        self._lines = io.StringIO()
         self.models: Models
         self.fakes: dict[str, Fake] = {}
         self.loop: asyncio.AbstractEventLoop
         self.app: Entry
         self.server: uvicorn.Server
         self.url = ""
+
+    @property
+    def log(self) -> list[dict[str, Any]]:
+        """The access log's lines, which it writes in groups."""
+        return [json.loads(line) for line in self._lines.getvalue().splitlines()]
 
     async def serve(self, listener: socket.socket) -> None:
         self.loop = asyncio.get_running_loop()
@@ -117,7 +127,7 @@ class Gateway:
         )
         for model in self.models:
             model.dispatcher = self.fakes[model.route.name] = Fake(model.route)
-        self.records = RequestRecords(_access_log(self.log), StreamLimits(15, 30))
+        self.records = RequestRecords(AccessLog(self._lines, "json"), StreamLimits(15, 30))
         self.app = create_app(self.models, Server(), records=self.records)
         self.server = uvicorn.Server(
             uvicorn.Config(
@@ -150,16 +160,6 @@ class Gateway:
 def _connection(**arguments: Any) -> BoundedConnection:
     records = RequestRecords(None, StreamLimits(15, 30))
     return BoundedConnection(head_timeout_s=5, others=Connections(100), records=records, **arguments)
-
-
-def _access_log(log: list[dict[str, Any]]) -> Any:
-    """An access log that the test reads."""
-
-    class Log:
-        def write(self, scope: Any, status: int, took_s: float, state: dict[str, Any]) -> None:
-            log.append({"path": scope["path"], "status": status, "note": state.get("note")})
-
-    return Log()
 
 
 @pytest.fixture

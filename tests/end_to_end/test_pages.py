@@ -33,6 +33,7 @@ ELSEWHERE = {
 """Sections whose blocks the tests of their subject run: they need its files."""
 
 CLUSTER = "the chart's values; tests/deploy renders the chart, and needs no Kubernetes"
+COMPILED = "compiles for minutes; make test-compiled"
 ENGINE = "needs an engine of containers, and minutes; make image-test"
 MINUTES = "takes minutes; tests/test_bench_smoke.py runs each benchmark with tiny counts"
 NODES = "needs the nodes of a Ray cluster; tests/ray starts such nodes"
@@ -50,6 +51,9 @@ NOT_RUN = {
     ("deployment.md", "cd headwater-"): OFFLINE,
     ("deployment.md", "./install.sh "): OFFLINE,
     ("deployment.md", "/opt/headwater/bin/headwater "): OFFLINE,
+    ("deployment.md", "make wheel"): COMPILED,
+    ("deployment.md", "pip install --constraint"): COMPILED,
+    ("deployment.md", "headwater --version"): COMPILED,
     ("gpu.md", "make gpu"): "needs a GPU; tests/test_bench_gpu.py runs its parts on the CPU",
     ("guide.md", "python3 -m venv "): "a download",
     ("guide.md", ". env/bin/activate"): "the same",

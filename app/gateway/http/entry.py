@@ -6,16 +6,16 @@ import logging
 import os
 import re
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Final, cast
 
 import msgspec
-from starlette.routing import Match, Route
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from app.errors import BadRequest, ClientGone, HeadersTooLarge, HeadwaterError
+from app.gateway.http.endpoint import EndpointRoute
 from app.gateway.http.event_stream import StreamLimits
 from app.gateway.http.replies import Reply, error_reply, internal_error
 from app.security.key_check import KeyRing
@@ -27,10 +27,7 @@ from app.telemetry.tracing import Trace, current
 __all__ = [
     "INFER_PATH",
     "MAX_HEADER_BYTES",
-    "Endpoint",
-    "EndpointRoute",
     "Entry",
-    "HeadAsGet",
     "RequestRecord",
     "RequestRecords",
 ]
@@ -89,18 +86,19 @@ class RequestRecord(msgspec.Struct):
             headers.append((b"headwater-version", self.state["version"].encode()))
         return headers
 
-    def noting(self, send: Send) -> Send:
-        """Wrap ``send`` for an answer in pieces: adds the headers that every answer has, and tracks its progress."""
 
-        async def send_noted(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                self.status = message["status"]
-                message["headers"] = [*message.get("headers", ()), *self.headers()]
-            elif message["type"] == "http.response.body" and not message.get("more_body", False):
-                self.is_answered = True
-            await send(message)
+def _noting(record: RequestRecord, send: Send) -> Send:
+    """Wrap ``send`` for an answer in pieces: adds the headers that every answer has, and tracks its progress."""
 
-        return send_noted
+    async def send_noted(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            record.status = message["status"]
+            message["headers"] = [*message.get("headers", ()), *record.headers()]
+        elif message["type"] == "http.response.body" and not message.get("more_body", False):
+            record.is_answered = True
+        await send(message)
+
+    return send_noted
 
 
 class RequestRecords:
@@ -183,27 +181,6 @@ class RequestRecords:
         return self._ids[at:end]
 
 
-class Endpoint(ABC):
-    """Answers the routes that are called thousands of times a second, without FastAPI's layers."""
-
-    @abstractmethod
-    async def answer(self, scope: Scope, receive: Receive) -> ASGIApp:
-        """Compute the answer, or open one in pieces. Any `HeadwaterError` becomes the answer that its class says."""
-
-
-class EndpointRoute(Route):
-    """A path whose POST an endpoint answers. FastAPI has the route too, and refuses other methods."""
-
-    def __init__(self, path: str, endpoint: Endpoint) -> None:
-        super().__init__(path, endpoint.answer, methods=["POST"])
-        self.answer = endpoint.answer
-
-    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See `Route.handle`. The route is noted, as FastAPI notes its own."""
-        scope["route"] = self
-        await super().handle(scope, receive, send)
-
-
 class Entry:
     """The application: begins, checks, admits and ends every request. A pure ASGI class.
 
@@ -261,12 +238,12 @@ class Entry:
                 await reply.send(scope, send, record.headers())
                 record.is_answered = True
             elif reply is not None:
-                await reply(scope, receive, record.noting(send))
+                await reply(scope, receive, _noting(record, send))
         except Exception as error:
             state["status"] = 500
             if not record.status:
                 failure = error_reply(internal_error(state, error), scope["path"])
-                await failure(scope, receive, record.noting(send))
+                await failure(scope, receive, _noting(record, send))
             raise
         finally:
             limits: KeyLimits | None = state.get("key_limits")
@@ -321,26 +298,3 @@ class Entry:
 
 async def _nothing(scope: Scope, receive: Receive, send: Send) -> None:
     """The application behind uvicorn's middleware, which is called only for what it writes into the scope."""
-
-
-class HeadAsGet:
-    """Answers HEAD as the application answers GET; the server leaves the body out.
-
-    Args:
-        app: answers GET.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one connection's scope."""
-        if scope["type"] != "http" or scope["method"] != "HEAD":
-            await self._app(scope, receive, send)
-            return
-        asked = {**scope, "method": "GET"}
-        try:
-            await self._app(asked, receive, send)
-        finally:
-            if "route" in asked:
-                scope["route"] = asked["route"]  # requests are counted by route

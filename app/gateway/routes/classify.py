@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope
 from app.codecs.faults import read_json
 from app.errors import BadRequest
 from app.gateway.http.bodies import BodyReader, decoded
-from app.gateway.http.entry import Endpoint
+from app.gateway.http.endpoint import Endpoint
 from app.gateway.http.replies import JSON, Reply, cache_headers
 from app.gateway.models import Models
 from app.gateway.routes.mapped import chosen_model, compute, floats, token_sum

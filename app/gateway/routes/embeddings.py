@@ -17,7 +17,7 @@ from app.codecs.faults import read_json
 from app.codecs.tensors import Answer, InferRequest, RawTensor
 from app.errors import BadRequest
 from app.gateway.http.bodies import BodyReader, decoded
-from app.gateway.http.entry import Endpoint
+from app.gateway.http.endpoint import Endpoint
 from app.gateway.http.exchange import DisconnectWatch
 from app.gateway.http.replies import JSON, Reply, cache_headers
 from app.gateway.models import Models

@@ -15,7 +15,7 @@ from app.codecs.generate import GenerateEncoder
 from app.codecs.tensors import Answer, HeadAnswer, InferRequest, Outputs
 from app.errors import BadRequest, HeadwaterError
 from app.gateway.http.bodies import LARGE_BYTES, BodyReader, decoded
-from app.gateway.http.entry import Endpoint
+from app.gateway.http.endpoint import Endpoint
 from app.gateway.http.event_stream import EventStream
 from app.gateway.http.exchange import DisconnectWatch
 from app.gateway.http.replies import JSON, Reply, cache_headers

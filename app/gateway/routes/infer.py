@@ -9,7 +9,7 @@ from starlette.types import Receive, Scope
 
 from app.errors import BadRequest
 from app.gateway.http.bodies import LARGE_BYTES, BodyReader
-from app.gateway.http.entry import Endpoint
+from app.gateway.http.endpoint import Endpoint
 from app.gateway.http.exchange import DisconnectWatch
 from app.gateway.http.replies import Reply, cache_headers
 from app.gateway.models import Models

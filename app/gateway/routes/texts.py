@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope
 from app.codecs.faults import shown
 from app.errors import HeadwaterError, NotFound
 from app.gateway.http.bodies import LARGE_BYTES, BodyReader, decoded
-from app.gateway.http.entry import Endpoint
+from app.gateway.http.endpoint import Endpoint
 from app.gateway.http.event_stream import EventStream
 from app.gateway.http.exchange import DisconnectWatch
 from app.gateway.http.replies import JSON, Reply, json_reply

@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope
 
 from app.errors import BadRequest
 from app.gateway.http.bodies import BodyReader, decoded
-from app.gateway.http.entry import Endpoint
+from app.gateway.http.endpoint import Endpoint
 from app.gateway.http.replies import Reply
 from app.gateway.models import Models
 from app.lm.tokenization import DetokenizeRequest, TokenizeRequest

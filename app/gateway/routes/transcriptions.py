@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope
 from app.codecs.multipart import read_form
 from app.errors import BadRequest
 from app.gateway.http.bodies import BodyReader
-from app.gateway.http.entry import Endpoint
+from app.gateway.http.endpoint import Endpoint
 from app.gateway.http.replies import JSON, Reply, cache_headers
 from app.gateway.models import Models
 from app.gateway.routes.mapped import chosen_model, compute, floats

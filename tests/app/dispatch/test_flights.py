@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from app.codecs.tensors import Answer, InferRequest, OutputWish, RawTensor
 from app.control.routing import CacheShare, ReplicaRoute, State
 from app.dispatch.answer_cache import ENTRY_BYTES, TENSOR_BYTES
-from app.dispatch.flights import Waiter
 from app.errors import BadRequest, CallableFailed, Cancelled, DeadlineExceeded, HeadwaterError, Unavailable
 from inference.wire.report import RowReport, Status
 from tests.app.dispatch.test_dispatcher import Bench, Call, Replica, run, settle
@@ -154,20 +153,18 @@ def test_if_the_one_that_is_computed_leaves_the_next_one_computes(how: str) -> N
     run(scenario)
 
 
-def test_one_that_leaves_as_it_is_to_compute_hands_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_leaves_as_it_is_to_compute_hands_on() -> None:
     async def scenario() -> None:
         bench = CachedBench()
         first, second, third = bench.ask(1), bench.ask(1), bench.ask(1)
-        decide = Waiter.decide
 
-        def decide_and_leave(waiter: Waiter, *arguments: Any) -> None:
-            decide(waiter, *arguments)
-            monkeypatch.undo()
-            second.cancel()  # it has not begun yet
+        def leave() -> None:
+            assert first.done()
+            second.cancel()  # it is to compute now, and has not begun yet
 
-        monkeypatch.setattr(Waiter, "decide", decide_and_leave)
         await settle()
         first.cancel()
+        asyncio.get_running_loop().call_soon(leave)
         await settle()
         assert second.cancelled()
         assert len(bench.calls) == 2

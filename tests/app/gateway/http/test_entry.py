@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from app.gateway.http.entry import INFER_PATH, Endpoint, EndpointRoute, Entry, RequestRecords
+from app.gateway.http.endpoint import Endpoint, EndpointRoute
+from app.gateway.http.entry import INFER_PATH, Entry, RequestRecords
 from app.gateway.http.event_stream import StreamLimits
 from app.gateway.http.replies import Reply
 
