@@ -17,8 +17,8 @@ def test_it_has_every_file_of_the_packages_and_the_command(tmp_path: Path) -> No
     source = tmp_path / "source"
     source.mkdir()
     for name in PACKAGES:
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", ".*"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", ".*", "*.so"))
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     files = [path for name in PACKAGES for path in (source / name).rglob("*") if path.is_file()]
     there = {str(path.relative_to(source)) for path in files}
