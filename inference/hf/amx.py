@@ -24,10 +24,10 @@ _ROW_MAJOR, _AS_IT_IS, _TRANSPOSED = 101, 111, 112
 
 
 class Linear(torch.nn.Module):
-    """The products of linear layers that read the same rows, side by side; for inference only.
+    """A linear layer's product, for inference only.
 
     Args:
-        layers: whose weights are copied.
+        layer: whose weights are copied.
 
     Raises:
         RuntimeError: this CPU lacks AMX for bfloat16.
@@ -35,19 +35,18 @@ class Linear(torch.nn.Module):
         OSError: this torch has another library.
     """
 
-    def __init__(self, *layers: torch.nn.Linear) -> None:
+    def __init__(self, layer: torch.nn.Linear) -> None:
         super().__init__()
         if not torch.cpu.get_capabilities().get("amx_bf16"):
             raise RuntimeError("this CPU lacks AMX")
         self._multiply = _routine()
         with torch.inference_mode():
-            weight = torch.cat([layer.weight for layer in layers])
-            high = weight.bfloat16()
-            self._weight = torch.cat((weight - high, high), 1).bfloat16()
-            self.bias = torch.cat([torch.zeros(len(one.weight)) if one.bias is None else one.bias for one in layers])
+            high = layer.weight.bfloat16()
+            self._weight = torch.cat((layer.weight - high, high), 1).bfloat16()
+            self.bias = torch.zeros(layer.out_features) if layer.bias is None else layer.bias.detach()
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """What the layers make of rows, [..., in]: [..., out]."""
+        """What the layer makes of rows, [..., in]: [..., out]."""
         sums = rows.new_empty(*rows.shape[:-1], len(self.bias))
         for part, some in zip(_blocks(sums), _blocks(rows), strict=True):
             self.add_to(part.copy_(self.bias), some)
@@ -61,7 +60,7 @@ class Linear(torch.nn.Module):
         return sums
 
     def add_to(self, sums: torch.Tensor, rows: torch.Tensor) -> None:
-        """Add to sums, [rows, out] and contiguous, what the layers make of rows, [rows, in], without the bias."""
+        """Add to sums, [rows, out] and contiguous, what the layer makes of rows, [rows, in], without the bias."""
         (count, size), width = rows.shape, len(self.bias)
         factors = rows.new_empty(count, 2 * size, dtype=torch.bfloat16)
         for some, both in zip(torch.split(rows, SPLIT_ROWS), torch.split(factors, SPLIT_ROWS), strict=True):

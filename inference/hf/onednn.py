@@ -15,24 +15,23 @@ _TYPICAL_ROWS: Final = 1024
 
 
 class Linear(torch.nn.Module):
-    """The products of linear layers that read the same rows, side by side, in FP32; for inference only.
+    """A linear layer's product, in FP32 and for inference only.
 
     Args:
-        layers: whose weights are copied.
+        layer: whose weights are copied.
 
     Raises:
         AttributeError, RuntimeError: another torch, or one built without oneDNN.
     """
 
-    def __init__(self, *layers: torch.nn.Linear) -> None:
+    def __init__(self, layer: torch.nn.Linear) -> None:
         super().__init__()
+        self._bias = layer.bias
         with torch.inference_mode():
-            weight = torch.cat([layer.weight for layer in layers])
-            self._bias = torch.cat([torch.zeros(len(one.weight)) if one.bias is None else one.bias for one in layers])
-            self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _TYPICAL_ROWS)
+            self._weight = torch.ops.mkldnn._reorder_linear_weight(layer.weight, _TYPICAL_ROWS)
 
     def forward(self, rows: torch.Tensor) -> Any:
-        """What the layers make of rows, [..., in]: [..., out]."""
+        """What the layer makes of rows, [..., in]: [..., out]."""
         return torch.ops.mkldnn._linear_pointwise(rows, self._weight, self._bias, "none", [], "")
 
     def added(self, rows: torch.Tensor, more: torch.Tensor) -> Any:
@@ -40,7 +39,7 @@ class Linear(torch.nn.Module):
         return torch.ops.mkldnn._linear_pointwise.binary(rows, more, self._weight, self._bias, "add")
 
     def gelu(self, rows: torch.Tensor) -> Any:
-        """GELU of what the layers make of rows."""
+        """GELU of what the layer makes of rows."""
         return torch.ops.mkldnn._linear_pointwise(rows, self._weight, self._bias, "gelu", [], "none")
 
 

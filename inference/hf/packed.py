@@ -89,8 +89,8 @@ def _fuse(layer: Any, products: Any, joins: bool) -> None:
         return
     attention = layer.attention.self
     if joins:
-        joined = products.Linear(attention.query, attention.key, attention.value)
-        attention.forward = functools.partial(_attended, attention, joined)
+        joined = _joined(attention.query, attention.key, attention.value)
+        attention.forward = functools.partial(_attended, attention, products.Linear(joined))
         del attention.query, attention.key, attention.value
     for part in list(layer.modules()):
         for name, child in list(part.named_children()):
@@ -100,6 +100,14 @@ def _fuse(layer: Any, products: Any, joins: bool) -> None:
         part.forward = functools.partial(_added, part)
     if getattr(layer.intermediate.intermediate_act_fn, "act", None) is gelu:
         layer.feed_forward_chunk = functools.partial(_fed_forward, layer, products.fed_forward)
+
+
+def _joined(*layers: torch.nn.Linear) -> torch.nn.Linear:
+    """One layer that says what these, which read the same states, say one after the other; they have biases."""
+    joined = torch.nn.Linear(layers[0].in_features, sum(one.out_features for one in layers), device="meta")
+    joined.weight = torch.nn.Parameter(torch.cat([one.weight for one in layers]))
+    joined.bias = torch.nn.Parameter(torch.cat([one.bias for one in layers]))
+    return joined
 
 
 def _attended(
