@@ -1,10 +1,11 @@
 """The guardian of one replica: starts it, watches its processes and calls, ends them all, and sweeps.
 
-Run as ``python -m app.process.guardian NAME FOLDER STATUS_FD COMMAND_FD NICE -- ARGUMENTS...``, where NICE is the
-priority that the replica's session has while it serves; with a process id in the place of ``-- ARGUMENTS...`` the
-replica is a child that runs already (`inference.replica.preloaded`). The command pipe comes from the supervisor:
-``stop\\n`` on it ends the replica gracefully (SIGTERM first); its end, which the supervisor's death brings too, ends
-the replica at once. When the guardian has ended, nothing of the replica is left.
+Run as ``python -m app.process.guardian NAME FOLDER STATUS_FD COMMAND_FD NICE SESSION_NICE -- ARGUMENTS...``, where NICE
+is the priority that the guardian and the replica have while the replica serves, and SESSION_NICE that of the replica's
+session; with a process id in the place of ``-- ARGUMENTS...`` the replica is a child that runs already
+(`inference.replica.preloaded`). The command pipe comes from the supervisor: ``stop\\n`` on it ends the replica
+gracefully (SIGTERM first); its end, which the supervisor's death brings too, ends the replica at once. When the
+guardian has ended, nothing of the replica is left.
 
 It imports the standard library only, so that one more process per replica costs little.
 """
@@ -15,7 +16,6 @@ import contextlib
 import ctypes
 import json
 import os
-import resource
 import selectors
 import signal
 import subprocess
@@ -26,9 +26,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
+from app.process.priority import START_NICE, set_priority, set_session_priority
 from app.process.sweep import Journal, kill_group, process_stat, process_stats, segments_mapped_by, sweep_replica
 
-__all__ = ["START_NICE", "CallWatch", "main", "may_raise_priority"]
+__all__ = ["CallWatch", "main"]
 
 WATCHDOG_FILE: Final = "watchdog"
 """Maintained by `inference.runtime.watchdog` in the replica's folder."""
@@ -39,12 +40,6 @@ CHECK_INTERVAL_S: Final = 0.5
 FULL_CHECK_EVERY: Final = 8
 """Only every so many checks look for new processes, which costs more."""
 UNLOAD_TIMEOUT_S: Final = 10.0
-START_NICE: Final = 5
-"""The lower priority of a replica that is starting, on the scale of `nice`: about a third of the normal share. A start
-on an idle machine loses nothing."""
-CAP_SYS_NICE: Final = 23
-SESSION_TRIES: Final = 5
-SESSION_WAIT_S: Final = 0.1
 SUSPECT_S: Final = 0.25
 """A member of the group that is in a bad state for this long has ended or is stopped, although Triton still answers
 "ready". A debugger stops a process for less."""
@@ -111,16 +106,19 @@ class Guardian:
         directory: the replica's folder; removed at the end.
         status_fd: where status lines go (see `inference.wire.handshake.ReplicaStatus`).
         command_fd: read end of the supervisor's command pipe.
-        session_nice: the priority of its session while it serves, on the scale of `nice`.
+        nice: the priority of this process and the replica's while it serves. What this process has when it begins is
+            the replica's until then.
+        session_nice: the priority of the replica's session while it serves.
         replica: the command line that starts it, or the id of its process, a child.
     """
 
     def __init__(
-        self, directory: Path, status_fd: int, command_fd: int, session_nice: int, replica: list[str] | int
+        self, directory: Path, status_fd: int, command_fd: int, nice: int, session_nice: int, replica: list[str] | int
     ) -> None:
         self._directory = directory
         self._status_fd = status_fd
         self._command_fd = command_fd
+        self._nice = nice
         self._session_nice = session_nice
         self._replica = replica
         self._journal = Journal(directory)
@@ -132,8 +130,8 @@ class Guardian:
         """When to look at the calls next; wake-ups in between may come at any rate."""
         self._checks = 0
         self._host: subprocess.Popen[bytes] | _Child
-        self._is_lowered = False
-        """Whether the replica has a lower priority, because it is starting."""
+        self._serves = False
+        """Whether the replica has been seen to be ready."""
 
     def run(self) -> int:
         """Guard until the replica has ended and is swept. Returns the host's exit status."""
@@ -148,11 +146,7 @@ class Guardian:
             self._host = subprocess.Popen(
                 self._replica, pass_fds=(self._status_fd,), stdin=subprocess.DEVNULL, start_new_session=True
             )
-        self._is_lowered = may_raise_priority()
-        if self._is_lowered:
-            self._set_priority([self._host.pid], START_NICE)
-        else:
-            self._set_session_priority(self._session_nice)
+        set_session_priority(self._host.pid, max(START_NICE * self._is_lowered(), self._session_nice))
         # Only the supervisor ends the guardian, over the pipe. Set after the start: children inherit ignored signals.
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
@@ -190,9 +184,9 @@ class Guardian:
                     with contextlib.suppress(BlockingIOError):
                         os.read(wakeup, 512)
                     self._reap_orphans()
-            if self._is_lowered and (self._directory / READY_FILE).exists():
-                self._set_priority(_group_states(self._host.pid), 0)
-                self._is_lowered = False
+            if not self._serves and (self._directory / READY_FILE).exists():
+                self._serves = True
+                self._raise_priority()
             if (status := self._host.poll()) is not None:
                 return "stopped" if stop_before is not None else _describe_exit(status)
             if stop_before is not None and time.monotonic() > stop_before:
@@ -270,50 +264,21 @@ class Guardian:
             except ChildProcessError:
                 return
 
-    def _set_session_priority(self, by: int) -> None:
-        """Set the priority of the replica's session.
+    def _is_lowered(self) -> bool:
+        """Whether this process, and so the replica, has a lower priority than while the replica serves."""
+        return os.getpriority(os.PRIO_PROCESS, 0) > self._nice
 
-        Where the kernel groups sessions for scheduling (``autogroup``), threads compete only within theirs.
-        """
-        for _ in range(SESSION_TRIES):
-            try:
-                Path(f"/proc/{self._host.pid}/autogroup").write_text(str(by))
-            except BlockingIOError:  # users other than root may set one every 0.1 s, on the whole machine
-                time.sleep(SESSION_WAIT_S)
-            except OSError:  # the kernel has no autogroups, or the host has ended
-                return
-            else:
-                return
-
-    def _set_priority(self, members: Iterable[int], by: int) -> None:
-        """Set the priority of all threads of these processes, relative to our own, and that of the session."""
-        self._set_session_priority(max(by, self._session_nice))
-        nice = min(19, os.getpriority(os.PRIO_PROCESS, 0) + by)
-        for _ in range(2):  # the second pass finds threads that others started before their own turn
-            for pid in members:
-                with contextlib.suppress(OSError):
-                    for thread in os.listdir(f"/proc/{pid}/task"):
-                        with contextlib.suppress(OSError):
-                            os.setpriority(os.PRIO_PROCESS, int(thread), nice)
+    def _raise_priority(self) -> None:
+        """Give this process and the replica the priority that they have while it serves."""
+        if self._is_lowered():
+            own = os.getpid()
+            set_session_priority(self._host.pid, self._session_nice)
+            set_session_priority(own, 0)
+            set_priority([own, *_group_states(self._host.pid)], self._nice)
 
     def _send(self, **status: object) -> None:
         with contextlib.suppress(OSError):  # the supervisor may be gone
             os.write(self._status_fd, json.dumps(status).encode() + b"\n")
-
-
-def may_raise_priority() -> bool:
-    """Whether this process could raise a lowered priority to its own again; otherwise no priority is lowered.
-
-    A start is mostly imports, which take seconds of a core and would slow down requests on a busy machine. Raising a
-    priority takes ``CAP_SYS_NICE`` or a sufficient limit on ``nice``.
-    """
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        status = Path("/proc/self/status").read_text()
-        effective = next(line for line in status.splitlines() if line.startswith("CapEff:")).split()[1]
-        if int(effective, 16) >> CAP_SYS_NICE & 1:
-            return True
-    limit = resource.getrlimit(resource.RLIMIT_NICE)[0]
-    return limit == resource.RLIM_INFINITY or 20 - limit <= os.getpriority(os.PRIO_PROCESS, 0)
 
 
 def _describe_exit(returncode: int) -> str:
@@ -329,9 +294,10 @@ def _group_states(group: int) -> dict[int, tuple[str, str]]:
 
 def main() -> None:
     """Entry point; see the module's docstring."""
-    _, directory, status_fd, command_fd, nice, child, *arguments = sys.argv[1:]
+    _, directory, status_fd, command_fd, nice, session_nice, child, *arguments = sys.argv[1:]
     replica = arguments if child == "--" else int(child)
-    sys.exit(Guardian(Path(directory), int(status_fd), int(command_fd), int(nice), replica).run())
+    guardian = Guardian(Path(directory), int(status_fd), int(command_fd), int(nice), int(session_nice), replica)
+    sys.exit(guardian.run())
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import msgspec
 from app.config.schema import Deployment
 from app.control.routing import LAST_LINES, ReplicaRoute
 from app.process.machine import cpu_count
+from app.process.priority import START_NICE, may_raise_priority, set_priority, set_session_priority
 from app.process.proc import GroupUse, group_members, group_uses
 from app.process.sweep import Journal, kill_group, sweep_replica
 from app.process.vllm import ask_vllm
@@ -186,11 +187,13 @@ class ReplicaProcess:
                     stderr=output_write,
                     start_new_session=True,
                 )
+                _lower(guardian.pid)
             else:
                 request = ForkRequest(
                     self._name, str(self.directory), self._user_paths, own, [*self._guardian(STATUS, COMMAND), HOST]
                 )
                 guardian = Forked(fork(request, (status_write, command_read, output_write)))
+                _lower(guardian.pid)
                 os.write(command_write, GO)
             ours.pop_all()
         self._command_fd = command_write
@@ -329,8 +332,8 @@ class ReplicaProcess:
         return [sys.executable, "-m", program, os.path.abspath(python), *replica, str(status_fd)]
 
     def _guardian(self, status: str, command: str) -> list[str]:
-        nice = str(SPINNING_NICE * self._deployment.is_vllm)
-        return [sys.executable, "-m", "app.process.guardian", self._name, str(self.directory), status, command, nice]
+        nices = [str(os.getpriority(os.PRIO_PROCESS, 0)), str(SPINNING_NICE * self._deployment.is_vllm)]
+        return [sys.executable, "-m", "app.process.guardian", self._name, str(self.directory), status, command, *nices]
 
     def _take_log(self, line: str) -> None:
         self._lines.append(line)
@@ -383,6 +386,13 @@ def environment_of(deployment: Deployment) -> dict[str, str]:
     if deployment.python is None:  # for another Python the launcher sets it
         environment["LD_LIBRARY_PATH"] = library_path(environment)
     return environment
+
+
+def _lower(guardian: int) -> None:
+    """Lower the priority of a guardian, which the replica inherits; the guardian raises both when it serves."""
+    if may_raise_priority():
+        set_session_priority(guardian, START_NICE, tries=1)  # the event loop must not wait
+        set_priority([guardian], os.getpriority(os.PRIO_PROCESS, 0) + START_NICE)
 
 
 def _pipe(reader: contextlib.ExitStack, writer: contextlib.ExitStack) -> tuple[int, int]:

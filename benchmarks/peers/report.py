@@ -30,11 +30,11 @@ class Figure:
 
 
 _GOALS: Mapping[tuple[str, int, str, str], tuple[float | None, float | None]] = {
-    ("scale", 64, "triton-http", "per_s"): (2.0, None),
+    ("scale", 64, "triton-http", "per_s"): (3.0, None),
     ("scale", 64, "mosec", "per_s"): (0.6, None),
     ("scale", 64, "litserve", "per_s"): (6, None),
     ("scale", 64, "fastapi", "per_s"): (2.5, None),
-    ("scale", 1, "triton-http", "p50_ms"): (None, 1.15),
+    ("scale", 1, "triton-http", "p50_ms"): (None, 0.9),
     ("text", 64, "bare", "per_s"): (0.9, None),
     ("text", 64, "mosec", "per_s"): (1.0, None),
     ("text", 64, "litserve", "per_s"): (1.0, None),

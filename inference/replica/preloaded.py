@@ -136,9 +136,10 @@ def _fork(request: ForkRequest, fds: Sequence[int], others: Collection[str], con
     first = os.fork()
     if not first:
         try:
-            if pid := os.fork():
-                os.write(write, str(pid).encode())
+            if os.fork():
                 os._exit(0)
+            os.setsid()
+            os.write(write, str(os.getpid()).encode())
             for one in (read, write, connection.fileno()):
                 os.close(one)
             status, command, output = fds
@@ -157,7 +158,6 @@ def _fork(request: ForkRequest, fds: Sequence[int], others: Collection[str], con
 
 
 def _become_guardian(request: ForkRequest, status: int, command: int, output: int, others: Collection[str]) -> None:
-    os.setsid()
     for standard in (1, 2):
         os.dup2(output, standard)
     os.close(output)
@@ -179,6 +179,9 @@ def _become_guardian(request: ForkRequest, status: int, command: int, output: in
     os.close(write)
     os.read(read, 1)  # until the replica has a session
     os.close(read)
+    # What starts has a lower priority, which a session does not inherit; see `app.process.priority`.
+    with contextlib.suppress(OSError):
+        Path(f"/proc/{host}/autogroup").write_text(Path("/proc/self/autogroup").read_text().split()[-1])
     places = {STATUS: str(status), COMMAND: str(command), HOST: str(host)}
     for one in (status, command):
         os.set_inheritable(one, True)

@@ -70,7 +70,7 @@ class ReplicaStatus(msgspec.Struct, omit_defaults=True):
 READY: Final = b"ready"
 """What `inference.replica.preloaded` says once it can fork."""
 GO: Final = b"go\n"
-"""What a forked guardian waits for on its command pipe."""
+"""What a forked guardian waits for on its command pipe: the supervisor knows it and has set its priority."""
 STATUS: Final = "{status}"
 COMMAND: Final = "{command}"
 HOST: Final = "{host}"

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from app.process.priority import START_NICE, may_raise_priority
 from tests.running import Running, leftovers, processes_of, segments_of, serve, wait_for
 
 PRELOADED = "inference.replica.preloaded"
@@ -60,6 +61,19 @@ def test_a_forked_replica_has_the_circumstances_of_one_that_is_started_anew(fork
         return dict(json.loads(text.replace(str(forking.replica_folder(model)), "FOLDER").replace(model, "MODEL")))
 
     assert same(f"forked-{threads}", forked) == same(f"cold-{threads}", cold)
+
+
+@pytest.mark.skipif(not may_raise_priority(), reason="a priority can't be raised again by this user")
+@pytest.mark.parametrize("model", ["forked-1", "cold-1"])
+def test_a_replica_loads_at_a_lower_priority_than_it_serves_at(forking: Running, model: str) -> None:
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    found = seen(forking, model)
+    assert found["same"]["nice"] == own + START_NICE
+    assert found["same"]["session_nice"] in (START_NICE, None)
+    guardian = int(Path(f"/proc/{found['pid']}/stat").read_text().rpartition(") ")[2].split()[1])
+    for pid in (found["pid"], guardian):
+        threads = [int(thread) for thread in os.listdir(f"/proc/{pid}/task")]
+        assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads} == {own}
 
 
 def test_two_forks_draw_different_numbers(forking: Running) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import multiprocessing
@@ -59,6 +60,7 @@ def circumstances() -> dict[str, Any]:
             "limits": Path("/proc/self/limits").read_text(),
             "command": Path("/proc/self/cmdline").read_bytes().rstrip(b"\0").decode().split("\0")[:5],
             "nice": os.getpriority(os.PRIO_PROCESS, 0),
+            "session_nice": _session_nice(),
             "blas_threads": blas,
             "seen_by_threads": len(os.listdir("/proc/self/task")),
         },
@@ -71,6 +73,13 @@ def _kind(fd: str) -> str:
         return os.readlink(f"/proc/self/fd/{fd}").partition(":[")[0].replace(str(os.getpid()), "PID")
     except OSError:  # what listed them
         return ""
+
+
+def _session_nice() -> int | None:
+    """None: the kernel doesn't group sessions."""
+    with contextlib.suppress(OSError):
+        return int(Path("/proc/self/autogroup").read_text().split()[-1])
+    return None
 
 
 def _umask() -> int:

@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from app.process.guardian import START_NICE, Guardian, may_raise_priority
+from app.process.guardian import Guardian
+from app.process.priority import START_NICE, may_raise_priority
 from tests.running import wait_for
 
 SLEEP = "import time; time.sleep(600)"
@@ -105,15 +106,18 @@ class Guarded:
 
 
 @contextlib.contextmanager
-def guarding(tmp_path: Path, code: str, *arguments: str, session_nice: int = 0) -> Iterator[Guarded]:
+def guarding(
+    tmp_path: Path, code: str, *arguments: str, lowered_by: int = 0, session_nice: int = 0
+) -> Iterator[Guarded]:
     directory = tmp_path / "m-1"
     directory.mkdir()
     status_read, status_write = os.pipe()
     command_read, command_write = os.pipe()
     process = subprocess.Popen(
         [
-            sys.executable, "-m", "app.process.guardian", "m", str(directory), str(status_write), str(command_read),
-            str(session_nice), "--", sys.executable, "-c", code, *arguments,
+            "nice", f"-n{lowered_by}", sys.executable, "-m", "app.process.guardian", "m", str(directory),
+            str(status_write), str(command_read), str(os.getpriority(os.PRIO_PROCESS, 0)), str(session_nice), "--",
+            sys.executable, "-c", code, *arguments,
         ],
         pass_fds=(status_write, command_read),
         start_new_session=True,
@@ -171,7 +175,7 @@ def priorities(pid: int) -> tuple[set[int], str]:
 @pytest.mark.parametrize("session_nice", [0, 3])
 def test_a_start_comes_after_what_serves(tmp_path: Path, session_nice: int) -> None:
     own = os.getpriority(os.PRIO_PROCESS, 0)
-    with guarding(tmp_path, THREADS, session_nice=session_nice) as guarded:
+    with guarding(tmp_path, THREADS, lowered_by=START_NICE, session_nice=session_nice) as guarded:
         pid = guarded.host()
         wait_for(lambda: len(os.listdir(f"/proc/{pid}/task")) == 4, what="the threads")
         threads, group = priorities(pid)
@@ -180,6 +184,7 @@ def test_a_start_comes_after_what_serves(tmp_path: Path, session_nice: int) -> N
         (guarded.directory / "ready").touch()
         serving = [({own}, ""), ({own}, str(session_nice))]
         wait_for(lambda: priorities(pid) in serving, what="the priority of one that serves")
+        wait_for(lambda: priorities(guarded.process.pid)[0] == {own}, what="the guardian's own priority")
 
 
 def ignored_signals(pid: int | str) -> int:
@@ -277,7 +282,7 @@ class Looks:
         (folder / "ready").touch()
         self.now_s = 100.0
         self.states = {os.getpid(): ("python", "S"), 2: ("tritonserver", "S"), 3: ("sleep", "S")}
-        self.guardian = Guardian(folder, -1, -1, 0, [])
+        self.guardian = Guardian(folder, -1, -1, 0, 0, [])
         monkeypatch.setattr(self.guardian, "_host", SimpleNamespace(pid=os.getpid()), raising=False)
         monkeypatch.setattr(self.guardian, "_states", lambda: dict(self.states))
         monkeypatch.setattr(

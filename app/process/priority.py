@@ -1,0 +1,64 @@
+"""Priorities on the scale of `nice`: a replica that starts comes after what serves. Standard library only."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+__all__ = ["START_NICE", "may_raise_priority", "set_priority", "set_session_priority"]
+
+START_NICE: Final = 5
+"""The lower priority of a replica that is starting, and of its guardian: about a third of the normal share. A start on
+an idle machine loses nothing."""
+CAP_SYS_NICE: Final = 23
+SESSION_TRIES: Final = 5
+SESSION_WAIT_S: Final = 0.1
+
+
+def may_raise_priority() -> bool:
+    """Whether this process could raise a lowered priority to its own again; otherwise no priority is lowered.
+
+    A start is mostly imports, which take seconds of a core and would slow down requests on a busy machine. Raising a
+    priority takes ``CAP_SYS_NICE`` or a sufficient limit on ``nice``.
+    """
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        status = Path("/proc/self/status").read_text()
+        effective = next(line for line in status.splitlines() if line.startswith("CapEff:")).split()[1]
+        if int(effective, 16) >> CAP_SYS_NICE & 1:
+            return True
+    limit = resource.getrlimit(resource.RLIMIT_NICE)[0]
+    return limit == resource.RLIM_INFINITY or 20 - limit <= os.getpriority(os.PRIO_PROCESS, 0)
+
+
+def set_priority(pids: Iterable[int], nice: int) -> None:
+    """Set the priority of all threads of these processes; one that has ended is left out."""
+    members = list(pids)
+    for _ in range(2):  # the second pass finds threads that others started before their own turn
+        for pid in members:
+            with contextlib.suppress(OSError):
+                for thread in os.listdir(f"/proc/{pid}/task"):
+                    with contextlib.suppress(OSError):
+                        os.setpriority(os.PRIO_PROCESS, int(thread), nice)
+
+
+def set_session_priority(pid: int, nice: int, tries: int = SESSION_TRIES) -> None:
+    """Set the priority of a process's session.
+
+    Where the kernel groups sessions for scheduling (``autogroup``), threads compete only within theirs. Users other
+    than root may set one every 0.1 s, on the whole machine: then this waits, but for the last try.
+    """
+    for left in reversed(range(tries)):
+        try:
+            Path(f"/proc/{pid}/autogroup").write_text(str(nice))
+        except BlockingIOError:
+            if left:
+                time.sleep(SESSION_WAIT_S)
+        except OSError:  # the kernel has no autogroups, or the process has ended
+            return
+        else:
+            return
