@@ -1,11 +1,10 @@
 """The guardian of one replica: starts it, watches its processes and calls, ends them all, and sweeps.
 
-Run as ``python -m app.process.guardian NAME FOLDER STATUS_FD COMMAND_FD NICE SESSION_NICE -- ARGUMENTS...``, where NICE
-is the priority that the guardian and the replica have while the replica serves, and SESSION_NICE that of the replica's
-session; with a process id in the place of ``-- ARGUMENTS...`` the replica is a child that runs already
-(`inference.replica.preloaded`). The command pipe comes from the supervisor: ``stop\\n`` on it ends the replica
-gracefully (SIGTERM first); its end, which the supervisor's death brings too, ends the replica at once. When the
-guardian has ended, nothing of the replica is left.
+Run as ``python -m app.process.guardian NAME FOLDER STATUS_FD COMMAND_FD NICE -- ARGUMENTS...``, where NICE is the
+priority with which the replica's session begins; with a process id in the place of ``-- ARGUMENTS...`` the
+replica is a child that runs already (`inference.replica.preloaded`). The command pipe comes from the supervisor:
+``stop\\n`` on it ends the replica gracefully (SIGTERM first); its end, which the supervisor's death brings too, ends
+the replica at once. When the guardian has ended, nothing of the replica is left.
 
 It imports the standard library only, so that one more process per replica costs little.
 """
@@ -26,7 +25,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-from app.process.priority import START_NICE, set_priority, set_session_priority
+from app.process.priority import set_session_priority
 from app.process.sweep import Journal, kill_group, process_stat, process_stats, segments_mapped_by, sweep_replica
 
 __all__ = ["CallWatch", "main"]
@@ -106,19 +105,16 @@ class Guardian:
         directory: the replica's folder; removed at the end.
         status_fd: where status lines go (see `inference.wire.handshake.ReplicaStatus`).
         command_fd: read end of the supervisor's command pipe.
-        nice: the priority of this process and the replica's while it serves. What this process has when it begins is
-            the replica's until then.
-        session_nice: the priority of the replica's session while it serves.
+        session_nice: the priority with which the replica's session begins, on the scale of `nice`.
         replica: the command line that starts it, or the id of its process, a child.
     """
 
     def __init__(
-        self, directory: Path, status_fd: int, command_fd: int, nice: int, session_nice: int, replica: list[str] | int
+        self, directory: Path, status_fd: int, command_fd: int, session_nice: int, replica: list[str] | int
     ) -> None:
         self._directory = directory
         self._status_fd = status_fd
         self._command_fd = command_fd
-        self._nice = nice
         self._session_nice = session_nice
         self._replica = replica
         self._journal = Journal(directory)
@@ -130,8 +126,6 @@ class Guardian:
         """When to look at the calls next; wake-ups in between may come at any rate."""
         self._checks = 0
         self._host: subprocess.Popen[bytes] | _Child
-        self._serves = False
-        """Whether the replica has been seen to be ready."""
 
     def run(self) -> int:
         """Guard until the replica has ended and is swept. Returns the host's exit status."""
@@ -146,7 +140,7 @@ class Guardian:
             self._host = subprocess.Popen(
                 self._replica, pass_fds=(self._status_fd,), stdin=subprocess.DEVNULL, start_new_session=True
             )
-        set_session_priority(self._host.pid, max(START_NICE * self._is_lowered(), self._session_nice))
+        set_session_priority(self._host.pid, self._session_nice)
         # Only the supervisor ends the guardian, over the pipe. Set after the start: children inherit ignored signals.
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
@@ -184,9 +178,6 @@ class Guardian:
                     with contextlib.suppress(BlockingIOError):
                         os.read(wakeup, 512)
                     self._reap_orphans()
-            if not self._serves and (self._directory / READY_FILE).exists():
-                self._serves = True
-                self._raise_priority()
             if (status := self._host.poll()) is not None:
                 return "stopped" if stop_before is not None else _describe_exit(status)
             if stop_before is not None and time.monotonic() > stop_before:
@@ -264,18 +255,6 @@ class Guardian:
             except ChildProcessError:
                 return
 
-    def _is_lowered(self) -> bool:
-        """Whether this process, and so the replica, has a lower priority than while the replica serves."""
-        return os.getpriority(os.PRIO_PROCESS, 0) > self._nice
-
-    def _raise_priority(self) -> None:
-        """Give this process and the replica the priority that they have while it serves."""
-        if self._is_lowered():
-            own = os.getpid()
-            set_session_priority(self._host.pid, self._session_nice)
-            set_session_priority(own, 0)
-            set_priority([own, *_group_states(self._host.pid)], self._nice)
-
     def _send(self, **status: object) -> None:
         with contextlib.suppress(OSError):  # the supervisor may be gone
             os.write(self._status_fd, json.dumps(status).encode() + b"\n")
@@ -294,10 +273,9 @@ def _group_states(group: int) -> dict[int, tuple[str, str]]:
 
 def main() -> None:
     """Entry point; see the module's docstring."""
-    _, directory, status_fd, command_fd, nice, session_nice, child, *arguments = sys.argv[1:]
+    _, directory, status_fd, command_fd, nice, child, *arguments = sys.argv[1:]
     replica = arguments if child == "--" else int(child)
-    guardian = Guardian(Path(directory), int(status_fd), int(command_fd), int(nice), int(session_nice), replica)
-    sys.exit(guardian.run())
+    sys.exit(Guardian(Path(directory), int(status_fd), int(command_fd), int(nice), replica).run())
 
 
 if __name__ == "__main__":

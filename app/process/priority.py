@@ -1,4 +1,4 @@
-"""Priorities on the scale of `nice`: a replica that starts comes after what serves. Standard library only."""
+"""Priorities: a replica that starts comes after what serves. Standard library only."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Final
 __all__ = ["START_NICE", "may_raise_priority", "set_priority", "set_session_priority"]
 
 START_NICE: Final = 5
-"""The lower priority of a replica that is starting, and of its guardian: about a third of the normal share. A start on
-an idle machine loses nothing."""
+"""The lower priority of a replica that is starting, and of its guardian, on the scale of `nice`: about a third of the
+normal share."""
 CAP_SYS_NICE: Final = 23
 SESSION_TRIES: Final = 5
 SESSION_WAIT_S: Final = 0.1
@@ -35,14 +35,24 @@ def may_raise_priority() -> bool:
     return limit == resource.RLIM_INFINITY or 20 - limit <= os.getpriority(os.PRIO_PROCESS, 0)
 
 
-def set_priority(pids: Iterable[int], nice: int) -> None:
-    """Set the priority of all threads of these processes; one that has ended is left out."""
+def set_priority(pids: Iterable[int], nice: int, *, is_idle: bool = False) -> None:
+    """Set the priority of all threads of these processes; one that has ended is left out.
+
+    Args:
+        nice: on the scale of `nice`.
+        is_idle: whether they run only where nothing else of their session would (``SCHED_IDLE``). To the kernel a
+            processor with nothing else is idle: what wakes up is sent there, and doesn't wait.
+    """
+    policy, parameter = os.sched_getscheduler(0), os.sched_getparam(0)
+    if is_idle:
+        policy, parameter = os.SCHED_IDLE, os.sched_param(0)
     members = list(pids)
     for _ in range(2):  # the second pass finds threads that others started before their own turn
         for pid in members:
             with contextlib.suppress(OSError):
                 for thread in os.listdir(f"/proc/{pid}/task"):
                     with contextlib.suppress(OSError):
+                        os.sched_setscheduler(int(thread), policy, parameter)
                         os.setpriority(os.PRIO_PROCESS, int(thread), nice)
 
 

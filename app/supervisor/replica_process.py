@@ -49,9 +49,12 @@ REPORTED_LINES = 10
 REPORTED_CHARACTERS = 2000
 CRASH = "Fatal Python error"
 """Begins what `faulthandler` writes; the stack of the thread that crashed comes next."""
+IDLE_S = 2.0
+"""How long a start, at first, runs only where a processor has nothing else to do. Where the kernel doesn't give each
+session its share (``autogroup``), a start on a machine without any time to spare would not get on at all."""
 SPINNING_NICE = 5
-"""The priority of a vLLM's session, on the scale of `nice`. Its processes spin while they wait for each other, and at
-equal priority the kernel lets others on the same cores stand still for seconds; see docs/design.md."""
+"""The priority of a vLLM's session while it serves, on the scale of `nice`. Its processes spin while they wait for each
+other, and at equal priority the kernel lets others on the same cores stand still for seconds; see docs/design.md."""
 
 
 class Forked:
@@ -187,19 +190,20 @@ class ReplicaProcess:
                     stderr=output_write,
                     start_new_session=True,
                 )
-                _lower(guardian.pid)
+                self._lower(guardian.pid)
             else:
                 request = ForkRequest(
                     self._name, str(self.directory), self._user_paths, own, [*self._guardian(STATUS, COMMAND), HOST]
                 )
                 guardian = Forked(fork(request, (status_write, command_read, output_write)))
-                _lower(guardian.pid)
+                self._lower(guardian.pid)
                 os.write(command_write, GO)
             ours.pop_all()
         self._command_fd = command_write
         self._tasks = [
             asyncio.create_task(_read_lines(status_read, self._take_status)),
             asyncio.create_task(_read_lines(output_read, self._take_log)),
+            asyncio.create_task(self._raise(guardian.pid)),
         ]
         return guardian
 
@@ -332,8 +336,39 @@ class ReplicaProcess:
         return [sys.executable, "-m", program, os.path.abspath(python), *replica, str(status_fd)]
 
     def _guardian(self, status: str, command: str) -> list[str]:
-        nices = [str(os.getpriority(os.PRIO_PROCESS, 0)), str(SPINNING_NICE * self._deployment.is_vllm)]
-        return [sys.executable, "-m", "app.process.guardian", self._name, str(self.directory), status, command, *nices]
+        nice = str(max(START_NICE * may_raise_priority(), self._session_nice()))
+        return [sys.executable, "-m", "app.process.guardian", self._name, str(self.directory), status, command, nice]
+
+    def _session_nice(self) -> int:
+        return SPINNING_NICE * self._deployment.is_vllm
+
+    def _lower(self, guardian: int) -> None:
+        """Lower the priority of a guardian, before it does anything; the replica inherits it."""
+        if may_raise_priority():
+            set_session_priority(guardian, START_NICE, tries=1)  # the event loop must not wait
+            set_priority([guardian], _nice() + START_NICE, is_idle=True)
+
+    async def _raise(self, guardian: int) -> None:
+        """Raise the priority of guardian and replica in two steps: after `IDLE_S`, and when the replica is ready."""
+        if not may_raise_priority():
+            return
+        try:
+            await asyncio.wait([self.ready], timeout=IDLE_S)
+            if not self.ready.done():
+                await asyncio.to_thread(self._set_priority, guardian, START_NICE)
+                await asyncio.wait([self.ready])
+            if self.ready.result():
+                await asyncio.to_thread(self._set_priority, guardian, 0)
+        except OSError as error:
+            logger.warning("%s: its priority stays low: %s", self.id, error)
+
+    def _set_priority(self, guardian: int, by: int) -> None:
+        members = [guardian]
+        set_session_priority(guardian, by)
+        if group := self.group:
+            set_session_priority(group, max(by, self._session_nice()))
+            members += group_members({group})
+        set_priority(members, _nice() + by)
 
     def _take_log(self, line: str) -> None:
         self._lines.append(line)
@@ -388,11 +423,9 @@ def environment_of(deployment: Deployment) -> dict[str, str]:
     return environment
 
 
-def _lower(guardian: int) -> None:
-    """Lower the priority of a guardian, which the replica inherits; the guardian raises both when it serves."""
-    if may_raise_priority():
-        set_session_priority(guardian, START_NICE, tries=1)  # the event loop must not wait
-        set_priority([guardian], os.getpriority(os.PRIO_PROCESS, 0) + START_NICE)
+def _nice() -> int:
+    """The priority of this process."""
+    return os.getpriority(os.PRIO_PROCESS, 0)
 
 
 def _pipe(reader: contextlib.ExitStack, writer: contextlib.ExitStack) -> tuple[int, int]:

@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 
 from app.process.guardian import Guardian
-from app.process.priority import START_NICE, may_raise_priority
 from tests.running import wait_for
 
 SLEEP = "import time; time.sleep(600)"
@@ -27,12 +26,6 @@ import signal, sys, pathlib
 signal.signal(signal.SIGTERM, lambda *_: (pathlib.Path(sys.argv[1]).write_text("unloaded"), sys.exit(0)))
 print("up", flush=True)
 signal.pause()
-"""
-THREADS = """
-import threading, time
-for _ in range(3):
-    threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
-time.sleep(600)
 """
 HANGS = """
 import ctypes, pathlib, sys, time
@@ -106,18 +99,15 @@ class Guarded:
 
 
 @contextlib.contextmanager
-def guarding(
-    tmp_path: Path, code: str, *arguments: str, lowered_by: int = 0, session_nice: int = 0
-) -> Iterator[Guarded]:
+def guarding(tmp_path: Path, code: str, *arguments: str, session_nice: int = 0) -> Iterator[Guarded]:
     directory = tmp_path / "m-1"
     directory.mkdir()
     status_read, status_write = os.pipe()
     command_read, command_write = os.pipe()
     process = subprocess.Popen(
         [
-            "nice", f"-n{lowered_by}", sys.executable, "-m", "app.process.guardian", "m", str(directory),
-            str(status_write), str(command_read), str(os.getpriority(os.PRIO_PROCESS, 0)), str(session_nice), "--",
-            sys.executable, "-c", code, *arguments,
+            sys.executable, "-m", "app.process.guardian", "m", str(directory), str(status_write), str(command_read),
+            str(session_nice), "--", sys.executable, "-c", code, *arguments,
         ],
         pass_fds=(status_write, command_read),
         start_new_session=True,
@@ -164,27 +154,11 @@ def test_stop_lets_the_host_unload(tmp_path: Path) -> None:
         assert marker.read_text() == "unloaded"
 
 
-def priorities(pid: int) -> tuple[set[int], str]:
-    """The nice values of a process's threads, and its session's."""
-    threads = {os.getpriority(os.PRIO_PROCESS, int(thread)) for thread in os.listdir(f"/proc/{pid}/task")}
-    group = Path(f"/proc/{pid}/autogroup")
-    return threads, group.read_text().split()[-1] if group.exists() else ""
-
-
-@pytest.mark.skipif(not may_raise_priority(), reason="a priority can't be raised again by this user")
 @pytest.mark.parametrize("session_nice", [0, 3])
-def test_a_start_comes_after_what_serves(tmp_path: Path, session_nice: int) -> None:
-    own = os.getpriority(os.PRIO_PROCESS, 0)
-    with guarding(tmp_path, THREADS, lowered_by=START_NICE, session_nice=session_nice) as guarded:
-        pid = guarded.host()
-        wait_for(lambda: len(os.listdir(f"/proc/{pid}/task")) == 4, what="the threads")
-        threads, group = priorities(pid)
-        assert threads == {own + START_NICE}
-        assert group in ("", str(START_NICE))
-        (guarded.directory / "ready").touch()
-        serving = [({own}, ""), ({own}, str(session_nice))]
-        wait_for(lambda: priorities(pid) in serving, what="the priority of one that serves")
-        wait_for(lambda: priorities(guarded.process.pid)[0] == {own}, what="the guardian's own priority")
+def test_the_session_begins_with_its_priority(tmp_path: Path, session_nice: int) -> None:
+    with guarding(tmp_path, SLEEP, session_nice=session_nice) as guarded:
+        group = Path(f"/proc/{guarded.host()}/autogroup")
+        assert not group.exists() or group.read_text().split()[-1] == str(session_nice)
 
 
 def ignored_signals(pid: int | str) -> int:
@@ -282,7 +256,7 @@ class Looks:
         (folder / "ready").touch()
         self.now_s = 100.0
         self.states = {os.getpid(): ("python", "S"), 2: ("tritonserver", "S"), 3: ("sleep", "S")}
-        self.guardian = Guardian(folder, -1, -1, 0, 0, [])
+        self.guardian = Guardian(folder, -1, -1, 0, [])
         monkeypatch.setattr(self.guardian, "_host", SimpleNamespace(pid=os.getpid()), raising=False)
         monkeypatch.setattr(self.guardian, "_states", lambda: dict(self.states))
         monkeypatch.setattr(

@@ -78,7 +78,7 @@ class Hosted:
             self.guardian = subprocess.Popen(
                 [
                     sys.executable, "-m", "app.process.guardian", "m", str(self.directory), str(status_write),
-                    str(command_read), "0", "0", "--", sys.executable, "-m", "app.process.vllm_host", str(python), "m",
+                    str(command_read), "0", "--", sys.executable, "-m", "app.process.vllm_host", str(python), "m",
                     str(self.directory), str(status_write),
                 ],
                 pass_fds=(status_write, command_read),

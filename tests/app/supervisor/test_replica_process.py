@@ -15,8 +15,9 @@ import pytest
 from app.config.schema import Deployment
 from app.process.priority import START_NICE, may_raise_priority
 from app.supervisor import replica_process
-from app.supervisor.replica_process import ReplicaProcess, environment_of
+from app.supervisor.replica_process import SPINNING_NICE, ReplicaProcess, environment_of
 from inference.wire.handshake import GO, ForkRequest
+from tests.app.serving import until
 
 
 def environment(**fields: Any) -> dict[str, str]:
@@ -59,24 +60,63 @@ def test_torch_obeys_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert ended.stdout == "1\n"
 
 
+STARTS = """
+import os, pathlib, sys, threading, time
+from app.process.sweep import Journal
+goes = os.read(0, 9)
+os.write(1, f"{goes.decode()} {os.getpriority(os.PRIO_PROCESS, 0)} {os.sched_getscheduler(0)}".encode())
+os.close(1)
+for _ in range(3):
+    threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+Journal(pathlib.Path(sys.argv[1])).note(os.getpid(), ())
+os.read(0, 1)
+"""
+OWN = os.getpriority(os.PRIO_PROCESS, 0)
+
+
+def priorities(pid: int) -> tuple[int, set[int], set[int]]:
+    """The number of a process's threads, and their nice values and policies."""
+    threads = [int(thread) for thread in os.listdir(f"/proc/{pid}/task")]
+    nices = {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads}
+    return len(threads), nices, {os.sched_getscheduler(thread) for thread in threads}
+
+
+def session_priority(pid: int) -> str:
+    """Empty: the kernel does not group sessions."""
+    group = Path(f"/proc/{pid}/autogroup")
+    return group.read_text().split()[-1] if group.exists() else ""
+
+
 @pytest.mark.skipif(not may_raise_priority(), reason="a priority can't be raised again by this user")
-def test_a_fork_goes_on_at_a_lower_priority(tmp_path: Path) -> None:
-    code = "import os; goes = os.read(0, 9); os.write(1, goes + str(os.getpriority(os.PRIO_PROCESS, 0)).encode())"
+@pytest.mark.parametrize(("model", "session_nice"), [("m:M", 0), ("vllm:x", SPINNING_NICE)])
+def test_what_starts_comes_after_what_serves(
+    model: str, session_nice: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica_process, "IDLE_S", 0.1)
     forks: list[subprocess.Popen[bytes]] = []
 
     def fork(request: ForkRequest, fds: Sequence[int]) -> int:
-        _, command, _ = fds
-        forks.append(subprocess.Popen([sys.executable, "-c", code], stdin=command, stdout=subprocess.PIPE))
+        command = [sys.executable, "-c", STARTS, request.directory]
+        forks.append(subprocess.Popen(command, stdin=fds[1], stdout=subprocess.PIPE, start_new_session=True))
         return forks[0].pid
 
     async def start() -> None:
-        replica = ReplicaProcess("m", "m-1", Deployment(model="m:M"), tmp_path / "m-1", (), lambda stage: None)
+        deployment = Deployment(model=model, python=Path(sys.executable) if model == "vllm:x" else None)
+        replica = ReplicaProcess("m", "m-1", deployment, tmp_path / "m-1", (), lambda stage: None)
         replica.start(fork)
-        said, _ = await asyncio.to_thread(forks[0].communicate, timeout=60)
-        replica.kill()
+        with forks[0] as process:
+            assert process.stdout is not None
+            said = await asyncio.to_thread(process.stdout.read)
+            assert said.decode() == f"{GO.decode()} {OWN + START_NICE} {os.SCHED_IDLE}"
+            pid = process.pid
+            await until(lambda: priorities(pid) == (4, {OWN + START_NICE}, {os.SCHED_OTHER}))
+            assert session_priority(pid) in ("", str(START_NICE))
+            replica.ready.set_result(True)
+            await until(lambda: priorities(pid) == (4, {OWN}, {os.SCHED_OTHER}))
+            assert session_priority(pid) in ("", str(session_nice))
+            replica.kill()
         exited = asyncio.get_running_loop().create_future()
         exited.set_result(0)
         await replica.follow(exited)
-        assert said == GO + str(os.getpriority(os.PRIO_PROCESS, 0) + START_NICE).encode()
 
     asyncio.run(start())
