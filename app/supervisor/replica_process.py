@@ -349,14 +349,15 @@ class ReplicaProcess:
             set_priority([guardian], _nice() + START_NICE, is_idle=True)
 
     async def _raise(self, guardian: int) -> None:
-        """Raise the priority of guardian and replica in two steps: after `IDLE_S`, and when the replica is ready."""
+        """Raise the priority of guardian and replica in two steps: after `IDLE_S`, and when the replica is ready.
+
+        The first is repeated for processes and threads that start meanwhile.
+        """
         if not may_raise_priority():
             return
         try:
-            await asyncio.wait([self.ready], timeout=IDLE_S)
-            if not self.ready.done():
+            while not (await asyncio.wait([self.ready], timeout=IDLE_S))[0]:
                 await asyncio.to_thread(self._set_priority, guardian, START_NICE)
-                await asyncio.wait([self.ready])
             if self.ready.result():
                 await asyncio.to_thread(self._set_priority, guardian, 0)
         except OSError as error:

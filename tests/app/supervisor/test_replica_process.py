@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import subprocess
 import sys
@@ -89,10 +90,11 @@ def session_priority(pid: int) -> str:
 
 @pytest.mark.skipif(not may_raise_priority(), reason="a priority can't be raised again by this user")
 @pytest.mark.parametrize(("model", "session_nice"), [("m:M", 0), ("vllm:x", SPINNING_NICE)])
+@pytest.mark.parametrize(("idle_s", "policy"), [(600.0, os.SCHED_IDLE), (0.1, os.SCHED_OTHER)])
 def test_what_starts_comes_after_what_serves(
-    model: str, session_nice: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    idle_s: float, policy: int, model: str, session_nice: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replica_process, "IDLE_S", 0.1)
+    monkeypatch.setattr(replica_process, "IDLE_S", idle_s)
     forks: list[subprocess.Popen[bytes]] = []
 
     def fork(request: ForkRequest, fds: Sequence[int]) -> int:
@@ -104,17 +106,18 @@ def test_what_starts_comes_after_what_serves(
         deployment = Deployment(model=model, python=Path(sys.executable) if model == "vllm:x" else None)
         replica = ReplicaProcess("m", "m-1", deployment, tmp_path / "m-1", (), lambda stage: None)
         replica.start(fork)
-        with forks[0] as process:
+        with forks[0] as process, contextlib.ExitStack() as ending:
+            ending.callback(replica.kill)  # the process waits for this
             assert process.stdout is not None
-            said = await asyncio.to_thread(process.stdout.read)
-            assert said.decode() == f"{GO.decode()} {OWN + START_NICE} {os.SCHED_IDLE}"
+            goes, nice, first = (await asyncio.to_thread(process.stdout.read)).split()
+            assert (goes, int(nice)) == (GO.strip(), OWN + START_NICE)
+            assert int(first) in (os.SCHED_IDLE, policy)
             pid = process.pid
-            await until(lambda: priorities(pid) == (4, {OWN + START_NICE}, {os.SCHED_OTHER}))
+            await until(lambda: priorities(pid) == (4, {OWN + START_NICE}, {policy}))
             assert session_priority(pid) in ("", str(START_NICE))
             replica.ready.set_result(True)
             await until(lambda: priorities(pid) == (4, {OWN}, {os.SCHED_OTHER}))
             assert session_priority(pid) in ("", str(session_nice))
-            replica.kill()
         exited = asyncio.get_running_loop().create_future()
         exited.set_result(0)
         await replica.follow(exited)
