@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,9 +50,18 @@ def shapes_seen(made: Any) -> list[tuple[int, ...]]:
     return seen
 
 
-@pytest.mark.parametrize("has_onednn", [True, False])
+def make_fastest(products: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a module's linear layers take the least time; None: torch's own."""
+    wanted = packed._fed_forward_by_torch if products is None else products.fed_forward
+    monkeypatch.setattr(packed, "_took_s", lambda fed_forward, *_: float(fed_forward is not wanted))
+
+
+@pytest.mark.parametrize(("fastest", "has_onednn"), [(onednn, True), (None, True), (onednn, False)])
 @pytest.mark.parametrize("kind", sorted(packed.FAMILY))
-def test_the_states_are_those_of_padded_texts(kind: str, has_onednn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_states_are_those_of_padded_texts(
+    kind: str, fastest: Any, has_onednn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_fastest(fastest, monkeypatch)
     if not has_onednn:
         monkeypatch.setattr(torch.ops, "mkldnn", None)
     made = network(kind)
@@ -61,7 +72,28 @@ def test_the_states_are_those_of_padded_texts(kind: str, has_onednn: bool, monke
     assert (found - expected).abs().max() < 1e-5
     assert expected[1, 0].std() > 0.1
     assert seen == [(1, 48, 16)]  # 45 tokens
-    assert isinstance(made.base_model.encoder.layer[0].intermediate.dense, onednn.Linear) is has_onednn
+    assert isinstance(made.base_model.encoder.layer[0].intermediate.dense, onednn.Linear) is (
+        fastest is onednn and has_onednn
+    )
+
+
+def test_the_fastest_products_are_found_by_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+
+    def slow_by(seconds: float, fed_forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def slowed(*arguments: Any) -> torch.Tensor:
+            nonlocal now_s
+            now_s += seconds
+            return fed_forward(*arguments)
+
+        return slowed
+
+    monkeypatch.setattr(packed, "time", SimpleNamespace(thread_time=lambda: now_s))
+    for own_s, onednn_s, fastest in ((2.0, 1.0, onednn), (1.0, 2.0, None)):
+        with monkeypatch.context() as patch:
+            patch.setattr(packed, "_fed_forward_by_torch", slow_by(own_s, packed._fed_forward_by_torch))
+            patch.setattr(onednn, "fed_forward", slow_by(onednn_s, onednn.fed_forward))
+            assert packed._fastest((onednn,), network("bert").encoder.layer[0]) is fastest
 
 
 @pytest.mark.parametrize("has_amx", [True, False])
@@ -70,12 +102,13 @@ def test_a_high_precision_may_use_amx(has_amx: bool, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
     elif not torch.cpu.get_capabilities().get("amx_bf16"):
         pytest.skip("this CPU lacks AMX")
+    products = amx if has_amx else onednn
+    make_fastest(products, monkeypatch)
     made = network("bert")
     expected = states(made, fields())
     assert pack(made, precision="high")
     # These weights are so large that the states differ a hundred times as much as the products.
     assert (states(made, fields()) - expected).abs().max() < (1e-3 if has_amx else 1e-5)
-    products = amx if has_amx else onednn
     assert type(made.base_model.encoder.layer[0].intermediate.dense) is products.Linear
 
 
