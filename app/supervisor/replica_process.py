@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
+import psutil
 
 from app.config.schema import Deployment
 from app.control.routing import LAST_LINES, ReplicaRoute
@@ -364,12 +365,13 @@ class ReplicaProcess:
             logger.warning("%s: its priority stays low: %s", self.id, error)
 
     def _set_priority(self, guardian: int, by: int) -> None:
-        members = [guardian]
         set_session_priority(guardian, by)
         if group := self.group:
             set_session_priority(group, max(by, self._session_nice()))
-            members += group_members({group})
-        set_priority(members, _nice() + by)
+        with contextlib.suppress(psutil.Error):  # it has ended
+            # Not only the replica's group: what a callable starts in a session of its own inherits its policy, too.
+            members = psutil.Process(guardian).children(recursive=True)
+            set_priority([guardian, *(member.pid for member in members)], _nice() + by)
 
     def _take_log(self, line: str) -> None:
         self._lines.append(line)

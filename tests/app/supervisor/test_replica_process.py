@@ -62,15 +62,18 @@ def test_torch_obeys_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 STARTS = """
-import os, pathlib, sys, threading, time
+import os, pathlib, subprocess, sys, threading, time
 from app.process.sweep import Journal
 goes = os.read(0, 9)
-os.write(1, f"{goes.decode()} {os.getpriority(os.PRIO_PROCESS, 0)} {os.sched_getscheduler(0)}".encode())
+apart = subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL, start_new_session=True)
+nice, policy = os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)
+os.write(1, f"{goes.decode()} {nice} {policy} {apart.pid}".encode())
 os.close(1)
 for _ in range(3):
     threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
 Journal(pathlib.Path(sys.argv[1])).note(os.getpid(), ())
 os.read(0, 1)
+apart.kill()
 """
 OWN = os.getpriority(os.PRIO_PROCESS, 0)
 
@@ -109,14 +112,16 @@ def test_what_starts_comes_after_what_serves(
         with forks[0] as process, contextlib.ExitStack() as ending:
             ending.callback(replica.kill)  # the process waits for this
             assert process.stdout is not None
-            goes, nice, first = (await asyncio.to_thread(process.stdout.read)).split()
+            goes, nice, first, apart = (await asyncio.to_thread(process.stdout.read)).split()
             assert (goes, int(nice)) == (GO.strip(), OWN + START_NICE)
             assert int(first) in (os.SCHED_IDLE, policy)
             pid = process.pid
             await until(lambda: priorities(pid) == (4, {OWN + START_NICE}, {policy}))
+            await until(lambda: priorities(int(apart)) == (1, {OWN + START_NICE}, {policy}))
             assert session_priority(pid) in ("", str(START_NICE))
             replica.ready.set_result(True)
             await until(lambda: priorities(pid) == (4, {OWN}, {os.SCHED_OTHER}))
+            await until(lambda: priorities(int(apart)) == (1, {OWN}, {os.SCHED_OTHER}))
             assert session_priority(pid) in ("", str(session_nice))
         exited = asyncio.get_running_loop().create_future()
         exited.set_result(0)
