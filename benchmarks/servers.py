@@ -75,13 +75,15 @@ def running(
 
 
 def stop(process: subprocess.Popen[Any]) -> None:
-    """End a server as Ctrl-C does, or kill it if that takes it too long."""
+    """End a server as Ctrl-C does, or kill it if that takes it too long, and kill what it leaves of its group."""
     process.send_signal(signal.SIGINT)
     try:
         process.wait(STOP_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
+    with contextlib.suppress(ProcessLookupError):  # nothing is left, or the server has no group of its own
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 @contextlib.contextmanager

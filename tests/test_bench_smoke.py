@@ -1,4 +1,4 @@
-"""`make bench-smoke`: which benchmarks take part, and what their flag does."""
+"""`make bench-smoke`: which benchmarks take part, and what their flag does; what ends a benchmark's servers."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import re
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
+from benchmarks.servers import free_port, running
 from benchmarks.smoke import BENCHMARKS, parse_with_smoke
+from tests.running import wait_for
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 
@@ -52,3 +55,27 @@ def test_every_benchmark_with_the_flag_takes_part() -> None:
         if has_flag.search(path.read_text()) and path.stem != "smoke"
     }
     assert found == set(BENCHMARKS)
+
+
+LEAVES_A_CHILD = """
+import http.server, pathlib, subprocess, sys
+child = subprocess.Popen(["sleep", "600"])
+pathlib.Path(sys.argv[2]).write_text(str(child.pid))
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), http.server.SimpleHTTPRequestHandler).serve_forever()
+"""
+
+
+def has_ended(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_a_server_leaves_no_process_behind(tmp_path: Path) -> None:
+    port, note = free_port(), tmp_path / "pid"
+    command = [sys.executable, "-c", LEAVES_A_CHILD, str(port), str(note)]
+    with running(command, f"http://127.0.0.1:{port}/", cwd=tmp_path):
+        child = psutil.Process(int(note.read_text()))
+        assert child.is_running()
+    wait_for(lambda: has_ended(child), what="the end of the child")
