@@ -442,5 +442,5 @@ class TestTwoWorkers:
         assert took_s < 5
         refused = run(whole(two_workers, streamed("slow")))
         assert refused.status in (200, 503)
-        wait_for(lambda: two_workers.is_ready("slow"), 180, "another replica")
-        assert run(whole(two_workers, streamed("slow", max_tokens=5))).is_done
+        # An answer, not readiness: the worker that says so may know of the new replica before the other does.
+        wait_for(lambda: run(whole(two_workers, streamed("slow", max_tokens=5))).is_done, 180, "another replica")
