@@ -435,6 +435,11 @@ class TestTwoWorkers:
                 await stream.rest()
                 return stream, time.monotonic() - killed
 
+        def is_answered() -> bool:
+            answer = run(whole(two_workers, streamed("slow", max_tokens=5)))
+            assert answer.status in (200, 503)
+            return answer.is_done
+
         stream, took_s = run(ask())
         assert stream.error is not None
         assert stream.error["type"] == "server_error"
@@ -442,5 +447,6 @@ class TestTwoWorkers:
         assert took_s < 5
         refused = run(whole(two_workers, streamed("slow")))
         assert refused.status in (200, 503)
-        # An answer, not readiness: the worker that says so may know of the new replica before the other does.
-        wait_for(lambda: run(whole(two_workers, streamed("slow", max_tokens=5))).is_done, 180, "another replica")
+        wait_for(lambda: two_workers.is_ready("slow"), 180, "another replica")
+        # Each worker learns of it by itself: after one has said ready, the other may still refuse.
+        wait_for(is_answered, 20, "both workers to know of it")

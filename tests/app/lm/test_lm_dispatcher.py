@@ -447,6 +447,7 @@ def test_each_token_begins_the_timeout_anew(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(loop, "time", lambda: real_time() + passed_s)
         request = bench.dispatcher.open("q", [spec(1_000_000), spec(1_000_000)])
         await settle()
+        began_s = loop.time()
         for count in range(4):  # well over the timeout, with tokens of the one only
             passed_s += 2
             await settle()
@@ -455,6 +456,7 @@ def test_each_token_begins_the_timeout_anew(monkeypatch: pytest.MonkeyPatch) -> 
         passed_s += 3
         error = await failure(request)
         assert error.message == "the stream gave nothing for 3 s"
+        assert loop.time() - began_s >= 11
 
     run(scenario)
 
