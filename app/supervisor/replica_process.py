@@ -352,7 +352,7 @@ class ReplicaProcess:
     async def _raise(self, guardian: int) -> None:
         """Raise the priority of guardian and replica in two steps: after `IDLE_S`, and when the replica is ready.
 
-        The first is repeated for processes and threads that start meanwhile.
+        Until it is ready, the first step is repeated every `IDLE_S`, for processes that started during the last one.
         """
         if not may_raise_priority():
             return
@@ -368,10 +368,10 @@ class ReplicaProcess:
         set_session_priority(guardian, by)
         if group := self.group:
             set_session_priority(group, max(by, self._session_nice()))
-        with contextlib.suppress(psutil.Error):  # it has ended
-            # Not only the replica's group: what a callable starts in a session of its own inherits its policy, too.
-            members = psutil.Process(guardian).children(recursive=True)
-            set_priority([guardian, *(member.pid for member in members)], _nice() + by)
+        with contextlib.suppress(psutil.NoSuchProcess):  # the guardian has ended
+            # Beyond the replica's group: what the callable starts in another session has inherited the priority, too.
+            descendants = psutil.Process(guardian).children(recursive=True)
+            set_priority([guardian, *(process.pid for process in descendants)], _nice() + by)
 
     def _take_log(self, line: str) -> None:
         self._lines.append(line)

@@ -25,8 +25,9 @@ PASS_BYTES: Final = 24 * 1024 * 1024
 """Of a pass's widest states. A longer pass reads each weight for more tokens; more than `KEPT_BYTES` / 2 would be taken
 from the kernel anew each time."""
 TRIED_ROWS: Final = 256
+"""Of the products that are timed to find the fastest."""
 TRIES: Final = 4
-"""By which the fastest products are found; the first of each also makes its code."""
+"""How often each is timed. The least time counts, since the first includes the generation of code."""
 _NAME: Final = "headwater_packed"
 
 
@@ -62,7 +63,9 @@ def pack(network: Any, reads_first: bool = False, *, precision: Literal["highest
     encoder = network.base_model.encoder
     # Compiled, it would break into so many graphs that it takes longer.
     encoder.forward = torch.compiler.disable(functools.partial(_encoded, encoder.forward))  # type: ignore[no-untyped-call]
-    products = _fastest((amx, onednn) if precision == "high" else (onednn,), encoder.layer[0])
+    products = None
+    if all(_is_plain(part) for part in encoder.layer.modules() if isinstance(part, torch.nn.Linear)):
+        products = _fastest((amx, onednn) if precision == "high" else (onednn,), encoder.layer[0])
     for layer in encoder.layer:
         is_first_only = reads_first and layer is encoder.layer[-1]
         if products is not None:
@@ -74,10 +77,8 @@ def pack(network: Any, reads_first: bool = False, *, precision: Literal["highest
 
 
 def _fastest(modules: Sequence[Any], layer: Any) -> Any:
-    """Whose linear layers compute what follows attention in the least time on this CPU; None: torch's own do."""
+    """The module whose linear layers are the fastest on this CPU, by a layer's feed-forward part; None: torch's own."""
     first, second = layer.intermediate.dense, layer.output.dense
-    if not (_is_plain(first) and _is_plain(second)):
-        return None
     rows = torch.linspace(-1, 1, TRIED_ROWS * first.in_features).view(TRIED_ROWS, -1)
     with torch.inference_mode():
         least_s, fastest = _took_s(_fed_forward_by_torch, first, second, rows), None
@@ -89,7 +90,7 @@ def _fastest(modules: Sequence[Any], layer: Any) -> Any:
 
 
 def _took_s(fed_forward: Callable[..., torch.Tensor], first: Any, second: Any, rows: torch.Tensor) -> float:
-    """The least time of a few tries, of this thread: other processes may have the processor meanwhile."""
+    """The least CPU time of `TRIES`, of this thread: the wall time would count what other processes take."""
     times_s = []
     for _ in range(TRIES):
         began_s = time.thread_time()
@@ -122,8 +123,6 @@ def _is_right(products: Any) -> bool:
 def _fuse(layer: Any, products: Any, joins: bool) -> None:
     """Have a layer's products computed by a module's own, those of the same states as one if it joins them, and each
     with what follows it."""
-    if not all(_is_plain(part) for part in layer.modules() if isinstance(part, torch.nn.Linear)):
-        return
     attention = layer.attention.self
     if joins:
         joined = _joined(attention.query, attention.key, attention.value)
