@@ -70,9 +70,9 @@ def build(python: str, excluded: Sequence[str], into: Path, *, is_slim: bool, li
         while missing:  # what the lock leaves open, as the libraries of torch's CUDA build
             fetch(sorted(missing), python, wheels)
             needed, missing = prune(_by_name(wheels), "headwater", python, left_out)
-        for package, wheel in _by_name(wheels).items():
-            if package not in needed:
-                wheel.unlink()
+        pruned = sorted(_by_name(wheels).keys() - needed)
+        for package in pruned:
+            _by_name(wheels)[package].unlink()
         if is_slim:
             _slim(wheels, python)
         for script in SCRIPTS:
@@ -86,6 +86,7 @@ def build(python: str, excluded: Sequence[str], into: Path, *, is_slim: bool, li
             "glibc": "{}.{}".format(*GLIBC),
             "libpython": None if libpython is None else _described(folder / libpython.name),
             "excluded": {one: locked[one] for one in left_out},
+            "pruned": pruned,
             "wheels": [{"name": one, **_described(path)} for one, path in _by_name(wheels).items()],
         }
         (folder / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")

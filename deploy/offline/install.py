@@ -6,6 +6,7 @@ Imports the standard library only.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -60,14 +61,14 @@ def install(manifest: dict[str, Any], folder: Path, without: Collection[str]) ->
         if manifest["libpython"] is not None:
             shutil.copy(HERE / manifest["libpython"]["file"], folder / "lib")
         if manifest["excluded"]:
-            _site_packages(folder).joinpath(LINK).write_text(
-                "".join(f"import site; site.addsitedir({place!r})\n" for place in _own_places())
-            )
+            link = _site_packages(folder) / LINK
+            link.write_text("".join(f"import site; site.addsitedir({place!r})\n" for place in _own_places()))
+            conflicts = list(_conflicts(pip, manifest))
+            with link.open("a") as file:
+                file.write(_hiding(_unusable(conflicts, manifest)))
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    for conflict in _conflicts(pip, manifest):
-        print(f"warning: {conflict}")
     print(f"Installed Headwater {manifest['headwater']} in {time.monotonic() - started:.0f} s: {folder}/bin/headwater")
     # Any free port: a server that runs here already is no problem of this installation.
     return subprocess.run([str(folder / "bin" / "headwater"), "check", "--port", "0"], check=False).returncode
@@ -155,20 +156,57 @@ def _own_places() -> list[str]:
     return [place for place in own if os.path.isdir(place)]
 
 
-def _conflicts(pip: Sequence[str], manifest: dict[str, Any]) -> Iterator[str]:
-    """What packages that Headwater uses require and the environment does not have, as pip finds it."""
+def _conflicts(pip: Sequence[str], manifest: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Packages that Headwater uses and what each requires and the environment does not have, which is printed as pip
+    says it."""
     ended = subprocess.run([*pip, "--isolated", "check"], capture_output=True, text=True, check=False)
     excluded = set(manifest["excluded"])
-    used = {wheel["name"] for wheel in manifest["wheels"]} | excluded
+    used = {wheel["name"] for wheel in manifest["wheels"]} | excluded | set(manifest["pruned"])
     for line in ended.stdout.splitlines():
         found = re.match(r"(\S+) \S+ (?:has requirement|requires) ([\w.-]+)", line)
+        if not found:
+            continue
+        package, required = _canonical(found[1]), _canonical(found[2])
         # What is left out, or has another version than the lock's, was said already.
-        if (
-            found
-            and _canonical(found[1]) in used
-            and not (_canonical(found[2]) in excluded and _canonical(found[1]) not in excluded)
-        ):
-            yield line
+        if package in used and not (required in excluded and package not in excluded):
+            print(f"warning: {line}")
+            yield package, required
+
+
+def _unusable(conflicts: Collection[tuple[str, str]], manifest: dict[str, Any]) -> set[str]:
+    """The packages of this Python that need another numpy than PyTriton, and those that need them in turn.
+
+    They are found, but fail when they are imported, and so would packages that use them only if they are there.
+    """
+    names = {*manifest["excluded"], *manifest["pruned"]}
+    found = {package for package, required in conflicts if required == "numpy" and package in names}
+    while more := {name for name in names - found if not found.isdisjoint(_required(name))}:
+        found |= more
+    return found
+
+
+def _required(name: str) -> Iterator[str]:
+    """What a package of this Python requires, without its extras."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        for text in importlib.metadata.requires(name) or ():
+            if "extra ==" not in text:
+                yield _canonical(re.split(r"[^\w.-]", text)[0])
+
+
+def _hiding(names: Collection[str]) -> str:
+    """The line of the link that hides packages, which is said; empty if there are none."""
+    modules = sorted(
+        module
+        for module, owners in importlib.metadata.packages_distributions().items()
+        if {_canonical(owner) for owner in owners} <= set(names)
+    )
+    if not modules:
+        return ""
+    print(
+        f"warning: {', '.join(sorted(names))}: hidden, since they need another numpy than PyTriton does; models that"
+        " need them won't load. To have them, build a folder that brings them: `make offline` without them in EXCLUDE"
+    )
+    return f"import sys; sys.modules.update(dict.fromkeys({modules!r}))\n"
 
 
 def _canonical(name: str) -> str:

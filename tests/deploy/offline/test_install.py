@@ -58,7 +58,7 @@ def folder(tmp_path: Path) -> Path:
     change(
         folder, headwater="0.1", python=PYTHON, machine=platform.machine(), glibc="2.5", libpython=None, wheels=wheels
     )
-    change(folder, excluded={"packaging": importlib.metadata.version("packaging")})
+    change(folder, excluded={"packaging": importlib.metadata.version("packaging")}, pruned=[])
     return folder
 
 
@@ -107,6 +107,36 @@ def test_the_environment_has_its_own_packages_first_and_the_machine_s_behind_the
     assert (into / "lib" / library.name).read_bytes() == b"a library"
     assert f"  packaging {importlib.metadata.version('packaging')}\n" in ended.stdout
     assert "Installed Headwater 0.1" in ended.stdout
+
+
+def test_packages_of_the_machine_that_need_another_numpy_are_hidden_and_so_are_those_that_need_them(
+    folder: Path, run: Run, tmp_path: Path
+) -> None:
+    machine = tmp_path / "machine"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", machine], check=True)
+    places = next((machine / "lib").glob("python*")) / "site-packages"
+    requires = {"numpy": "", "scipy": "numpy>=9", "scikit-learn": "scipy", "users": "numpy>=9", "able": "numpy<9"}
+    for name, required in requires.items():
+        about = places / f"{name.replace('-', '_')}-9.0.dist-info"
+        about.mkdir()
+        extra = "Requires-Dist: scipy ; extra == 'more'\n"
+        lines = f"Metadata-Version: 2.1\nName: {name}\nVersion: 9.0\n{f'Requires-Dist: {required}' * bool(required)}"
+        (about / "METADATA").write_text(f"{lines}\n{extra * (name == 'able')}")
+        module = "sklearn" if name == "scikit-learn" else name
+        (about / "RECORD").write_text(f"{module}.py,,\n{about.name}/METADATA,,\n{about.name}/RECORD,,\n")
+        (places / f"{module}.py").write_text("")
+    command = """
+import importlib.util
+def main():
+    print([name for name in ("numpy", "scipy", "sklearn", "users", "able") if importlib.util.find_spec(name)])
+"""
+    wheels = [wheel(folder / "wheels", "numpy", ""), wheel(folder / "wheels", "headwater", command)]
+    change(folder, wheels=wheels, excluded={"scipy": "9.0", "able": "9.0"}, pruned=["scikit-learn", "unknown"])
+    ended = run(tmp_path / "made", python=str(machine / "bin" / "python"))
+    assert ended.returncode == 0, ended.stderr
+    assert "warning: scipy 9.0 has requirement numpy>=9, but you have numpy 0.1" in ended.stdout
+    assert "warning: scikit-learn, scipy: hidden, since they need another numpy than PyTriton does" in ended.stdout
+    assert ended.stdout.splitlines()[-1] == "['numpy', 'users', 'able']"
 
 
 def test_another_python_is_refused(folder: Path, run: Run, tmp_path: Path) -> None:
