@@ -43,8 +43,10 @@ class Served(NamedTuple):
     """What calls the models or the engine. Several runners, each with its own thread, may call one model at once."""
     models: tuple[Model, ...] = ()
     """In the order in which they were loaded."""
+    warmup_sizes: Sequence[int] = ()
+    """The numbers of rows that models are called with in the warm-up."""
     is_compiled: bool = False
-    """Whether modules of a model are compiled, in the warm-up."""
+    """Whether modules of a model are compiled then."""
 
     @property
     def handlers(self) -> list[Answers]:
@@ -54,7 +56,7 @@ class Served(NamedTuple):
         return [runner.handle for runner in self.runner]
 
     def warm_up(self, triton: EmbeddedTriton, spec: ReplicaSpec, progress: Callable[[str], None]) -> None:
-        """Call it through a Triton that has started, once per batch size or number of sequences.
+        """Call it through a Triton that has started, with each batch size or number of sequences.
 
         Raises:
             ReplicaError: a call failed; the message includes the callable's own.
@@ -65,7 +67,7 @@ class Served(NamedTuple):
             warmup_lm.warm_up(self.signature, triton, spec, progress)
         else:
             call = warmup.call_over_grpc if isinstance(self.runner, FusedPipeline) else warmup.call_over_http
-            warmup.warm_up(self.signature, triton, spec, progress, call)
+            warmup.warm_up(self.signature, triton, spec, self.warmup_sizes, progress, call)
             if self.is_compiled:
                 check_compiled()
 
@@ -156,12 +158,15 @@ def load_served(
         known.check_cacheable()
     on_known(known)
     sizes: dict[str, Sequence[int]] = {}
+    warmup_sizes = _warmup_sizes(spec)
     for step in steps:
         model = models[step.name]
         progress(f"loading {step.name} on {device}" if spec.pipeline is not None else f"loading on {device}")
         model.load(device)
         if asks_compile(type(model), step.options):
-            sizes[step.name] = compile_modules(model, signatures[step.name], device, _warmup_sizes(spec))
+            sizes[step.name] = compile_modules(model, signatures[step.name], device, sorted(set(warmup_sizes)))
+    if sizes:  # also what batches are padded to; twice, since a CUDA graph is recorded in a size's second call
+        warmup_sizes = sorted([*{*warmup_sizes}.union(*sizes.values())] * 2)
     loaded = tuple(models.values())
     if pipeline is None:
         signature = signatures[spec.name]
@@ -171,21 +176,21 @@ def load_served(
             Runner(models[spec.name], signature, device, on_broken, watch, capacity, padded_to, stream)
             for stream in streams_of(device, spec.instances)
         ]
-        return Served(signature, device, runners, loaded, bool(sizes))
+        return Served(signature, device, runners, loaded, warmup_sizes, bool(sizes))
     if plan.signature.streams:
         switch_soon()
     # To clients a plain model that streams is not a pipeline.
     signature = plan.signature if spec.pipeline is not None else msgspec.structs.replace(plan.signature, heads=())
     fused = FusedPipeline(plan, models, device, on_broken, watch, capacity, sizes)
-    return Served(signature, device, fused, loaded, bool(sizes))
+    return Served(signature, device, fused, loaded, warmup_sizes, bool(sizes))
 
 
 def _warmup_sizes(spec: ReplicaSpec) -> list[int]:
-    """The batch sizes of the warm-up, ascending."""
+    """The batch sizes of the warm-up."""
     from inference.replica.warmup import batch_sizes
 
     sizes = batch_sizes(spec.max_batch_size) if spec.warmup_batch_sizes is None else spec.warmup_batch_sizes
-    return sorted({min(size, spec.max_batch_size) for size in sizes})
+    return [min(size, spec.max_batch_size) for size in sizes]
 
 
 def _check_instances(spec: ReplicaSpec, model: Model, *, streams: bool) -> None:

@@ -70,17 +70,20 @@ def example_rows(spec: TensorSpec, value: object, rows: int) -> tuple[bytes, lis
 
 
 def warm_up(
-    signature: Signature, triton: EmbeddedTriton, spec: ReplicaSpec, progress: Callable[[str], None], call: Call
-) -> None:  # fmt: skip
-    """Call the model once with each of `warmup_batch_sizes`, by default powers of two; a pipeline with all its heads.
+    signature: Signature,
+    triton: EmbeddedTriton,
+    spec: ReplicaSpec,
+    sizes: Sequence[int],
+    progress: Callable[[str], None],
+    call: Call,
+) -> None:
+    """Call the model once with each of these numbers of rows; a pipeline with all its heads.
 
     Raises:
         ReplicaError: a call failed; the message includes the callable's own.
     """
     row = signature.example_row()
-    sizes = batch_sizes(spec.max_batch_size) if spec.warmup_batch_sizes is None else spec.warmup_batch_sizes
-    for number, size in enumerate(sizes, start=1):
-        rows = min(size, spec.max_batch_size)
+    for number, rows in enumerate(sizes, start=1):
         progress(f"warming up, batch of {rows} ({number}/{len(sizes)})")
         inputs = [(one, *example_rows(one, row[one.name], rows)) for one in signature.inputs if one.name in row]
         for report in call(signature, triton, spec, inputs, rows):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import sysconfig
+import threading
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -13,7 +15,7 @@ from inference.errors import LoadError, Problem, ReplicaError
 from inference.model import Model
 from inference.signature import Signature
 
-__all__ = ["COMPILE", "check_compiled", "compile_modules", "compiler_problem"]
+__all__ = ["COMPILE", "check_compiled", "compile_modules", "compiler_problem", "keep_graphs"]
 
 COMPILE: Final = "compile"
 """The option of every `Model` whose constructor doesn't take one of this name."""
@@ -58,6 +60,19 @@ def compile_modules(model: Model, signature: Signature, device: str, sizes: Sequ
     for name, module in modules.items():  # not `module.compile`, which leaves torch's own classes as they are
         setattr(model, name, torch.compile(module, **options))
     return sorted({*sizes, signature.max_batch_size}) if replays else ()
+
+
+def keep_graphs() -> None:
+    """Have torch keep CUDA graphs for this thread.
+
+    By itself torch does so from 2.13 on; before that it fails in every thread but the main one, for lack of these
+    private attributes.
+    """
+    from torch._inductor.cudagraph_trees import local
+
+    if not hasattr(local, "tree_manager_containers"):
+        local.tree_manager_containers = {}
+        local.tree_manager_locks = defaultdict(threading.Lock)
 
 
 def check_compiled() -> None:

@@ -17,6 +17,7 @@ from inference.errors import BadOutput
 from inference.model import Model
 from inference.pipeline import INPUT, PlannedStep
 from inference.runtime.capacity import Capacity
+from inference.runtime.compiled import keep_graphs
 from inference.runtime.device import free_memory
 from inference.runtime.failure_log import CallFailed, Failures
 from inference.runtime.stream_control import StreamControl
@@ -270,7 +271,7 @@ class Step:
         iterator = self.model(**arguments)
         end = object()
         if hasattr(iterator, "__anext__"):
-            self._turn_grad_off()
+            self._set_up_thread()
             try:
                 while True:
                     with self._watch(), control:
@@ -311,7 +312,7 @@ class Step:
                 made.retries += 1
             else:
                 made.calls += 1
-        self._turn_grad_off()
+        self._set_up_thread()
         size = next((size for size in self._sizes if size >= len(rows)), len(rows))
         arguments, watched = self._arguments(given, [*rows, *[rows[-1]] * (size - len(rows))])
 
@@ -437,7 +438,7 @@ class Step:
             return call()
 
         def run() -> T:
-            self._turn_grad_off()
+            self._set_up_thread()
             try:
                 return call()
             except (StopIteration, GeneratorExit) as error:  # a future can't carry these into a coroutine
@@ -445,12 +446,13 @@ class Step:
 
         return await asyncio.get_running_loop().run_in_executor(self._executor, run)
 
-    @staticmethod
-    def _turn_grad_off() -> None:
-        # Gradient mode is per thread.
+    def _set_up_thread(self) -> None:
+        # Gradient mode is per thread, and so are CUDA graphs.
         torch: Any = sys.modules.get("torch")
         if torch is not None and torch.is_grad_enabled():
             torch.set_grad_enabled(False)
+        if self._sizes:
+            keep_graphs()
 
 
 async def _in_time(computed: Awaitable[object], until_s: float) -> object:

@@ -358,6 +358,26 @@ def test_a_replica_whose_engine_fails_says_so(folder: Path) -> None:
         assert said[-1].text == "warm-up: a sequence ended with 'error': RuntimeError: no step on purpose"
 
 
+@pytest.mark.parametrize(
+    ("asked", "options", "expected"),
+    [
+        (None, {}, [1, 2, 4, 5]),
+        ((9, 1, 1), {}, [5, 1, 1]),
+        ((3, 1), {"compile": True}, [1, 1, 3, 3, 4, 4]),
+    ],
+    ids=["default", "asked", "compiled"],
+)
+def test_the_warm_up_has_the_sizes_that_are_asked_for_and_records_every_graph(
+    monkeypatch: pytest.MonkeyPatch, asked: tuple[int, ...] | None, options: dict[str, Any], expected: list[int]
+) -> None:
+    monkeypatch.setattr("inference.replica.served.compile_modules", lambda model, signature, device, sizes: [*sizes, 4])
+    spec = ReplicaSpec(
+        "m", "inference.zoo.scale:Scale", "", 0, (), "", device="cpu", options=options, max_batch_size=5,
+        warmup_batch_sizes=asked,
+    )  # fmt: skip
+    assert load_served(spec, lambda text: None, lambda reason: None).warmup_sizes == expected
+
+
 def test_a_model_whose_answers_can_not_be_kept_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = "from inference.zoo.scale import Scale\nclass Effects(Scale):\n    idempotent = False\n"
     (tmp_path / "effects_of_calls.py").write_text(source)

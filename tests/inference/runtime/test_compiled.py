@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import torch
 
 from inference import Model, Tensor
 from inference.errors import LoadError, ReplicaError
-from inference.runtime.compiled import check_compiled, compile_modules, compiler_problem
+from inference.runtime.compiled import check_compiled, compile_modules, compiler_problem, keep_graphs
 from inference.signature import Signature
+
+TORCHS_OWN_WARNING = pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 
 
 class Net(Model):
@@ -48,7 +51,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return asked
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # torch's own use
+@TORCHS_OWN_WARNING
 @torch.no_grad()
 def test_the_numbers_are_those_of_the_model_as_it_is_for_any_batch_size(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -94,6 +97,24 @@ def test_no_size_is_beyond_what_torch_compiles_for_one_module(
     with config.patch(recompile_limit=config.recompile_limit):
         compile_modules(*loaded(), "cuda:0", list(range(1, 21)))
         assert config.recompile_limit >= 20
+
+
+@TORCHS_OWN_WARNING
+def test_cuda_graphs_are_kept_for_whichever_thread_asks() -> None:
+    from torch._inductor import cudagraph_trees
+
+    def kept() -> tuple[bool, Any]:
+        was_there = hasattr(cudagraph_trees.local, "tree_manager_containers")
+        keep_graphs()
+        containers = cudagraph_trees.local.tree_manager_containers
+        keep_graphs()
+        assert cudagraph_trees.local.tree_manager_containers is containers
+        return was_there, cudagraph_trees.get_container(0)
+
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        found = [one.submit(kept).result(), other.submit(kept).result()]
+    assert [was_there for was_there, _ in found] == [False, False]
+    assert found[0][1] is not found[1][1]
 
 
 class Bare(Net):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -247,6 +248,13 @@ class TestMemory:
 
 
 class TestSizes:
+    @pytest.fixture(autouse=True)
+    def threads(self, monkeypatch: pytest.MonkeyPatch) -> set[int]:
+        """The threads for which CUDA graphs are kept."""
+        kept: set[int] = set()
+        monkeypatch.setattr("inference.runtime.step.keep_graphs", lambda: kept.add(threading.get_ident()))
+        return kept
+
     def test_calls_are_padded_to_the_next_one_with_copies_of_their_last_row(self) -> None:
         model = stage(lambda x: x * 2)
         pipeline = fused({"step": model}, ["step"], sizes={"step": [1, 2, 4]})
@@ -273,6 +281,17 @@ class TestSizes:
         head = Stage(lambda f: (same(torch.zeros(4, 1)), f)[1], ["f"], "y")
         pipeline = fused({"trunk": trunk, "head": head}, ["head"], sizes={"trunk": [4]})
         assert ask(pipeline, {"x": rows(1, 2, 3)})[-1].words[0].outputs["y"].ravel().tolist() == [1, 2, 3]
+
+    @pytest.mark.parametrize("sizes", [(), (4,)])
+    def test_cuda_graphs_are_kept_for_the_thread_that_calls(self, threads: set[int], sizes: tuple[int, ...]) -> None:
+        callers: list[int] = []
+
+        def noted(x: Any) -> Any:
+            callers.append(threading.get_ident())
+            return x
+
+        run(fused({"step": stage(noted)}, ["step"], sizes={"step": sizes}).steps["step"], 1, 2)
+        assert [caller in threads for caller in callers] == [bool(sizes)]
 
     def test_parameters_of_rows_are_padded_with_them(self) -> None:
         seen: list[Any] = []
