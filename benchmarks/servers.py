@@ -51,7 +51,8 @@ def running(
         log: has what it writes; None: nowhere.
 
     Raises:
-        RuntimeError: it ended or wasn't ready in time; the message has the end of its log, if it has one.
+        RuntimeError: it ended, wasn't ready in time, or is a Headwater of which a model has failed; the message has
+            its last answer and the end of its log, if there are any.
     """
     with (log or Path(os.devnull)).open("w") as output:
         process = subprocess.Popen(
@@ -64,10 +65,10 @@ def running(
         )
     try:
         deadline = time.monotonic() + START_TIMEOUT_S
-        while not _answers(ready_url, body):
-            if process.poll() is not None or time.monotonic() > deadline:
+        while (answer := _ask(ready_url, body)) is not None:
+            if process.poll() is not None or time.monotonic() > deadline or "is FAILED:" in answer:
                 said = "" if log is None else f"\n{log.read_text(errors='replace')[-3000:]}"
-                raise RuntimeError(f"did not start: {' '.join(command)}{said}")
+                raise RuntimeError(f"did not start: {' '.join(command)}\n{answer}{said}")
             time.sleep(0.1)
         yield process.pid
     finally:
@@ -97,8 +98,14 @@ def gateway(model: str, *settings: str) -> Iterator[str]:
         yield url
 
 
-def _answers(url: str, body: bytes | None) -> bool:
+def _ask(url: str, body: bytes | None) -> str | None:
+    """The text of an answer that isn't 200, empty if there is none; None: it is 200."""
     request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
-    with contextlib.suppress(urllib.error.URLError, OSError), urllib.request.urlopen(request, timeout=5) as answer:
-        return bool(answer.status == 200)
-    return False
+    try:
+        with urllib.request.urlopen(request, timeout=5) as answer:
+            return None if answer.status == 200 else ""
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.read(2000).decode(errors="replace")
+    except OSError:
+        return ""

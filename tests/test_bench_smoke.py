@@ -79,3 +79,23 @@ def test_a_server_leaves_no_process_behind(tmp_path: Path) -> None:
         child = psutil.Process(int(note.read_text()))
         assert child.is_running()
     wait_for(lambda: has_ended(child), what="the end of the child")
+
+
+HAS_FAILED = """
+import http.server, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(503)
+        self.end_headers()
+        self.wfile.write(b'{"ready": false, "error": "model `m` is FAILED: no weights"}')
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def test_a_server_whose_model_has_failed_is_not_waited_for(tmp_path: Path) -> None:
+    port, log = free_port(), tmp_path / "log"
+    with (
+        pytest.raises(RuntimeError, match="model `m` is FAILED: no weights"),
+        running([sys.executable, "-c", HAS_FAILED, str(port)], f"http://127.0.0.1:{port}/", cwd=tmp_path, log=log),
+    ):
+        pass

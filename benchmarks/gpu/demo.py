@@ -52,20 +52,26 @@ def measure(recorder: Recorder, target: Target) -> None:
 
 
 def _check(step: Step) -> None:
+    told = _checked()
+    problems = "; ".join(json.dumps(problem) for problem in told["problems"])
+    step.check("headwater check finds no problem", told["ok"], problems)
+    step.notes.append(f"versions: {json.dumps(told['versions'])}")
+
+
+def _checked() -> Any:
+    """What ``headwater check --json`` says of the demo."""
     command = [sys.executable, "-m", "app", "check", str(CONFIG), "--json", "--set", "server.port=0"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     if not ended.stdout:
         raise RuntimeError(f"headwater check ended with status {ended.returncode}: {ended.stderr}")
-    told = json.loads(ended.stdout)
-    problems = "; ".join(json.dumps(problem) for problem in told["problems"])
-    step.check("headwater check finds no problem", told["ok"], problems)
-    step.notes.append(f"versions: {json.dumps(told['versions'])}")
+    return json.loads(ended.stdout)
 
 
 def _tests(target: Target, path: Path, step: Step) -> None:
     with tempfile.TemporaryDirectory(prefix="hw-gpu-") as folder:
         report = Path(folder, "report.xml")
         command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", f"--junitxml={report}"]
+        command += ["-W", "default"]  # packages of other versions than the lock's may warn
         ended = subprocess.run([*command, str(path)], capture_output=True, text=True, check=False, cwd=ROOT)
         if not report.exists():
             raise RuntimeError(f"pytest ended with status {ended.returncode}: {ended.stdout}{ended.stderr}")
@@ -80,8 +86,12 @@ def _tests(target: Target, path: Path, step: Step) -> None:
 
 
 def _demo(target: Target, step: Step) -> None:
-    """Every deployment of the demo twice in one server, on the device and on the CPU."""
+    """Every deployment of the demo in which ``headwater check`` finds no problem, twice in one server: on the device
+    and on the CPU."""
     demo = yaml.safe_load(CONFIG.read_text())["deployments"]
+    ailing = {problem["title"].removeprefix("deployment ").partition(",")[0] for problem in _checked()["problems"]}
+    demo = {name: section for name, section in demo.items() if name not in ailing}
+    step.check("there are deployments to compare", bool(demo))
     devices = {"device": target.device, "cpu": "cpu"}
     deployments = {
         f"{name}-{where}": {**section, "device": device}

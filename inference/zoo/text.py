@@ -83,6 +83,9 @@ class Encoder(Model):
     arrays = "torch"
     example: ClassVar[Mapping[str, Any]] = {"text": ["A happy person smiles."]}
 
+    def __init__(self) -> None:
+        self._folder = weights_folder()  # so that `headwater check` says that it isn't there
+
     def load(self, device: str) -> None:
         # Imported here, because transformers' BERT takes seconds, which only reading the declarations should not cost.
         from safetensors.torch import load_file
@@ -91,17 +94,18 @@ class Encoder(Model):
         from transformers.models.bert.configuration_bert import BertConfig
         from transformers.models.bert.modeling_bert import BertModel
 
-        folder = weights_folder()
         # Not `from_pretrained`: it looks for adapters and other formats, prints a progress bar, and only logs missing
         # weights. This reads one file, and fails if it does not fit.
-        config = BertConfig.from_dict(json.loads((folder / "config.json").read_text()), attn_implementation="sdpa")
+        config = BertConfig.from_dict(
+            json.loads((self._folder / "config.json").read_text()), attn_implementation="sdpa"
+        )
         with torch.device(device), no_init_weights():  # all of them are in the file
             bert = BertModel(config, add_pooling_layer=False)
-        weights = load_file(folder / "model.safetensors", device=device)
+        weights = load_file(self._folder / "model.safetensors", device=device)
         # Assigned, not copied: on the CPU they stay in the file's pages, which all encoders of the machine share.
         bert.load_state_dict({name: weight for name, weight in weights.items() if name not in _UNUSED}, assign=True)
         self._bert = bert.train(False)
-        self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self._tokenizer = Tokenizer.from_file(str(self._folder / "tokenizer.json"))
         # The file sets both to 128, whatever the length of the texts.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
