@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import subprocess
 import sys
@@ -32,6 +33,8 @@ TEXT: Final = "inference.zoo.text:Text"
 BATCH: Final = 32
 OF_THE_BARE_AT_LEAST: Final = 0.9
 ROUNDS: Final = 3
+OURS: Final = {"Headwater": 1, "Headwater with two threads": 2}
+"""The `instances` of Headwater's servers: with two, the copies of one batch overlap with another one's computing."""
 TEXTS: Final = [f"A happy person smiles at {row + 10} others, and they smile back." for row in range(BATCH)]
 ROOT: Final = Path(__file__).parents[2]
 
@@ -66,7 +69,7 @@ def vision_options(target: Target) -> dict[str, Any]:
 
 def measure(recorder: Recorder, target: Target) -> None:
     """Run the part."""
-    size = (4, 1, 0.5) if target.is_tiny else (BATCH, ROUNDS, 2.0)
+    size = (4, 1, 0.5) if target.is_tiny else (BATCH, ROUNDS, 1.5)
     for case in (Case(VISION, vision_options(target), *size), Case(TEXT, {}, *size)):
         recorder.step(f"{case.name}: where the time goes", partial(_where_time_goes, target, case))
         recorder.step(f"{case.name}: a second", partial(_rates, target, case))
@@ -145,15 +148,16 @@ def _rates(target: Target, case: Case, step: Step) -> None:
         step.figure(name, "rows/s", *values)
     for kind, found in told.items():
         step.notes.append(f"{kind}: {found['rows']:.1f} rows a call, {found['ms']:.2f} ms a call in the replica")
-    for rows in (case.batch, 1):
-        ratios = [a / b for a, b in zip(rates[f"Headwater, {rows} a request"], rates["bare forward"], strict=True)]
-        step.goal(f"Headwater / bare forward, {rows} a request", ratios, at_least=OF_THE_BARE_AT_LEAST)
+    for server, rows in itertools.product(OURS, (case.batch, 1)):
+        kind = f"{server}, {rows} a request"
+        ratios = [a / b for a, b in zip(rates[kind], rates["bare forward"], strict=True)]
+        step.goal(f"{kind} / bare forward", ratios, at_least=OF_THE_BARE_AT_LEAST)
     step.profile = "\n".join(step.notes) + "\n" + target.profile(bare.whole)
 
 
 @contextlib.contextmanager
 def _servers(target: Target, case: Case) -> Iterator[dict[str, str]]:
-    """The URLs of Headwater and of PyTriton alone, both with the model."""
+    """The URLs of Headwater, as `OURS` says, and of PyTriton alone, all with the model."""
     port = free_port()
     bare = [case.reference, target.device, json.dumps(case.options), str(case.batch)]
     command = [sys.executable, "-m", "benchmarks.bare_pytriton", str(port), *bare]
@@ -166,9 +170,12 @@ def _servers(target: Target, case: Case) -> Iterator[dict[str, str]]:
     with contextlib.ExitStack() as stack:
         log = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hw-gpu-"))) / "log"
         url = f"http://127.0.0.1:{port}"
-        server = stack.enter_context(headwater({case.name: served}))
+        urls = {
+            name: stack.enter_context(headwater({case.name: {**served, "instances": instances}})).url
+            for name, instances in OURS.items()
+        }
         stack.enter_context(running(command, f"{url}/v2/models/{case.name}/ready", cwd=ROOT, log=log))
-        yield {"Headwater": server.url, "PyTriton": url}
+        yield {**urls, "PyTriton": url}
 
 
 def bench(
