@@ -30,6 +30,7 @@ from transformers.utils import logging as transformers_logging
 from benchmarks.smoke import parse_with_smoke
 from inference.engine import Sampling, SequenceRequest
 from inference.lm.slot_engine import SlotEngine
+from inference.tuning import turn_cudnn_attention_off
 
 __all__ = [
     "BARE",
@@ -295,6 +296,7 @@ def model_of(size: str, device: str, dtype: str) -> Any:
         eos_token_id=None,
         **shape,
     )
+    turn_cudnn_attention_off(device)  # as the product does
     with torch.device(device):  # a GPU draws a billion weights at once, a CPU in most of a minute
         model: Any = LlamaForCausalLM(config)
     return model.to(getattr(torch, dtype)).eval()

@@ -1,4 +1,4 @@
-"""Process settings for serving: the garbage collector, glibc's allocator and the thread switch interval."""
+"""Process settings for serving: the garbage collector, glibc's allocator, the thread switch interval and attention."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import gc
 import sys
 from typing import Final
 
-__all__ = ["keep_freed_memory", "settle", "switch_soon"]
+__all__ = ["keep_freed_memory", "settle", "switch_soon", "turn_cudnn_attention_off"]
 
 KEPT_BYTES: Final = 16 * 1024 * 1024
 MAPPED_FROM_BYTES: Final = 4 * 1024 * 1024
@@ -54,3 +54,15 @@ def switch_soon() -> None:
     takes, and half a step of a small language model.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+
+
+def turn_cudnn_attention_off(device: str) -> None:
+    """Have torch compute attention on a GPU without cuDNN, for networks whose inputs have all lengths.
+
+    cuDNN, which torch prefers on some GPUs, plans it anew for each length, for tens of milliseconds, and keeps each
+    plan: https://github.com/huggingface/transformers/pull/48163.
+    """
+    if device.startswith("cuda"):
+        import torch
+
+        torch.backends.cuda.enable_cudnn_sdp(False)

@@ -12,6 +12,7 @@ from typing import Any, Final, Literal, TypeAlias, TypeVar, get_args
 
 from inference.environment import problem_of
 from inference.errors import LoadError, Problem
+from inference.tuning import turn_cudnn_attention_off
 
 __all__ = ["LOCAL", "TASKS", "HfFolder", "Task"]
 
@@ -183,6 +184,7 @@ class HfFolder:
                 f"its weights lack {', '.join(missing[:3])}{more}, which {auto_class} needs",
                 "correct `options.task`, or save the trained model again",
             )
+        turn_cudnn_attention_off(device)
         return model.train(False).to(device)
 
     def need(self, module: str) -> Any:

@@ -57,7 +57,7 @@ class ImageClassification(Model):
     @torch.inference_mode()
     def __call__(self, image: Array) -> dict[str, Any]:
         images = [self._read(raw) for raw in image[:, 0].tolist()]
-        fields = self._processor(images, return_tensors="pt").to(self._device)
+        fields = self._processor(images, return_tensors="pt").to(self._device, self._network.dtype)
         return scores_of(self._folder, self._labels, self._network(**fields).logits.float())
 
     def _read(self, raw: bytes) -> Any:

@@ -12,6 +12,7 @@ from inference.hf.folder import HfFolder
 from inference.hf.packed import pack
 from inference.hf.texts import computed, counts, texts_of
 from inference.model import Embedding, Model, Parameter, Tensor
+from inference.tuning import turn_cudnn_attention_off
 from inference.wire.arrays import Array
 
 __all__ = ["SentenceSimilarity"]
@@ -86,6 +87,7 @@ class SentenceSimilarity(Model):
             raise folder.error(
                 reason, "save it by SentenceTransformer.save_pretrained, or set `task: feature-extraction`"
             )
+        turn_cudnn_attention_off(device)
         self._model = folder.load("SentenceTransformer", "sentence_transformers", device=device).train(False)
         network = getattr(self._model[0], "auto_model", None)  # of transformers
         reads_first = len(self._model) > 1 and getattr(self._model[1], "pooling_mode", None) == "cls"

@@ -73,13 +73,14 @@ class TokenClassification(Model):
         )  # fmt: skip
         special, offsets = fields.pop("special_tokens_mask"), fields.pop("offset_mapping", None)
         logits = self._pipeline.model(**fields.to(self._device)).logits.float().cpu()
+        ids = fields["input_ids"].cpu()  # the pipeline asks for each alone
         special = special | (fields["attention_mask"].cpu() == 0)  # a pipeline's text has no padding
         found = np.empty((len(texts), 1), object)
         for row, one in enumerate(texts):
             said = {
                 "logits": logits[row : row + 1],
                 "sentence": one,
-                "input_ids": fields["input_ids"][row : row + 1],
+                "input_ids": ids[row : row + 1],
                 "offset_mapping": None if offsets is None else offsets[row : row + 1],
                 "special_tokens_mask": special[row : row + 1],
             }

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from inference.errors import ReplicaError
 from inference.runtime.failure_log import text_of
+from inference.tuning import turn_cudnn_attention_off
 
 __all__ = ["CausalLM", "load_causal_lm"]
 
@@ -45,6 +46,7 @@ def load_causal_lm(folder: Path, *, device: str = "cpu", dtype: str = "auto", at
             use_safetensors=True,
         )
         model = model.to(device).eval()
+        turn_cudnn_attention_off(device)
     except Exception as error:
         raise ReplicaError(f"model: {folder} can't be loaded: {type(error).__name__}: {text_of(error)}") from error
     return CausalLM(model, _eos_ids(model))

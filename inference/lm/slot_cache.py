@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from inference.errors import ReplicaError
 from inference.lm.transformers_parts import layers_of
+from inference.runtime.device import free_memory
 
 __all__ = ["AttentionMask", "SlotCache", "StepMask"]
 
@@ -136,12 +137,15 @@ class SlotCache(Cache):
         self._resize((min(rows, self.shape[0]), min(length, self.shape[1])))
 
     def _resize(self, shape: tuple[int, int]) -> None:
+        before = self.shape
         try:
             for layer in self._slots:
                 layer.resize(shape)
         finally:  # if memory ran out half-way, the part that all layers have
             all_rows, lengths = zip(*[layer.shape for layer in self._slots], strict=True)
             self.shape = min(all_rows), min(lengths)
+        if self.shape != before:
+            free_memory()  # torch can't join what was freed into blocks as large as the next ones
 
     def aim(self, rows: slice, start: int) -> None:
         """Have the next forward pass add tokens to rows that all have `start` tokens."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import shutil
 import sysconfig
@@ -15,7 +16,7 @@ from inference.errors import LoadError, Problem, ReplicaError
 from inference.model import Model
 from inference.signature import Signature
 
-__all__ = ["COMPILE", "check_compiled", "compile_modules", "compiler_problem", "keep_graphs"]
+__all__ = ["COMPILE", "begin_graphs", "check_compiled", "compile_modules", "compiler_problem"]
 
 COMPILE: Final = "compile"
 """The option of every `Model` whose constructor doesn't take one of this name."""
@@ -55,20 +56,28 @@ def compile_modules(model: Model, signature: Signature, device: str, sizes: Sequ
     is_fixed = all(spec.datatype != "BYTES" and -1 not in spec.shape for spec in signature.inputs)
     replays = device.startswith("cuda") and is_fixed and not signature.streams
     options: dict[str, Any] = {"mode": "reduce-overhead", "dynamic": False} if replays else {}
-    # Beyond its limit torch runs the module as it is, which only its log says.
-    settings.recompile_limit = max(settings.recompile_limit, 2 * len(sizes))
+    # Beyond its limit torch runs the module as it is, which only its log says. The setting is per thread from 2.13 on.
+    limit = max(settings.recompile_limit, 2 * len(sizes))
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        options["recompile_limit"] = limit
+    else:
+        settings.recompile_limit = limit
     for name, module in modules.items():  # not `module.compile`, which leaves torch's own classes as they are
         setattr(model, name, torch.compile(module, **options))
     return sorted({*sizes, signature.max_batch_size}) if replays else ()
 
 
-def keep_graphs() -> None:
-    """Have torch keep CUDA graphs for this thread.
+def begin_graphs() -> None:
+    """Begin a call of a model whose modules may be CUDA graphs, in the thread that computes it.
 
-    By itself torch does so from 2.13 on; before that it fails in every thread but the main one, for lack of these
-    private attributes.
+    What the graphs of a call give keeps its memory until the next one begins: without that, each graph of a model takes
+    the memory of the one before it, whose outputs are its inputs. torch keeps graphs per thread, by itself from 2.13
+    on; before that it fails in every thread but the main one, for lack of these private attributes.
     """
+    import torch
     from torch._inductor.cudagraph_trees import local
+
+    torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
 
     if not hasattr(local, "tree_manager_containers"):
         local.tree_manager_containers = {}

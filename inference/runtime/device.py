@@ -16,12 +16,15 @@ __all__ = ["breaks_device", "choose_device", "free_memory", "is_out_of_memory", 
 
 _OUT_OF_MEMORY: Final = re.compile(
     r"(?:\w+\.)*OutOfMemoryError\b|.*(?:"
-    r"CUDA (?:error: |failure 2: )?out of memory|CU(?:BLAS|DNN)_STATUS_\w*ALLOC\w*_FAILED|"
+    r"CUDA (?:(?:driver )?error: |failure 2: )?out of memory|Triton Error \[CUDA\]: out of memory|"
+    r"CU(?:BLAS|DNN|SOLVER|SPARSE)_STATUS_\w*ALLOC\w*_FAILED|CUFFT_ALLOC_FAILED|"
     r"DefaultCPUAllocator: can't allocate memory|"
     r"Failed to allocate memory for requested buffer|Available memory of \d+ is smaller than requested bytes)",
     re.DOTALL,
 )
 """The wording of torch, of CUDA's libraries and of ONNX Runtime, behind the name of the exception's class."""
+_CUDA_ERROR: Final = re.compile(r"CUDA (?:driver )?error|CUDA failure|Triton Error \[CUDA\]|cuDNN (?:Frontend )?error")
+"""The wording of torch, of what it compiles, and of ONNX Runtime."""
 
 
 def is_out_of_memory(reason: str) -> bool:
@@ -47,8 +50,7 @@ def breaks_device(reason: str, device: str) -> bool:
 
     Some CUDA errors (a wrong launch configuration, say) leave it usable, which a trial shows.
     """
-    # The wording of torch and of ONNX Runtime.
-    if not ("CUDA error" in reason or "CUDA failure" in reason) or is_out_of_memory(reason):
+    if not _CUDA_ERROR.search(reason) or is_out_of_memory(reason):
         return False
     torch: Any = sys.modules.get("torch")
     if torch is None or not device.startswith("cuda"):
@@ -56,6 +58,8 @@ def breaks_device(reason: str, device: str) -> bool:
     try:
         torch.cuda.synchronize(device)
         torch.zeros(1, device=device).add_(1).cpu()
+    except torch.OutOfMemoryError:
+        return False
     except RuntimeError:
         return True
     return False

@@ -103,7 +103,8 @@ class OnnxModel(Model):
             )
         onnxruntime.preload_dlls()  # finds the CUDA libraries that are installed as Python packages
         index = int(device.partition(":")[2] or 0)
-        session = self._open([(CUDA, {"device_id": index}), CPU])
+        # By default each new shape of a convolution's input is measured with every algorithm.
+        session = self._open([(CUDA, {"device_id": index, "cudnn_conv_algo_search": "HEURISTIC"}), CPU])
         if CUDA not in session.get_providers():  # ONNX Runtime only logs the failure and falls back to the CPU
             raise self._error(
                 f"{wrong}onnxruntime {onnxruntime.__version__} can't start it: its CUDA or cuDNN libraries are missing",

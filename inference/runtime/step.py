@@ -17,7 +17,7 @@ from inference.errors import BadOutput
 from inference.model import Model
 from inference.pipeline import INPUT, PlannedStep
 from inference.runtime.capacity import Capacity
-from inference.runtime.compiled import keep_graphs
+from inference.runtime.compiled import begin_graphs
 from inference.runtime.device import free_memory
 from inference.runtime.failure_log import CallFailed, Failures
 from inference.runtime.stream_control import StreamControl
@@ -278,16 +278,19 @@ class Step:
                         result = await anext(iterator, end)
                     if result is end:
                         return
-                    yield own(result)
+                    with self._watch():
+                        owned = own(result)
                     del result
+                    yield owned
+                    del owned
             finally:
                 with self._watch():
                     await iterator.aclose()
 
         def step() -> _Piece | None:
-            with self._watch():
+            with self._watch():  # the copy from a GPU included, which waits for what was computed
                 result = next(iterator, end)
-            return None if result is end else own(result)
+                return None if result is end else own(result)
 
         def close() -> None:
             with self._watch():
@@ -317,9 +320,9 @@ class Step:
         arguments, watched = self._arguments(given, [*rows, *[rows[-1]] * (size - len(rows))])
 
         def compute() -> _Piece | Awaitable[object]:
-            with self._watch():
+            with self._watch():  # the copy from a GPU included, which waits for what was computed
                 result = self.model(**arguments)
-            return result if inspect.isawaitable(result) else self._piece(result, rows, watched, size)
+                return result if inspect.isawaitable(result) else self._piece(result, rows, watched, size)
 
         with self._watching(watched, made) if watched else _UNWATCHED:
             if self._is_async:
@@ -331,7 +334,8 @@ class Step:
             if not isinstance(piece, _Piece):
                 with self._watch():
                     result = await _in_time(piece, given.until_s)
-                piece = await self._in_executor(lambda: self._piece(result, rows, watched, size))
+                with self._watch():
+                    piece = await self._in_executor(lambda: self._piece(result, rows, watched, size))
         # A copy, because a later call may reuse the memory.
         return _owned(piece) if is_retry or len(rows) < given.rows else piece
 
@@ -447,12 +451,12 @@ class Step:
         return await asyncio.get_running_loop().run_in_executor(self._executor, run)
 
     def _set_up_thread(self) -> None:
-        # Gradient mode is per thread, and so are CUDA graphs.
+        # Before each call, because gradient mode is per thread, and so are CUDA graphs.
         torch: Any = sys.modules.get("torch")
         if torch is not None and torch.is_grad_enabled():
             torch.set_grad_enabled(False)
         if self._sizes:
-            keep_graphs()
+            begin_graphs()
 
 
 async def _in_time(computed: Awaitable[object], until_s: float) -> object:

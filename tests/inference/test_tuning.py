@@ -1,4 +1,4 @@
-"""Settings of the process: what the allocator keeps."""
+"""Settings of the process: what the allocator keeps, and how attention is computed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import subprocess
 import sys
 
 import pytest
+
+from inference.tuning import turn_cudnn_attention_off
 
 MAPPED = """
 import ctypes, sys
@@ -31,3 +33,15 @@ print(library.mallinfo2().hblks - before)
 def test_memory_from_a_size_on_is_allocated_apart(arguments: list[int], apart: int) -> None:
     command = [sys.executable, "-c", MAPPED, *map(str, arguments)]
     assert int(subprocess.run(command, check=True, capture_output=True, text=True).stdout) == apart
+
+
+@pytest.mark.parametrize(("device", "asked"), [("cpu", []), ("cuda:0", [False])])
+def test_only_on_a_gpu_is_cudnns_attention_turned_off(
+    monkeypatch: pytest.MonkeyPatch, device: str, asked: list[bool]
+) -> None:
+    import torch
+
+    called: list[bool] = []
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", called.append)
+    turn_cudnn_attention_off(device)
+    assert called == asked

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,16 @@ def test_scores_are_the_pipelines(folder: Path, model: Model) -> None:
     expected = [[next(one["score"] for one in each if one["label"] == label) for label in LABELS] for each in said]
     assert np.abs(got - np.array(expected)).max() < 1e-4
     assert np.ptp(got[:, 0]) > 0.01
+
+
+def test_weights_of_16_bits_take_images_too(model: Model, tmp_path: Path) -> None:
+    half = vit(tmp_path, LABELS)
+    config = json.loads((half / "config.json").read_text())
+    (half / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    of_half = load_model(f"hf:{half}", {})
+    of_half.load("cpu")
+    files = [file(image) for image in images()]
+    assert np.abs(scores(of_half, *files) - scores(model, *files)).max() < 0.05
 
 
 def test_base64_and_data_urls_are_the_same(model: Model) -> None:

@@ -593,6 +593,14 @@ class TestTheCache:
         run(engine, *(request(str(n), prompt_of(300), 5) for n in range(3)))
         assert held(engine) == 3 * 512
 
+    def test_is_freed_for_the_device_whenever_the_cache_has_another_size(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        freed: list[tuple[int, int]] = []
+        engine = engine_of(tiny(max_position_embeddings=2048), prefill_chunk=1024)
+        monkeypatch.setattr("inference.lm.slot_cache.free_memory", lambda: freed.append(engine._cache.shape))
+        run(engine, request("a", prompt_of(5), 5))
+        run(engine, request("b", prompt_of(300), 5))
+        assert freed == [(1, 256), (1, 512)]
+
     def test_is_given_back_at_the_end(self) -> None:
         engine = engine_of()
         engine.submit(request("a", prompt_of(5), 5))

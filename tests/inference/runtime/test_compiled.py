@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 from inference import Model, Tensor
 from inference.errors import LoadError, ReplicaError
-from inference.runtime.compiled import check_compiled, compile_modules, compiler_problem, keep_graphs
+from inference.runtime.compiled import begin_graphs, check_compiled, compile_modules, compiler_problem
 from inference.signature import Signature
 
 TORCHS_OWN_WARNING = pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
@@ -76,7 +77,7 @@ def test_the_numbers_are_those_of_the_model_as_it_is_for_any_batch_size(
 def test_on_a_gpu_each_size_is_compiled_for_a_cuda_graph(compiled: list[dict[str, Any]]) -> None:
     model, signature = loaded()
     assert compile_modules(model, signature, "cuda:0", [1, 2, 4]) == [1, 2, 4, 8]
-    assert compiled == [{"mode": "reduce-overhead", "dynamic": False}]
+    assert [(one["mode"], one["dynamic"]) for one in compiled] == [("reduce-overhead", False)]
 
 
 @pytest.mark.parametrize("inputs", [(Tensor("x", "FP32", [-1]),), (Tensor("x", "BYTES", [1]),)], ids=["-1", "text"])
@@ -85,18 +86,30 @@ def test_where_rows_differ_in_size_there_is_no_graph(compiled: list[dict[str, An
 
     Varying.inputs = inputs
     assert compile_modules(*loaded(Varying()), "cuda:0", [1, 2]) == ()
-    assert compiled == [{}]
+    assert ["mode" in one for one in compiled] == [False]
 
 
-def test_no_size_is_beyond_what_torch_compiles_for_one_module(
-    compiled: list[dict[str, Any]],
-) -> None:
-    from torch._dynamo import config
+@TORCHS_OWN_WARNING
+@torch.no_grad()
+def test_no_size_is_beyond_what_torch_compiles_for_one_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the thread that calls the model: the setting is per thread."""
+    compile = torch.compile
 
-    # Not pytest's monkeypatch, which deletes what isn't in the module's `__dict__`, and torch then hides the setting.
-    with config.patch(recompile_limit=config.recompile_limit):
-        compile_modules(*loaded(), "cuda:0", list(range(1, 21)))
-        assert config.recompile_limit >= 20
+    @functools.wraps(compile)
+    def without_a_gpu(module: torch.nn.Module, *, mode: str, **options: Any) -> Any:
+        return compile(module, backend="eager", **options)
+
+    monkeypatch.setattr(torch, "compile", without_a_gpu)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    sizes = list(range(1, 21))
+    model, signature = loaded()
+    compile_modules(model, signature, "cuda:0", sizes)
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(lambda: [model(x=torch.ones(size, 8)) for size in sizes]).result()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == len(sizes)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
 
 
 @TORCHS_OWN_WARNING
@@ -105,10 +118,12 @@ def test_cuda_graphs_are_kept_for_whichever_thread_asks() -> None:
 
     def kept() -> tuple[bool, Any]:
         was_there = hasattr(cudagraph_trees.local, "tree_manager_containers")
-        keep_graphs()
+        begin_graphs()
         containers = cudagraph_trees.local.tree_manager_containers
-        keep_graphs()
+        steps = cudagraph_trees.MarkStepBox.mark_step_counter
+        begin_graphs()
         assert cudagraph_trees.local.tree_manager_containers is containers
+        assert cudagraph_trees.MarkStepBox.mark_step_counter != steps
         return was_there, cudagraph_trees.get_container(0)
 
     with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:

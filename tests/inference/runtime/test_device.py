@@ -22,10 +22,18 @@ MEMORY = [
     "RuntimeException: [ONNXRuntimeError] : 6 : RUNTIME_EXCEPTION : Available memory of 1024 is smaller than requested "
     "bytes of 2048",
     "Fail: [ONNXRuntimeError] : 1 : FAIL : CUDA failure 2: out of memory ; GPU=0",
+    "RuntimeError: CUDA driver error: out of memory",
+    "RuntimeError: Triton Error [CUDA]: out of memory",
+    "RuntimeError: cuFFT error: CUFFT_ALLOC_FAILED",
+    "RuntimeError: cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`",
 ]
 POISONED = [
     "AcceleratorError: CUDA error: device-side assert triggered",
     "RuntimeError: CUDA error: an illegal memory access was encountered",
+    "RuntimeError: CUDA driver error: device-side assert triggered",
+    "RuntimeError: Triton Error [CUDA]: an illegal memory access was encountered",
+    "RuntimeError: cuDNN error: CUDNN_STATUS_EXECUTION_FAILED",
+    "RuntimeError: cuDNN Frontend error: [cudnn_frontend] Error: No execution plans support the graph.",
     "Fail: [ONNXRuntimeError] : 1 : FAIL : CUDA failure 700: an illegal memory access was encountered ; GPU=0",
 ]
 OTHERS = ["ValueError: the queue ran out of memory slots", "MemoryError", "RuntimeError: shapes differ"]
@@ -81,6 +89,15 @@ def test_whether_an_error_of_cuda_has_poisoned_the_context_shows_in_a_trial(
     monkeypatch.setattr(torch, "zeros", zeros)
     assert breaks_device("RuntimeError: CUDA error: invalid configuration argument", "cuda:1") is breaks
     assert synchronized == ["cuda:1"]
+
+
+def test_a_trial_that_lacks_memory_breaks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def zeros(*args: Any, **rest: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch, "zeros", zeros)
+    assert not breaks_device("RuntimeError: CUDA error: CUBLAS_STATUS_NOT_INITIALIZED", "cuda:0")
 
 
 def test_each_of_several_threads_on_a_gpu_has_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from onnx import TensorProto, helper, numpy_helper
 from inference.errors import BadInput, BadOutput, LoadError, ReplicaError
 from inference.model import Model
 from inference.runtime.loader import load_model
-from inference.runtime.onnx_model import OnnxModel, open_model
+from inference.runtime.onnx_model import CPU, CUDA, OnnxModel, open_model
 from inference.runtime.runner import Runner
 from inference.runtime.step import Given
 from inference.signature import Signature, TensorSpec
@@ -258,6 +258,27 @@ def test_a_gpu_that_this_onnx_runtime_has_no_code_for(identity: Write, monkeypat
     model = open_model(str(identity(FLOAT, ["n", 2])), {})
     with pytest.raises(ReplicaError, match=r"device 'cuda:0' needs .* is a build without it; install onnxruntime-gpu"):
         model.load("cuda:0")
+
+
+def test_on_a_gpu_a_new_shape_is_not_measured_with_every_algorithm(
+    identity: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    class Session:
+        def get_providers(self) -> list[str]:
+            return [CUDA]
+
+    def opened(self: Any, providers: Any) -> Session:
+        asked.append(providers)
+        return Session()
+
+    model = open_model(str(identity(FLOAT, ["n", 2])), {})
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: [CUDA, CPU])
+    monkeypatch.setattr(onnxruntime, "preload_dlls", lambda: None)
+    monkeypatch.setattr(type(model), "_open", opened)
+    model.load("cuda:1")
+    assert asked == [[(CUDA, {"device_id": 1, "cudnn_conv_algo_search": "HEURISTIC"}), CPU]]
 
 
 # What is refused

@@ -252,7 +252,7 @@ class TestSizes:
     def threads(self, monkeypatch: pytest.MonkeyPatch) -> set[int]:
         """The threads for which CUDA graphs are kept."""
         kept: set[int] = set()
-        monkeypatch.setattr("inference.runtime.step.keep_graphs", lambda: kept.add(threading.get_ident()))
+        monkeypatch.setattr("inference.runtime.step.begin_graphs", lambda: kept.add(threading.get_ident()))
         return kept
 
     def test_calls_are_padded_to_the_next_one_with_copies_of_their_last_row(self) -> None:

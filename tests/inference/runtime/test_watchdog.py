@@ -17,7 +17,8 @@ from app.process.guardian import CallWatch
 from inference import Model, Tensor
 from inference.runtime.runner import Runner
 from inference.runtime.watchdog import SLOTS, WATCHDOG_FILE, Watchdog
-from inference.signature import Signature
+from inference.signature import Signature, TensorSpec
+from inference.wire.arrays import wire
 from tests.pipelines import Request, Stage, fused, hear, only, rows
 
 S = 10**9
@@ -90,6 +91,31 @@ def test_a_call_is_noted_while_it_computes(tmp_path: Path, kind: type[Notes]) ->
     runner = Runner(model, Signature.of(model, name="m", max_batch_size=4), "cpu", watch=watchdog.call)
     asyncio.run(runner.handle([Request({"x": rows(1, 2)})]))
     assert (model.seen, noted(tmp_path)) == ([1], 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_stream"), [(Plain, False), (Awaiting, False), (Yielding, True), (AwaitingYields, True)]
+)
+def test_the_wait_for_what_a_gpu_computes_is_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Notes], is_stream: bool
+) -> None:
+    """It comes with the copy of the outputs."""
+    seen: list[int] = []
+
+    def copied(spec: TensorSpec, value: object, rows: int) -> Any:
+        seen.append(noted(tmp_path))
+        return wire(spec, value, rows)
+
+    monkeypatch.setattr("inference.runtime.step.wire", copied)
+    pipeline = fused({"m": kind(tmp_path)}, ["m"], watch=watchdog_in(tmp_path).call)
+
+    async def ask() -> None:
+        async for _ in hear(pipeline, {"x": rows(1)}, heads=[(1, 1)], stream="s" * is_stream):
+            pass
+
+    asyncio.run(ask())
+    assert set(seen) == {1}
+    assert noted(tmp_path) == 0
 
 
 def test_a_call_that_raises_has_ended(tmp_path: Path) -> None:
