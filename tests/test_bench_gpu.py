@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import os
 import signal
 import subprocess
@@ -10,6 +10,7 @@ import sys
 import threading
 from pathlib import Path
 
+import psutil
 import pytest
 
 import benchmarks.gpu.__main__ as commands
@@ -120,6 +121,15 @@ class TestAPart:
         assert part.steps["two"].error == "the part's time, 4 s, was over"
         assert part.status == "failed"
 
+    def test_that_is_ended_leaves_no_process(self, parts: Parts, tmp_path: Path) -> None:
+        """A test's server, say, which pytest had no time to end."""
+        parts.limit_s = 4
+        note = tmp_path / "pid"
+        server = f"one = subprocess.Popen(['sleep', '600'], start_new_session=True); pathlib.Path({str(note)!r})"
+        parts.run(f"import pathlib, subprocess\n{server}.write_text(str(one.pid))\nstep('one', hang)")
+        with contextlib.suppress(psutil.NoSuchProcess):
+            psutil.Process(int(note.read_text())).wait(10)
+
 
 class TestAnotherRun:
     def test_runs_what_was_not_begun(self, parts: Parts) -> None:
@@ -153,10 +163,9 @@ def test_what_a_part_had_no_time_for_comes_after_the_others(
     script = "needs_s = 0 if recorder.has('one') else 1000; step('one'); step('two', needs_s=needs_s); recorder.end()"
     command = parts.command(script)
     monkeypatch.setattr(commands, "part_command", lambda device, is_tiny: command)
-    options = argparse.Namespace(within=float("inf"), again=False)
-    assert commands._run(["d", "a"], tmp_path, parts.report, options) == 0
+    assert commands._run(["d", "a"], tmp_path, parts.report, float("inf"), is_anew=False) == 0
     assert parts.begun == ["one", "one", "two", "two"]
-    assert commands._run(["d", "a"], tmp_path, parts.report, options) == 0
+    assert commands._run(["d", "a"], tmp_path, parts.report, float("inf"), is_anew=False) == 0
     assert parts.begun == ["one", "one", "two", "two"]
     assert (tmp_path / "gpu.md").read_text() == markdown(read(parts.path, Report))
 

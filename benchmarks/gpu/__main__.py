@@ -32,6 +32,7 @@ SMOKE_PARTS: Final = "d"
 
 def main() -> None:
     """Run it."""
+    began_s = time.monotonic()
     parser = argparse.ArgumentParser(prog="benchmarks.gpu", description="Prove and measure Headwater on an NVIDIA GPU.")
     parts = "; ".join(f"{name}: {title}" for name, (_, title) in PARTS.items())
     parser.add_argument("--only", default=",".join(PARTS), help=f"the parts to run, such as a,b. {parts}")
@@ -56,15 +57,15 @@ def main() -> None:
         if options.smoke:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hw-gpu-")))
         folder.mkdir(parents=True, exist_ok=True)
-        sys.exit(_run(wanted, folder, Report(device, options.cpu, machine), options))
+        until_s = began_s + options.within
+        sys.exit(_run(wanted, folder, Report(device, options.cpu, machine), until_s, is_anew=options.again))
 
 
-def _run(wanted: list[str], folder: Path, fresh: Report, options: argparse.Namespace) -> int:
-    """Run the parts. Returns the exit status."""
+def _run(wanted: list[str], folder: Path, fresh: Report, until_s: float, *, is_anew: bool) -> int:
+    """Run the parts until a time of `time.monotonic`. Returns the exit status."""
     path = folder / "gpu.json"
-    until_s = time.monotonic() + options.within
     report = _known(path, fresh)
-    if options.again:
+    if is_anew:
         report.parts = {name: part for name, part in report.parts.items() if name not in wanted}
     runner = Runner(report, path, part_command(fresh.device, is_tiny=fresh.is_tiny))
     print(f"{_name(fresh.machine)}, torch {fresh.machine['packages'].get('torch')}, commit {fresh.machine['commit']}")

@@ -152,7 +152,7 @@ def _compare_texts(step: Step, name: str, on_device: Any, on_cpu: Any) -> None:
     same = next((place for place, (got, wanted) in enumerate(pairs) if got != wanted), len(pairs))
     step.figure(f"{name}: tokens that are the same", "", same)
     is_whole = same == len(on_cpu["tokens"]) == len(on_device["tokens"])
-    lead = 0.0
+    lead = float("inf")
     if same < len(on_cpu["top_logprobs"]):
         best = sorted(on_cpu["top_logprobs"][same].values())
         lead = best[-1] - best[0]

@@ -36,6 +36,10 @@ def main() -> None:
         import torch
 
         torch.set_num_threads(1)  # as servers have: threads that wait for each other do so in a loop
+    else:
+        import pynvml
+
+        pynvml.nvmlInit()  # and so it stays: where nothing else uses the GPU, each opening may take a second
     module = importlib.import_module(f"benchmarks.gpu.{PARTS[name][0]}")
     module.measure(recorder, Target(device, bool(tiny)))
     recorder.end()

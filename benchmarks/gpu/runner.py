@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import subprocess
 import sys
@@ -12,6 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
+
+import psutil
 
 from benchmarks.fanout_servers import tree
 from benchmarks.gpu.record import BROKEN_DEVICE, Part, Report, read, write
@@ -128,14 +129,14 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     """End a part's process, if it has not ended, and its servers: first as Ctrl-C does."""
     if process.poll() is not None:
         return
+    family = [psutil.Process(pid) for pid in tree(process.pid) if psutil.pid_exists(pid)]
     process.send_signal(signal.SIGINT)
-    try:
+    with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(END_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        for pid in tree(process.pid):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        process.wait()
+    for one in family:  # a test's server outlives its pytest
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()
+    process.wait()
 
 
 def part_command(device: str, *, is_tiny: bool) -> Command:

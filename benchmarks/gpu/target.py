@@ -95,7 +95,9 @@ class Target:
         kernels = [event for event in events if str(event.device_type).endswith("CUDA")]
         computes_ms = sum(map(on_device_ms, kernels))
         lines = [f"a call takes {wall_ms:.3f} ms"]
-        if self.is_gpu:
+        if self.is_gpu and not kernels:
+            lines[0] += "; the profiler recorded nothing of the device"
+        elif self.is_gpu:
             lines[0] += f", of which the device computes {computes_ms:.3f} ms ({computes_ms / wall_ms:.0%})"
         lines.append(f"{'on the device, ms':>18} {'on the processor, ms':>21} {'times':>6}  what")
         shown = sorted(kernels, key=on_device_ms)[-PROFILE_ROWS:][::-1]
