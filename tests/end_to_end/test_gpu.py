@@ -69,6 +69,20 @@ def test_compiled_models_and_two_streams_answer_as_one_model_does_under_load() -
 
 @pytest.mark.gpu
 @pytest.mark.skipif(_no_gpu(), reason="needs a CUDA device")
+def test_several_compiled_modules_of_one_model_keep_their_outputs_apart() -> None:
+    plain = {"model": "devices:Pair", "device": "cuda", "batching": {"max_batch_size": 4}}
+    config = {"plain": plain, "compiled": {**plain, "options": {"compile": True}}}
+    chance = random.Random(8)
+    with serve({"deployments": config}) as running:
+        for rows in (1, 3, 4, 2, 4):
+            x = [chance.uniform(-1, 1) for _ in range(16 * rows)]
+            answers = [running.infer(name, x, shape=[rows, 16]).json() for name in config]
+            expected, got = (answer["outputs"][0]["data"] for answer in answers)
+            assert got == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(_no_gpu(), reason="needs a CUDA device")
 def test_memory_and_a_poisoned_context_of_a_real_gpu() -> None:
     """A row of x takes x GiB on the GPU; one of -1 poisons its context."""
     config = {"taker": {"model": "devices:Taker", "device": "cuda", "warmup_batch_sizes": [1]}}

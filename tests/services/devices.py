@@ -57,6 +57,24 @@ class Head(Model):
         return {self.output: found}
 
 
+class Pair(Model):
+    """Two modules, of which each takes what the other one gave, and the first is called twice."""
+
+    inputs = (Tensor("x", "FP32", [16]),)
+    outputs = (Tensor("y", "FP32", [16]),)
+    arrays = "torch"
+
+    def load(self, device: str) -> None:
+        import torch
+
+        torch.manual_seed(1)
+        self.one, self.other = (torch.nn.Linear(16, 16, device=device) for _ in range(2))
+
+    def __call__(self, *, x: Any) -> Any:
+        first = self.one(x)
+        return {"y": first + self.one(self.other(first))}
+
+
 class Taker(Model):
     """Takes as many GiB of a real GPU as the rows say in all, or, at a negative row, poisons its context."""
 
