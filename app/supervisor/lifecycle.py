@@ -31,6 +31,8 @@ __all__ = ["Lifecycle"]
 logger = logging.getLogger("headwater")
 
 TRAFFIC_ACTIONS: Final = ("promote", "rollback")
+CHOSEN_S: Final = 0.5
+"""How long a version that is gone still accepts requests: those that were given it, and whose bodies are coming."""
 
 
 class Lifecycle:
@@ -342,6 +344,7 @@ class Lifecycle:
 
     async def _ended_version(self, one: ReplicaSet) -> Retired:
         """Drain and end a version, and forget it."""
+        await asyncio.sleep(CHOSEN_S)
         drained = await one.begin_unload(one.config.drain_timeout_s)
         retired = await one.end_unload()
         retired.drained = drained

@@ -1025,6 +1025,21 @@ def test_a_reload_that_adds_a_version_starts_only_that_and_one_that_removes_it_d
     run(scenario)
 
 
+def test_a_version_that_is_gone_still_accepts_what_was_given_to_it_just_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.supervisor.lifecycle.CHOSEN_S", 600)
+
+    async def scenario() -> None:
+        supervisor = Supervisor(versions(), allow_load="any")
+        await supervisor.start()
+        assert await supervisor.told("reload", "c", {"versions": {"3": {}}}) == (200, "")
+        reloading = asyncio.ensure_future(supervisor.told("reload", "c", {}))
+        await until(lambda: "3" not in supervisor.deployments.config.deployments["c"].versions)
+        assert (supervisor.sets["c.3"].state, supervisor.drains) == (State.READY, [])
+        reloading.cancel()
+
+    run(scenario)
+
+
 def test_a_reload_that_changes_a_version_replaces_only_its_replicas() -> None:
     async def scenario() -> None:
         supervisor = Supervisor(versions(), allow_load="any")

@@ -119,6 +119,7 @@ def test_what_starts_comes_after_what_serves(
             await until(lambda: priorities(pid) == (4, {OWN + START_NICE}, {policy}))
             await until(lambda: priorities(int(apart)) == (1, {OWN + START_NICE}, {policy}))
             assert session_priority(pid) in ("", str(START_NICE))
+            await until(lambda: replica.group == pid)
             replica.ready.set_result(True)
             await until(lambda: priorities(pid) == (4, {OWN}, {os.SCHED_OTHER}))
             await until(lambda: priorities(int(apart)) == (1, {OWN}, {os.SCHED_OTHER}))
