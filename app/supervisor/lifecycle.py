@@ -32,7 +32,8 @@ logger = logging.getLogger("headwater")
 
 TRAFFIC_ACTIONS: Final = ("promote", "rollback")
 CHOSEN_S: Final = 0.5
-"""How long a version that is gone still accepts requests: those that were given it, and whose bodies are coming."""
+"""How long a version that a reload removes still accepts requests: a worker may have chosen it for one whose body is
+still coming."""
 
 
 class Lifecycle:

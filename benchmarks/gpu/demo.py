@@ -89,8 +89,8 @@ def _demo(target: Target, step: Step) -> None:
     """Every deployment of the demo in which ``headwater check`` finds no problem, twice in one server: on the device
     and on the CPU."""
     demo = yaml.safe_load(CONFIG.read_text())["deployments"]
-    ailing = {problem["title"].removeprefix("deployment ").partition(",")[0] for problem in _checked()["problems"]}
-    demo = {name: section for name, section in demo.items() if name not in ailing}
+    failing = {problem["title"].removeprefix("deployment ").partition(",")[0] for problem in _checked()["problems"]}
+    demo = {name: section for name, section in demo.items() if name not in failing}
     step.check("there are deployments to compare", bool(demo))
     devices = {"device": target.device, "cpu": "cpu"}
     deployments = {

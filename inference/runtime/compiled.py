@@ -78,7 +78,6 @@ def begin_graphs() -> None:
     from torch._inductor.cudagraph_trees import local
 
     torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
-
     if not hasattr(local, "tree_manager_containers"):
         local.tree_manager_containers = {}
         local.tree_manager_locks = defaultdict(threading.Lock)
