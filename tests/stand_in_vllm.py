@@ -30,9 +30,16 @@ import time
 from multiprocessing import shared_memory
 from pathlib import Path
 
-__all__ = ["VERSION", "environment", "main"]
+__all__ = ["NOT_OFFERED", "NOT_OFFERED_BODY", "VERSION", "environment", "main"]
 
 VERSION = "0.32.0+cpu"
+NOT_OFFERED = (
+    "/invocations", "/inference/v1/generate", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/abort_requests",
+    "/collective_rpc", "/sleep", "/wake_up", "/reset_prefix_cache", "/pooling", "/score", "/classify",
+    "/start_profile", "/scale_elastic_ep", "/v1/messages", "/v1/chat/completions/render",
+)  # fmt: skip
+"""Routes of vLLM that Headwater doesn't have. A route that Headwater gets leaves this list in the same commit."""
+NOT_OFFERED_BODY = {"model": "tiny", "prompt": "x", "input": "x"}
 PREFIX = "(EngineCore pid=7) ERROR 11-22 13:52:06 [core.py:1510] "
 PR_SET_NAME = 15
 

@@ -15,7 +15,7 @@ import pytest
 from app.process.sweep import process_stat
 from app.supervisor.replica_process import SPINNING_NICE
 from tests.running import Running, in_background, leftovers, processes_of, segments_of, serve, wait_for
-from tests.stand_in_vllm import environment
+from tests.stand_in_vllm import NOT_OFFERED, NOT_OFFERED_BODY, environment
 
 DRAIN_S = 1.0
 
@@ -127,6 +127,11 @@ def test_the_deployments_environment_reaches_it_and_what_is_meant_for_another_vl
 def test_what_spins_comes_after_the_gateway(running: Running) -> None:
     session = Path(f"/proc/{running.replica_pid('m')}/autogroup")
     assert session.read_text().split()[-1] == str(SPINNING_NICE)
+
+
+@pytest.mark.parametrize("path", NOT_OFFERED)
+def test_vllms_other_routes_are_not_ours(running: Running, path: str) -> None:
+    assert running.client.post(f"{running.url}{path}", json=NOT_OFFERED_BODY).status_code == 404
 
 
 def test_unload_in_the_middle_of_a_stream_leaves_nothing(running: Running) -> None:

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from tests.running import Running, processes_of, wait_for
+from tests.stand_in_vllm import NOT_OFFERED, NOT_OFFERED_BODY
 from tests.token_streams import figures, is_idle, open_stream, run, whole
 from tests.vllm.conftest import AT_ONCE
 
@@ -117,17 +118,15 @@ def test_tokens_are_counted(vllm_server: Running) -> None:
 # What can't be reached
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "/invocations", "/inference/v1/generate", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/abort_requests",
-        "/collective_rpc", "/sleep", "/wake_up", "/reset_prefix_cache", "/pooling", "/score", "/rerank", "/classify",
-        "/start_profile", "/scale_elastic_ep", "/v1/messages", "/v1/chat/completions/render",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("path", NOT_OFFERED)
 def test_vllms_other_routes_are_not_ours(vllm_server: Running, path: str) -> None:
-    body = {"model": "tiny", "prompt": "x", "input": "x"}
-    assert vllm_server.client.post(f"{vllm_server.url}{path}", json=body).status_code == 404
+    assert vllm_server.client.post(f"{vllm_server.url}{path}", json=NOT_OFFERED_BODY).status_code == 404
+
+
+def test_a_route_of_ours_is_not_answered_by_vllm(vllm_server: Running) -> None:
+    body = {"model": "tiny", "query": "x", "documents": ["x"]}
+    answer = vllm_server.client.post(f"{vllm_server.url}/rerank", json=body)
+    assert (answer.status_code, "reranking" in answer.text) == (400, True), answer.text
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
