@@ -131,7 +131,8 @@ soak: $(VENV)/.dev  ## load, use, unload and reload models again and again, and 
 	@exec $(BIN)/python -m tests.soak $(ARGS)
 
 chaos: $(VENV)/.dev  ## ask 10,000 things while processes are killed and stopped, and see that all ends well
-	@exec $(BIN)/python -m tests.chaos $(ARGS)
+	@$(BIN)/python -m tests.chaos $(ARGS)
+	@exec $(BIN)/python -m tests.hostile
 
 fuzz: $(VENV)/.fuzz  ## give what reads requests inputs that reach new code, a minute for each target
 	@exec $(BIN)/python -m tests.fuzz $(ARGS)
