@@ -10,7 +10,15 @@ import orjson
 from app.codecs.faults import at, key_text, shown
 from app.errors import BadRequest
 
-__all__ = ["CHOICE_SCHEMA", "MAX_TOOLS", "TOOLS_SCHEMA", "ToolChoice", "checked_choice", "checked_tools"]
+__all__ = [
+    "CHOICE_SCHEMA",
+    "MAX_TOOLS",
+    "NO_PARAMETERS",
+    "TOOLS_SCHEMA",
+    "ToolChoice",
+    "checked_choice",
+    "checked_tools",
+]
 
 MAX_TOOLS: Final = 128
 """As many as in OpenAI's API."""
@@ -19,8 +27,10 @@ MAX_BYTES: Final = 256 << 10
 MAX_DEPTH: Final = 64
 """Objects and arrays within each other."""
 
+NO_PARAMETERS: Final = {"type": "object", "properties": {}, "additionalProperties": False}
+"""The parameters of a function that declares none, as OpenAI's API has it: an object without properties."""
+
 _NAME: Final = re.compile(r"[a-zA-Z0-9_-]{1,64}")
-_NO_PARAMETERS: Final = {"type": "object", "properties": {}}
 _FIELDS: Final = frozenset({"name", "description", "parameters", "strict"})
 
 _FUNCTION: Final = {
@@ -29,7 +39,7 @@ _FUNCTION: Final = {
     "properties": {
         "name": {"type": "string", "pattern": f"^{_NAME.pattern}$"},
         "description": {"type": "string"},
-        "parameters": {"type": "object", "description": "A JSON schema of an object"},
+        "parameters": {"type": "object", "description": "JSON schema of an object; without it: no arguments"},
         "strict": {"type": "boolean", "description": "Without effect: calls that are required keep to the schema"},
     },
 }
@@ -151,7 +161,7 @@ def _function(tool: object, path: str) -> dict[str, Any]:
         raise _wrong(f"{path}.strict", "true or false", function["strict"])
     parameters = function.get("parameters")
     if parameters is None:
-        parameters = _NO_PARAMETERS
+        parameters = NO_PARAMETERS
     elif not isinstance(parameters, dict):
         raise _wrong(f"{path}.parameters", "a JSON schema of an object", parameters)
     elif parameters.get("type", "object") != "object":

@@ -15,6 +15,7 @@ import msgspec
 from app.codecs.faults import at, key_text, shown
 from app.errors import BadRequest
 from app.lm.generate import GenerateRequest
+from app.lm.tools import NO_PARAMETERS
 from app.telemetry.catalogue import Route
 from inference.errors import did_you_mean
 
@@ -153,6 +154,8 @@ def read_request(route: Route, body: dict[str, Any]) -> VllmRequest:
                 raise at(name, None, f'expected ["text"], got {shown(value)}')
         elif name not in _LABELS:
             raise at(key_text(name), None, f"unknown field{did_you_mean(name, allowed)}")
+    if isinstance(kept.get("tools"), list):
+        kept["tools"] = [_with_parameters(tool) for tool in kept["tools"]]
     options = kept.pop("stream_options", {})
     n = kept.get("n")
     if n is not None and (type(n) is not int or not 1 <= n <= MAX_CHOICES):
@@ -197,6 +200,17 @@ def from_generate(model: str, request: GenerateRequest, *, streams: bool) -> Vll
         "echo": given.exclude_input_in_output is False,
     }
     return VllmRequest("completions", body, streams, timeout_s=timeout_us / 1e6 if timeout_us else None)
+
+
+def _with_parameters(tool: object) -> object:
+    """A tool of a chat or of a response; a function that declares no parameters takes no arguments."""
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        return tool
+    function = tool.get("function", tool)
+    if not isinstance(function, dict) or "name" not in function or function.get("parameters") is not None:
+        return tool
+    function = {**function, "parameters": NO_PARAMETERS}
+    return {**tool, "function": function} if "function" in tool else function
 
 
 def _check_prompts(prompt: object, n: int) -> None:

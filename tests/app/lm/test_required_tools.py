@@ -145,6 +145,26 @@ def test_a_named_function_is_called_once(model: tuple[Path, Engine]) -> None:
             check(name, arguments)
 
 
+@pytest.mark.parametrize("parameters", [{}, {"parameters": None}])
+def test_a_tool_without_parameters_is_called_without_arguments(
+    model: tuple[Path, Engine], parameters: dict[str, Any]
+) -> None:
+    tool = {"type": "function", "function": {"name": "bare", **parameters}}
+    chats = asking(model, *({"tools": [tool], "tool_choice": "required", "seed": seed} for seed in (0, 10)))
+    calls = [call for answer in chats for _, calls, finish in answer for call in calls if finish == "tool_calls"]
+    assert calls
+    assert {(name, json.loads(arguments) == {}) for name, arguments in calls} == {("bare", True)}
+
+    async def scenario(ask: Ask, dispatcher: LmDispatcher) -> None:
+        flat = {"type": "function", "name": "bare", **parameters}
+        body = {"model": "lm", "input": "hi", "tools": [flat], "tool_choice": "required", "max_output_tokens": 300}
+        items = said((await ask("/v1/responses", parallel_tool_calls=False, **body)).json())
+        assert [(item[1], json.loads(item[2])) for item in items] == [("bare", {})]
+
+    folder, engine = model
+    run(engine, scenario, folder)
+
+
 def test_one_call_only_unless_they_may_be_parallel(model: tuple[Path, Engine]) -> None:
     (answer,) = asking(model, {"tool_choice": "required", "parallel_tool_calls": False, "seed": 3, "n": 8})
     for _, calls, finish in answer:

@@ -54,6 +54,16 @@ def test_an_unknown_field_is_named(route: Route, name: str, suggested: str) -> N
     assert suggested in error.message
 
 
+def test_a_tool_without_parameters_takes_no_arguments() -> None:
+    none = {"type": "object", "properties": {}, "additionalProperties": False}
+    own = {"name": "own", "parameters": {"type": "object"}}
+    chat = sent("chat", tools=[{"type": "function", "function": function} for function in ({"name": "bare"}, own)])
+    assert [tool["function"] for tool in chat["tools"]] == [{"name": "bare", "parameters": none}, own]
+    flat = [{"type": "function", "name": "bare", "parameters": None}, {"type": "function", **own}, {"type": "x"}, 1]
+    response = sent("responses", tools=flat)
+    assert response["tools"] == [{"type": "function", "name": "bare", "parameters": none}, *flat[1:]]
+
+
 def test_known_fields_go_on_as_they_are() -> None:
     fields: dict[str, Any] = {
         "temperature": 0,
