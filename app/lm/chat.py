@@ -209,6 +209,8 @@ class ChatRequest(StreamFields, kw_only=True):
             checked_variables(self.chat_template_kwargs),
             tools or None,
         )
+        if use is not None and grammar is None:  # a grammar leaves no room for reasoning
+            use = use.after(rendered)
         check_size("messages", rendered, limits)
         ids = text.encode_chat(rendered)
         default = max(limits.cache_tokens // limits.max_sequences - len(ids), LEAST_CHAT_TOKENS)

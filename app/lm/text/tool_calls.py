@@ -7,37 +7,31 @@ A model writes calls as it was trained to; these are the formats that are read h
   ``<|python_tag|>``; further calls after ``;``;
 - ``mistral``: ``[TOOL_CALLS][{"name": "f", "arguments": {...}}, ...]``, in later models ``[TOOL_CALLS]f[ARGS]{...}``.
 
-Text outside of calls is the answer's content, and so is whatever only looks like a call.
+Text outside of calls is the answer's content, and so is whatever only looks like a call. A model's reasoning,
+``<think>...</think>`` (of some Mistral models ``[THINK]...[/THINK]``), is content, too: it is separated before calls
+are looked for, because a call within it is only a thought.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 import secrets
-from collections.abc import Callable, Generator, Mapping
-from typing import Final, NamedTuple, TypeAlias, TypeVar
+from collections.abc import Mapping
+from typing import Final, NamedTuple
 
 import msgspec
 import orjson
 
+from app.lm.text.call_source import SPACE, CallSource, NoCall, Reading
 from inference.signature import ToolParser
 
 __all__ = ["FORMATS", "CallFinder", "CallFormat", "CallPart", "ToolUse", "call_format"]
 
-MAX_DEPTH: Final = 128
-"""Objects and arrays within each other in a call; one that has more is content."""
 _MAX_HEAD: Final = 256
 """Characters between ``[TOOL_CALLS]`` and the arguments."""
 
-_SPACE: Final = " \t\r\n"
-_SPACES: Final = re.compile(f"[{_SPACE}]*")
-_OUTSIDE: Final = re.compile(r'["{}\[\]]')
-_INSIDE: Final = re.compile(r'["\\]')
 _HEAD: Final = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*\w*\s*)?(?:\[ARGS\]\s*)?", re.ASCII)
-
-_T = TypeVar("_T")
-_Reading: TypeAlias = Generator[None, None, _T]
-"""Yields whenever it needs more text."""
 
 
 class CallFormat(NamedTuple):
@@ -46,12 +40,19 @@ class CallFormat(NamedTuple):
     name: ToolParser
     opening: str
     """Opens one or more calls wherever it stands; often a special token."""
-    marks: tuple[str, ...]
+    call_marks: tuple[str, ...]
     """What may be special tokens, and must not be left out of the text."""
     is_bare: bool = False
     """Whether a call may also stand at the answer's beginning without the opening."""
     has_names: bool = False
     """Whether the function's name stands before an object of arguments, and each call has an opening."""
+    reasoning: tuple[str, str] = ("<think>", "</think>")
+    """What stands before and after the model's reasoning."""
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """What may be special tokens, and must not be left out of a text that is searched for calls."""
+        return self.call_marks + self.reasoning
 
     def new_id(self) -> str:
         """An id for a call. Mistral's templates take nine letters and digits, and nothing else."""
@@ -73,7 +74,8 @@ def call_format(template: str, parser: ToolParser | None = None) -> CallFormat |
         parser: the format's name, if that is known.
     """
     if parser == "mistral" or (parser is None and "[TOOL_CALLS]" in template):
-        return FORMATS["mistral"]._replace(has_names="[ARGS]" in template)
+        found = FORMATS["mistral"]._replace(has_names="[ARGS]" in template)
+        return found._replace(reasoning=("[THINK]", "[/THINK]")) if "[THINK]" in template else found
     if parser is not None:
         return FORMATS[parser]
     if "<tool_call>" in template:
@@ -106,6 +108,12 @@ class ToolUse(NamedTuple):
     all other text is the rest of a call that was cut, and left out."""
     only_first: bool = False
     """Whether further calls are left out."""
+    is_reasoning: bool = False
+    """Whether an answer begins within the model's reasoning."""
+
+    def after(self, prompt: str) -> ToolUse:
+        """The same for answers to this prompt, at whose end some chat templates begin the model's reasoning."""
+        return self._replace(is_reasoning=prompt.rstrip(SPACE).endswith(self.format.reasoning[0]))
 
     def finder(self) -> CallFinder:
         """For one answer."""
@@ -120,7 +128,7 @@ class CallFinder:
     """
 
     def __init__(self, use: ToolUse) -> None:
-        self._source = _Source()
+        self._source = CallSource()
         self._out = _Output(use)
         self._reading = _Reader(self._source, self._out, use).read()
         next(self._reading, None)
@@ -148,10 +156,6 @@ class CallFinder:
         return self._out.taken()
 
 
-class _NoCall(Exception):
-    """What has been read is no call."""
-
-
 class _Output:
     """Content and calls in order."""
 
@@ -169,7 +173,7 @@ class _Output:
     def add_content(self, text: str) -> None:
         if self._use.is_constrained:
             return
-        content = text.rstrip(_SPACE)
+        content = text.rstrip(SPACE)
         if content:
             self._found.append(self._space + content)
             self._space = ""
@@ -194,95 +198,6 @@ class _Output:
             self._found.append(CallPart(self.calls - 1, name, arguments))
 
 
-class _Source:
-    """Text of which more may come, and the place up to which it has been read."""
-
-    def __init__(self) -> None:
-        self.text = ""
-        self.place = 0
-        self.is_done = False
-
-    def wait(self) -> _Reading[None]:
-        """Wait for more text.
-
-        Raises:
-            _NoCall: there is none.
-        """
-        if self.is_done:
-            raise _NoCall
-        yield
-
-    def skip_space(self) -> _Reading[bool]:
-        """Whether anything follows the whitespace here."""
-        while True:
-            found = _SPACES.match(self.text, self.place)
-            assert found is not None  # it may be empty
-            self.place = found.end()
-            if self.place < len(self.text):
-                return True
-            if self.is_done:
-                return False
-            yield
-
-    def accept(self, word: str) -> _Reading[bool]:
-        """Whether this word is next, after whitespace; if so, it has been read."""
-        yield from self.skip_space()
-        while not (is_next := self.text.startswith(word, self.place)):
-            if self.is_done or not word.startswith(self.text[self.place :]):
-                break
-            yield
-        self.place += len(word) * is_next
-        return is_next
-
-    def expect(self, *words: str) -> _Reading[None]:
-        """Read one of these words.
-
-        Raises:
-            _NoCall: none of them is next.
-        """
-        for word in words:
-            if (yield from self.accept(word)):
-                return
-        raise _NoCall
-
-    def read_object(self, on_part: Callable[[str], None] | None = None) -> _Reading[str]:
-        """The text of a JSON object that is next, after whitespace: up to its last bracket, and not checked further.
-
-        Args:
-            on_part: called with each part of it.
-
-        Raises:
-            _NoCall: there is none, or it has no end.
-        """
-        yield from self.expect("{")
-        start = passed = self.place - 1
-        depth, is_inside = 1, False
-        while depth:
-            found = (_INSIDE if is_inside else _OUTSIDE).search(self.text, self.place)
-            if found is None:
-                self.place = max(self.place, len(self.text))  # it may lie behind a backslash that is last
-                if on_part is not None:
-                    on_part(self.text[passed:])
-                    passed = len(self.text)
-                if self.is_done:
-                    self.place = len(self.text)
-                yield from self.wait()
-                continue
-            self.place = found.end()
-            if is_inside:
-                is_inside = found[0] != '"'
-                self.place += is_inside
-            elif found[0] == '"':
-                is_inside = True
-            else:
-                depth += 1 if found[0] in "{[" else -1
-                if depth > MAX_DEPTH:
-                    raise _NoCall
-        if on_part is not None:
-            on_part(self.text[passed : self.place])
-        return self.text[start : self.place]
-
-
 class _Call(msgspec.Struct):
     """A call as JSON."""
 
@@ -294,63 +209,103 @@ class _Call(msgspec.Struct):
 class _Reader:
     """Reads an answer in one format."""
 
-    def __init__(self, source: _Source, out: _Output, use: ToolUse) -> None:
+    def __init__(self, source: CallSource, out: _Output, use: ToolUse) -> None:
         self._source = source
         self._out = out
         self._use = use
         self._begin = 0
         """Where the text begins that has been read, and is neither content nor a call yet."""
+        marks = (use.format.opening,) if use.is_constrained else (use.format.opening, use.format.reasoning[0])
+        self._marks = marks
+        self._mark = re.compile("|".join(map(re.escape, marks)))
+        self._may_be_bare = use.format.is_bare
+        """Whether an object that is next may be a call without the opening."""
 
-    def read(self) -> _Reading[None]:
-        source, name = self._source, self._use.format.name
-        is_start = self._use.format.is_bare
-        while (yield from self._find_opening(is_start)):
-            is_start = False
-            try:
-                if name == "hermes":
-                    yield from self._call("</tool_call>")
-                elif name == "llama3":
-                    yield from self._list(";")
-                elif (yield from source.accept("[")):
-                    yield from self._list(",")
-                    if (yield from source.accept("]")):
-                        self._begin = source.place
-                else:
-                    yield from self._named_call()
-            except _NoCall:
-                pass
+    def read(self) -> Reading[None]:
+        source = self._source
+        begin, end = self._use.format.reasoning
+        if self._use.is_reasoning:
+            yield from self._skip_reasoning(end)
+        while mark := (yield from self._find_mark()):
+            if mark == begin:
+                source.place = self._begin
+                yield from self._skip_reasoning(end)
+                continue
+            self._may_be_bare = False
+            with contextlib.suppress(NoCall):
+                yield from self._read_calls()
+            rest = source.text[self._begin : source.place]
+            source.place -= _overlap(rest, begin)
             self._out.add_content(source.text[self._begin : source.place])
+            if begin in self._marks and rest.rfind(begin) > rest.rfind(end):
+                yield from self._skip_reasoning(end)
         self._out.end()
 
-    def _find_opening(self, is_start: bool) -> _Reading[bool]:
-        """Read content up to where calls may begin; False at the answer's end.
+    def _read_calls(self) -> Reading[None]:
+        source, name = self._source, self._use.format.name
+        if name == "hermes":
+            yield from self._call("</tool_call>")
+        elif name == "llama3":
+            yield from self._list(";")
+        elif (yield from source.accept("[")):
+            yield from self._list(",")
+            if (yield from source.accept("]")):
+                self._begin = source.place
+        else:
+            yield from self._named_call()
 
-        Args:
-            is_start: whether an object that is next may be a call without the opening.
+    def _find_mark(self) -> Reading[str]:
+        """Read content up to where calls or reasoning begin, and the mark there.
+
+        Returns the mark: the opening also for a call without it, and an empty string at the answer's end.
         """
-        source, opening = self._source, self._use.format.opening
-        if is_start and (yield from source.skip_space()) and source.text[source.place] == "{":
-            return True
-        if is_start:
-            source.place = 0
-        while (found := source.text.find(opening, source.place)) < 0:
-            rest = source.text[source.place :]
-            held = 0 if source.is_done else _overlap(rest, opening)
-            self._out.add_content(rest[: len(rest) - held])
-            source.text, source.place = rest[len(rest) - held :], 0
+        source = self._source
+        if self._may_be_bare:
+            self._begin = source.place
+            if (yield from source.skip_space()) and source.text[source.place] == "{":
+                return self._use.format.opening
+            source.place = self._begin
+        while (found := self._mark.search(source.text, source.place)) is None:
+            self._pass_on(*self._marks)
             if source.is_done:
-                return False
+                return ""
             yield
-        self._out.add_content(source.text[source.place : found])
-        self._begin, source.place = found, found + len(opening)
-        return True
+        self._add_content(source.text[source.place : found.start()])
+        self._begin, source.place = found.span()
+        return found[0]
 
-    def _list(self, separator: str) -> _Reading[None]:
+    def _skip_reasoning(self, closing: str) -> Reading[None]:
+        """Read the rest of the model's reasoning, which is content. One without an end takes the whole answer."""
+        source = self._source
+        may_be_bare = self._may_be_bare
+        while (found := source.text.find(closing, source.place)) < 0:
+            self._pass_on(closing)
+            if source.is_done:
+                return
+            yield
+        end = found + len(closing)
+        self._add_content(source.text[source.place : end])
+        source.place = end
+        self._may_be_bare = may_be_bare
+
+    def _pass_on(self, *marks: str) -> None:
+        """Add the unread text as content, up to where one of these marks may begin at its end."""
+        source = self._source
+        rest = source.text[source.place :]
+        held = 0 if source.is_done else max(_overlap(rest, mark) for mark in marks)
+        self._add_content(rest[: len(rest) - held])
+        source.text, source.place = rest[len(rest) - held :], 0
+
+    def _add_content(self, text: str) -> None:
+        self._may_be_bare = self._may_be_bare and not text.strip(SPACE)
+        self._out.add_content(text)
+
+    def _list(self, separator: str) -> Reading[None]:
         yield from self._call()
         while (yield from self._source.accept(separator)):
             yield from self._call()
 
-    def _call(self, closing: str = "") -> _Reading[None]:
+    def _call(self, closing: str = "") -> Reading[None]:
         """Read a call in one object."""
         source = self._source
         if self._use.is_constrained:
@@ -363,15 +318,15 @@ class _Reader:
             try:
                 call = msgspec.json.decode((yield from source.read_object()), type=_Call)
             except (msgspec.MsgspecError, RecursionError):
-                raise _NoCall from None
+                raise NoCall from None
             if closing and not (yield from source.accept(closing)):
                 if not (source.is_done and closing.startswith(source.text[source.place :])):
-                    raise _NoCall
+                    raise NoCall
                 source.place = len(source.text)
             self._add_call(call.name, bytes(call.arguments or call.parameters).decode() or "{}")
         self._begin = source.place
 
-    def _constrained_name(self) -> _Reading[str]:
+    def _constrained_name(self) -> Reading[str]:
         """Read an object up to its arguments, written as a grammar has it."""
         source = self._source
         for word in ("{", '"name"', ":", '"'):
@@ -385,18 +340,18 @@ class _Reader:
         yield from source.expect(":")
         return name
 
-    def _stream_arguments(self, name: str) -> _Reading[None]:
+    def _stream_arguments(self, name: str) -> Reading[None]:
         """Pass a call on while its arguments are being read."""
         source = self._source
         if name not in self._use.names or not (yield from source.skip_space()) or source.text[source.place] != "{":
-            raise _NoCall
+            raise NoCall
         self._out.begin_call(name)
         try:
             yield from source.read_object(self._out.add_arguments)
         finally:
             self._begin = source.place
 
-    def _named_call(self) -> _Reading[None]:
+    def _named_call(self) -> Reading[None]:
         """Read a call as Mistral's later models write it: a name, and an object of arguments."""
         source = self._source
         yield from source.skip_space()
@@ -404,11 +359,11 @@ class _Reader:
             return (yield from self._call())
         while (brace := source.text.find("{", source.place, source.place + _MAX_HEAD)) < 0:
             if len(source.text) >= source.place + _MAX_HEAD:
-                raise _NoCall
+                raise NoCall
             yield from source.wait()
         head = _HEAD.fullmatch(source.text, source.place, brace)
         if head is None:
-            raise _NoCall
+            raise NoCall
         source.place = brace
         if self._use.is_constrained:
             yield from self._stream_arguments(head[1])
@@ -420,14 +375,14 @@ class _Reader:
         """Add a call that is complete.
 
         Raises:
-            _NoCall: there is no such function, or the arguments are no JSON object.
+            NoCall: there is no such function, or the arguments are no JSON object.
         """
         try:
             is_sound = name in self._use.names and isinstance(orjson.loads(arguments), dict)
         except orjson.JSONDecodeError:
             is_sound = False
         if not is_sound:
-            raise _NoCall
+            raise NoCall
         self._out.begin_call(name)
         self._out.add_arguments(arguments)
 

@@ -6,6 +6,7 @@ import json
 from functools import partial
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 from hypothesis import given
@@ -151,6 +152,28 @@ def test_what_is_wrong_is_named(fields: dict[str, Any], expected: str) -> None:
     assert refused(**fields).startswith(expected)
 
 
+def test_some_templates_begin_the_reasoning_in_the_prompt() -> None:
+    assert prompt("reasoning").endswith("assistant\n<think>\n")
+    for template, fields, is_reasoning in (
+        ("hermes", {}, False), ("reasoning", {}, True),
+        ("reasoning", {"chat_template_kwargs": {"enable_thinking": False}}, False),
+    ):  # fmt: skip
+        use = planned(template, **fields).tools
+        assert use is not None
+        assert use.is_reasoning == is_reasoning
+
+
+@pytest.mark.parametrize(
+    "fields", [{"tool_choice": "required"}, {"response_format": {"type": "json_object"}}], ids=["required", "schema"]
+)
+def test_a_grammar_leaves_no_room_for_reasoning(fields: dict[str, Any]) -> None:
+    limits = msgspec.structs.replace(LIMITS, grammars=frozenset({"lark", "json_schema"}))
+    body = {"model": "m", "messages": HELLO, "tools": TOOLS, **fields}
+    use = ChatRequest.read(json.dumps(body).encode()).plan(tool_text("reasoning"), limits).tools
+    assert use is not None
+    assert not use.is_reasoning
+
+
 def test_a_model_whose_format_is_not_known_names_the_option() -> None:
     body = {"model": "m", "messages": HELLO, "tools": TOOLS}
     with pytest.raises(BadRequest, match=r"tools: .* have the deployment's `options\.tool_parser` name one"):
@@ -260,6 +283,26 @@ def test_a_malformed_call_is_content(gateway: Gateway) -> None:
     assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (text, None, "stop")
     chunks = gateway.chunks(tools=TOOLS)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
+
+
+@pytest.mark.parametrize("ending", ["</think>", ""])
+@pytest.mark.parametrize(("template", "opening"), [("hermes", "<think>"), ("reasoning", "")])
+def test_a_call_that_is_only_thought_of_is_not_made(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch, template: str, opening: str, ending: str
+) -> None:
+    monkeypatch.setattr(gateway.tiny, "language_text", lambda: tool_text(template))
+    text = f"{opening}Shall I?\n{CALL}\nNo.{ending}"
+    for chunk in (1, 100):
+        gateway.says(text=text, chunk=chunk)
+        (choice,) = gateway.chat(tools=TOOLS).choices
+        assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (text, None, "stop")
+        chunks = gateway.chunks(tools=TOOLS)
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
+        assert not any(chunk.choices[0].delta.tool_calls for chunk in chunks)
+    if ending:
+        gateway.says(text=f"{text}\n{CALL}")
+        (choice,) = gateway.chat(tools=TOOLS).choices
+        assert (choice.message.content, len(choice.message.tool_calls or [])) == (text, 1)
 
 
 def test_with_none_a_call_is_content(gateway: Gateway) -> None:

@@ -54,6 +54,12 @@ Write <tool_call>{{"name": ..., "arguments": ...}}</tool_call>.<|im_end|>
 {{%- if add_generation_prompt %}}<|im_start|>assistant
 {{% endif %}}""",
 }
+TEMPLATES["reasoning"] = f"""{TEMPLATES["hermes"]}
+{{%- if add_generation_prompt %}}<think>
+{{% if enable_thinking is false %}}
+</think>
+
+{{% endif %}}{{% endif %}}"""
 TEMPLATES["mistral_args"] = TEMPLATES["mistral"].replace("[TOOL_CALLS][", "[TOOL_CALLS][ARGS]")
 MARKS = ["<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"]
 VOCAB_SIZE = 4104

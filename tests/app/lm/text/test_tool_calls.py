@@ -103,22 +103,90 @@ def test_what_is_no_call_is_content(format: CallFormat, answer: str) -> None:
     assert read(format, *answer) == (answer, [])
 
 
+THOUGHT = f"<think>Call it?\n<tool_call>{CALL}</tool_call>"
+THINKING = MISTRAL._replace(reasoning=("[THINK]", "[/THINK]"))
+THOUGHTS = [
+    (HERMES, f"{THOUGHT} No.</think>\nRain.", f"{THOUGHT} No.</think>\nRain.", []),
+    (HERMES, f"{THOUGHT}</think>\n\n<tool_call>{OTHER}</tool_call>", f"{THOUGHT}</think>", BOTH[1:]),
+    (HERMES, f"{THOUGHT}<tool_call>{OTHER}</tool_call>", f"{THOUGHT}<tool_call>{OTHER}</tool_call>", []),
+    (HERMES, f"So: {THOUGHT}</think>.", f"So: {THOUGHT}</think>.", []),
+    (HERMES, f"<tool_call>{OTHER}</tool_call>{THOUGHT}</think>", f"{THOUGHT}</think>", BOTH[1:]),
+    (HERMES, f"<tool_call>{{<think>}}<tool_call>{OTHER}</tool_call>", None, []),
+    (HERMES, f"<tool_call>{{</think><think>}}</think><tool_call>{OTHER}</tool_call>", None, BOTH[1:]),
+    (HERMES, f"</think><tool_call>{OTHER}</tool_call>", "</think>", BOTH[1:]),
+    (
+        HERMES,
+        '<tool_call>{"name": "weather", "arguments": {"city": "<think>"}}</tool_call>',
+        "",
+        [("weather", '{"city": "<think>"}')],
+    ),
+    (LLAMA3, f"<think>{LLAMA_CALL}</think>\n{OTHER}", f"<think>{LLAMA_CALL}</think>", BOTH[1:]),
+    (LLAMA3, f"<think><|python_tag|>{LLAMA_CALL}</think>So: {OTHER}", None, []),
+    (LLAMA3, f"\n<think>{LLAMA_CALL}", f"\n<think>{LLAMA_CALL}", []),
+    (THINKING, f"[THINK][TOOL_CALLS][{CALL}][/THINK]", f"[THINK][TOOL_CALLS][{CALL}][/THINK]", []),
+    (THINKING, "[THINK]a[/THINK][TOOL_CALLS]add-up[ARGS]{}", "[THINK]a[/THINK]", BOTH[1:]),
+    (THINKING, f"[TOOL_CALLS][THINK][TOOL_CALLS][{CALL}][/THINK]", None, []),
+]
+
+
+@pytest.mark.parametrize(("format", "answer", "content", "calls"), THOUGHTS)
+def test_a_call_that_is_only_thought_of_is_content(
+    format: CallFormat, answer: str, content: str | None, calls: list[tuple[str, str]]
+) -> None:
+    expected = answer.removesuffix(f"<tool_call>{OTHER}</tool_call>" * bool(calls)) if content is None else content
+    assert read(format, answer) == (expected, calls)
+    for cut in range(len(answer)):
+        assert read(format, answer[:cut], answer[cut:]) == (expected, calls)
+    assert read(format, *answer) == (expected, calls)
+
+
+def test_an_answer_may_begin_within_the_reasoning() -> None:
+    thought = f"Call it?<tool_call>{CALL}</tool_call></think>"
+    for pieces in ([f"{thought}\n<tool_call>{OTHER}</tool_call>"], list(f"{thought}\n<tool_call>{OTHER}</tool_call>")):
+        assert read(HERMES, *pieces, is_reasoning=True) == (thought, BOTH[1:])
+    assert read(HERMES, thought[:-8], is_reasoning=True) == (thought[:-8], [])
+    assert read(LLAMA3, f"{LLAMA_CALL}</think>{OTHER}", is_reasoning=True) == (f"{LLAMA_CALL}</think>", BOTH[1:])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "is_reasoning"),
+    [("user: hi\nassistant: <think>\n", True), ("assistant: <think>\n\n</think>\n\n", False), ("say <think> x", False)],
+)
+def test_some_prompts_begin_the_reasoning(prompt: str, is_reasoning: bool) -> None:
+    assert ToolUse(HERMES, NAMES).after(prompt).is_reasoning == is_reasoning
+
+
+def test_reasoning_comes_at_once() -> None:
+    finder = CallFinder(ToolUse(HERMES, NAMES))
+    assert finder.push("<thi") == []
+    assert finder.push("nk>Hm <tool_call>") == ["<think>Hm <tool_call>"]
+    assert finder.push(" {</th") == [" {"]
+    assert finder.push("is") == ["</this"]
+
+
 PARTS = [
+    "<think>", "</think>", "[THINK]", "[/THINK]", "<thi", "nk>",
     "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", CALL, LLAMA_CALL, OTHER, "weather", "[",
     "]", "{", "}", '"', "\\", ",", ";", "<tool", "[TOOL", "\n", "  ", "a", '{"a": "b"}', '{"name": "weather",',
 ]  # fmt: skip
 ANSWERS = st.lists(st.sampled_from(PARTS), max_size=12).map("".join)
 
 
-@given(st.sampled_from(list(FORMATS.values())), ANSWERS, st.lists(st.integers(1, 9)), st.booleans(), st.booleans())
+@given(
+    st.sampled_from([*FORMATS.values(), THINKING]), ANSWERS, st.lists(st.integers(1, 9)), st.booleans(), st.booleans(),
+    st.booleans(),
+)  # fmt: skip
 def test_cuts_do_not_matter(
-    format: CallFormat, answer: str, sizes: list[int], is_constrained: bool, only_first: bool
+    format: CallFormat, answer: str, sizes: list[int], is_constrained: bool, only_first: bool, is_reasoning: bool
 ) -> None:
     pieces, rest = [], answer
     for size in sizes:
         pieces.append(rest[:size])
         rest = rest[size:]
-    options = {"is_constrained": is_constrained, "only_first": only_first}
+    options = {
+        "is_constrained": is_constrained, "only_first": only_first,
+        "is_reasoning": is_reasoning and not is_constrained,
+    }  # fmt: skip
     assert read(format, *pieces, rest, **options) == read(format, answer, **options)
 
 
@@ -172,7 +240,18 @@ def test_further_calls_can_be_left_out() -> None:
 
 
 @pytest.mark.parametrize(
-    "part", ['<tool_call>{\\"', "<tool_call>{", '<tool_call>{"a', "<tool_call>", "{" * 100, " ", "<"]
+    "part",
+    [
+        '<tool_call>{\\"',
+        "<tool_call>{",
+        '<tool_call>{"a',
+        "<tool_call>",
+        "{" * 100,
+        " ",
+        "<",
+        "<think></think>",
+        "<think>",
+    ],
 )
 def test_no_answer_takes_long(part: str) -> None:
     for pieces in ([part * 20_000], [part] * 20_000):
@@ -192,6 +271,7 @@ def test_no_answer_takes_long(part: str) -> None:
         ),
         ("{{ '[TOOL_CALLS][' }}", MISTRAL),
         ("[TOOL_CALLS]{{ name }}[ARGS]", MISTRAL._replace(has_names=True)),
+        ("[THINK]{{ thought }}[/THINK][TOOL_CALLS]", MISTRAL._replace(reasoning=("[THINK]", "[/THINK]"))),
         ("<tool_call>\\n<function=example>", None),
         ("<tool_call>{name}<arg_key>", None),
         ("<|im_start|>", None),
