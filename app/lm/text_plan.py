@@ -11,6 +11,7 @@ from app.codecs.faults import at
 from app.errors import ContextTooLong
 from app.lm.sampling_fields import TextEnd
 from app.lm.sequence import SequenceSpec
+from app.lm.text.stop_automaton import StopAutomaton
 from app.lm.text.tool_calls import ToolUse
 from app.lm.text_stream import TextStream
 from inference.engine import EngineLimits, Grammar, Sampling
@@ -59,11 +60,12 @@ class TextPlan(NamedTuple):
         """The text of each sequence, still empty."""
         marks = self.tools.format.marks if self.tools is not None else ()
         kept_ids = frozenset(token for mark in marks if (token := texts.id_of(mark)) is not None)
+        stops = StopAutomaton(self.end.stops) if self.end.stops else None
         return [
             TextStream(
                 texts,
                 spec.prompt,
-                stops=self.end.stops,
+                stops=stops,
                 include_stop=self.end.include_stop,
                 skip_special_tokens=self.end.skip_special_tokens,
                 min_tokens=spec.sampling.min_tokens,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from app.errors import ContractBroken
 from app.lm.sequence import Generation, Tokens
 from app.lm.text.detokenizer import Detokenizer
+from app.lm.text.stop_automaton import StopAutomaton
 from app.lm.text.stop_strings import StopFinder
 
 if TYPE_CHECKING:
@@ -47,7 +49,7 @@ class TextStream:
     Args:
         texts: the tokenizer's.
         prompt: the ids before the answer.
-        stops: strings that end the text.
+        stops: strings that end the text; None if none does.
         min_tokens: tokens in which no string does.
         include_stop: whether the text includes the token or string that stops it.
         skip_special_tokens: whether special tokens are left out.
@@ -63,7 +65,7 @@ class TextStream:
         texts: TokenTexts,
         prompt: Sequence[int],
         *,
-        stops: Sequence[str] = (),
+        stops: StopAutomaton | None = None,
         min_tokens: int = 0,
         include_stop: bool = False,
         skip_special_tokens: bool = True,
@@ -74,7 +76,7 @@ class TextStream:
     ) -> None:
         self._detokenizer = Detokenizer(texts, prompt, skip_special_tokens=skip_special_tokens, kept_ids=kept_ids)
         self._texts = texts
-        self._stops = StopFinder(stops, include_stop=include_stop) if stops else None
+        self._stops = StopFinder(stops, include_stop=include_stop) if stops is not None else None
         self._min_tokens = min_tokens
         self._include_stop = include_stop
         self._has_logprobs = logprobs
@@ -83,7 +85,7 @@ class TextStream:
         self._offsets = offsets
         self._told = 0
         """Tokens of the prompt that pieces have had."""
-        self._held: list[TokenLogprob] = []
+        self._held: deque[TokenLogprob] = deque()
         """Tokens whose text is held back."""
         self._read = len(prefix)
         """Characters so far, including those held back."""
@@ -173,11 +175,10 @@ class TextStream:
 
     def _released(self) -> list[TokenLogprob]:
         """The held tokens whose text begins in the text sent so far; after the end of the whole text, all."""
-        count = len(self._held)
-        if self.finish is None or self._is_cut:
-            count = sum(entry.offset < self._sent for entry in self._held)
-        released = self._held[:count]
-        del self._held[:count]
+        held, is_whole = self._held, self.finish is not None and not self._is_cut
+        released = []
+        while held and (is_whole or held[0].offset < self._sent):  # a token begins no earlier than the one before it
+            released.append(held.popleft())
         return released
 
 

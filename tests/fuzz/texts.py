@@ -21,6 +21,7 @@ from app.lm.generate import GenerateAnswer, GenerateRequest
 from app.lm.responses import ResponsesRequest
 from app.lm.responses_answer import ResponsesAnswer
 from app.lm.sequence import Tokens
+from app.lm.text.stop_automaton import StopAutomaton
 from app.lm.text.token_texts import TokenTexts
 from app.lm.text_plan import TextPlan
 from app.lm.text_stream import TextPiece, TextStream, TokenLogprob, Usage
@@ -90,6 +91,7 @@ def text_stream(data: bytes) -> bool:
     size = tokenizer.get_vocab_size() + 3
     skips, includes, has_logprobs = draw.flag(), draw.flag(), draw.flag()
     stops = [draw.choice(STOPS) for _ in range(draw.below(3))]
+    automaton = StopAutomaton(stops)
     finish = draw.choice(("length", "stop"))
     prompt = [draw.below(size) for _ in range(draw.below(8))]
     groups: list[list[int]] = [[]]
@@ -103,7 +105,7 @@ def text_stream(data: bytes) -> bool:
 
     def run(groups: Sequence[Sequence[int]]) -> tuple[str, int, str | None, list[TokenLogprob]]:
         stream = TextStream(
-            texts, prompt, stops=stops, include_stop=includes, skip_special_tokens=skips, logprobs=has_logprobs
+            texts, prompt, stops=automaton, include_stop=includes, skip_special_tokens=skips, logprobs=has_logprobs
         )
         text, logprobs = "", list[TokenLogprob]()
         for n, group in enumerate(groups):

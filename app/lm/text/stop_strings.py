@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, NamedTuple, TypeAlias
 
 from msgspec import Meta
 
+from app.lm.text.stop_automaton import StopAutomaton
+
 __all__ = ["Emitted", "StopFinder", "StopString", "StopStrings"]
 
 StopString: TypeAlias = Annotated[str, Meta(min_length=1, max_length=1024)]
-"""Bounded, because so much may be held back, and searched again with every piece."""
+"""Bounded, because so much may be held back."""
 StopStrings: TypeAlias = Annotated[list[StopString], Meta(max_length=16, extra={"expected": "at most 16 strings"})]
 """OpenAI allows 4."""
 
@@ -26,75 +27,78 @@ class StopFinder:
     """Ends a text at its first stop string, and holds back what could still become one. One thread at a time.
 
     The first one is that which begins first in the whole text, or of several that begin there is listed first, however
-    the text is cut into pieces. At most the length of the longest stop string less one character is held back.
+    the text is cut into pieces. At most the length of the longest stop string less one character is held back. The work
+    for a character depends neither on what is held back nor on the stop strings.
 
     Args:
-        stops: the stop strings.
+        automaton: the stop strings.
         include_stop: whether the text includes the stop string.
     """
 
-    def __init__(self, stops: Sequence[str], *, include_stop: bool = False) -> None:
-        self._stops = tuple(stops)
+    def __init__(self, automaton: StopAutomaton, *, include_stop: bool = False) -> None:
+        self._automaton = automaton
         self._include_stop = include_stop
+        self._state = 0
         self._held = ""
-        self._skipped = 0
-        """Characters at the beginning of what is held in which no stop string may end."""
+        self._read = 0
+        """Characters so far."""
+        self._first: tuple[int, int] | None = None
+        """Of the complete stop strings so far the first one: where it begins, and its rank."""
         self._found: str | None = None
 
     def push(self, text: str) -> Emitted:
         """Add text; after a stop string was found, none is sent."""
         if self._found is not None:
             return Emitted("", self._found)
-        text = self._held + text
-        place, rank = self._first(text)
-        beginning = self._beginning(text, place, rank)
-        if beginning is None and rank is not None:
-            return self._stop(text, place, rank)
-        safe = len(text) if beginning is None else beginning
-        self._held = text[safe:]
-        self._skipped = max(0, self._skipped - safe)
-        return Emitted(text[:safe], None)
+        automaton, state = self._automaton, self._state
+        for end, character in enumerate(text, self._read + 1):
+            state = automaton.after(state, character)
+            if (rank := automaton.found[state]) is not None:
+                match = end - len(automaton.stops[rank]), rank
+                self._first = match if self._first is None else min(self._first, match)
+        self._add(text, state)
+        if self._first is not None and self._is_settled(*self._first):
+            return self._stop(*self._first)
+        return Emitted(self._released(), None)
 
     def skip(self, text: str) -> str:
         """Add text in which no stop string ends, though one may begin. Returns what can be sent."""
-        text = self._held + text
-        beginning = self._beginning(text, len(text), None)
-        safe = len(text) if beginning is None else beginning
-        self._held = text[safe:]
-        self._skipped = len(self._held)
-        return text[:safe]
+        state = self._state
+        for character in text:
+            state = self._automaton.after(state, character)
+        self._add(text, state)
+        return self._released()
 
     def finish(self) -> Emitted:
         """End the text; returns what was held back, up to a stop string that the beginning of another one delayed."""
         if self._found is not None:
             return Emitted("", self._found)
-        text, self._held = self._held, ""
-        place, rank = self._first(text)
-        return Emitted(text, None) if rank is None else self._stop(text, place, rank)
+        return Emitted(self._held, None) if self._first is None else self._stop(*self._first)
 
-    def _first(self, text: str) -> tuple[int, int | None]:
-        """The place and number of the first stop string; the text's end and None if there is none."""
-        found = ((text.find(stop, max(0, self._skipped - len(stop) + 1)), n) for n, stop in enumerate(self._stops))
-        return min(((place, n) for place, n in found if place >= 0), default=(len(text), None))
+    def _add(self, text: str, state: int) -> None:
+        self._held += text
+        self._read += len(text)
+        self._state = state
 
-    def _beginning(self, text: str, place: int, rank: int | None) -> int | None:
-        """The first place in unsent text where a stop string may have begun that precedes the complete one.
+    @property
+    def _open(self) -> int:
+        """Characters at the text's end with which a stop string begins that is not complete."""
+        return self._automaton.depth[self._automaton.open[self._state]]
 
-        Args:
-            text: the unsent text.
-            place, rank: what `_first` returned.
-        """
-        starts = []
-        for n, stop in enumerate(self._stops):
-            # Only where less than the stop string is left, and where it would be first; its number decides ties.
-            last = place if rank is not None and n < rank else place - 1
-            start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
-            while 0 <= start <= last and not stop.startswith(text[start:]):
-                start = text.find(stop[0], start + 1)
-            if 0 <= start <= last:
-                starts.append(start)
-        return min(starts, default=None)
+    def _is_settled(self, begin: int, rank: int) -> bool:
+        """Whether no other stop string has begun that would precede this complete one."""
+        earlier = self._read - self._open
+        if earlier == begin:  # then the rank decides
+            return self._automaton.open_rank[self._automaton.open[self._state]] > rank
+        return earlier > begin
 
-    def _stop(self, text: str, place: int, rank: int) -> Emitted:
-        self._found = self._stops[rank]
-        return Emitted(text[: place + len(self._found)] if self._include_stop else text[:place], self._found)
+    def _released(self) -> str:
+        """Take what can't become a part of a stop string."""
+        safe = len(self._held) - self._open
+        released, self._held = self._held[:safe], self._held[safe:]
+        return released
+
+    def _stop(self, begin: int, rank: int) -> Emitted:
+        self._found = self._automaton.stops[rank]
+        begin -= self._read - len(self._held)
+        return Emitted(self._held[: begin + len(self._found) * self._include_stop], self._found)

@@ -8,6 +8,7 @@ import pytest
 
 from app.errors import ContractBroken, HeadwaterError, ReplicaLost
 from app.lm.sequence import SequenceSpec, Tokens
+from app.lm.text.stop_automaton import StopAutomaton
 from app.lm.text_stream import TextGeneration, TextPiece, TextStream, Usage
 from tests.app.lm.scripted import Script, ScriptedGeneration, ids_of, tiny_text
 
@@ -15,7 +16,7 @@ TEXTS = tiny_text().tokenizer.texts
 
 
 def stream(*stops: str) -> TextStream:
-    return TextStream(TEXTS, [], stops=stops)
+    return TextStream(TEXTS, [], stops=StopAutomaton(stops))
 
 
 def test_a_sequence_is_dropped_at_its_stop_string_and_the_others_go_on() -> None:

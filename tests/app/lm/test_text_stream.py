@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from app.lm.sequence import Tokens
 from app.lm.text.detokenizer import offsets_in
+from app.lm.text.stop_automaton import StopAutomaton
 from app.lm.text_stream import TextPiece, TextStream, TokenLogprob
 from inference.engine import PromptLogprob
 from tests.app.lm.scripted import EOS, ids_of, tiny_text
@@ -76,7 +77,7 @@ def test_grouping_changes_neither_text_nor_count(
     ids: list[int], cuts: list[int], stops: list[str], includes: bool, logprobs: bool
 ) -> None:
     def run(groups: list[int]) -> tuple[str, int, list[object], str | None]:
-        stream = TextStream(TEXTS, [], stops=stops, include_stop=includes, logprobs=logprobs)
+        stream = TextStream(TEXTS, [], stops=StopAutomaton(stops), include_stop=includes, logprobs=logprobs)
         pieces = read(stream, grouped(ids, groups, "length", logprobs=logprobs))
         entries: list[object] = [entry for piece in pieces for entry in piece.logprobs]
         return text_of(pieces), stream.completion_tokens, entries, stream.finish
@@ -87,7 +88,7 @@ def test_grouping_changes_neither_text_nor_count(
 @given(IDS, CUTS, STOPS)
 def test_a_text_ends_before_its_first_stop_string(ids: list[int], cuts: list[int], stops: list[str]) -> None:
     whole = text_of(read(TextStream(TEXTS, []), grouped(ids, cuts, "length")))
-    stream = TextStream(TEXTS, [], stops=stops)
+    stream = TextStream(TEXTS, [], stops=StopAutomaton(stops))
     text = text_of(read(stream, grouped(ids, cuts, "length")))
     found = min((place for stop in stops if (place := whole.find(stop)) >= 0), default=None)
     assert text == whole[:found]
@@ -98,7 +99,7 @@ def test_a_text_ends_before_its_first_stop_string(ids: list[int], cuts: list[int
 def test_logarithms_are_those_of_the_tokens_that_begin_in_the_text(
     ids: list[int], cuts: list[int], stops: list[str]
 ) -> None:
-    stream = TextStream(TEXTS, [], stops=stops, logprobs=True)
+    stream = TextStream(TEXTS, [], stops=StopAutomaton(stops), logprobs=True)
     sent = 0
     for piece in read(stream, grouped(ids, cuts, "length", logprobs=True)):
         sent += len(piece.text)
@@ -110,7 +111,7 @@ def test_logarithms_are_those_of_the_tokens_that_begin_in_the_text(
     offsets = [
         entry.offset for piece in read(plain, grouped(ids, cuts, "length", logprobs=True)) for entry in piece.logprobs
     ]
-    again = TextStream(TEXTS, [], stops=stops, logprobs=True)
+    again = TextStream(TEXTS, [], stops=StopAutomaton(stops), logprobs=True)
     told = [entry for piece in read(again, grouped(ids, cuts, "length", logprobs=True)) for entry in piece.logprobs]
     assert [entry.offset for entry in told] == [offset for offset in offsets if offset < sent]
 
@@ -129,13 +130,13 @@ def test_stops_are_shown_if_asked_for() -> None:
     ids = [*ids_of("a = 1"), EOS]
     stream = TextStream(TEXTS, [], include_stop=True, skip_special_tokens=False)
     assert text_of(read(stream, grouped(ids, [], "stop"))) == "a = 1<|im_end|>"
-    stream = TextStream(TEXTS, [], stops=["= "], include_stop=True)
+    stream = TextStream(TEXTS, [], stops=StopAutomaton(["= "]), include_stop=True)
     assert text_of(read(stream, grouped(ids, [1] * 9, "stop"))) == "a = "
 
 
 def test_what_was_held_back_for_a_stop_string_comes_at_the_end() -> None:
     ids = ids_of("a STO")
-    stream = TextStream(TEXTS, [], stops=["STOP"])
+    stream = TextStream(TEXTS, [], stops=StopAutomaton(["STOP"]))
     pieces = read(stream, grouped(ids, [1] * 9, "length"))
     assert text_of(pieces) == "a STO"
     assert pieces[-1].finish == "length"
@@ -151,20 +152,20 @@ def test_no_string_stops_the_first_tokens() -> None:
     ids = ids_of("a = 1\nb = 2\nc = 3\n")
     least = len(ids_of("a = 1\nb"))
     for cuts in ([1] * len(ids), [len(ids)]):
-        stream = TextStream(TEXTS, [], stops=["\n"], min_tokens=least)
+        stream = TextStream(TEXTS, [], stops=StopAutomaton(["\n"]), min_tokens=least)
         assert text_of(read(stream, grouped(ids, cuts, "length"))) == "a = 1\nb = 2"
         assert stream.finish == "stop"
 
 
 def test_a_prefix_stands_before_the_text_and_is_not_searched() -> None:
-    stream = TextStream(TEXTS, [], prefix="STOP ", stops=["STOP"])
+    stream = TextStream(TEXTS, [], prefix="STOP ", stops=StopAutomaton(["STOP"]))
     assert text_of(read(stream, grouped(ids_of("go STOP"), [2], "length"))) == "STOP go "
     stream = TextStream(TEXTS, [], prefix="prompt")
     assert stream.take(Tokens([], finish="length")) == TextPiece("prompt", (), "length")
 
 
 def test_after_the_end_nothing_is_taken() -> None:
-    stream = TextStream(TEXTS, [], stops=["="])
+    stream = TextStream(TEXTS, [], stops=StopAutomaton(["="]))
     first = stream.take(Tokens(ids_of("a = 1")))
     assert (first.text, first.finish) == ("a ", "stop")
     taken = stream.completion_tokens

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from itertools import pairwise
+from types import FrameType
 
 import pytest
 from hypothesis import given
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 
 from app.codecs.faults import read_json
 from app.errors import BadRequest
+from app.lm.text.stop_automaton import StopAutomaton
 from app.lm.text.stop_strings import Emitted, StopFinder, StopStrings
 
 texts = st.text(st.sampled_from("ab\n🙂"), max_size=30)
@@ -34,7 +37,7 @@ def run(finder: StopFinder, pieces: Sequence[str]) -> tuple[str, str | None]:
 
 
 def test_a_stop_string_across_pieces_ends_the_text_before_it() -> None:
-    finder = StopFinder(["\n\nUser:"])
+    finder = StopFinder(StopAutomaton(["\n\nUser:"]))
     assert finder.push("Hello.\n") == Emitted("Hello.", None)
     assert finder.push("\nUs") == Emitted("", None)
     assert finder.push("er: and") == Emitted("", "\n\nUser:")
@@ -51,48 +54,48 @@ def test_in_skipped_text_a_stop_string_may_begin_but_not_end(skipped: str, text:
         for place in (range(len(whole)) if stop else [len(whole)])
         if whole.startswith(stop, place) and place + len(stop) > len(skipped) - (not stop)
     )
-    finder = StopFinder(stops)
+    finder = StopFinder(StopAutomaton(stops))
     sent = "".join(map(finder.skip, skipped))
     rest, stop = run(finder, list(text))
     assert (sent + rest, stop) == (whole[: found[0]], stops[found[1]] if found[1] < len(stops) else None)
 
 
 def test_what_was_held_back_comes_when_it_is_no_stop_string() -> None:
-    finder = StopFinder(["END"])
+    finder = StopFinder(StopAutomaton(["END"]))
     assert finder.push("an E") == Emitted("an ", None)
     assert finder.push("N") == Emitted("", None)
     assert finder.push("T") == Emitted("ENT", None)
 
 
 def test_what_is_held_back_at_the_end_comes_with_finish() -> None:
-    finder = StopFinder(["END"])
+    finder = StopFinder(StopAutomaton(["END"]))
     assert finder.push("EN") == Emitted("", None)
     assert finder.finish() == Emitted("EN", None)
 
 
 def test_the_stop_string_itself_on_demand() -> None:
-    assert StopFinder(["b"], include_stop=True).push("abc") == Emitted("ab", "b")
+    assert StopFinder(StopAutomaton(["b"]), include_stop=True).push("abc") == Emitted("ab", "b")
 
 
 def test_of_two_at_one_place_the_one_listed_first() -> None:
-    assert run(StopFinder(["ab", "abc"]), ["xabc"]) == ("x", "ab")
-    assert run(StopFinder(["abc", "ab"]), ["xa", "b", "c"]) == ("x", "abc")
+    assert run(StopFinder(StopAutomaton(["ab", "abc"])), ["xabc"]) == ("x", "ab")
+    assert run(StopFinder(StopAutomaton(["abc", "ab"])), ["xa", "b", "c"]) == ("x", "abc")
 
 
 def test_one_that_begins_earlier_is_waited_for_until_it_fails() -> None:
-    finder = StopFinder(["abcd", "bc"])
+    finder = StopFinder(StopAutomaton(["abcd", "bc"]))
     assert finder.push("abc") == Emitted("", None)
     assert finder.push("x") == Emitted("a", "bc")
 
 
 def test_one_that_began_earlier_but_never_ended_gives_way_at_the_end() -> None:
-    finder = StopFinder(["abcd", "bc"])
+    finder = StopFinder(StopAutomaton(["abcd", "bc"]))
     assert finder.push("abc") == Emitted("", None)
     assert finder.finish() == Emitted("a", "bc")
 
 
 def test_without_stop_strings_nothing_is_held_back() -> None:
-    assert run(StopFinder([]), ["a", "b"]) == ("ab", None)
+    assert run(StopFinder(StopAutomaton([])), ["a", "b"]) == ("ab", None)
 
 
 @given(texts, some_stops, st.booleans(), st.lists(st.integers(0, 30)))
@@ -101,12 +104,12 @@ def test_any_text_cut_anywhere_ends_where_the_whole_would(
 ) -> None:
     places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     pieces = [text[start:end] for start, end in pairwise(places)]
-    assert run(StopFinder(stops, include_stop=include), pieces) == expected(text, stops, include)
+    assert run(StopFinder(StopAutomaton(stops), include_stop=include), pieces) == expected(text, stops, include)
 
 
 @given(texts, some_stops)
 def test_only_what_could_become_a_stop_string_is_held_back(text: str, stops: list[str]) -> None:
-    finder = StopFinder(stops)
+    finder = StopFinder(StopAutomaton(stops))
     sent, stop = finder.push(text)
     if stop is None:
         held = text[len(sent) :]
@@ -114,6 +117,45 @@ def test_only_what_could_become_a_stop_string_is_held_back(text: str, stops: lis
         assert not held or any(stop.startswith(held) for stop in stops)
         assert not any(stop in sent for stop in stops)
         assert finder.finish() == expected(held, stops, False)
+
+
+def instructions(work: Callable[[], object]) -> int:
+    """The bytecode instructions that this takes."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, argument: object) -> object:
+        nonlocal count
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize("tail", ["", "a", "c"])
+def test_the_work_for_a_character_does_not_depend_on_what_is_held_back(tail: str) -> None:
+    def per_token(length: int) -> float:
+        places = [(length // 2 if tail else length - 17) + n for n in range(16)]
+        stops = [f"{'a' * place}b{tail * (length - 1 - place)}" for place in places]
+        finder = StopFinder(StopAutomaton(stops))
+        finder.push("a" * length)
+        return instructions(lambda: [finder.push("a") for _ in range(2000)]) / 2000
+
+    assert per_token(1024) <= min(1.2 * per_token(32), 600)
+
+
+def test_many_long_stop_strings_take_linear_time_to_prepare() -> None:
+    def per_character(length: int) -> float:
+        stops = [f"{'a' * (length - 1)}{chr(98 + n)}" for n in range(16)]
+        return instructions(lambda: StopAutomaton(stops)) / (16 * length)
+
+    assert per_character(1024) <= 1.2 * per_character(128)
 
 
 @pytest.mark.parametrize(

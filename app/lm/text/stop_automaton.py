@@ -1,0 +1,92 @@
+"""The automaton that finds several strings in one pass over a text (Aho and Corasick 1975, doi:10.1145/360825.360855).
+
+The library pyahocorasick continues over a stream, too, but does not say how much of the text may still become a match,
+which decides how much must be held back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+__all__ = ["StopAutomaton"]
+
+_CODE_BITS: Final = 21
+"""Of a character's code."""
+
+
+class StopAutomaton:
+    """Stop strings as a trie with failure links. It does not change, so sequences and threads may share it.
+
+    A state is a beginning of a stop string, and numbered; state 0 is the empty one. After each character of a text the
+    automaton is in the state of the longest beginning that the text ends with. Time and memory of the construction are
+    linear in the characters of the stop strings.
+
+    Args:
+        stops: the stop strings; their places in this sequence are their ranks.
+    """
+
+    depth: Final[list[int]]
+    """Characters of each state."""
+    found: Final[list[int | None]]
+    """The rank of the longest stop string that a text in this state ends with."""
+    open: Final[list[int]]
+    """The longest beginning that may still become a (longer) stop string, as a state."""
+    open_rank: Final[list[int]]
+    """The lowest rank of the stop strings that a state is a beginning of, without the state itself; their number if
+    there is none."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.stops = tuple(stops)
+        self._next: dict[int, int] = {}
+        """The state after another one and a character."""
+        self._shorter = [0]
+        """The longest other state that each state ends with."""
+        self.depth = [0]
+        self.found = [None]
+        self.open = [0]
+        self.open_rank = [len(self.stops)]
+        paths = [self._path(rank, stop) for rank, stop in enumerate(self.stops)]
+        self._link(paths)
+
+    def after(self, state: int, character: str) -> int:
+        """The state after a character: in constant time, averaged over a text."""
+        step, shorter, code = self._next, self._shorter, ord(character)
+        while (found := step.get(state << _CODE_BITS | code)) is None:
+            if not state:
+                return 0
+            state = shorter[state]
+        return found
+
+    def _path(self, rank: int, stop: str) -> list[int]:
+        """Add a stop string; returns its states."""
+        path, state = [], 0
+        for character in stop:
+            self.open_rank[state] = min(self.open_rank[state], rank)
+            key = state << _CODE_BITS | ord(character)
+            if key not in self._next:
+                self._next[key] = len(self.depth)
+                self.depth.append(self.depth[state] + 1)
+                self.found.append(None)
+                self.open_rank.append(len(self.stops))
+            state = self._next[key]
+            path.append(state)
+        if self.found[state] is None:
+            self.found[state] = rank
+        return path
+
+    def _link(self, paths: Sequence[Sequence[int]]) -> None:
+        """Link each state with the longest other one that it ends with, shorter states first."""
+        self._shorter *= len(self.depth)
+        self.open *= len(self.depth)
+        for place in range(max(map(len, paths), default=0)):
+            for stop, path in zip(self.stops, paths, strict=True):
+                if place < len(path):
+                    before = path[place - 1] if place else 0
+                    self._link_one(path[place], self.after(self._shorter[before], stop[place]) if place else 0)
+
+    def _link_one(self, state: int, shorter: int) -> None:
+        self._shorter[state] = shorter
+        if self.found[state] is None:
+            self.found[state] = self.found[shorter]
+        self.open[state] = state if self.open_rank[state] < len(self.stops) else self.open[shorter]
