@@ -103,7 +103,7 @@ def create_app(
     gateway.add_exception_handler(HTTPException, _on_http_error)
     gateway.add_exception_handler(Exception, _on_exception)
 
-    gateway.include_router(health_routes(models))
+    gateway.include_router(health_routes(models, has_keys=keys is not None))
     gateway.include_router(metadata_routes(models, reader))
     gateway.include_router(openai_model_routes(models))
     for router in routers:

@@ -60,21 +60,24 @@ class KeyRing:
         """Find a request's key, and admit the request if the key has the right scope and is within its limits.
 
         ``scope["state"]`` then has ``key``, the key's name, which the access log shows, and ``key_limits``, its limits
-        if it has some, which the caller leaves when the request ends.
+        if it has some, which the caller leaves when the request ends. A route that requires no key gets ``key`` from a
+        request that shows a valid one, and no limits.
 
         Raises:
             Unauthorized, ScopeMissing, RateLimited: the request isn't admitted.
         """
         scopes = scopes_for(scope["method"], scope["path"])
-        if not scopes:
-            return
         state: dict[str, Any] = scope["state"]
         text = shown_key(scope["headers"])
         key = None if text is None else self._keys.find(text)
         if key is None:
+            if not scopes:
+                return
             raise Unauthorized(UNKNOWN)
         state["key"] = key.name
         state["log_fields"] = {**state.get("log_fields", {}), "key": key.name}
+        if not scopes:
+            return
         if not any(one in key.scopes for one in scopes):
             raise ScopeMissing(
                 f"API key: expected one with scope {' or '.join(scopes)}, got `{key.name}` with {', '.join(key.scopes)}"

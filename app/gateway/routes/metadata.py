@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse
 import app
 from app.codecs.faults import read_json
 from app.control.routing import State, unavailable
-from app.errors import Unavailable
+from app.errors import NotFound, Unavailable
 from app.gateway.http.bodies import BodyReader
 from app.gateway.http.replies import RETRY_AFTER_S
 from app.gateway.models import Models, ServedModel
@@ -32,19 +32,38 @@ __all__ = ["health_routes", "index_entry", "metadata_routes", "openai_model_rout
 _READY_MODEL: Final = "Only this model; may be repeated. Default: every model that wasn't unloaded"
 
 
-def health_routes(models: Models) -> APIRouter:
+def health_routes(models: Models, *, has_keys: bool = False) -> APIRouter:
     """``/v2/health/live``, ``/v2/models/{model}/ready`` and ``/v2/health/ready``, which vLLM calls ``/health``, and
-    Triton's OpenAI frontend ``/health/ready``."""
+    Triton's OpenAI frontend ``/health/ready``.
+
+    Args:
+        models: the models.
+        has_keys: whether there are API keys. These routes need no key, so a request without one learns neither reasons
+            nor names.
+    """
     router = APIRouter(tags=["health"])
 
-    def why_not(model: ServedModel) -> Unavailable | None:
+    def is_stranger(request: Request) -> bool:
+        """Whether a request shows no key where there are keys."""
+        return has_keys and "key" not in request.scope.get("state", {})
+
+    def find(request: Request, name: str, version: str | None = None) -> ServedModel:
+        try:
+            return models.get(name, version)
+        except NotFound as error:
+            if not is_stranger(request):
+                raise
+            what = "model" if version is None else "model and version"
+            raise NotFound(f"{what}: unknown", field=error.field) from None
+
+    def why_not(request: Request, model: ServedModel) -> Unavailable | None:
         """Why a model isn't ready, if so."""
         if models.is_leaving:
             return Unavailable("the server is stopping")
         try:
             model.dispatcher.check_ready()
         except Unavailable as error:
-            return error
+            return Unavailable(f"model `{model.name}` is not ready") if is_stranger(request) else error
         return None
 
     @router.get("/v2/health/live", summary="Whether the gateway answers")
@@ -54,23 +73,27 @@ def health_routes(models: Models) -> APIRouter:
     @router.get("/v2/health/ready", summary="Whether every model is ready, or those named")
     @router.get("/health", include_in_schema=False)
     @router.get("/health/ready", include_in_schema=False)
-    async def ready(model: Annotated[tuple[str, ...], Query(description=_READY_MODEL)] = ()) -> JSONResponse:
-        named = [models.get(name) for name in model]
+    async def ready(
+        request: Request, model: Annotated[tuple[str, ...], Query(description=_READY_MODEL)] = ()
+    ) -> JSONResponse:
+        named = [find(request, name) for name in model]
         if models.is_leaving:
             return _readiness(Unavailable("the server is stopping"))
         if named:
-            waiting = list(filter(None, map(why_not, named)))
+            waiting = list(filter(None, (why_not(request, found) for found in named)))
         else:
-            routes = (one.route for one in models if not one.route.is_set_aside)
+            routes = (served.route for served in models if not served.route.is_set_aside)
             waiting = [unavailable(route) for route in routes if route.state is not State.READY]
+            if waiting and is_stranger(request):
+                waiting = [Unavailable("not every model is ready; with an API key this answer has the reasons")]
         if waiting:
             return _readiness(Unavailable("; ".join(error.message for error in waiting)))
         return _readiness(None)
 
     @router.get("/v2/models/{model}/ready", summary="Whether the model is ready")
     @router.get("/v2/models/{model}/versions/{version}/ready", include_in_schema=False)
-    async def model_ready(model: str, version: str | None = None) -> JSONResponse:
-        return _readiness(why_not(models.get(model, version)), name=model)
+    async def model_ready(request: Request, model: str, version: str | None = None) -> JSONResponse:
+        return _readiness(why_not(request, find(request, model, version)), name=model)
 
     return router
 

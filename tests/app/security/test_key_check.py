@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
@@ -21,6 +22,7 @@ from starlette.types import Scope
 
 from app.config.schema import Server
 from app.control.messages import CommandAnswer
+from app.control.routing import DeploymentRoute, RoutingTable, State
 from app.errors import ConfigError, Unauthorized
 from app.gateway.app import create_app
 from app.gateway.http.entry import RequestRecords
@@ -46,7 +48,7 @@ class Ring:
         self.keys: list[Key] = [a_key(scope, KEYS[scope], scope) for scope in SCOPES]
         self.failure: Exception | None = None
         self.ring = KeyRing(self._read, LimitFiles(folder / "limits", 0, 1))
-        models = Models()
+        self.models = models = Models()
         self.server = Server(access_log=False)
         sampler = Sampler(models)
         Ledger(folder / "metrics")
@@ -220,6 +222,45 @@ def test_only_what_is_named_is_open(method: str, rest: str) -> None:
             )  # fmt: skip
     assert scopes_for("POST", f"/v2/repository/models/{rest}") == ("admin",)
     assert scopes_for("POST", f"/v2/models/{rest}") == ("infer",)
+
+
+# Routes without a scope
+
+SECRET = "postgres://user:password@db"
+
+
+@pytest.mark.parametrize(
+    ("path", "about"),
+    [
+        ("/v2/health/ready", {"ready": False}),
+        ("/health", {"ready": False}),
+        ("/health/ready", {"ready": False}),
+        ("/v2/health/ready?model=hidden", {"ready": False}),
+        ("/v2/models/hidden/ready", {"ready": False, "name": "hidden"}),
+        ("/v2/models/hidden/versions/1/ready", {"ready": False, "name": "hidden"}),
+        ("/v2/models/hidden/versions/77/ready", {}),
+        ("/v2/models/nope/ready", {}),
+        ("/v2/health/ready?model=nope", {}),
+        ("/v2/health/ready?model=hidden&model=nope", {}),
+    ],
+)
+@pytest.mark.parametrize("state", [State.LOADING, State.FAILED])
+def test_without_a_key_nobody_learns_reasons_or_names(gateway: Ring, path: str, about: object, state: State) -> None:
+    reason = f"RuntimeError: can't connect to {SECRET}"
+    route = DeploymentRoute("hidden", state, reason, failure=reason, is_graph=True, is_open=False)
+    gateway.models.update(RoutingTable((route, msgspec.structs.replace(route, name="hidden-too"))))
+    for headers in ({}, bearer("wrong")):
+        answer = gateway.ask("GET", path, headers)
+        body = answer.json()
+        text = body.pop("error")
+        assert (answer.status_code, body) == (503 if about else 404, about)
+        assert "hidden-too" not in text
+        assert SECRET not in text
+        assert state.value not in text
+        assert ("hidden" in text) == (about != {} and "hidden" in path)
+        assert answer.headers.get("retry-after") == ("2" if about else None)
+    with_key = gateway.ask("GET", path, bearer(KEYS["metrics"])).json()["error"]
+    assert SECRET in with_key or "hidden" in with_key or "expected '1'" in with_key
 
 
 # What is refused, and how
