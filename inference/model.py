@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Literal
 
@@ -286,13 +286,18 @@ class Model:
     """One row, by input name, as nested lists: used for the warm-up and shown in the API's documentation. Inputs
     without an example get zeros or the text ``"example"``, with 1 for a dimension that varies."""
 
-    def load(self, device: str) -> None:
-        """Called once per replica, before the first call. ``device`` is for example ``cpu`` or ``cuda:0``."""
+    def load(self, device: str) -> Awaitable[None] | None:
+        """Called once per replica, before the first call. ``device`` is for example ``cpu`` or ``cuda:0``.
+
+        May be ``async def``, as `unload`: it is awaited in the event loop in which the calls run.
+        """
+        return None
 
     # `*args` is never used, but with it type checkers accept any signature in a subclass.
     def __call__(self, *args: Any, **inputs: Any) -> Any:
         """Compute the outputs, by name, for all rows of a batch. May be ``async def``."""
         raise NotImplementedError(f"{type(self).__name__} defines no __call__")
 
-    def unload(self) -> None:
+    def unload(self) -> Awaitable[None] | None:
         """Called once when the replica shuts down in an orderly way."""
+        return None

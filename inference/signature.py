@@ -175,6 +175,12 @@ class Signature(msgspec.Struct, frozen=True):
         for key in example or {}:
             if key not in {spec.name for spec in inputs}:
                 raise DeclarationError(f"{kind}.example, {key!r}: expected the name of an input")
+        for hook in (type(model).load, type(model).unload):
+            if inspect.isgeneratorfunction(hook) or inspect.isasyncgenfunction(hook):
+                raise DeclarationError(
+                    f"{kind}.{hook.__name__}: expected a function or a coroutine function, got a generator function, "
+                    "of which nothing would run; remove its `yield`"
+                )
         call = type(model).__call__
         description = (inspect.getdoc(model) or "").split("\n\n")[0].replace("\n", " ")
         return cls(

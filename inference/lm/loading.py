@@ -91,6 +91,12 @@ class LmPlan(NamedTuple):
         if not isinstance(limits, EngineLimits):
             reason = f"options.engine: expected an engine whose `limits` are EngineLimits, got {limits!r:.200}"
             raise LoadError(Problem(title, reason, SEE_ENGINE))
+        for name in ("submit", "cancel", "step", "close"):
+            if inspect.iscoroutinefunction(getattr(engine, name, None)):
+                reason = f"options.engine: expected a function `{name}`, got a coroutine function, which nothing awaits"
+                raise LoadError(
+                    Problem(title, reason, f"make it `def {name}`; one thread makes all calls of an engine")
+                )
         return engine
 
 

@@ -113,7 +113,7 @@ def _serve(
     served = load_served(spec, progress, _end_soon, watch, capacity, launch)
     signature = served.signature
     progress("starting Triton")
-    triton.start(served.handlers)
+    triton.start(served.handlers, served.loop)
     served.warm_up(triton, spec, progress)
     tuning.settle()
     (directory / READY_FILE).touch()  # for the guardian: every process of the group counts from now on

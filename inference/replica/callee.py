@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Final, NamedTuple
@@ -12,6 +11,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from inference.replica.bridge import HEAD, Message, describe, message, read_body, tensors
+from inference.runtime.call_loop import CallLoop
 
 __all__ = ["Answers", "Request", "start"]
 
@@ -29,22 +29,19 @@ class Request(NamedTuple):
     parameters: dict[str, Any]
 
 
-def start(path: str, answers: Answers) -> None:
-    """Answer the calls of one instance, in a thread of its own, from now until the process ends.
+def start(path: str, answers: Answers, loop: CallLoop) -> None:
+    """Answer the calls of one instance, from now until the process ends.
 
     Args:
         path: of the instance's socket.
         answers: answers them. Calls that it answers in frames may overlap.
+        loop: the calls run in it.
     """
-    listening = threading.Event()
+    loop.wait(_listen(path, answers))
 
-    async def serve() -> None:
-        await asyncio.start_unix_server(Callee(answers).serve, path, limit=_BUFFER_BYTES)
-        listening.set()
-        await asyncio.get_running_loop().create_future()
 
-    threading.Thread(target=asyncio.run, args=[serve()], name="callee", daemon=True).start()
-    listening.wait()
+async def _listen(path: str, answers: Answers) -> asyncio.Server:
+    return await asyncio.start_unix_server(Callee(answers).serve, path, limit=_BUFFER_BYTES)
 
 
 class Callee:

@@ -16,6 +16,7 @@ from inference.lm.loading import lm_signature, plan_language_model
 from inference.model import Model
 from inference.pipeline import PipelineSpec, StepSpec, make_plan
 from inference.reference import is_language_model
+from inference.runtime.call_loop import CallLoop
 from inference.runtime.capacity import Capacity
 from inference.runtime.compiled import check_compiled, compile_modules
 from inference.runtime.device import choose_device, streams_of
@@ -41,6 +42,8 @@ class Served(NamedTuple):
     device: str
     runner: Sequence[Runner] | FusedPipeline | EngineHost
     """What calls the models or the engine. Several runners, each with its own thread, may call one model at once."""
+    loop: CallLoop
+    """The calls of the first instance, and the models' coroutines `load` and `unload`, run in it."""
     models: tuple[Model, ...] = ()
     """In the order in which they were loaded."""
     warmup_sizes: Sequence[int] = ()
@@ -75,9 +78,7 @@ class Served(NamedTuple):
         """Close the engine, or call every model's `unload`, last loaded first, even if one raises."""
         if isinstance(self.runner, EngineHost):
             self.runner.close()
-        with contextlib.ExitStack() as stack:
-            for model in self.models:
-                stack.callback(model.unload)
+        self.loop.unload(self.models)
 
 
 def load_language_model(
@@ -106,7 +107,7 @@ def load_language_model(
     switch_soon()
     signature = lm_signature(spec.name, plan.folder, engine.limits, plan.tool_parser)
     host = EngineHost(engine, device=device, on_broken=on_broken, max_step_s=plan.max_step_s)
-    return Served(signature, device, host)
+    return Served(signature, device, host, CallLoop())
 
 
 def load_served(
@@ -157,12 +158,13 @@ def load_served(
     if spec.is_cached:
         known.check_cacheable()
     on_known(known)
+    loop = CallLoop()
     sizes: dict[str, Sequence[int]] = {}
     warmup_sizes = _warmup_sizes(spec)
     for step in steps:
         model = models[step.name]
         progress(f"loading {step.name} on {device}" if spec.pipeline is not None else f"loading on {device}")
-        model.load(device)
+        loop.load(model, device)
         if asks_compile(type(model), step.options):
             sizes[step.name] = compile_modules(model, signatures[step.name], device, sorted(set(warmup_sizes)))
     if sizes:  # also what batches are padded to; twice, since a CUDA graph is recorded in a size's second call
@@ -176,13 +178,13 @@ def load_served(
             Runner(models[spec.name], signature, device, on_broken, watch, capacity, padded_to, stream)
             for stream in streams_of(device, spec.instances)
         ]
-        return Served(signature, device, runners, loaded, warmup_sizes, bool(sizes))
+        return Served(signature, device, runners, loop, loaded, warmup_sizes, bool(sizes))
     if plan.signature.streams:
         switch_soon()
     # To clients a plain model that streams is not a pipeline.
     signature = plan.signature if spec.pipeline is not None else msgspec.structs.replace(plan.signature, heads=())
     fused = FusedPipeline(plan, models, device, on_broken, watch, capacity, sizes)
-    return Served(signature, device, fused, loaded, warmup_sizes, bool(sizes))
+    return Served(signature, device, fused, loop, loaded, warmup_sizes, bool(sizes))
 
 
 def _warmup_sizes(spec: ReplicaSpec) -> list[int]:

@@ -34,6 +34,7 @@ from inference.errors import ReplicaError
 from inference.replica import callee
 from inference.replica.bridge import install, socket_path
 from inference.replica.callee import Answers
+from inference.runtime.call_loop import CallLoop
 from inference.signature import Signature, TensorSpec
 from inference.wire.frame import FRAME
 from inference.wire.lm import CONTROL
@@ -145,15 +146,20 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
                 else:
                     os.environ[name] = value
 
-    def start(self, infer: Sequence[Answers]) -> None:
+    def start(self, infer: Sequence[Answers], loop: CallLoop) -> None:
         """Wait until Triton serves the model, launched or not, and have its instances call these, each in a thread.
+
+        Args:
+            infer: what answers the calls, one for each instance.
+            loop: the first instance's; each further instance gets a loop of its own.
 
         Raises:
             ReplicaError: Triton ended or was not ready in time; the message includes the relevant lines of its log.
         """
         (model,) = self._model_manager.models
         for instance, answers in enumerate(infer):
-            callee.start(socket_path(self._workspace.path.as_posix(), model.model_name, instance), answers)
+            path = socket_path(self._workspace.path.as_posix(), model.model_name, instance)
+            callee.start(path, answers, CallLoop() if instance else loop)
         if self._triton_server is None:
             self.launch()
         self._wait_until_ready()

@@ -16,6 +16,7 @@ import msgspec
 from inference.lm.loading import plan_language_model
 from inference.reference import is_language_model
 from inference.replica.probe import Request, own_output
+from inference.runtime.call_loop import CallLoop
 from inference.runtime.device import choose_device
 from inference.runtime.loader import load_model
 from inference.runtime.pytriton_script import end_scripts
@@ -43,9 +44,10 @@ def weigh(request: Request) -> Weight:
         steps = [request] if request.pipeline is None else request.pipeline.steps
         models = [load_model(step.model, step.options, request.path) for step in steps]
         device = choose_device(request.device, "torch" in sys.modules or any(one.arrays == "torch" for one in models))
+        loop = CallLoop()
         before = _anonymous_bytes()
         for model in models:
-            model.load(device)
+            loop.load(model, device)
         kept += models
     grown = max(0, _anonymous_bytes() - before)
     tensors = _tensor_bytes()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 from inference.errors import LoadError, Problem
@@ -23,10 +23,17 @@ class FunctionModel(Model):
         """A function's result by output name."""
         return result if isinstance(result, dict) or len(cls.outputs) > 1 else {cls.outputs[0].name: result}
 
+    @classmethod
+    async def awaited(cls, result: Awaitable[Any]) -> Any:
+        """An async function's result by output name."""
+        return cls.named(await result)
+
 
 class _Plain(FunctionModel):
     def __call__(self, /, **inputs: Any) -> Any:
-        return self.named(type(self).function(**inputs))
+        result = type(self).function(**inputs)
+        # A decorator may hide that the function is async.
+        return self.awaited(result) if inspect.isawaitable(result) else self.named(result)
 
 
 class _Async(FunctionModel):

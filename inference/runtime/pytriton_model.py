@@ -6,7 +6,6 @@ in the call, and PyTriton's own checks look at what it returns.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import inspect
 import itertools
@@ -91,7 +90,7 @@ class PytritonModel(Model):
             self._free.put(function)
         self._turns = itertools.cycle(binding.functions)
 
-    def load(self, device: str) -> None:
+    async def load(self, device: str) -> None:
         """Give the functions PyTriton's context, and make the calls of ``model_warmup``."""
         for function in self._binding.functions:
             self._binding.context.model_configs[function] = self._config
@@ -99,7 +98,7 @@ class PytritonModel(Model):
         warmup = generate_warmup_requests(self._binding.config.model_warmup, [], [])
         for function, data in itertools.product(self._binding.functions, warmup):
             try:
-                asyncio.run(_all(function([Request(data=dict(data), requested_output_names=self._names)])))
+                await _all(function([Request(data=dict(data), requested_output_names=self._names)]))
             except Exception as error:  # PyTriton serves then, too
                 logger.warning("model_warmup of %s failed: %s: %s", self._binding.name, type(error).__name__, error)
 

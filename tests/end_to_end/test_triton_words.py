@@ -20,6 +20,7 @@ from app.transport.triton import TritonClient
 from inference.environment import library_path
 from inference.errors import ReplicaError
 from inference.replica.triton import EmbeddedTriton
+from inference.runtime.call_loop import CallLoop
 from inference.signature import Signature, TensorSpec
 from inference.wire.report import REPORT, RowReport, Status, encode_reports
 from tests.running import processes_of
@@ -68,7 +69,7 @@ def triton(folder: Path, held: Held) -> Iterator[EmbeddedTriton]:
     """One that serves a model."""
     found = EmbeddedTriton(folder, TOKEN)
     found.bind_signature(SIGNATURE)
-    found.start([held])
+    found.start([held], CallLoop())
     yield found
     held.may_answer.set()
     found.stop()
@@ -147,7 +148,7 @@ def test_an_instance_that_does_not_start_is_tried_once(folder: Path, held: Held)
     )
     try:
         with pytest.raises(ReplicaError, match=r"an instance failed[^$]*not today"):
-            found.start([held])
+            found.start([held], CallLoop())
         assert (folder / "starts").read_text() == "one "  # not another one before, for Triton to ask its configuration
     finally:
         found.stop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 
@@ -29,6 +30,15 @@ class Large(Model):
     def __call__(self, x: Floats) -> dict[str, Floats]:
         """The same again."""
         return {"y": x}
+
+
+class LargeLater(Large):
+    """`Large`, loaded by a coroutine."""
+
+    async def load(self, device: str) -> None:  # type: ignore[override]  # `Large` promises a plain function
+        """Take it."""
+        await asyncio.sleep(0)
+        super().load(device)
 
 
 class Slow(Model):

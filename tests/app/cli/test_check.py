@@ -237,6 +237,13 @@ def test_models_in_the_working_folder_are_found(run: Run, tmp_path: Path) -> Non
     assert status == 0
 
 
+def test_a_load_of_which_nothing_would_run(run: Run, tmp_path: Path) -> None:
+    source = "from inference.zoo.scale import Scale\nclass Never(Scale):\n    async def load(self, device): yield\n"
+    (tmp_path / "never.py").write_text(source)
+    _, report = run({"deployments": {"never": {"model": "never:Never"}}})
+    assert "Never.load: expected a function or a coroutine function, got a generator function" in only(report)["reason"]
+
+
 def test_a_model_that_ends_the_process_does_not_hide_the_others(run: Run, tmp_path: Path) -> None:
     (tmp_path / "deadly.py").write_text(
         "import os, sys\nprint('out of luck', file=sys.stderr, flush=True)\nos._exit(9)\n"

@@ -30,6 +30,7 @@ from inference.replica.bridge import (
     socket_path,
     tensors,
 )
+from inference.runtime.call_loop import CallLoop
 from inference.wire.triton_words import is_process_lost
 
 TIMEOUT_S = 30
@@ -119,7 +120,7 @@ def serve(workspace: str) -> Iterator[Callable[..., Any]]:
         model = TritonPythonModel()
         name = f"m_0_{instance}"
         model.initialize({"model_config": json.dumps(config), "model_name": "m", "model_instance_name": name})
-        callee.start(socket_path(workspace, "m", instance), answers)
+        callee.start(socket_path(workspace, "m", instance), answers, CallLoop())
         instances.append(model)
         return model
 

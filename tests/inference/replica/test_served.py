@@ -9,11 +9,12 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from app.process.sweep import Journal, segments_mapped_by, sweep_replica
@@ -24,9 +25,12 @@ from inference.lm.engine_host import EngineHost
 from inference.lm.loading import SlotOptions, lm_signature, plan_language_model
 from inference.lm.null_engine import NullEngine
 from inference.lm.slot_engine import SlotEngine
+from inference.pipeline import PipelineSpec, StepSpec
+from inference.replica.callee import Answers, Request
 from inference.replica.served import load_language_model, load_served
 from inference.replica.warmup_lm import counts, submits
 from inference.signature import Signature
+from inference.wire.frame import FRAME, decode_frame
 from inference.wire.handshake import ReplicaSpec, ReplicaStatus
 from tests.running import processes_of
 
@@ -63,6 +67,12 @@ def limitless(folder, **rest):
 
 def mistaken(folder, **rest):
     return len(5)
+
+def awaited(folder, **rest):
+    class Awaited(NullEngine):
+        async def close(self):
+            pass
+    return Awaited()
 
 def none(folder, **rest):
     return 5
@@ -201,6 +211,9 @@ def test_engines_that_can_not_be_made(folder: Path) -> None:
         plan.load("cpu", lambda reason: None)
     plan = plan_language_model(f"lm:{folder}", {"engine": "lm_case_engines:limitless"})
     with pytest.raises(LoadError, match=r"its engine's limits raised ValueError: no limits on purpose at .*engines.py"):
+        plan.load("cpu", lambda reason: None)
+    plan = plan_language_model(f"lm:{folder}", {"engine": "lm_case_engines:awaited"})
+    with pytest.raises(LoadError, match=r"expected a function `close`, got a coroutine function"):
         plan.load("cpu", lambda reason: None)
 
 
@@ -389,3 +402,65 @@ def test_a_model_whose_answers_can_not_be_kept_does_not_start(tmp_path: Path, mo
             continue
         with pytest.raises(DeclarationError, match=r"cache: expected .* got `m`, which is not idempotent; remove"):
             load_served(spec, lambda text: None, lambda reason: None)
+
+
+AWAITED = """
+import asyncio
+from inference import Model, Tensor
+
+class Awaited(Model):
+    inputs = [Tensor("x", "FP32", [1])]
+    outputs = [Tensor("y", "FP32", [1])]
+    noted = []
+
+    async def load(self, device):
+        await asyncio.sleep(0)
+        self.loop = asyncio.get_running_loop()
+
+    async def __call__(self, x):
+        assert asyncio.get_running_loop() is self.loop
+        return {"y": x + 1}
+
+    async def unload(self):
+        await asyncio.sleep(0)
+        self.noted.append(asyncio.get_running_loop() is self.loop)
+
+class Second(Awaited):
+    inputs = [Tensor("y", "FP32", [1])]
+    outputs = [Tensor("z", "FP32", [1])]
+
+    async def __call__(self, y):
+        return {"z": (await super().__call__(y))["y"]}
+"""
+
+
+@pytest.mark.parametrize("is_pipeline", [False, True], ids=["model", "pipeline"])
+def test_an_async_load_has_ended_before_the_first_call_in_the_loop_that_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_pipeline: bool
+) -> None:
+    (tmp_path / "awaited_hooks.py").write_text(AWAITED)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "awaited_hooks", raising=False)
+    steps = (StepSpec("trunk", "awaited_hooks:Awaited"), StepSpec("head", "awaited_hooks:Second"))
+    pipeline = PipelineSpec(steps, ("head",), trunk="trunk") if is_pipeline else None
+    model = "" if is_pipeline else "awaited_hooks:Awaited"
+    spec = ReplicaSpec("m", model, "", 0, (), "", device="cpu", pipeline=pipeline)
+    served = load_served(spec, lambda text: None, lambda reason: None)
+    found = served.loop.wait(answers_of(served.handlers[0]))
+    assert found == ([[3.0]] if is_pipeline else [[2.0]])
+    served.unload()
+    noted = sys.modules["awaited_hooks"].Awaited.noted
+    assert noted == [True] * len(served.models)
+
+
+async def answers_of(handle: Answers) -> list[Any]:
+    """What is answered to one row, 1.0."""
+    answers = handle([Request({"x": np.ones((1, 1), np.float32)}, {})])
+    if isinstance(answers, AsyncIterator):
+        (frame,) = [outputs[0][FRAME] async for outputs in answers]
+        decoded, data = decode_frame(frame.tobytes())
+        assert not decoded.pieces[0].failures
+        (tensor,) = decoded.pieces[0].tensors
+        return np.frombuffer(data[0][0], np.float32).reshape(tensor.shape).tolist()
+    (outputs,) = await answers
+    return outputs["y"].tolist()

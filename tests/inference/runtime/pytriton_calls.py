@@ -18,6 +18,7 @@ from pytriton.proxy.types import Request
 from inference.errors import LoadError
 from inference.model import Model
 from inference.replica.probe import own_output
+from inference.runtime.call_loop import CallLoop
 from inference.runtime.loader import load_model
 from inference.runtime.runner import Runner
 from inference.signature import REQUEST, Signature
@@ -39,7 +40,7 @@ def _call(models: dict[str, Model], call: dict[str, Any]) -> dict[str, Any]:
         return {"reason": error.problem.reason, "fix": error.problem.fix}
     key = json.dumps([call["script"], call.get("options")])
     if key not in models:
-        model.load("cpu")
+        CallLoop().load(model, "cpu")
         models[key] = model
     model = models[key]
     signature = Signature.of(model, name="model", max_batch_size=ROWS)

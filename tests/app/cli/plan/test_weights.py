@@ -34,3 +34,9 @@ def test_what_can_not_be_loaded_says_why() -> None:
     found = weigh("light:Nothing")
     assert found.bytes is None
     assert "light.py has no Nothing" in found.how
+
+
+def test_what_an_async_load_takes_is_weighed() -> None:
+    found = weigh("scaled:LargeLater", options={"size_bytes": 50 * MIB})
+    assert found.bytes is not None
+    assert 50 * MIB <= found.bytes < 60 * MIB
