@@ -129,9 +129,13 @@ class ServerClient:
         """Change the number of a model's replicas to ``replicas``, or ``min`` and ``max``. Otherwise as `command`."""
         return self._change("scale", model, bounds, "replicas")
 
-    def change_traffic(self, action: str, model: str, version: str | None = None) -> dict[str, Any]:
-        """Promote a version of a model, or roll its traffic back. Otherwise as `command`."""
-        return self._change(action, model, None if version is None else {"version": version}, "traffic")
+    def promote(self, model: str, version: str) -> dict[str, Any]:
+        """Give a version of a model all requests. Otherwise as `command`."""
+        return self._change("promote", model, {"version": version}, "traffic")
+
+    def roll_back(self, model: str, *, is_undo: bool) -> dict[str, Any]:
+        """Undo the last change of a model's traffic, or the last rollback. Otherwise as `command`."""
+        return self._change("rollback", model, {"undo": True} if is_undo else None, "traffic")
 
     def _change(self, action: str, model: str, body: object, wanted: str) -> dict[str, Any]:
         answer = self._ask("POST", f"/v2/repository/models/{quote(model, safe='')}/{action}", body)

@@ -121,6 +121,8 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("name", metavar="NAME", help="the deployment")
         if action == "promote":
             command.add_argument("version", metavar="VERSION", help="the version, which becomes the default, too")
+        else:
+            command.add_argument("--undo", action="store_true", help="take back the last rollback")
         _add_url(command)
         command.set_defaults(run=_command, action=action)
     add_bench_command(commands)
@@ -245,8 +247,10 @@ def _command(options: argparse.Namespace) -> int:
     client, given = ServerClient(options.url), getattr(options, "config", None)
     if options.action == "scale":
         answer = client.scale(options.name, options.replicas)
-    elif options.action in ("promote", "rollback"):
-        answer = client.change_traffic(options.action, options.name, getattr(options, "version", None))
+    elif options.action == "promote":
+        answer = client.promote(options.name, options.version)
+    elif options.action == "rollback":
+        answer = client.roll_back(options.name, is_undo=options.undo)
     else:
         answer = client.command(options.action, options.name, None if given is None else _section(given))
     print(command_line(options.action, answer))

@@ -90,7 +90,9 @@ class TrafficRoute(msgspec.Struct, frozen=True):
     shadow: str = ""
     """The version that gets copies of the requests that others answered; empty: none."""
     before: dict[str, float] = {}
-    """The shares that a rollback would restore; empty: there is nothing to go back to."""
+    """The shares before the last change, which a rollback would restore; empty: there was no change."""
+    rolled_back: str = ""
+    """What the last change took back, and why; empty: it was no rollback."""
 
 
 class DeploymentRoute(msgspec.Struct, frozen=True):

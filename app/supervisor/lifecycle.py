@@ -117,12 +117,16 @@ class Lifecycle:
             if not isinstance(state, VersionsState):
                 raise Conflict(f"model `{name}`: expected a deployment with `versions`; it has none")
             with self._alone(command.action, name, sets):
-                if command.action == "promote":
+                action, is_undo = command.action, bool(command.arguments.get("undo"))
+                if action == "promote":
                     config = state.promoted(str(command.arguments.get("version", "")))
                 else:
-                    config = state.rolled_back()
-                logger.info("%s: %s, at an operator's request: %s", name, command.action, _shares(config))
+                    config = state.traffic_before(is_undo=is_undo)
+                before = _shares(state.config)
+                logger.info("%s: %s, at an operator's request: %s", name, action, _shares(config))
                 self._deployments.adopt(name, config)
+                if action == "rollback" and not is_undo:
+                    state.rolled_back = f"rolled back at an operator's request, from {before}"
         except HeadwaterError as error:
             return CommandAnswer(command.id, error.status, {"error": error.message})
         traffic = config.shared_traffic

@@ -63,8 +63,9 @@ class Orchestrator:
 
     def _roll_back(self, one: VersionsState, version: str, reason: str) -> None:
         """Have the default version answer all requests."""
+        share = one.config.shared_traffic.shares[version]
         self.deployments.adopt(one.name, one.default_alone())
-        one.note = f"version `{version}` lost its share by itself: {reason}"
+        one.rolled_back = f"version `{version}` lost its share by itself ({100 * share:g} %): {reason}"
         self._host.on_change()
 
     async def prepare(self) -> None:

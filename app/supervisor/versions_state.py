@@ -24,8 +24,8 @@ class VersionsState(Composite):
         super().__init__(name, config)
         self.before: Traffic | None = None
         """The traffic before the last change of it; None: it has not changed."""
-        self.note = ""
-        """Why the traffic was changed last, if nobody asked for that."""
+        self.rolled_back = ""
+        """What the last change of the traffic took back, and why; empty: it was no rollback."""
 
     @property
     def deployments(self) -> Mapping[str, str]:
@@ -36,7 +36,7 @@ class VersionsState(Composite):
         """See `Composite.adopt`; the traffic so far is kept for a rollback, if it changes."""
         before, after = self.config.shared_traffic, config.shared_traffic
         if before != after:
-            self.before, self.note = before, ""
+            self.before, self.rolled_back = before, ""
         super().adopt(config)
 
     def promoted(self, version: str) -> Deployment:
@@ -50,14 +50,29 @@ class VersionsState(Composite):
             raise Conflict(f"model `{self.name}`, version: expected one of {known}, got {version[:100]!r}")
         return self._with(self.config.shared_traffic, {version: 1.0}, version)
 
-    def rolled_back(self) -> Deployment:
+    def traffic_before(self, *, is_undo: bool) -> Deployment:
         """The configuration with the traffic before its last change.
 
+        Args:
+            is_undo: whether a rollback is to be undone, rather than another change.
+
         Raises:
-            Conflict: the traffic has not changed, or a version that had a share then is gone.
+            Conflict: the traffic has not changed, its last change was a rollback and ``is_undo`` is not set, or the
+                other way round; or a version that had a share then is gone.
         """
         if self.before is None:
             raise Conflict(f"model `{self.name}`: its traffic has not changed, so there is nothing to go back to")
+        if self.rolled_back and not is_undo:
+            back = ", ".join(f"{100 * share:g} % to {version}" for version, share in self.before.shares.items())
+            raise Conflict(
+                f"model `{self.name}`: the last change of its traffic was a rollback: {self.rolled_back}; "
+                f"`headwater rollback {self.name} --undo` takes it back and gives {back}"
+            )
+        if is_undo and not self.rolled_back:
+            raise Conflict(
+                f"model `{self.name}`: expected a rollback as the last change of its traffic, which --undo takes back; "
+                "it was another change, which a rollback without --undo takes back"
+            )
         gone = [one for one, share in self.before.shares.items() if share and one not in self.config.versions]
         if gone:
             raise Conflict(f"model `{self.name}`: version `{gone[0]}`, which had a share of the traffic then, is gone")
@@ -90,18 +105,21 @@ class VersionsState(Composite):
         one = versions[default]
         self.signature = None if one.signature is None else msgspec.structs.replace(one.signature, name=self.name)
         if one.state is not State.READY:
-            self.enter(one.state, f"version `{default}`: {one.reason}", f"version `{default}`: {one.cause}")
+            reason = "; ".join(filter(None, (self.rolled_back, f"version `{default}`: {one.reason}")))
+            self.enter(one.state, reason, f"version `{default}`: {one.cause}")
             return
         away = {version: other for version, other in versions.items() if other.state is not State.READY}
         reason = "; ".join(f"version `{name}` is {other.state.value}: {other.reason}" for name, other in away.items())
         cause = "; ".join(f"version `{name}` is {other.state.value}: {other.cause}" for name, other in away.items())
-        self.enter(State.READY, "; ".join(filter(None, (self.note, reason or "all versions ready"))), cause)
+        self.enter(State.READY, "; ".join(filter(None, (self.rolled_back, reason or "all versions ready"))), cause)
 
     def route(self, workers: int) -> DeploymentRoute:
         """What each of so many gateway workers gets."""
         traffic = self.config.shared_traffic
         before = {} if self.before is None else self.before.shares
-        told = TrafficRoute(traffic.shares, traffic.default, traffic.sticky, self.is_watched, traffic.shadow, before)
+        shared = TrafficRoute(
+            traffic.shares, traffic.default, traffic.sticky, self.is_watched, traffic.shadow, before, self.rolled_back
+        )
         first = next(iter(self.config.versions))
         is_language_model = self.config.version(first).is_language_model
-        return msgspec.structs.replace(super().route(workers), traffic=told, is_language_model=is_language_model)
+        return msgspec.structs.replace(super().route(workers), traffic=shared, is_language_model=is_language_model)

@@ -144,6 +144,10 @@ def test_promote_and_rollback(running: Running) -> None:
     assert told == "c: promote done: 0 % to 1, 100 % to 2; default 2\n"
     assert {version(ask(running)) for _ in range(20)} == {"2"}
     assert command_line(running, "rollback", "c") == "c: rollback done: 95 % to 1, 5 % to 2; default 1\n"
+    refused = running.client.post(f"{running.url}/v2/repository/models/c/rollback", json={})
+    assert (refused.status_code, "--undo" in refused.json()["error"]) == (409, True)
+    unknown = running.client.post(f"{running.url}/v2/repository/models/c/rollback", json={"redo": True})
+    assert (unknown.status_code, "redo" in unknown.json()["error"]) == (400, True)
     assert {version(ask(running, **{"X-User": f"user{n}"})) for n in range(60)} == {"1", "2"}
     refused = running.client.post(f"{running.url}/v2/repository/models/c/promote", json={"version": "9"})
     assert (refused.status_code, "expected one of `1`, `2`, got '9'" in refused.json()["error"]) == (409, True)
@@ -282,7 +286,10 @@ def test_a_version_that_begins_to_fail_loses_its_share_by_itself_and_no_request_
     assert "version `2` lost its share by itself" in entry()["reason"]
     assert 'headwater_rollbacks_total{deployment="c",version="2"} 1.0' in running.get("/metrics").text
     assert {version(ask(running)) for _ in range(20)} == {"1"}
-    told = command_line(running, "rollback", "c")  # which takes back what the server did
+    refused = running.client.post(f"{running.url}/v2/repository/models/c/rollback")
+    assert (refused.status_code, "version `2` lost its share by itself (5 %)" in refused.json()["error"]) == (409, True)
+    assert entry()["traffic"] == {"1": 1.0, "2": 0.0}
+    told = command_line(running, "rollback", "c", "--undo")
     assert told == "c: rollback done: 95 % to 1, 5 % to 2; default 1\n"
     assert entry()["reason"] == "all versions ready"
     assert reload(running, {"traffic": TRAFFIC}).json()["state"] == "READY"

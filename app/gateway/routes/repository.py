@@ -47,6 +47,10 @@ class _Promote(msgspec.Struct, forbid_unknown_fields=True):
     version: str
 
 
+class _Rollback(msgspec.Struct, forbid_unknown_fields=True):
+    undo: bool = False
+
+
 def repository_routes(
     command: Callable[[str, str, Mapping[str, Any]], Awaitable[CommandAnswer]], guard: OperatorGuard, server: Server
 ) -> APIRouter:
@@ -98,6 +102,10 @@ def _arguments(body: bytes, action: str) -> dict[str, Any]:
     if action == "promote":
         promoted: _Promote = read_json(body, _Promote, hint='expected {"version": "2"}')
         return {"version": promoted.version}
+    if action == "rollback":
+        hint = 'expected {"undo": true} or an empty body'
+        rollback: _Rollback = read_json(body if body.strip() else b"{}", _Rollback, hint=hint)
+        return {"undo": rollback.undo}
     arguments: dict[str, Any] = {}
     hint = 'expected {"parameters": {...}} or an empty body'
     asked: _Body = read_json(body if body.strip() else b"{}", _Body, hint=hint)

@@ -136,7 +136,8 @@ def _deployment(model: ServedModel, models: Models, counts: Counts) -> dict[str,
     if route.traffic is not None:  # the counts are its versions' sums
         traffic = route.traffic
         status |= {"traffic": traffic.shares, "default": traffic.default, "shadow": traffic.shadow or None}
-        status |= {"before": traffic.before or None, "watched": traffic.is_watched}
+        status |= {"before": traffic.before or None, "rolled_back": traffic.rolled_back or None}
+        status["watched"] = traffic.is_watched
     if models.is_shadow(model):
         status["compared"] = _compared(counts)
     if route.is_language_model:

@@ -88,7 +88,8 @@ function comparison({ requests, failed, dropped, disagreements, difference, mean
 function about(one, status) {
   if (one.traffic) {
     const watched = one.watched ? ", compared for a rollback" : "";
-    const before = one.before ? `; a rollback gives ${shares(one.before)}` : "";
+    const change = one.rolled_back ? "undoing the rollback" : "a rollback";
+    const before = one.before ? `; ${change} gives ${shares(one.before)}` : "";
     return `${one.kind} with versions, default ${one.default}${watched}${before}`;
   }
   if (!one.part_of) return one.kind;

@@ -1103,6 +1103,12 @@ def test_promote_and_rollback_take_effect_at_once_and_say_so() -> None:
         assert answer.content == {"name": "c", "state": "READY", "traffic": {"1": 0.0, "2": 1.0}, "default": "2"}
         answer = await shared(supervisor, "rollback")
         assert answer.content["traffic"] == {"1": 0.95, "2": 0.05}
+        refused = await shared(supervisor, "rollback")
+        assert refused.status == 409
+        assert "rolled back at an operator's request, from " in refused.content["error"]
+        answer = await shared(supervisor, "rollback", undo=True)
+        assert answer.content["traffic"] == {"1": 0.0, "2": 1.0}
+        assert (await shared(supervisor, "rollback", undo=True)).status == 409
         assert (await shared(supervisor, "promote", version="3")).status == 409
         answer = await supervisor.lifecycle.answer(Command(7, "rollback", "a"))
         assert (answer.status, answer.content["error"]) == (

@@ -64,24 +64,41 @@ def test_without_traffic_the_first_version_answers_all() -> None:
 def test_a_promoted_version_gets_all_and_a_rollback_goes_back_to_what_was_before() -> None:
     state = VersionsState("c", config(traffic={"1": 0.9, "2": 0.1, "sticky": "X-User"}))
     with pytest.raises(Conflict, match="has not changed"):
-        state.rolled_back()
+        state.traffic_before(is_undo=False)
     state.adopt(state.promoted("2"))
     assert shares(state.config) == ({"1": 0.0, "2": 1.0}, "2")
-    state.adopt(state.rolled_back())
+    with pytest.raises(Conflict, match="expected a rollback as the last change"):
+        state.traffic_before(is_undo=True)
+    state.adopt(state.traffic_before(is_undo=False))
     assert shares(state.config) == ({"1": 0.9, "2": 0.1}, "1")
     assert state.config.shared_traffic.sticky == "X-User"
-    state.adopt(state.rolled_back())
-    assert shares(state.config) == ({"1": 0.0, "2": 1.0}, "2")
+
+
+def test_a_second_rollback_does_not_give_a_failing_version_its_share_back() -> None:
+    state = VersionsState("c", config(traffic={"1": 0.9, "2": 0.1}))
+    state.adopt(state.default_alone())
+    state.rolled_back = "version `2` lost its share by itself (10 %): 5 % of its requests failed"
+    told(state)
+    assert state.reason == f"{state.rolled_back}; all versions ready"
+    assert state.route(1).traffic.rolled_back == state.rolled_back  # type: ignore[union-attr]
+    with pytest.raises(Conflict) as refused:
+        state.traffic_before(is_undo=False)
+    assert state.rolled_back in refused.value.message
+    assert "`headwater rollback c --undo` takes it back and gives 90 % to 1, 10 % to 2" in refused.value.message
+    told(state, v1=State.LOADING)
+    assert state.reason == f"{state.rolled_back}; version `1`: so"
+    state.adopt(state.traffic_before(is_undo=True))
+    assert (shares(state.config), state.rolled_back) == (({"1": 0.9, "2": 0.1}, "1"), "")
 
 
 def test_a_shadow_that_is_promoted_or_gone_is_none_any_more_and_a_rollback_makes_it_one_again() -> None:
     state = VersionsState("c", config(traffic={"1": 1, "shadow": "2"}))
     state.adopt(state.promoted("2"))
     assert (shares(state.config), state.config.shared_traffic.shadow) == (({"1": 0.0, "2": 1.0}, "2"), "")
-    state.adopt(state.rolled_back())
+    state.adopt(state.traffic_before(is_undo=False))
     assert (shares(state.config), state.config.shared_traffic.shadow) == (({"1": 1.0, "2": 0.0}, "1"), "2")
     state.adopt(config(versions={"1": {}}))
-    assert state.rolled_back().shared_traffic.shadow == ""
+    assert state.traffic_before(is_undo=False).shared_traffic.shadow == ""
     assert state.promoted("1").shared_traffic.shadow == ""
 
 
@@ -91,4 +108,4 @@ def test_what_can_not_be_promoted_or_gone_back_to() -> None:
         state.promoted("3")
     state.adopt(config(versions={"1": {}}))
     with pytest.raises(Conflict, match="version `2`, which had a share of the traffic then, is gone"):
-        state.rolled_back()
+        state.traffic_before(is_undo=False)
