@@ -161,10 +161,12 @@ def _serve(options: argparse.Namespace) -> int:
     from app.cli.scripts import load_with_scripts
     from app.config.schema import is_model_reference
     from app.supervisor.supervisor import Supervisor
+    from app.telemetry.log_output import never_blocking
     from app.telemetry.logs import set_up_logging
 
     flags = config_flags(options)
     config, user_paths, warnings = load_with_scripts(options.what, flags=flags)
+    sys.stdout = never_blocking(sys.stdout)
     set_up_logging(config.server.log_format)
     for warning in warnings:
         logging.getLogger("headwater").warning("%s", warning)

@@ -41,7 +41,7 @@ from app.supervisor.handle import ReplicaHandle
 from app.supervisor.host import Host, until
 from app.supervisor.orchestrator import Orchestrator
 from app.supervisor.replica_memory import ReplicaMemory
-from app.telemetry.logs import set_up_logging
+from app.telemetry.logs import finish_log, set_up_logging
 
 __all__ = ["Announcement", "SupervisorSpec", "main", "what_is_served"]
 
@@ -295,6 +295,7 @@ class ClusterSupervisor:
         stopping = asyncio.create_task(self._host.stopping.wait())
         await asyncio.wait({reading, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if not reading.done() or reading.result().strip() != b"stop":
+            finish_log()
             os._exit(1)  # what runs is for the next supervisor
         await self._stop()
 
@@ -471,6 +472,7 @@ async def _run(spec: SupervisorSpec, output: IO[str]) -> None:
     except (StartError, ConfigError) as error:
         print(json.dumps({"error": str(error)}), file=output, flush=True)
         # Only of the first one nobody depends; later ones may find what lacks on another machine, or in a while.
+        finish_log()
         os._exit(0 if raw is None else 1)
     watch = None if tls is None else asyncio.create_task(FileWatch(tls.paths).run(tls.renew))
     # Greater than any before, even if Ray has lost what was stored.
@@ -496,6 +498,7 @@ def main() -> None:
         status = 0
     except Exception:
         logger.critical("the supervisor can't go on", exc_info=True)
+    finish_log()
     os._exit(status)  # neither replicas nor Ray's threads are waited for
 
 

@@ -40,7 +40,7 @@ from app.security.operator import OperatorGuard, is_loopback
 from app.security.peer_tls import PeerTls
 from app.security.tls import Certificate
 from app.telemetry import recorder, tracing
-from app.telemetry.logs import set_up_logging
+from app.telemetry.logs import count_dropped_lines, set_up_logging
 from app.telemetry.store import Store
 from inference import tuning
 from inference.tuning import keep_freed_memory, switch_soon
@@ -119,7 +119,9 @@ async def _run(settings: WorkerSettings, listener: socket.socket) -> int:
     sampler = Sampler(models)
     counts = Path(settings.metrics) if settings.metrics else None
     folder = None if counts is None else counts.parent
-    recorder.use(Store(counts, call_soon=asyncio.get_running_loop().call_soon))
+    store = Store(counts, call_soon=asyncio.get_running_loop().call_soon)
+    recorder.use(store)
+    count_dropped_lines(store)
     routers.append(status_routes(models, folder, sampler))
     if folder is not None:
         routers.append(metrics_routes(models, folder, sampler))

@@ -190,6 +190,12 @@ CATALOGUE: Final[dict[str, Series]] = {
             "replica",
         ),
         Series("headwater_worker_restarts", "counter", "Gateway workers started to replace one that ended.", ()),
+        Series(
+            "headwater_log_lines_dropped",
+            "counter",
+            "Lines of the log dropped because standard error was not read in time.",
+            (),
+        ),
         # Processes, and the scrape itself
         _counter("headwater_scrape_errors", "Replicas whose own metrics could not be read for a scrape."),
         Series("process_resident_memory_bytes", "gauge", "Resident memory.", ("process",)),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import io
 import logging
 import sys
 import time
@@ -19,8 +18,11 @@ import msgspec
 
 from app.config.sections import LogFormat
 from app.errors import HeadwaterError
+from app.telemetry.instruments import Counter
+from app.telemetry.log_output import LogOutput, never_blocking
+from app.telemetry.store import Store
 
-__all__ = ["REPLICA_LOGGER", "AccessLog", "printable", "set_up_logging"]
+__all__ = ["REPLICA_LOGGER", "AccessLog", "count_dropped_lines", "finish_log", "printable", "set_up_logging"]
 
 REPLICA_LOGGER: Final = "headwater.replica"
 """The logger for the replicas' own output; the field ``replica`` names the replica."""
@@ -61,22 +63,24 @@ class _Json(logging.Formatter):
 
 
 def set_up_logging(log_format: LogFormat) -> None:
-    """Send the log to standard error."""
-    handler = logging.StreamHandler(written_whole(sys.stderr))
+    """Send the log to standard error, which no longer blocks: all that Python writes there is queued."""
+    sys.stderr = never_blocking(sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Human() if is_for_people(log_format, sys.stderr) else _Json())
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)  # the supervisor logs starts and stops itself
 
 
-def written_whole(stream: IO[str]) -> IO[str]:
-    """The same stream, or another to the same file that never cuts a write short.
+def count_dropped_lines(store: Store) -> None:
+    """Have the lines that this process drops of its log counted in a store."""
+    if isinstance(sys.stderr, LogOutput):
+        sys.stderr.on_dropped(Counter(store, "headwater_log_lines_dropped").add)
 
-    With PYTHONUNBUFFERED, usual in containers, Python does not resume an interrupted write. A write that waits for a
-    slow reader of the log can be interrupted by uvloop's io_uring.
-    """
-    if not isinstance(stream, io.TextIOWrapper) or not isinstance(stream.buffer, io.RawIOBase):
-        return stream
-    return open(stream.fileno(), "w", encoding=stream.encoding, errors=stream.errors, closefd=False)
+
+def finish_log() -> None:
+    """Wait a moment for what is queued, before the process ends without Python's own end."""
+    if isinstance(sys.stderr, LogOutput):
+        sys.stderr.finish()
 
 
 def is_for_people(log_format: LogFormat, stream: IO[str]) -> bool:
@@ -161,7 +165,7 @@ class AccessLog:
     """
 
     def __init__(self, stream: IO[str] | None = None, log_format: LogFormat = "auto", payloads: bool = False) -> None:
-        self._stream = written_whole(stream or sys.stderr)
+        self._stream = stream or sys.stderr
         self._is_human = is_for_people(log_format, self._stream)
         self._payloads = payloads
         self._lines: list[str] = []

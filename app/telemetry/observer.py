@@ -12,6 +12,7 @@ from app.control.routing import DeploymentRoute, State
 from app.process.proc import GroupUse, group_uses
 from app.telemetry.catalogue import CATALOGUE
 from app.telemetry.ledger import Ledger
+from app.telemetry.logs import count_dropped_lines
 from app.telemetry.recorder import recorder, use
 from app.telemetry.store import Key
 
@@ -58,6 +59,7 @@ class Observer:
         self._ledger = Ledger(folder) if folder is not None else None
         if self._ledger is not None:
             use(self._ledger.store)
+            count_dropped_lines(self._ledger.store)
         self._workers: dict[int, Path] = {}
         self._states: dict[str, State] = {}
         self._deployments: dict[Key, int] = {}

@@ -6,7 +6,6 @@ import asyncio
 import io
 import json
 import logging
-import os
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -20,7 +19,7 @@ from app.config.sections import LogFormat
 from app.errors import BadRequest, CallableFailed, ConfigError, HeadwaterError, QueueFull, Unavailable
 from app.gateway.app import create_app
 from app.gateway.models import Models
-from app.telemetry.logs import FLUSH_AFTER_S, REPLICA_LOGGER, AccessLog, json_line, set_up_logging, utc, written_whole
+from app.telemetry.logs import FLUSH_AFTER_S, REPLICA_LOGGER, AccessLog, json_line, set_up_logging, utc
 
 TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z\Z")
 SECRET = "the prompt \u2028 nobody shall read"
@@ -178,34 +177,3 @@ class TestAccessLog:
         line = json.loads(stream.getvalue())
         assert (line["request_id"], line["error"], line["status"]) == ("mine", "NotFound", 404)
         assert "nobody" not in stream.getvalue()
-
-
-class Reluctant(io.RawIOBase):
-    """A file whose every write is interrupted after a few bytes."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-
-    def writable(self) -> bool:
-        return True
-
-    def fileno(self) -> int:
-        return self._fd
-
-    def write(self, data: Any) -> int:
-        return os.write(self._fd, bytes(data[:3]))
-
-
-def test_no_line_is_cut_short_where_nothing_repeats_a_write_that_was() -> None:
-    read_fd, write_fd = os.pipe()
-    with open(read_fd, "rb") as read, open(write_fd, "wb", buffering=0):
-        # As PYTHONUNBUFFERED makes them.
-        bare = io.TextIOWrapper(Reluctant(write_fd), "utf-8", "backslashreplace", write_through=True)  # type: ignore[type-var]
-        bare.write("interrupted")
-        assert os.read(read_fd, 100) == b"int"
-        whole = written_whole(bare)
-        whole.write("a line of the log\n")
-        whole.flush()
-        assert read.readline() == b"a line of the log\n"
-        whole.close()
-        bare.detach()
