@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Final
 
 import orjson
@@ -21,6 +22,8 @@ __all__ = ["FIELDS", "FORMATS", "TranscriptionsEndpoint"]
 
 FIELDS: Final = ("file", "model", "language", "response_format")
 _PLAIN: Final = (b"content-type", b"text/plain; charset=utf-8")
+_MAX_TEXT_BYTES: Final = 1024
+"""Of a field that is no file."""
 FORMATS: Final = ("json", "text", "verbose_json")
 
 
@@ -34,21 +37,23 @@ class TranscriptionsEndpoint(Endpoint):
     async def answer(self, scope: Scope, receive: Receive) -> Reply:
         """See `Endpoint.answer`."""
         raw, headers = await self._reader.read(scope, receive, form=True)
-        fields = read_form(raw, headers[b"content-type"])
-        for name in fields:
-            if name not in FIELDS:
-                message = f"{name[:80]}: unknown field; this route has {', '.join(FIELDS)}"
-                raise BadRequest(message, field=name[:80])
-        name, file = _text(fields, "model"), fields.get("file")
+        fields = await asyncio.to_thread(read_form, raw, headers[b"content-type"])
+        name = _text(fields, "model")
+        if not name:
+            raise _missing("model")
+        model = chosen_model(self._models, scope, name, "transcriptions", "transcription")
+        for field in fields:
+            if field not in FIELDS:
+                message = f"{field[:80]}: unknown field; this route has {', '.join(FIELDS)}"
+                raise BadRequest(message, field=field[:80])
         kind = _text(fields, "response_format") or "json"
         language = _text(fields, "language")
-        if not name or not file:
-            missing = "file" if name else "model"
-            raise BadRequest(f"{missing}: required, but missing or empty", field=missing)
+        file = bytes(fields.get("file", b""))
+        if not file:
+            raise _missing("file")
         if kind not in FORMATS:
             message = f"response_format: expected one of {', '.join(FORMATS)}, got {kind[:80]!r}"
             raise BadRequest(message, field="response_format")
-        model = chosen_model(self._models, scope, name, "transcriptions", "transcription")
         spec = model.dispatcher.check_ready().transcription
         assert spec is not None
         parameters: dict[str, Scalar] = {}
@@ -73,9 +78,16 @@ class TranscriptionsEndpoint(Endpoint):
         return Reply(200, [orjson.dumps(content)], [JSON, *cache_headers(cache)])
 
 
-def _text(fields: dict[str, bytes], name: str) -> str:
+def _text(fields: dict[str, memoryview], name: str) -> str:
     """A field's text; empty if it isn't there."""
+    value = fields.get(name, memoryview(b""))
+    if len(value) > _MAX_TEXT_BYTES:
+        raise BadRequest(f"{name}: expected at most {_MAX_TEXT_BYTES} bytes, got {len(value)}", field=name)
     try:
-        return fields.get(name, b"").decode()
+        return bytes(value).decode()
     except UnicodeDecodeError as error:
         raise BadRequest(f"{name}: expected UTF-8: {error.reason} at byte {error.start}", field=name) from None
+
+
+def _missing(field: str) -> BadRequest:
+    return BadRequest(f"{field}: required, but missing or empty", field=field)

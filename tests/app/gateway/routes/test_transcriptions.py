@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
 import pytest
 
+from app.codecs.multipart import read_form
 from inference.model import Parameter, Transcription
 from inference.signature import Signature, TensorSpec
 from tests.app.gateway.routes.mapped_model import Columns, MappedModel
@@ -59,6 +61,7 @@ def test_the_language_goes_to_a_model_that_takes_one() -> None:
         ({"language": "de"}, "language: model `m` takes none; leave it out"),
         ({"response_format": "srt"}, "response_format: expected one of json, text, verbose_json, got 'srt'"),
         ({"prompt": "x"}, "prompt: unknown field; this route has file, model, language, response_format"),
+        ({"language": "x" * 1025}, "language: expected at most 1024 bytes, got 1025"),
         ({"model": ""}, "model: required, but missing or empty"),
     ],
 )
@@ -66,6 +69,25 @@ def test_what_is_wrong_is_named(fields: dict[str, str], message: str) -> None:
     answer = ask(**fields)
     assert (answer.status_code, answer.json()["error"]["message"]) == (400, message)
     assert answer.json()["error"]["param"] == message.partition(":")[0]
+
+
+def test_an_unknown_model_is_named_whatever_else_is_wrong() -> None:
+    asked = {"model": "n", "prompt": "x", "language": "x" * 2000}
+    answer = model().post("/v1/audio/transcriptions", data=asked, files={"file": FILE})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (404, "model")
+
+
+def test_a_form_is_read_outside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[threading.Thread] = []
+
+    def read(body: bytes, content_type: bytes) -> dict[str, memoryview]:
+        threads.append(threading.current_thread())
+        return read_form(body, content_type)
+
+    monkeypatch.setattr("app.gateway.routes.transcriptions.read_form", read)
+    assert ask().status_code == 200
+    assert threads
+    assert threading.main_thread() not in threads
 
 
 def test_a_form_without_file_or_of_another_type_is_refused() -> None:
