@@ -104,7 +104,7 @@ class LoadError(ReplicaError):
 def is_permanent(error: ModelError) -> bool:
     """Whether another start of the replica would raise it again; not what the user's code raised while it ran."""
     if isinstance(error, LoadError):
-        return isinstance(error.__cause__, (type(None), ModuleNotFoundError, SyntaxError, DeclarationError))
+        return isinstance(error.__cause__, (type(None), ImportError, SyntaxError, DeclarationError))
     return isinstance(error, (DeclarationError, EnvironmentUnfit))
 
 

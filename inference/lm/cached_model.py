@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from inference.errors import ReplicaError
+from inference.lm.rotary import switches_of
 from inference.lm.slot_cache import SlotCache, StepMask
 from inference.lm.transformers_parts import attention_of
 from inference.runtime.failure_log import text_of
@@ -19,6 +22,18 @@ __all__ = ["CachedModel"]
 
 CHECK_LENGTHS: Final = (12, 4)
 """Prompt lengths of the check, in tokens."""
+CHECK_WINDOW: Final = 5
+"""The sliding window of the check, in tokens: its longer prompts exceed it."""
+
+
+class _Probe(NamedTuple):
+    """A prompt of the self-check."""
+
+    ids: list[int]
+    first: int
+    """The position of its first token; the cache holds nothing of what would be before it."""
+    group: int = 0
+    """Prompts of one group are computed together, as short prompts are."""
 
 
 class CachedModel:
@@ -43,11 +58,19 @@ class CachedModel:
         self.vocab_size: int = config.vocab_size
         self.layers: int = config.num_hidden_layers
         self._model = model
+        self._config = config
         self._mask = StepMask(config, model.dtype, self.device)
-        self._rows = torch.arange(max(max_sequences, len(CHECK_LENGTHS) + 1), device=self.device)
+        self._rows = torch.arange(max_sequences, device=self.device)
 
     def forward(
-        self, cache: SlotCache, first: int, chunks: Sequence[Sequence[int]], start: int, *, keeps_all: bool = False
+        self,
+        cache: SlotCache,
+        first: int,
+        chunks: Sequence[Sequence[int]],
+        start: int,
+        *,
+        keeps_all: bool = False,
+        offset: int = 0,
     ) -> tuple[Tensor, Tensor]:
         """Compute parts of prompts in successive rows.
 
@@ -57,6 +80,7 @@ class CachedModel:
             chunks: the tokens of each row, behind `start` that it has.
             start: the same for all rows.
             keeps_all: whether all tokens' logits are wanted, and not only those of tokens that end a chunk.
+            offset: the position of each row's first token.
 
         Returns:
             The logits that were kept, [rows, tokens, vocab], and those after each chunk's last token, [rows, vocab].
@@ -66,7 +90,7 @@ class CachedModel:
         cache.aim(slice(first, first + len(chunks)), start)
         # Padded on the right: no token sees a later one, and the padding in the cache is overwritten before it is seen.
         ids = torch.tensor([[*chunk, *[0] * (width - len(chunk))] for chunk in chunks], device=self.device)
-        positions = torch.arange(start, start + width, device=self.device).expand(len(chunks), width)
+        positions = offset + torch.arange(start, start + width, device=self.device).expand(len(chunks), width)
         ends = list(range(1, width + 1)) if keeps_all else sorted(set(lengths))
         logits: Tensor = self._model(
             input_ids=ids,
@@ -77,8 +101,17 @@ class CachedModel:
         ).logits
         return logits, logits[range(len(chunks)), [ends.index(length) for length in lengths]]
 
-    def forward_each(self, cache: SlotCache, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
-        """Logits [rows, vocab] after one more token in each of the first rows, each at its own position."""
+    def forward_each(
+        self, cache: SlotCache, tokens: Sequence[int], positions: Sequence[int], offsets: Sequence[int] = ()
+    ) -> Tensor:
+        """Logits [rows, vocab] after one more token in each of the first rows.
+
+        Args:
+            cache: the keys and values.
+            tokens: the new token of each row.
+            positions: each row's number of cached tokens.
+            offsets: the position of each row's first token; empty if that is 0 everywhere.
+        """
         count, longest = len(tokens), max(positions)
         ids = torch.tensor(tokens, device=self.device)[:, None]
         at = torch.tensor(positions, device=self.device)
@@ -88,6 +121,8 @@ class CachedModel:
         else:
             cache.aim_each(self._rows[:count], at, longest=longest)
             mask = self._mask(at[:, None], longest=longest)
+        if offsets:
+            at = at + torch.tensor(offsets, device=self.device)
         logits: Tensor = self._model(
             input_ids=ids,
             position_ids=at[:, None],
@@ -99,39 +134,96 @@ class CachedModel:
         return logits[:, -1]
 
     @torch.inference_mode()
-    def check(self) -> None:
-        """Compare the model's logits with and without cache, masks and copies of prefixes.
+    def check(self, context_length: int) -> None:
+        """Compare the logits of prompts that are computed together, in chunks and from copies, with those of each
+        prompt alone and without a cache: at the beginning and the end of the context, on both sides of the positions at
+        which the configuration may change the computation, and beyond a sliding window.
+
+        Args:
+            context_length: the most tokens of a prompt and its answer.
 
         Raises:
             ReplicaError: the logits differ, or the model fails.
         """
-        prompts = [
-            [(5 * place + row) % self.vocab_size for place in range(length)] for row, length in enumerate(CHECK_LENGTHS)
-        ]
-        prompts.append(prompts[0])  # its beginning is copied
-        longest = max(CHECK_LENGTHS)
-        cache = SlotCache(self.layers, max_rows=len(prompts), max_tokens=len(prompts) * longest, chunk=longest)
         try:
-            inputs = [torch.tensor([ids], device=self.device) for ids in prompts]
-            expected = torch.cat([self._model(ids, use_cache=False).logits[:, -1] for ids in inputs])
-            for row, ids in enumerate(prompts):
-                cache.fit(row + 1, len(ids))
-                if row < len(CHECK_LENGTHS):
-                    self.forward(cache, row, [ids[:2]], 0)
-                else:
-                    cache.copy(({row: 0}, 2))
-                self.forward(cache, row, [ids[2:-1]], 2)
-            cache.fit(len(prompts), longest)
-            got = self.forward_each(cache, [ids[-1] for ids in prompts], [len(ids) - 1 for ids in prompts])
+            with self._narrow_window():
+                expected, got = self._compare(self._probes(context_length))
         except Exception as error:
             reason = f"{type(error).__name__}: {text_of(error)}"
             raise ReplicaError(f"model: fails in the slot engine: {reason}") from error
+        name = type(self._model).__name__
+        if not bool(expected.isfinite().all()):
+            raise ReplicaError(
+                f"model: expected finite logits of {name}, got NaN or infinities; copy the weights again"
+            )
         scale = float(expected.float().std())
         difference = float((got - expected).abs().max())
         dtype = self._model.dtype
         allowed = (0.01 if dtype == torch.float32 else 0.2) * scale
         if not difference <= allowed:
+            switches = switches_of(self._config, context_length)
+            cause = "the engine does not support its kind of attention"
+            if switches:
+                cause += f"; or, if it computes long prompts otherwise, set `options.context_length: {switches[0]}`"
             raise ReplicaError(
-                f"model: {type(self._model).__name__} gives other logits with the slot engine's cache: they differ by "
-                f"{difference:.2g}, expected at most {allowed:.2g}; the engine does not support its kind of attention"
+                f"model: {name} gives other logits with the slot engine's cache: they differ by "
+                f"{difference:.2g}, expected at most {allowed:.2g}; {cause}"
             )
+
+    def _probes(self, context_length: int) -> list[_Probe]:
+        """The prompts of the check; the last begins as the first does, from which its beginning is copied."""
+        longest, shortest = CHECK_LENGTHS
+        places = [(longest, 0), (shortest, 0)]
+        if context_length > longest:
+            places.append((longest, context_length - longest))
+        groups = list(range(len(places)))
+        for switch in switches_of(self._config, context_length - longest // 2 + 1):
+            first = max(switch - longest // 2, 0)
+            places += [(longest, first), (longest, first), (shortest, first)]
+            groups += [len(places), len(places) + 1, len(places) + 1]
+        probes = [
+            _Probe([(5 * place + row) % self.vocab_size for place in range(length)], first, group)
+            for row, ((length, first), group) in enumerate(zip(places, groups, strict=True))
+        ]
+        return [*probes, probes[0]]
+
+    def _compare(self, probes: Sequence[_Probe]) -> tuple[Tensor, Tensor]:
+        """Logits [probes, vocab] after the last token of each prompt: of the model alone, and with the cache."""
+        longest = max(CHECK_LENGTHS)
+        if len(self._rows) < len(probes):
+            self._rows = torch.arange(len(probes), device=self.device)
+        cache = SlotCache(self.layers, max_rows=len(probes), max_tokens=len(probes) * longest, chunk=longest)
+        expected = torch.cat([self._alone(probe) for probe in probes])
+        cache.fit(len(probes), longest)
+        row = 0
+        for (_, first), equals in groupby(probes[:-1], key=lambda one: (one.group, one.first)):
+            group = list(equals)
+            self.forward(cache, row, [one.ids[:2] for one in group], 0, offset=first)
+            self.forward(cache, row, [one.ids[2:-1] for one in group], 2, offset=first)
+            row += len(group)
+        cache.copy(({row: 0}, 2))
+        self.forward(cache, row, [probes[-1].ids[2:-1]], 2, offset=probes[-1].first)
+        tokens, positions = [one.ids[-1] for one in probes], [len(one.ids) - 1 for one in probes]
+        return expected, self.forward_each(cache, tokens, positions, [one.first for one in probes])
+
+    def _alone(self, probe: _Probe) -> Tensor:
+        """Logits [1, vocab] after a prompt's last token."""
+        positions = probe.first + torch.arange(len(probe.ids), device=self.device)
+        ids = torch.tensor([probe.ids], device=self.device)
+        logits: Tensor = self._model(ids, position_ids=positions[None], use_cache=False).logits
+        return logits[:, -1]
+
+    @contextmanager
+    def _narrow_window(self) -> Iterator[None]:
+        """Have sliding layers see a few tokens only, so that a short prompt shows what a long one would."""
+        window = getattr(self._config, "sliding_window", None)
+        if not self._mask.window or window != self._mask.window or window <= CHECK_WINDOW:
+            yield
+            return
+        self._config.sliding_window = CHECK_WINDOW
+        mask, self._mask = self._mask, StepMask(self._config, self._model.dtype, self.device)
+        try:
+            yield
+        finally:
+            self._config.sliding_window = window
+            self._mask = mask

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from inference.errors import ReplicaError
+from inference.lm.weight_files import report_fault
 from inference.runtime.failure_log import text_of
 from inference.tuning import turn_cudnn_attention_off
 
@@ -32,23 +33,27 @@ def load_causal_lm(folder: Path, *, device: str = "cpu", dtype: str = "auto", at
         attention: transformers' name of an attention implementation.
 
     Raises:
-        ReplicaError: the model can't be loaded.
+        ReplicaError: the model can't be loaded, or transformers filled missing tensors with random numbers.
     """
     if not (folder / "config.json").is_file():
         raise ReplicaError(f"model: expected a Hugging Face folder, found no config.json in {folder}")
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
+        auto: Any = AutoModelForCausalLM
+        model, report = auto.from_pretrained(
             folder,
             dtype=dtype,
             attn_implementation=attention,
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
+            output_loading_info=True,
         )
         model = model.to(device).eval()
         turn_cudnn_attention_off(device)
     except Exception as error:
         raise ReplicaError(f"model: {folder} can't be loaded: {type(error).__name__}: {text_of(error)}") from error
+    if fault := report_fault(report, [name for name, _ in model.named_parameters()], model.base_model_prefix):
+        raise ReplicaError(f"model: {folder}: {fault}")
     return CausalLM(model, _eos_ids(model))
 
 

@@ -15,10 +15,12 @@ from msgspec import Meta
 from inference.engine import Engine, EngineLimits
 from inference.environment import problem_of
 from inference.errors import LoadError, Problem, ReplicaError
-from inference.lm.model_folder import CONFIG, checked_json, checked_model
+from inference.lm.json_files import checked_json
+from inference.lm.model_folder import CONFIG, OTHER, Attention, checked_model
 from inference.lm.step_watch import MAX_STEP_S
 from inference.reference import find_folder
 from inference.runtime.capacity import Capacity
+from inference.runtime.device import breaks_device, is_out_of_memory
 from inference.runtime.loader import import_for, wrong_options
 from inference.signature import LanguageModelSpec, Signature, ToolParser, text_signature
 
@@ -40,7 +42,8 @@ class SlotOptions(msgspec.Struct, frozen=True):
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of weights and activations; ``auto`` for the folder's."""
-    attention: Literal["sdpa", "eager"] = "sdpa"
+    attention: Attention = "auto"
+    """``auto``: sdpa, or eager where transformers has no other for the architecture."""
     max_sequences: Annotated[int, Meta(ge=1, le=4096)] = 32
     max_waiting: Annotated[int, Meta(ge=0, le=1_000_000)] = 256
     context_length: Annotated[int, Meta(ge=2, le=2**31 - 1)] | None = None
@@ -66,6 +69,8 @@ class LmPlan(NamedTuple):
     """The reference of `make`."""
     tool_parser: ToolParser | None = None
     """The gateway's, whichever the engine."""
+    notes: tuple[str, ...] = ()
+    """What the operator should know of what was chosen."""
 
     def load(self, device: str, on_broken: Callable[[str], None], capacity: Capacity | None = None) -> Engine:
         """Read the weights, and make an engine that has checked itself; the built-in one tells `capacity` what fits.
@@ -74,7 +79,9 @@ class LmPlan(NamedTuple):
             ReplicaError: loading failed; the message says what and why.
         """
         if isinstance(self.options, SlotOptions):
-            return _slot_engine(self.folder, self.options, device, on_broken, capacity)
+            for note in self.notes:
+                logger.warning("%s: %s", self.reference, note)
+            return _slot_engine(self.reference, self.folder, self.options, device, on_broken, capacity)
         assert self.make is not None
         title = f"model {self.reference}"
         try:
@@ -127,8 +134,9 @@ def plan_language_model(reference: str, options: Mapping[str, Any], search: Sequ
                 reason = f"it needs {name}, which is not installed"
                 raise LoadError(Problem(title, reason, f"pip install {name}, or set `options.engine`"))
         slot_options = _slot_options(title, rest)
-        checked_model(title, folder, slot_options.context_length)
-        return LmPlan(reference, folder, slot_options, None, max_step_s, tool_parser=tool_parser)
+        attention, notes = checked_model(title, folder, slot_options.context_length, slot_options.attention)
+        slot_options = msgspec.structs.replace(slot_options, attention=attention)
+        return LmPlan(reference, folder, slot_options, None, max_step_s, tool_parser=tool_parser, notes=notes)
     engine, make = _engine_maker(title, engine)
     try:
         signature = inspect.signature(make)
@@ -157,7 +165,12 @@ def lm_signature(
 
 
 def _slot_engine(
-    folder: Path, options: SlotOptions, device: str, on_broken: Callable[[str], None], capacity: Capacity | None
+    reference: str,
+    folder: Path,
+    options: SlotOptions,
+    device: str,
+    on_broken: Callable[[str], None],
+    capacity: Capacity | None,
 ) -> Engine:
     # Heavy imports, not needed to check a configuration.
     import transformers
@@ -179,7 +192,13 @@ def _slot_engine(
     engine = SlotEngine(
         loaded.model, eos_ids=loaded.eos_ids, grammars=grammars, on_broken=on_broken, capacity=capacity, **rest
     )
-    engine.check()
+    try:
+        engine.check()
+    except ReplicaError as error:
+        cause = f"{type(error.__cause__).__name__}: {error.__cause__}"
+        if is_out_of_memory(cause) or breaks_device(cause, device):
+            raise
+        raise LoadError(Problem(f"model {reference}", str(error), OTHER)) from None  # another start finds the same
     return engine
 
 

@@ -211,7 +211,8 @@ class StepMask:
         windows = {one["sliding_window"] for one in options if "sliding_window" in one}
         if len(windows) > 1:
             raise ReplicaError(f"model: expected sliding layers with one window size, got {sorted(windows)}")
-        self._window: int = windows.pop() if windows else 0
+        self.window: int = windows.pop() if windows else 0
+        """The tokens that a sliding layer sees; 0 if there is no such layer."""
         self._kinds = set(kinds)
         self._dtype = dtype
         self._device = device
@@ -231,7 +232,7 @@ class StepMask:
         hidden = cached > positions
         masks = {}
         for kind in self._kinds:
-            hides = hidden | (cached <= positions - self._window) if kind == SLIDING else hidden
+            hides = hidden | (cached <= positions - self.window) if kind == SLIDING else hidden
             mask = torch.zeros(hides.shape, dtype=self._dtype, device=self._device)
             masks[kind] = mask.masked_fill_(hides, torch.finfo(self._dtype).min)[:, None, None, :]
         return masks if len(masks) > 1 else masks.popitem()[1]

@@ -19,6 +19,7 @@ from inference.lm.cached_model import CachedModel
 from inference.lm.grammars import KINDS, Constraint, Grammars, Masks, refusal
 from inference.lm.model_folder import context_length_of
 from inference.lm.prefix_index import BLOCK, NEWEST, Chain, PrefixIndex, chain_of
+from inference.lm.rotary import fix_frequencies
 from inference.lm.sampling import Choice, Sampler, choose, logprobs_of
 from inference.lm.slot_cache import SlotCache
 from inference.runtime.capacity import Capacity
@@ -122,6 +123,7 @@ class SlotEngine(Admission):
         config = model.config.get_text_config(decoder=True)
         context_length = context_length_of(config, context_length)
         self._model = CachedModel(model, max_sequences)
+        fix_frequencies(model, context_length)
         self._kept_tokens = KEPT_TOKENS if cache_tokens is None else cache_tokens
         if cache_tokens is None:
             cache_tokens = max_sequences * context_length
@@ -216,7 +218,7 @@ class SlotEngine(Admission):
 
     def check(self) -> None:
         """As `CachedModel.check`; call it before the first `submit`."""
-        self._model.check()
+        self._model.check(self.limits.context_length)
 
     def _blank_cache(self) -> SlotCache:
         limits = self.limits

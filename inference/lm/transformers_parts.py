@@ -5,13 +5,38 @@ tests/inference/lm/test_transformers_parts.py names these parts, so that an inco
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from copy import deepcopy
 from typing import Any
 
-from transformers import PreTrainedConfig
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, get_layer_types_and_kwargs
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.modeling_utils import LoadStateDictConfig
+from transformers.models.auto.auto_factory import _get_model_class
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.quantizers.auto import get_hf_quantizer
+from transformers.utils import logging
+from transformers.utils.generic import ContextManagers
 
-__all__ = ["Cache", "CacheLayerMixin", "attention_of", "causal_architectures", "is_causal_lm", "layers_of"]
+__all__ = [
+    "Cache",
+    "CacheLayerMixin",
+    "attention_of",
+    "blank_model",
+    "causal_architectures",
+    "check_quantization",
+    "is_causal_lm",
+    "layers_of",
+    "load_report",
+    "long_frequencies",
+    "rotary_types",
+    "supports_sdpa",
+]
 
 
 def attention_of(config: PreTrainedConfig) -> str | None:
@@ -35,3 +60,67 @@ def causal_architectures(model_type: str) -> tuple[str, ...] | str:
     """The class names of a ``model_type``'s causal language models, or the only one."""
     found: tuple[str, ...] | str = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type, ())
     return found
+
+
+def supports_sdpa(config: PreTrainedConfig) -> bool:
+    """Whether the causal language model of a configuration computes attention with torch's own function."""
+    return bool(_class_of(config)._supports_sdpa)
+
+
+def blank_model(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
+    """The causal language model of a configuration, without memory for its weights."""
+    auto: Any = AutoModelForCausalLM
+    with ContextManagers(PreTrainedModel.get_init_context(torch.get_default_dtype(), False, False, None)):
+        model: Any = auto.from_config(deepcopy(config), attn_implementation=attention, trust_remote_code=False)
+    blank: PreTrainedModel = model.eval()
+    return blank
+
+
+def check_quantization(config: PreTrainedConfig) -> bool:
+    """Whether weights are quantized; transformers' own exception if it can't load such weights here."""
+    make: Any = get_hf_quantizer
+    quantizer, *_ = make(deepcopy(config), None, None, True, {})
+    return quantizer is not None
+
+
+def load_report(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """What `from_pretrained` with ``output_loading_info`` says of tensors without content.
+
+    Args:
+        model: what `blank_model` returned; its parameters are replaced.
+        tensors: on torch's device ``meta``, by their name in the file.
+    """
+    parts: Any = model
+    names: Any = get_model_conversion_mapping(model, None, None)
+    how = LoadStateDictConfig(
+        device_map={"": torch.device("meta")}, dtype=torch.get_default_dtype(), weight_mapping=names
+    )
+    logs: Any = logging
+    logs.disable_progress_bar()
+    report, _ = convert_and_load_state_dict_in_model(model, dict(tensors), how)
+    parts.mark_tied_weights_as_initialized(report)
+    parts.tie_weights(missing_keys=report.missing_keys, recompute_mapping=False)
+    parts._adjust_missing_and_unexpected_keys(report)
+    fields = "missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs", "conversion_errors"
+    return {name: getattr(report, name) for name in fields}
+
+
+def rotary_types(module: Any) -> dict[str | None, str]:
+    """The ``rope_type`` of a rotary embedding, by the kind of layer that it is for (None: all); empty for others."""
+    kinds = getattr(module, "rope_type", None)
+    if isinstance(kinds, str):
+        return {None: kinds}
+    return dict(kinds) if isinstance(kinds, dict) else {}
+
+
+def long_frequencies(module: Any, layer_kind: str | None, original_length: int) -> Tensor:
+    """The frequencies [head size / 2] that a LongRoPE embedding has beyond the original length."""
+    frequencies, _ = ROPE_INIT_FUNCTIONS["longrope"](
+        module.config, torch.device("cpu"), seq_len=original_length + 1, layer_type=layer_kind
+    )
+    return frequencies
+
+
+def _class_of(config: PreTrainedConfig) -> Any:
+    choose: Any = _get_model_class
+    return choose(config, MODEL_FOR_CAUSAL_LM_MAPPING)

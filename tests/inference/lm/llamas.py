@@ -32,6 +32,19 @@ SHAPE: dict[str, Any] = {
     "pad_token_id": None,
 }
 
+ORIGINAL = 64
+LONG_ROPE: dict[str, Any] = {
+    "max_position_embeddings": 256,
+    "original_max_position_embeddings": ORIGINAL,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10_000.0,
+        "short_factor": [1.0] * 8,
+        "long_factor": [1.5 + 2 * n for n in range(8)],
+    },
+}
+"""Of Phi-3, 3.5 and 4-mini, in small."""
+
 
 def tiny(kind: str = "llama", attention: str = "sdpa", **changes: Any) -> Any:
     """A model of a few ten thousand parameters; wide initial weights, so that its best two tokens lie apart."""

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 import inference.zoo
-from inference.errors import LoadError
+from inference.errors import LoadError, ReplicaError, is_permanent
+from inference.lm.causal_lm import load_causal_lm
 from inference.lm.loading import plan_language_model
 from inference.replica.probe import Request, probe
 from inference.replica.served import load_language_model
 from inference.wire.handshake import ReplicaSpec
-from tests.inference.lm.llamas import tiny
+from tests.inference.lm.llamas import LONG_ROPE, tiny
 
 ZOO = Path(inference.zoo.__file__).parent / "weights" / "tiny_lm"
 
@@ -155,3 +159,142 @@ def test_a_model_whose_architecture_is_named_otherwise(tmp_path: Path) -> None:
     assert plan_language_model(f"lm:{tmp_path}", {"context_length": 128}).folder == tmp_path
     # gpt2's own name of it is n_positions
     assert "options.context_length: expected at most 128" in failure(tmp_path, context_length=129)
+
+
+def spoil(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Rewrite a folder's only file of weights."""
+    path = folder / "model.safetensors"
+    weights: dict[str, Any] = load_file(path)
+    change(weights)
+    save_file(weights, path, {"format": "pt"})
+
+
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+class TestWeightsThatAreNotTheModels:
+    def test_a_tensor_is_missing(self, folder: Path) -> None:
+        spoil(folder, lambda weights: weights.pop(UP))
+        expected = f"{folder}: expected all tensors of the model that config.json describes, but the weights lack {UP}"
+        assert expected in failure(folder)
+        with pytest.raises(ReplicaError, match=f"the weights lack {UP}"):
+            load_causal_lm(folder)
+
+    def test_a_start_is_not_tried_again(self, folder: Path) -> None:
+        spoil(folder, lambda weights: weights.pop(UP))
+        with pytest.raises(LoadError) as caught:
+            plan_language_model(f"lm:{folder}", {})
+        assert is_permanent(caught.value)
+
+    def test_many_tensors_are_missing(self, folder: Path) -> None:
+        change(folder, num_hidden_layers=3)
+        assert "lack model.layers.2.input_layernorm.weight, model.layers.2.mlp.down_proj.weight, " in failure(folder)
+        assert " and 6 more; copy the folder again" in failure(folder)
+
+    def test_the_head_is_missing_because_the_configuration_ties_no_embeddings(self, tmp_path: Path) -> None:
+        tiny(tie_word_embeddings=True).save_pretrained(tmp_path)
+        shutil.copy(ZOO / "tokenizer.json", tmp_path)
+        assert plan_language_model(f"lm:{tmp_path}", {}).folder == tmp_path
+        change(tmp_path, tie_word_embeddings=False)
+        assert "the weights lack lm_head.weight" in failure(tmp_path)
+
+    def test_a_tensor_has_another_shape(self, folder: Path) -> None:
+        change(folder, intermediate_size=96)
+        shape = "expected model.layers.0.mlp.down_proj.weight of shape [64, 96], as config.json says, got [64, 128]"
+        assert f"{folder}: {shape} and 5 more" in failure(folder)
+
+    def test_a_layer_that_the_configuration_does_not_count(self, folder: Path) -> None:
+        change(folder, num_hidden_layers=1)
+        assert "the model that config.json describes would ignore model.layers.1.input_layernorm.weight" in failure(
+            folder
+        )
+
+    def test_a_bias_that_the_configuration_leaves_out(self, tmp_path: Path) -> None:
+        tiny(attention_bias=True).save_pretrained(tmp_path)
+        shutil.copy(ZOO / "tokenizer.json", tmp_path)
+        change(tmp_path, attention_bias=False)
+        assert "would ignore model.layers.0.self_attn.k_proj.bias" in failure(tmp_path)
+
+    def test_a_module_that_the_model_has_not_is_ignored(self, folder: Path) -> None:
+        spoil(folder, lambda weights: weights.update({"vision_tower.conv.weight": torch.zeros(2)}))
+        assert plan_language_model(f"lm:{folder}", {}).load("cpu", lambda reason: None).limits.vocab_size == 96
+
+    def test_integers_where_the_model_has_numbers(self, folder: Path) -> None:
+        spoil(folder, lambda weights: weights.update({UP: weights[UP].to(torch.int8)}))
+        assert f"expected floating-point numbers in {UP}, got I8, as of quantized weights" in failure(folder)
+
+    def test_quantized_weights_that_transformers_cannot_load(self, folder: Path) -> None:
+        change(folder, quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True})
+        message = failure(folder)
+        assert f"{folder}/config.json: its weights are quantized, and transformers can't load them here: " in message
+        assert "have vLLM compute it" in message
+
+    def test_a_name_twice_in_a_header(self, folder: Path) -> None:
+        path = folder / "model.safetensors"
+        one = b'"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}'
+        header = b"{%b, %b}" % (one, one)
+        path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+        assert "got an invalid header: ValueError: 'a' occurs twice" in failure(folder)
+
+    def test_a_shape_that_is_not_that_of_the_bytes(self, folder: Path) -> None:
+        path = folder / "model.safetensors"
+        header = b'{"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}'
+        path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+        assert f"{path}: expected a safetensors file, got an invalid one: " in failure(folder)
+
+    def test_a_tensor_in_two_files(self, sharded: Path) -> None:
+        first, second, *_ = sorted(sharded.glob("model-*.safetensors"))
+        name = next(iter(load_file(second)))
+        save_file({**load_file(first), name: load_file(second)[name]}, first)
+        assert f"each tensor in one file, got {name} in {first.name} and {second.name}" in failure(sharded)
+
+    def test_a_tensor_that_only_the_index_names(self, sharded: Path) -> None:
+        first, *_ = sorted(sharded.glob("model-*.safetensors"))
+        weights = load_file(first)
+        name = next(iter(weights))
+        save_file({key: value for key, value in weights.items() if key != name}, first)
+        index = "model.safetensors.index.json"
+        assert f"{first}: expected the tensors that {index} names, but it lacks {name}" in failure(sharded)
+
+
+class TestWhatTheEngineCannotServe:
+    """Found before weights are read."""
+
+    @pytest.mark.parametrize(
+        ("kind", "changes", "says"),
+        [
+            ("mamba", {}, "expected layers of full_attention or sliding_attention, got linear_attention in layer 0"),
+            ("qwen3_5_text", {}, "expected layers of full_attention or sliding_attention, got linear_attention"),
+            ("trocr", {}, "expected a causal language model, got TrOCRForCausalLM"),
+        ],
+    )
+    def test_an_architecture(self, tmp_path: Path, kind: str, changes: dict[str, Any], says: str) -> None:
+        tiny(kind, attention="eager" if kind in ("mamba", "trocr") else "sdpa", **changes).save_pretrained(tmp_path)
+        shutil.copy(ZOO / "tokenizer.json", tmp_path)
+        message = failure(tmp_path, context_length=64)
+        assert says in message
+        assert "have vLLM compute it (`model: vllm:...`), or set `options.engine`" in message
+
+    def test_an_attention_that_the_architecture_has_not(self, tmp_path: Path) -> None:
+        tiny("gemma2", attention="eager").save_pretrained(tmp_path)
+        shutil.copy(ZOO / "tokenizer.json", tmp_path)
+        assert "Gemma2ForCausalLM does not support an attention implementation" in failure(tmp_path, attention="sdpa")
+        assert failure(tmp_path, attention="sdpa").endswith("leave `options.attention` out")
+
+
+def test_a_model_that_needs_eager_attention_gets_it_and_the_operator_is_told(tmp_path: Path) -> None:
+    tiny("gemma2", attention="eager").save_pretrained(tmp_path)
+    shutil.copy(ZOO / "tokenizer.json", tmp_path)
+    plan = plan_language_model(f"lm:{tmp_path}", {})
+    assert plan.notes == ("attention: eager, the only one that transformers has for this architecture",)
+    assert plan.load("cpu", lambda reason: None).limits.context_length == 128
+
+
+def test_the_operator_is_told_which_factors_a_long_rope_has(tmp_path: Path) -> None:
+    tiny("phi3", **LONG_ROPE).save_pretrained(tmp_path)
+    shutil.copy(ZOO / "tokenizer.json", tmp_path)
+    (note,) = plan_language_model(f"lm:{tmp_path}", {}).notes
+    assert note.startswith(
+        "LongRoPE: the long factors are used at all positions, because the context length 256 exceeds"
+    )
+    assert plan_language_model(f"lm:{tmp_path}", {"context_length": 64}).notes == ()

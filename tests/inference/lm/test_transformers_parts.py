@@ -12,10 +12,22 @@ from transformers import AutoConfig, BertConfig, LlamaConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from inference.lm.slot_cache import SlotCache
-from inference.lm.transformers_parts import attention_of, causal_architectures, is_causal_lm, layers_of
-from tests.inference.lm.llamas import tiny
+from inference.lm.transformers_parts import (
+    attention_of,
+    blank_model,
+    causal_architectures,
+    check_quantization,
+    is_causal_lm,
+    layers_of,
+    load_report,
+    long_frequencies,
+    rotary_types,
+    supports_sdpa,
+)
+from tests.inference.lm.llamas import LONG_ROPE, ORIGINAL, tiny
 
 TESTED = "5.23.0" if sys.version_info >= (3, 11) else "5.20.2"
+QUANTIZED = {"quant_method": "bitsandbytes", "load_in_8bit": True}
 OVERRIDDEN = {
     "lazy_initialization": ["key_states", "value_states"],
     "update": ["key_states", "value_states", "args", "kwargs"],
@@ -60,3 +72,36 @@ def test_causal_language_models_are_known_by_their_configuration_and_kind() -> N
     assert "LlamaForCausalLM" in causal_architectures("llama")
     assert causal_architectures("no such kind") == ()
     assert is_causal_lm(BertConfig())
+
+
+def test_a_model_is_made_without_memory_and_compared_with_a_file_s_tensors() -> None:
+    config = tiny("mixtral", num_local_experts=2).config
+    blank = blank_model(config, "sdpa")
+    assert {parameter.device.type for parameter in blank.parameters()} == {"meta"}
+    weights = {name: tensor.to("meta") for name, tensor in tiny("llama").state_dict().items()}
+    report = load_report(blank_model(tiny("llama").config, "sdpa"), weights)
+    assert {name: len(found) for name, found in report.items()} == {
+        "missing_keys": 0, "unexpected_keys": 0, "mismatched_keys": 0, "error_msgs": 0, "conversion_errors": 0,
+    }  # fmt: skip
+    name = "model.layers.0.mlp.up_proj.weight"
+    del weights[name]
+    assert load_report(blank_model(tiny("llama").config, "sdpa"), weights)["missing_keys"] == {name}
+
+
+def test_it_is_known_which_architectures_have_torch_s_attention_and_which_weights_are_quantized() -> None:
+    assert supports_sdpa(LlamaConfig())
+    assert not supports_sdpa(AutoConfig.for_model("gemma2"))
+    assert not check_quantization(LlamaConfig())
+    with pytest.raises(ImportError):
+        check_quantization(AutoConfig.for_model("llama", quantization_config=QUANTIZED))
+
+
+def test_the_type_and_the_frequencies_of_a_rotary_embedding_are_known() -> None:
+    module = tiny("phi3", **LONG_ROPE).model.rotary_emb
+    assert rotary_types(module) == {None: "longrope"}
+    long = long_frequencies(module, None, ORIGINAL)
+    assert long.shape == module.inv_freq.shape
+    assert not long.equal(module.inv_freq)
+    several = tiny("gemma3_text").model.rotary_emb
+    assert rotary_types(several) == {"sliding_attention": "default"}
+    assert rotary_types(tiny().lm_head) == {}

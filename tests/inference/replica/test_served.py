@@ -104,7 +104,7 @@ def failure(model: str, **options: Any) -> str:
 
 
 def test_options_have_defaults_and_are_taken() -> None:
-    assert plan_language_model(TINY, {}).options == SlotOptions()
+    assert plan_language_model(TINY, {}).options == SlotOptions(attention="sdpa")
     options = {"dtype": "bfloat16", "attention": "eager", "max_waiting": 0, "context_length": None, "cache_tokens": 16}
     assert msgspec.structs.asdict(plan_language_model(TINY, options).options) == {  # type: ignore[arg-type]
         **msgspec.structs.asdict(SlotOptions()), **options,
@@ -133,7 +133,7 @@ def test_options_have_defaults_and_are_taken() -> None:
         ({"max_step_s": 0}, "options.max_step_s: expected `float` > 0.0, got 0; correct `options.max_step_s`"),
         ({"max_step_s": "long", "engine": "lm_case_engines:null"}, "options.max_step_s: expected `float`, got 'long'"),
         ({"dtype": "int8"}, "options.dtype: expected auto or float32 or bfloat16 or float16, got 'int8'"),
-        ({"attention": 3}, "options.attention: expected sdpa or eager, got 3"),
+        ({"attention": 3}, "options.attention: expected auto or sdpa or eager, got 3"),
         ({"engine": "engines"}, "options.engine: expected module:callable, got 'engines'"),
         ({"engine": 3}, "options.engine: expected module:callable, got 3"),
         ({"engine": "no_such_engines:make"}, "options.engine: there is no module 'no_such_engines'"),
