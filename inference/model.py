@@ -267,6 +267,9 @@ class Model:
     """For a step of a pipeline: whether `__call__` writes into its inputs. If so, it gets copies of those that other
     steps read too. A step that writes without declaring so fails."""
 
+    takes_one_row: ClassVar[bool] = False
+    """Whether each call has one row, whatever ``batching.max_batch_size`` says."""
+
     bare_rows: ClassVar[bool] = False
     """Whether a request to ``/infer`` may also be one row without the batch axis, and is then answered without it."""
 

@@ -182,6 +182,8 @@ class RequestDecoder:
             except PARSE_ERRORS as error:
                 raise unreadable(error, tensor.shape, list[int], f"inputs[{index}].shape", tensor=name) from None
             values = tensor.data
+            if self._bare_rows and not shape and declared.spec.shape == (1,):  # a scalar
+                shape = [1]
             if self._bare_rows and len(shape) == len(declared.spec.shape):
                 request.is_bare, shape = True, [1, *shape]
                 if (text := bytes(values))[1:].lstrip().startswith(b"["):  # nested as the shape is

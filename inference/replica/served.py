@@ -20,9 +20,11 @@ from inference.runtime.call_loop import CallLoop
 from inference.runtime.capacity import Capacity
 from inference.runtime.compiled import check_compiled, compile_modules
 from inference.runtime.device import choose_device, streams_of
+from inference.runtime.exported_model import ExportedModel
 from inference.runtime.fused import FusedPipeline
 from inference.runtime.loader import asks_compile, load_model
 from inference.runtime.runner import Runner
+from inference.runtime.torch_model import ScriptModel
 from inference.runtime.watchdog import WatchCall
 from inference.signature import Signature
 from inference.tuning import switch_soon
@@ -71,6 +73,9 @@ class Served(NamedTuple):
         else:
             call = warmup.call_over_grpc if isinstance(self.runner, FusedPipeline) else warmup.call_over_http
             warmup.warm_up(self.signature, triton, spec, self.warmup_sizes, progress, call)
+            for model in self.models:
+                if isinstance(model, (ExportedModel, ScriptModel)):
+                    model.end_warm_up()
             if self.is_compiled:
                 check_compiled()
 
@@ -160,7 +165,7 @@ def load_served(
     on_known(known)
     loop = CallLoop()
     sizes: dict[str, Sequence[int]] = {}
-    warmup_sizes = _warmup_sizes(spec)
+    warmup_sizes = _warmup_sizes(spec, known.max_batch_size)
     for step in steps:
         model = models[step.name]
         progress(f"loading {step.name} on {device}" if spec.pipeline is not None else f"loading on {device}")
@@ -187,12 +192,12 @@ def load_served(
     return Served(signature, device, fused, loop, loaded, warmup_sizes, bool(sizes))
 
 
-def _warmup_sizes(spec: ReplicaSpec) -> list[int]:
-    """The batch sizes of the warm-up."""
+def _warmup_sizes(spec: ReplicaSpec, max_batch_size: int) -> list[int]:
+    """The batch sizes of the warm-up, at most the model's own."""
     from inference.replica.warmup import batch_sizes
 
-    sizes = batch_sizes(spec.max_batch_size) if spec.warmup_batch_sizes is None else spec.warmup_batch_sizes
-    return [min(size, spec.max_batch_size) for size in sizes]
+    sizes = batch_sizes(max_batch_size) if spec.warmup_batch_sizes is None else spec.warmup_batch_sizes
+    return [min(size, max_batch_size) for size in sizes]
 
 
 def _check_instances(spec: ReplicaSpec, model: Model, *, streams: bool) -> None:
@@ -202,6 +207,11 @@ def _check_instances(spec: ReplicaSpec, model: Model, *, streams: bool) -> None:
         raise DeclarationError(
             f"instances: expected 1, got {spec.instances}: {spec.model} {kind}; raise `replicas`, or "
             "`batching.max_in_flight`"
+        )
+    if spec.instances > 1 and isinstance(model, (ExportedModel, ScriptModel)) and model.is_stateful:
+        raise DeclarationError(
+            f"instances: expected 1 with `options.stateful`, got {spec.instances}: all would change the same tensors "
+            "at once; each replica has a state of its own"
         )
     if spec.instances > 1 and asks_compile(type(model), spec.options):
         raise DeclarationError(

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from inference.errors import DeclarationError, LoadError, Problem
 from inference.model import Model, Tensor
-from inference.runtime.tensor_options import new_names, served_name
+from inference.runtime.module_state import changed, copies, program_writes, state_problem
+from inference.runtime.tensor_options import WITHOUT_BATCH, new_names, served_name
 from inference.runtime.values import TORCH_NAMES, joined_runs
 
 if TYPE_CHECKING:
@@ -28,32 +29,47 @@ class _Port(NamedTuple):
     """Its index among the program's arguments or results, constants included."""
     tensor: Tensor
     is_flat: bool
-    """Whether the program's shape is [n], which is declared as [n, 1]."""
+    """Whether the program's shape is [n], which is declared as [n, 1]; without a batch axis: whether it is a scalar,
+    which is declared as [1]."""
 
 
 class ExportedModel(Model):
     """An exported program as a model, with the program's arguments and results.
 
-    The first dimension of each is the batch axis. If one is fixed to 1, or bounded, the program is run with so many
-    rows at most. Other dynamic dimensions vary between requests. A tensor of one dimension, [n], is declared as [1].
-    Inputs have the names of the arguments; outputs those of the keys of a dict, or ``output``, or ``output_0`` and so
-    on in a tuple. Results that are no tensors but constants are left out.
+    The first dimension of each is the batch axis. If it is fixed to 1 in all, or bounded, the program is run with so
+    many rows at most. Other dynamic dimensions vary between requests. A tensor of one dimension, [n], is declared as
+    [1]. Inputs have the names of the arguments; outputs those of the keys of a dict, or ``output``, or ``output_0`` and
+    so on in a tuple. Results that are no tensors but constants are left out.
 
     Args:
         path: the file.
         rename: maps names of inputs and outputs to names in requests.
+        has_batch_axis: if not, a row is one run with tensors of the program's own shapes, and a scalar is declared as
+            [1].
+        is_stateful: whether its calls may change its own tensors.
 
     Raises:
-        LoadError: torch can't read the file, or an input or output can't be served; the message names it.
+        LoadError: torch can't read the file, an input or output can't be served, or it has state that isn't meant; the
+            message names it.
     """
 
     arrays = "torch"
     _program: torch.export.ExportedProgram | None
     _net: torch.nn.Module
 
-    def __init__(self, path: Path, *, rename: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        rename: Mapping[str, str] | None = None,
+        has_batch_axis: bool = True,
+        is_stateful: bool = False,
+    ) -> None:
         import torch
 
+        self._has_batch_axis = has_batch_axis
+        self.takes_one_row = not has_batch_axis  # type: ignore[misc]
+        self.bare_rows = not has_batch_axis  # type: ignore[misc]
         self._title = f"model torch:{path}"
         try:
             self._program = program = torch.export.load(path)
@@ -63,6 +79,10 @@ class ExportedModel(Model):
                 f"torch {torch.__version__} can't read it: {type(error).__name__}: {text}",
                 "export it again with torch.export.save, if need be with this version of torch",
             ) from error
+        self.is_stateful = is_stateful
+        self.idempotent = not is_stateful  # type: ignore[misc]
+        if not is_stateful and (names := program_writes(program)):
+            raise LoadError(state_problem(self._title, names))
         nodes = {node.name: node.meta.get("val") for node in program.graph.nodes}
         taken = [spec.arg for spec in program.graph_signature.input_specs if spec.kind.name == "USER_INPUT"]
         given = [spec.arg for spec in program.graph_signature.output_specs if spec.kind.name == "USER_OUTPUT"]
@@ -80,8 +100,10 @@ class ExportedModel(Model):
             for place, (name, arg) in enumerate(zip(in_names, taken, strict=True))
             if not hasattr(arg, "value")
         ]
-        for _, name, value in inputs:
-            self._note_batch(f"input {name!r}", name, value)
+        if has_batch_axis:
+            for _, name, value in inputs:
+                self._note_batch(f"input {name!r}", name, value)
+            self._check_batch_axis([(name, value) for _, name, value in inputs])
         self._inputs = [self._port("input", *one) for one in inputs]
         self._outputs = [
             self._port("output", place, name, nodes.get(arg.name))
@@ -102,7 +124,22 @@ class ExportedModel(Model):
 
         assert self._program is not None
         self._net = move_to_device_pass(self._program, device).module()
+        self._buffers = dict(self._net.named_buffers())  # torch.compile gives the module another class and other names
+        self._before = copies(self._buffers)
         self._program = None
+
+    def end_warm_up(self) -> None:
+        """Look for state, or begin anew with the file's.
+
+        Raises:
+            LoadError: a call has changed a buffer, which isn't meant; the message names it.
+        """
+        names = changed(self._buffers, self._before)
+        if names and not self.is_stateful:
+            raise LoadError(state_problem(self._title, names))
+        for name in names:
+            self._buffers[name].copy_(self._before[name])
+        self._before = {}
 
     def __call__(self, /, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
         """Compute all outputs.
@@ -114,16 +151,15 @@ class ExportedModel(Model):
         arrays = [inputs[port.tensor.name] for port in self._inputs]
         rows = len(arrays[0])
         most = self._most or rows
-        if rows <= most:
+        if not self._has_batch_axis:
+            runs = [[result[None] for result in self._run([array[row] for array in arrays])] for row in range(rows)]
+            results = self._joined(runs, [1] * rows)
+        elif rows <= most:
             results = self._run(arrays)
         else:
             starts = range(0, rows, most)
             runs = [self._run([array[start : start + most] for array in arrays]) for start in starts]
-            sizes = [min(most, rows - start) for start in starts]
-            results = [
-                joined_runs(port.tensor.name, pieces, sizes)
-                for port, pieces in zip(self._outputs, zip(*runs, strict=True), strict=True)
-            ]
+            results = self._joined(runs, [min(most, rows - start) for start in starts])
         return {
             port.tensor.name: result.reshape(-1, 1) if port.is_flat and result.ndim == 1 else result
             for port, result in zip(self._outputs, results, strict=True)
@@ -131,14 +167,19 @@ class ExportedModel(Model):
 
     def unload(self) -> None:
         """Free the program."""
-        del self._net
+        del self._net, self._buffers
+
+    def _joined(self, runs: Sequence[Sequence[torch.Tensor]], sizes: Sequence[int]) -> list[torch.Tensor]:
+        """The outputs of several runs, joined by rows."""
+        outputs = zip(self._outputs, zip(*runs, strict=True), strict=True)
+        return [joined_runs(port.tensor.name, pieces, sizes) for port, pieces in outputs]
 
     def _run(self, arrays: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         from torch.utils import _pytree
 
         leaves = list(self._constants)
         for port, array in zip(self._inputs, arrays, strict=True):
-            leaves[port.place] = array.reshape(len(array)) if port.is_flat else array
+            leaves[port.place] = array.reshape(array.shape[:-1]) if port.is_flat else array
         args, kwargs = _pytree.tree_unflatten(leaves, self._in_spec)
         results = _pytree.tree_leaves(self._net(*args, **kwargs), is_leaf=lambda value: value is None)
         return [results[port.place] for port in self._outputs]
@@ -153,7 +194,8 @@ class ExportedModel(Model):
         if isinstance(size, int):
             if size != 1:
                 raise self._error(
-                    f"{where}, shape: expected a batch axis of any size, or 1, as first dimension, got {size}", fix
+                    f"{where}, shape: expected a batch axis of any size, or 1, as first dimension, got {size}",
+                    f"{fix}; or {WITHOUT_BATCH}",
                 )
             self._most = 1
             return
@@ -169,6 +211,18 @@ class ExportedModel(Model):
         if bounds.upper.is_Integer:
             self._most = min(self._most or int(bounds.upper), int(bounds.upper))
 
+    def _check_batch_axis(self, inputs: Sequence[tuple[str, Any]]) -> None:
+        """Check that no input's first dimension is 1 beside another's that is dynamic: what is joined along the latter
+        may be the steps of one sequence."""
+        fixed = [name for name, value in inputs if _shape_of(value)[:1] == (1,)]
+        dynamic = [name for name, value in inputs if _shape_of(value) and name not in fixed]
+        if fixed and dynamic:
+            raise self._error(
+                f"input {fixed[0]!r}, shape: expected a batch axis as first dimension, dynamic as that of input "
+                f"{dynamic[0]!r}, got 1: so which dimension is the batch axis, if any is, the file does not say",
+                f"{WITHOUT_BATCH}, or {_EXPORT.format(name=fixed[0])}",
+            )
+
     def _port(self, kind: str, place: int, name: str, value: Any) -> _Port:
         where = f"{kind} {name!r}"
         datatype = TORCH_NAMES.get(str(getattr(value, "dtype", "")).removeprefix("torch."))
@@ -179,25 +233,34 @@ class ExportedModel(Model):
                 "export it with tensors of these types, if necessary with a cast in the model",
             )
         shape = _shape_of(value)
+        if not self._has_batch_axis:
+            return self._declared(kind, place, name, datatype, shape)
         if not shape:
             reason = f"{where}, shape: expected the batch axis as first dimension, got a scalar"
-            raise self._error(reason, "export it as [batch, ...]")
+            raise self._error(reason, f"export it as [batch, ...]; or {WITHOUT_BATCH}")
         first, *others = shape
         if kind == "output" and not (
             (isinstance(first, int) and first == 1 == self._most)
             or (not isinstance(first, int) and first.node.expr in self._batch)
         ):
             reason = f"{where}, shape: expected the batch axis as first dimension, got {first}"
-            raise self._error(reason, "export a model whose results have a row for each row of the inputs")
+            fix = f"export a model whose results have a row for each row of the inputs; or {WITHOUT_BATCH}"
+            raise self._error(reason, fix)
         for dim in others:
             if not isinstance(dim, int) and self._batch & dim.node.expr.free_symbols:
                 reason = f"{where}, shape: expected the batch axis as first dimension only, got {list(shape)}"
                 raise self._error(reason, "export a model whose rows don't depend on each other")
-        dims = [dim if isinstance(dim, int) else -1 for dim in others]
+        return self._declared(kind, place, name, datatype, others)
+
+    def _declared(self, kind: str, place: int, name: str, datatype: str, shape: Sequence[Any]) -> _Port:
+        """An input or output whose rows have this shape."""
+        dims = [dim if isinstance(dim, int) else -1 for dim in shape]
         try:
             tensor = Tensor(self._named.get(name, served_name(name)), datatype, dims or [1])
         except DeclarationError as error:
-            raise self._error(f"{where}: {error}", f"name it in options: `rename: {{{name!r}: ...}}`") from error
+            raise self._error(
+                f"{kind} {name!r}: {error}", f"name it in options: `rename: {{{name!r}: ...}}`"
+            ) from error
         return _Port(place, tensor, is_flat=not dims)
 
     def _check_there(self, kind: str, ports: Sequence[_Port]) -> None:

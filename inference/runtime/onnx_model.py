@@ -13,7 +13,14 @@ import numpy as np
 from inference.errors import BadInput, DeclarationError, LoadError, Problem
 from inference.model import Model, Tensor
 from inference.reference import find_path
-from inference.runtime.tensor_options import check_names, new_names, served_name
+from inference.runtime.tensor_options import (
+    BATCH,
+    WITHOUT_BATCH,
+    asks_batch_axis,
+    check_names,
+    new_names,
+    served_name,
+)
 from inference.runtime.values import joined_runs
 from inference.wire.arrays import Array, as_objects
 
@@ -46,7 +53,8 @@ class _Port(NamedTuple):
     onnx_name: str
     tensor: Tensor
     is_flat: bool
-    """Whether the file's shape is [n], which is declared as [n, 1]."""
+    """Whether the file's shape is [n], which is declared as [n, 1]; without a batch axis: whether it is a scalar, which
+    is declared as [1]."""
     takes_one_row: bool
     """Whether the file fixes its first dimension to 1."""
 
@@ -54,14 +62,15 @@ class _Port(NamedTuple):
 class OnnxModel(Model):
     """An ONNX file as a model, with the file's inputs and outputs.
 
-    The first dimension of each is the batch axis. If one is fixed to 1, the file is run once per row. Other dimensions
-    without a fixed size vary between requests. A tensor of one dimension, [n], is declared as [1]. Strings travel as
-    UTF-8. In names, each run of characters that the protocol doesn't allow becomes ``_``: ``input:0`` becomes
-    ``input_0``, and ``/a/b`` becomes ``_a_b``.
+    The first dimension of each is the batch axis. If it is fixed to 1 in all inputs, the file is run once per row.
+    Other dimensions without a fixed size vary between requests. A tensor of one dimension, [n], is declared as [1].
+    Strings travel as UTF-8. In names, each run of characters that the protocol doesn't allow becomes ``_``:
+    ``input:0`` becomes ``input_0``, and ``/a/b`` becomes ``_a_b``.
 
     Args:
         path: the file.
         rename: maps names of inputs and outputs in the file to names in requests.
+        has_batch_axis: if not, a row is one run with tensors of the file's own shapes, and a scalar is declared as [1].
 
     Raises:
         LoadError: ONNX Runtime can't read the file, or an input or output can't be served; the message names it.
@@ -69,8 +78,11 @@ class OnnxModel(Model):
 
     _session: Any
 
-    def __init__(self, path: Path, *, rename: Mapping[str, str] | None = None) -> None:
+    def __init__(self, path: Path, *, rename: Mapping[str, str] | None = None, has_batch_axis: bool = True) -> None:
         self._path = path
+        self._has_batch_axis = has_batch_axis
+        self.takes_one_row = not has_batch_axis  # type: ignore[misc]
+        self.bare_rows = not has_batch_axis  # type: ignore[misc]
         self._title = f"model onnx:{path}"
         # Opened without optimization, only to read its declarations; `load` opens it again for the device.
         session = self._open([CPU], optimize=False)
@@ -78,7 +90,9 @@ class OnnxModel(Model):
         named = new_names(self._title, rename, [node.name for node in (*taken, *given)])
         self._inputs = self._ports("input", taken, named)
         self._outputs = self._ports("output", given, named)
-        self._row_by_row = any(port.takes_one_row for port in (*self._inputs, *self._outputs))
+        if has_batch_axis:
+            self._check_batch_axis()
+        self._row_by_row = not has_batch_axis or any(port.takes_one_row for port in (*self._inputs, *self._outputs))
         # Other models declare these in their class; here the file does.
         self.inputs = tuple(port.tensor for port in self._inputs)  # type: ignore[misc]
         self.outputs = tuple(port.tensor for port in self._outputs)  # type: ignore[misc]
@@ -125,10 +139,7 @@ class OnnxModel(Model):
             results = self._session.run(names, feed)
         else:
             rows = len(next(iter(feed.values())))
-            singles = [
-                self._session.run(names, {name: array[row : row + 1] for name, array in feed.items()})
-                for row in range(rows)
-            ]
+            singles = [self._run_row(names, feed, row) for row in range(rows)]
             results = [
                 joined_runs(port.tensor.name, pieces, [1] * rows)
                 for port, pieces in zip(self._outputs, zip(*singles, strict=True), strict=True)
@@ -138,6 +149,34 @@ class OnnxModel(Model):
     def unload(self) -> None:
         """Free the session."""
         del self._session
+
+    def _run_row(self, names: Sequence[str], feed: Mapping[str, Array], row: int) -> list[Array]:
+        """The outputs for one row, with the batch axis."""
+        if self._has_batch_axis:
+            outputs: list[Array] = self._session.run(
+                names, {name: array[row : row + 1] for name, array in feed.items()}
+            )
+            return outputs
+        # With an ellipsis a scalar is an array, too.
+        results = self._session.run(names, {name: array[row, ...] for name, array in feed.items()})
+        return [np.asarray(result)[np.newaxis] for result in results]
+
+    def _check_batch_axis(self) -> None:
+        """Check that no first dimension which is 1 stands beside an input's that is dynamic: what is joined along the
+        latter may be the steps of one sequence.
+
+        Raises:
+            LoadError: there are both.
+        """
+        dynamic = [port.onnx_name for port in self._inputs if not port.takes_one_row]
+        ports = [("input", port) for port in self._inputs] + [("output", port) for port in self._outputs]
+        fixed = [f"{kind} {port.onnx_name!r}" for kind, port in ports if port.takes_one_row]
+        if dynamic and fixed:
+            raise self._error(
+                f"{', '.join(fixed)}, shape: expected a batch axis as first dimension, dynamic as that of input "
+                f"{dynamic[0]!r}, got 1: so which dimension is the batch axis, if any is, the file does not say",
+                f"{WITHOUT_BATCH}, or export it with the batch axis dynamic in all inputs and outputs",
+            )
 
     def _error(self, reason: str, fix: str) -> LoadError:
         return LoadError(Problem(self._title, reason, fix))
@@ -182,17 +221,21 @@ class OnnxModel(Model):
                 f"{where}, type: expected a tensor of {', '.join(_DATATYPES)}, got {node.type}",
                 "export it with one of these types, if necessary with a cast in the model",
             )
-        if not node.shape:
+        first, *others = node.shape or (None,)
+        if not self._has_batch_axis:
+            others = node.shape
+        elif not node.shape:
             raise self._error(
                 f"{where}, shape: expected the batch axis as first dimension, got none: it is a scalar, or the file "
                 "does not say",
-                "export it as [batch, ...]; onnx.shape_inference.infer_shapes finds shapes that are only missing",
+                "export it as [batch, ...]; onnx.shape_inference.infer_shapes finds shapes that are only missing; or "
+                f"{WITHOUT_BATCH}",
             )
-        first, *others = node.shape
-        if isinstance(first, int) and first not in (-1, 1):
+        elif isinstance(first, int) and first not in (-1, 1):
             raise self._error(
                 f"{where}, shape: expected a batch axis of any size, or 1, as first dimension, got {first}",
-                "export it with that dimension dynamic: torch.onnx.export's dynamic_shapes or dynamic_axes",
+                "export it with that dimension dynamic: torch.onnx.export's dynamic_shapes or dynamic_axes; or "
+                f"{WITHOUT_BATCH}",
             )
         dims = [dim if isinstance(dim, int) else -1 for dim in others]
         name = named.get(node.name, served_name(node.name))
@@ -212,8 +255,11 @@ def open_model(path: str, options: Mapping[str, Any], search: Sequence[str] = ()
         LoadError: there is no such file, or no such option, or the file can't be served.
     """
     title = f"model onnx:{path}"
-    check_names(title, options, ["rename"])
-    return OnnxModel(find_path(title, path, search, "file"), **options)
+    check_names(title, options, ["rename", BATCH])
+    has_batch_axis = asks_batch_axis(title, options)
+    return OnnxModel(
+        find_path(title, path, search, "file"), rename=options.get("rename"), has_batch_axis=has_batch_axis
+    )
 
 
 def _unreadable(message: str, version: str) -> tuple[str, str]:

@@ -174,9 +174,9 @@ class Step:
         made = Made()
         rows = list(range(given.rows))
         may_split = self.planned.signature.idempotent
-        most = max(given.rows, 1)
+        most = max(min(given.rows, self.planned.signature.max_batch_size), 1)
         if self._capacity.is_limited:
-            most = self._capacity.most(self.name, _row_bytes(given)) or most
+            most = min(self._capacity.most(self.name, _row_bytes(given)) or most, most)
         pieces: list[_Piece] = []
         for start in range(0, max(given.rows, 1), most):
             part = rows[start : start + most]
@@ -186,7 +186,11 @@ class Step:
             self._capacity.learn(self.name, min(most, given.rows), max(fitted, 1), _row_bytes(given))
         if not _join(made, pieces):
             good = [row for row in rows if row not in made.failures]
-            _join(made, await self._attempt(given, made, good, is_retry=True, may_split=False))
+            if len(good) > self.planned.signature.max_batch_size:
+                reason = f"step `{self.name}` gave rows of different shapes, which can't be one batch's"
+                made.failures.update(dict.fromkeys(good, RowReport(Status.BAD_OUTPUT, reason)))
+            else:
+                _join(made, await self._attempt(given, made, good, is_retry=True, may_split=False))
         return made
 
     async def _attempt(

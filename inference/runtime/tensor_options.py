@@ -9,7 +9,15 @@ from typing import Any, Final
 from inference.errors import DeclarationError, LoadError, Problem, did_you_mean
 from inference.model import Tensor
 
-__all__ = ["check_names", "declared_tensors", "new_names", "served_name"]
+__all__ = [
+    "BATCH", "WITHOUT_BATCH", "asks_batch_axis", "check_names", "declared_tensors", "new_names", "served_name",
+]  # fmt: skip
+
+BATCH: Final = "batch"
+"""The option that says that a file's tensors have no batch axis."""
+WITHOUT_BATCH: Final = (
+    "set `options.batch: none` to serve the file as it is, one request per call with tensors of the file's own shapes"
+)
 
 EXAMPLE: Final = "`inputs: [{name: x, datatype: FP32, shape: [4]}]`, the shape of one row"
 WITHOUT_FILE: Final = "without a configuration with `--set 'deployments.NAME.options={inputs: [...], outputs: [...]}'`"
@@ -49,6 +57,19 @@ def check_names(title: str, options: Mapping[str, Any], known: Sequence[str]) ->
         if name not in known:
             reason = f"unknown option {name!r}; its options are {', '.join(known)}{did_you_mean(name, known)}"
             raise LoadError(Problem(title, reason, f"correct or remove `options.{name}`"))
+
+
+def asks_batch_axis(title: str, options: Mapping[str, Any]) -> bool:
+    """Whether the tensors of a deployment's model have a batch axis; not with ``batch: none``.
+
+    Raises:
+        LoadError: the option is anything else.
+    """
+    batch = options.get(BATCH)
+    if batch not in (None, "none"):
+        reason = f"options.{BATCH}: expected none, got {batch!r:.80}"
+        raise LoadError(Problem(title, reason, f"correct or remove `options.{BATCH}`"))
+    return batch is None
 
 
 def new_names(title: str, rename: object, known: Sequence[str]) -> Mapping[str, str]:

@@ -13,7 +13,9 @@ from inference.model import Model, Tensor
 from inference.reference import find_path
 from inference.runtime.compiled import COMPILE
 from inference.runtime.exported_model import ExportedModel
-from inference.runtime.tensor_options import check_names, declared_tensors
+from inference.runtime.module_state import STATEFUL, asks_stateful, changed, copies, script_writes, state_problem
+from inference.runtime.tensor_options import BATCH, asks_batch_axis, check_names, declared_tensors
+from inference.runtime.values import joined_runs
 
 if TYPE_CHECKING:
     import torch
@@ -30,18 +32,37 @@ class ScriptModel(Model):
         path: the file.
         inputs: arguments of the file's ``forward``, by name.
         outputs: what it returns: a tensor, several in this order, or a dict with these keys.
+        has_batch_axis: if not, a row is one call of ``forward`` with tensors of the declared shapes.
+        is_stateful: whether its calls may change its own tensors.
 
     Raises:
-        LoadError: torch can't read the file, or its ``forward`` takes other arguments; the message names them.
+        LoadError: torch can't read the file, its ``forward`` takes other arguments, or it has state that isn't meant;
+            the message names them.
     """
 
     arrays = "torch"
     _net: torch.nn.Module
 
-    def __init__(self, path: Path, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        *,
+        has_batch_axis: bool = True,
+        is_stateful: bool = False,
+    ) -> None:
+        self._has_batch_axis = has_batch_axis
+        self.takes_one_row = not has_batch_axis  # type: ignore[misc]
+        self.bare_rows = not has_batch_axis  # type: ignore[misc]
         self._path = path
         self._title = f"model torch:{path}"
-        self._check_arguments(self._open("cpu"), [tensor.name for tensor in inputs])
+        module = self._open("cpu")
+        self._check_arguments(module, [tensor.name for tensor in inputs])
+        self.is_stateful = is_stateful
+        self.idempotent = not is_stateful  # type: ignore[misc]
+        if not is_stateful and (names := script_writes(module)):
+            raise LoadError(state_problem(self._title, names))
         # Other models declare these in their class; here the configuration does.
         self.inputs = tuple(inputs)  # type: ignore[misc]
         self.outputs = tuple(outputs)  # type: ignore[misc]
@@ -49,7 +70,21 @@ class ScriptModel(Model):
 
     def load(self, device: str) -> None:
         """Open the file on a device."""
+        self._device = device
         self._net = self._open(device)
+        self._before = {} if self.is_stateful else copies(dict(self._net.named_buffers()))
+
+    def end_warm_up(self) -> None:
+        """Look for state, or begin anew with the file's.
+
+        Raises:
+            LoadError: a call has changed a buffer, which isn't meant; the message names it.
+        """
+        if self.is_stateful:
+            self._net = self._open(self._device)
+        elif names := changed(dict(self._net.named_buffers()), self._before):
+            raise LoadError(state_problem(self._title, names))
+        self._before = {}
 
     def __call__(self, /, **inputs: torch.Tensor | None) -> dict[str, torch.Tensor]:
         """Compute all outputs.
@@ -57,8 +92,19 @@ class ScriptModel(Model):
         Raises:
             BadOutput: there are more or fewer than the configuration declares.
         """
+        given = {name: value for name, value in inputs.items() if value is not None}
+        if self._has_batch_axis:
+            return self._run(given)
+        rows = len(next(iter(given.values())))
+        runs = [self._run({name: value[row] for name, value in given.items()}) for row in range(rows)]
+        return {
+            name: joined_runs(name, [run[name].reshape(run[name].shape or (1,))[None] for run in runs], [1] * rows)
+            for name in runs[0]
+        }
+
+    def _run(self, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         names = [tensor.name for tensor in self.outputs]
-        result = self._net(**{name: value for name, value in inputs.items() if value is not None})
+        result = self._net(**given)
         if isinstance(result, dict):
             return result
         values = list(result) if isinstance(result, (tuple, list)) else [result]
@@ -111,13 +157,25 @@ def open_model(path: str, options: Mapping[str, Any], search: Sequence[str] = ()
     file = find_path(title, path, search, "file")
     kind = _kind(title, file)
     if kind == "exported":
-        check_names(title, options, ["rename", COMPILE])
-        return ExportedModel(file, rename=options.get("rename"))
+        check_names(title, options, ["rename", BATCH, STATEFUL, COMPILE])
+        return ExportedModel(
+            file,
+            rename=options.get("rename"),
+            has_batch_axis=asks_batch_axis(title, options),
+            is_stateful=asks_stateful(title, options),
+        )
     if COMPILE in options:
         reason = f"options.{COMPILE}: torch.compile doesn't take TorchScript"
         raise LoadError(Problem(title, reason, f"remove `options.{COMPILE}`, or {_TRY_EXPORT}"))
-    check_names(title, options, ["inputs", "outputs"])
-    return ScriptModel(file, *(declared_tensors(title, options, where) for where in ("inputs", "outputs")))
+    check_names(title, options, ["inputs", "outputs", BATCH, STATEFUL])
+    inputs, outputs = (declared_tensors(title, options, where) for where in ("inputs", "outputs"))
+    return ScriptModel(
+        file,
+        inputs,
+        outputs,
+        has_batch_axis=asks_batch_axis(title, options),
+        is_stateful=asks_stateful(title, options),
+    )
 
 
 def _kind(title: str, file: Path) -> Literal["exported", "script"]:

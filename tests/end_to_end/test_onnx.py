@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import numpy as np
+import onnx
 import pytest
 import torch
+from onnx import TensorProto, helper, numpy_helper
 
 from inference.zoo.digits import Digit
 from inference.zoo.training.export_digit_head import ONNX_FILE
@@ -16,16 +20,49 @@ ROWS = 40
 
 
 @pytest.fixture(scope="module")
-def running() -> Iterator[Running]:
-    """The digit head, by a path that starts in the working folder."""
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """The digit head, by a path that starts in the working folder, and a file without a batch axis."""
     deployment = {
         "model": f"onnx:{ONNX_FILE.name}",
         "options": {"rename": {"digit": "read"}},
         "batching": {"max_batch_size": 16},
         "threads": 1,
     }
-    with serve({"deployments": {"head": deployment}}, cwd=ONNX_FILE.parent) as running:
+    folder = tmp_path_factory.mktemp("onnx")
+    inputs: list[tuple[str, list[str | int]]] = [("x", ["seq", 3]), ("h", [1, 1, 3]), ("rate", [])]
+    graph = helper.make_graph(
+        [helper.make_node("ReduceSum", ["x", "time"], ["heard"]),
+         helper.make_node("Mul", ["heard", "rate"], ["scaled"]),
+         helper.make_node("Add", ["h", "scaled"], ["next_h"])],
+        "detector",
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in inputs],
+        [helper.make_tensor_value_info("next_h", TensorProto.FLOAT, [1, 1, 3])],
+        [numpy_helper.from_array(np.array([0]), "time")],
+    )  # fmt: skip
+    file = folder / "detector.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), file)
+    detector = {"model": f"onnx:{file}", "options": {"batch": "none"}, "threads": 1}
+    with serve({"deployments": {"head": deployment, "detector": detector}}, cwd=ONNX_FILE.parent) as running:
         yield running
+
+
+def test_a_file_without_a_batch_axis_answers_its_vendors_own_call(running: Running) -> None:
+    def ask(steps: int) -> httpx.Response:
+        inputs: dict[str, tuple[list[int], list[float]]] = {
+            "x": ([steps, 3], [1.0] * steps * 3), "h": ([1, 1, 3], [0.0, 1.0, 2.0]), "rate": ([], [0.5]),
+        }  # fmt: skip
+        body = [
+            {"name": name, "datatype": "FP32", "shape": shape, "data": data} for name, (shape, data) in inputs.items()
+        ]
+        return running.client.post(f"{running.url}/v2/models/detector/infer", json={"inputs": body})
+
+    with ThreadPoolExecutor(8) as pool:  # at once, and none shares a call
+        answers = list(pool.map(ask, range(1, 9)))
+    for steps, answer in enumerate(answers, start=1):
+        assert answer.status_code == 200, answer.text
+        (output,) = answer.json()["outputs"]
+        assert output["shape"] == [1, 1, 3]
+        assert output["data"] == [steps / 2, steps / 2 + 1, steps / 2 + 2]
 
 
 def test_its_metadata_is_the_files(running: Running) -> None:

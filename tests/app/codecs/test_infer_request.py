@@ -1009,6 +1009,13 @@ def test_one_row_may_come_without_the_batch_axis(data: list[Any]) -> None:
     assert (bare.rows, bare.inputs) == (whole.rows, whole.inputs)
 
 
+def test_a_scalar_may_come_without_any_axis() -> None:
+    scalar = msgspec.structs.replace(BARE, inputs=(TensorSpec("x", "FP32", (1,)),))
+    bare = _decoded(scalar, shape=[], data=[7])
+    assert bare.is_bare
+    assert (bare.rows, bare.inputs) == (1, _decoded(scalar, shape=[1, 1], data=[7]).inputs)
+
+
 def test_without_being_declared_the_batch_axis_is_needed() -> None:
     with pytest.raises(BadRequest, match=r"expected \[rows, -1, 2\], got \[2, 2\]"):
         _decoded(msgspec.structs.replace(BARE, bare_rows=False), shape=[2, 2], data=[1, 2, 3, 4])

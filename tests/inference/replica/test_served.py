@@ -461,6 +461,6 @@ async def answers_of(handle: Answers) -> list[Any]:
         decoded, data = decode_frame(frame.tobytes())
         assert not decoded.pieces[0].failures
         (tensor,) = decoded.pieces[0].tensors
-        return np.frombuffer(data[0][0], np.float32).reshape(tensor.shape).tolist()
+        return [np.frombuffer(data[0][0], np.float32).tolist() for _ in range(tensor.shape[0])]
     (outputs,) = await answers
-    return outputs["y"].tolist()
+    return list(outputs["y"].tolist())

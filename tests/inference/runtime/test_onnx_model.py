@@ -23,7 +23,7 @@ from inference.runtime.onnx_model import CPU, CUDA, OnnxModel, open_model
 from inference.runtime.runner import Runner
 from inference.runtime.step import Given
 from inference.signature import Signature, TensorSpec
-from inference.wire.arrays import Array
+from inference.wire.arrays import Array, as_objects
 from inference.wire.report import Status
 from inference.zoo.training.export_digit_head import ONNX_FILE, digit_head
 
@@ -304,8 +304,75 @@ def test_an_output_without_a_batch_axis(write: Write) -> None:
     assert "output 'sum', shape: expected the batch axis" in refusal(path)
 
 
+@pytest.fixture
+def detector(write: Write) -> Path:
+    """A file as a vendor's voice detector: steps of time beside a state whose first dimension is 1, and a scalar."""
+    nodes = [
+        helper.make_node("ReduceSum", ["x", "time"], ["heard"]),
+        helper.make_node("Mul", ["heard", "rate"], ["scaled"]),
+        helper.make_node("Add", ["h", "scaled"], ["next_h"]),
+        helper.make_node("ReduceMean", ["next_h"], ["score"], keepdims=0),
+    ]
+    return write(
+        nodes,
+        [("x", FLOAT, ["seq", 3]), ("h", FLOAT, [1, 1, 3]), ("rate", FLOAT, [])],
+        [("next_h", FLOAT, [1, 1, 3]), ("score", FLOAT, [])],
+        initializers={"time": np.array([0])},
+    )
+
+
+@pytest.mark.parametrize(
+    ("x", "h", "y", "named"),
+    [
+        (["seq", 3], [1, 3], ["seq", 3], "input 'h', shape: expected a batch axis as first dimension, dynamic"),
+        ([1, 3], ["seq", 3], ["seq", 3], "input 'x', shape: expected a batch axis as first dimension, dynamic"),
+        (["seq", 3], ["seq", 3], [1, 3], "output 'y', shape: expected a batch axis as first dimension, dynamic"),
+    ],
+)
+def test_a_sequence_beside_a_state_of_one_row_is_not_taken_for_a_batch(
+    write: Write, x: Sequence[int | str], h: Sequence[int | str], y: Sequence[int | str], named: str
+) -> None:
+    path = write([helper.make_node("Add", ["x", "h"], ["y"])], [("x", FLOAT, x), ("h", FLOAT, h)], [("y", FLOAT, y)])
+    said = refusal(path)
+    assert named in said
+    assert "set `options.batch: none`" in said
+
+
+def test_without_a_batch_axis_a_file_is_served_as_it_is(detector: Path) -> None:
+    model = loaded(detector, batch="none")
+    its = signature(model)
+    assert [(one.name, one.shape) for one in its.inputs] == [("x", (-1, 3)), ("h", (1, 1, 3)), ("rate", (1,))]
+    assert [(one.name, one.shape) for one in its.outputs] == [("next_h", (1, 1, 3)), ("score", (1,))]
+    assert its.bare_rows
+    assert its.max_batch_size == 1
+    random = np.random.default_rng(1)
+    vendors = onnxruntime.InferenceSession(str(detector))
+    for steps in (1, 5):
+        x, h = random.normal(size=(steps, 3)).astype("f4"), random.normal(size=(1, 1, 3)).astype("f4")
+        rate = np.array(0.5, "f4")
+        expected = vendors.run(["next_h", "score"], {"x": x, "h": h, "rate": rate})
+        found = model(x=x[np.newaxis], h=h[np.newaxis], rate=rate.reshape(1, 1))
+        np.testing.assert_array_equal(found["next_h"], expected[0][np.newaxis])
+        np.testing.assert_array_equal(found["score"], [[expected[1]]])
+
+
+def test_text_without_a_batch_axis(identity: Write) -> None:
+    model = loaded(identity(TensorProto.STRING, []), batch="none")
+    assert model(x=as_objects(np.array([["a"]]), "x"))["y"].tolist() == [[b"a"]]
+
+
+def test_rows_of_a_pipelines_batch_are_runs_of_their_own(detector: Path) -> None:
+    model = loaded(detector, batch="none")
+    step = Runner(model, signature(model), "cpu").step
+    x, h, rate = np.ones((2, 4, 3), "f4"), np.zeros((2, 1, 1, 3), "f4"), np.array([[1], [2]], "f4")
+    made = asyncio.run(step.run(Given({"x": x, "h": h, "rate": rate}, 2)))
+    assert made.arrays["score"].tolist() == [[4], [8]]
+    assert made.calls == 2
+
+
 def test_a_fixed_batch_says_how_to_export_without(identity: Write) -> None:
     assert "dynamic_axes" in refusal(identity(FLOAT, [4, 2]))
+    assert loaded(identity(FLOAT, [4, 2]), batch="none").inputs[0].shape == (4, 2)
 
 
 def test_an_element_type_that_has_no_numpy_array(identity: Write) -> None:

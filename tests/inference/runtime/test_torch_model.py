@@ -15,7 +15,9 @@ from torch.export import Dim
 from inference.errors import BadOutput, LoadError
 from inference.model import Model
 from inference.runtime.compiled import compile_modules
+from inference.runtime.exported_model import ExportedModel
 from inference.runtime.loader import asks_compile, load_model
+from inference.runtime.torch_model import ScriptModel
 from inference.signature import Signature
 
 pytestmark = pytest.mark.torch
@@ -115,6 +117,50 @@ def test_a_program_of_one_row_is_run_row_by_row(file: Path) -> None:
         torch.testing.assert_close(model(x=x, mask=mask)["scores"], net(x, mask)["scores"])
 
 
+class Listens(torch.nn.Module):
+    """Steps of time beside a state whose first dimension is 1, and a scalar."""
+
+    def forward(
+        self, x: torch.Tensor, h: torch.Tensor, rate: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        heard = h + x.sum(0) * rate
+        return heard, heard.mean(), x * 2
+
+
+def test_a_sequence_beside_a_state_of_one_row_is_not_taken_for_a_batch(file: Path) -> None:
+    arguments = torch.ones(4, 3), torch.zeros(1, 3), torch.tensor(1.0)
+    reference = export(file, Listens(), *arguments, shapes=({0: Dim("seq")}, None, None))
+    said = failure(reference)
+    assert "input 'h', shape: expected a batch axis as first dimension, dynamic as that of input 'x', got 1" in said
+    assert "set `options.batch: none`" in said
+
+
+@pytest.mark.parametrize("kind", ["exported", "script"])
+def test_without_a_batch_axis_a_file_is_served_as_it_is(tmp_path: Path, kind: str) -> None:
+    arguments = torch.ones(4, 3), torch.zeros(1, 3), torch.tensor(1.0)
+    if kind == "exported":
+        reference = export(tmp_path / "m.pt2", Listens(), *arguments, shapes=({0: Dim("seq")}, None, None))
+        model = loaded(reference, batch="none")
+    else:
+        inputs = {"x": [-1, 3], "h": [1, 3], "rate": [1]}
+        outputs = {"output_0": [1, 3], "output_1": [1], "output_2": [-1, 3]}
+        declared = [
+            [{"name": name, "datatype": "FP32", "shape": shape} for name, shape in tensors.items()]
+            for tensors in (inputs, outputs)
+        ]
+        reference = script(tmp_path / "m.pt", Listens())
+        model = loaded(reference, batch="none", inputs=declared[0], outputs=declared[1])
+    its = Signature.of(model, name="m", max_batch_size=8)
+    assert [one.shape for one in its.inputs] == [(-1, 3), (1, 3), (1,)]
+    assert [one.shape for one in its.outputs] == [(1, 3), (1,), (-1, 3)]
+    assert its.bare_rows
+    assert its.max_batch_size == 1
+    x, h, rate = torch.randn(5, 3), torch.randn(1, 3), torch.tensor(0.5)
+    found = model(x=x[None], h=h[None], rate=rate.reshape(1, 1))
+    for name, expected in zip(("output_0", "output_1", "output_2"), Listens()(x, h, rate), strict=True):
+        torch.testing.assert_close(found[name], expected.reshape(expected.shape or (1,))[None])
+
+
 def test_dimensions_that_vary_and_flat_inputs_are_declared_so(file: Path) -> None:
     shapes = {0: Dim("batch"), 1: Dim("length")}
     model = loaded(applied(file, lambda x: (x.sum(-1), [x * 2]), shapes=shapes))
@@ -171,6 +217,69 @@ def test_an_exported_program_can_be_compiled(file: Path) -> None:
     model.load("cpu")
     compile_modules(model, Signature.of(model, name="m", max_batch_size=2), "cpu", [1, 2])
     assert model(x=torch.ones(2, 4))["output"].tolist() == [[3] * 4] * 2
+
+
+class Counts(torch.nn.Module):
+    """Answers with its input and what all calls before had."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("sum", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.sum.add_(x.sum(0))
+        return x + self.sum
+
+
+def counting(tmp_path: Path, kind: str, **options: Any) -> Model:
+    """A file that keeps state, opened."""
+    if kind == "exported":
+        reference = export(tmp_path / "m.pt2", Counts(), torch.ones(4, 4), shapes=({0: Dim("batch")},))
+        return load_model(reference, {"rename": {"output": "y"}, **options})
+    return load_model(script(tmp_path / "m.pt", Counts()), {"inputs": [X], "outputs": [Y], **options})
+
+
+KINDS = pytest.mark.parametrize("kind", ["exported", "script"])
+
+
+@KINDS
+def test_a_file_whose_calls_change_a_buffer_is_refused_and_the_buffer_named(tmp_path: Path, kind: str) -> None:
+    with pytest.raises(LoadError) as caught:
+        counting(tmp_path, kind)
+    assert "its call changes its own 'sum', so an answer would depend on other clients'" in str(caught.value)
+    assert "set `options.stateful: true`" in caught.value.problem.fix
+
+
+@KINDS
+def test_state_that_is_meant_begins_with_the_files_and_is_never_computed_twice(tmp_path: Path, kind: str) -> None:
+    model = counting(tmp_path, kind, stateful=True)
+    assert not Signature.of(model, name="m", max_batch_size=1).idempotent
+    assert isinstance(model, (ExportedModel, ScriptModel))
+    model.load("cpu")
+    with torch.no_grad():
+        model(x=torch.ones(1, 4))
+        model.end_warm_up()
+        assert [model(x=torch.ones(1, 4))["y"].tolist() for _ in range(2)] == [[[2.0] * 4], [[3.0] * 4]]
+
+
+@KINDS
+def test_a_buffer_that_only_the_warm_up_shows_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    for module in ("torch_model.script_writes", "exported_model.program_writes"):
+        monkeypatch.setattr(f"inference.runtime.{module}", lambda module: [])
+    model = counting(tmp_path, kind)
+    assert isinstance(model, (ExportedModel, ScriptModel))
+    model.load("cpu")
+    with torch.no_grad():
+        model(x=torch.ones(1, 4))
+        with pytest.raises(LoadError, match="its call changes its own 'sum'"):
+            model.end_warm_up()
+
+
+def test_an_option_that_is_no_bool(tmp_path: Path) -> None:
+    with pytest.raises(LoadError, match=r"options\.stateful: expected true or false, got 'yes'"):
+        counting(tmp_path, "script", stateful="yes")
 
 
 def test_torchscript_is_called_by_argument(tmp_path: Path) -> None:
