@@ -28,6 +28,7 @@ __all__ = [
     "Finish",
     "Grammar",
     "GrammarKind",
+    "LogitBias",
     "Penalty",
     "PromptLogprob",
     "RepetitionPenalty",
@@ -64,6 +65,8 @@ RepetitionPenalty: TypeAlias = Annotated[float, Meta(ge=0.01, le=100)]
 Seed: TypeAlias = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 TopLogprobs: TypeAlias = Annotated[int, Meta(ge=0, le=20)]
 TokenId: TypeAlias = Annotated[int, Meta(ge=0)]
+LogitBias: TypeAlias = dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]]
+"""A number for each token, added to its logit. The sequences of a request share the object."""
 PromptLogprob: TypeAlias = tuple[float, tuple[tuple[int, float], ...]]
 """Of a token of a prompt, what `TokenEvent.logprob` and `TokenEvent.top` are of an answer's."""
 
@@ -82,7 +85,7 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
     repetition_penalty: RepetitionPenalty = 1.0
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
-    logit_bias: dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]] = {}
+    logit_bias: LogitBias = {}
     seed: Seed | None = None
     """The same seed gives the same tokens, whoever the neighbours are."""
     logprobs: TopLogprobs | None = None

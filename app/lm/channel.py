@@ -38,8 +38,10 @@ from inference.wire.lm import (
     Post,
     SequenceEvent,
     StepFrame,
+    Submit,
     decode_frame,
     encode,
+    most_bytes,
 )
 from inference.wire.report import CallNote
 
@@ -51,6 +53,9 @@ REMEMBERED_ENDS: Final = 256
 """How many ended sequences a channel remembers, to notice events after an end."""
 LOAD_FRESH_S: Final = 1.0
 """How long an engine's reported load counts while it has none of our sequences, and so reports nothing."""
+POST_BYTES: Final = 1 << 20
+"""About the size of a post, so that no request's sequences hold up those of others. A single sequence may need
+more: the context bounds its prompt, the vocabulary its stop tokens, `app.codecs.faults.check_size` its biases."""
 POST_TIMEOUT_S: Final = 6.0
 """How long a post may go unanswered; the posts after it wait."""
 _FIELD: Final = re.compile(r"([a-z][a-z0-9_.]*): ")
@@ -168,7 +173,6 @@ class Channel:
     def submit(self, slot: TokenSlot) -> None:
         """Have the engine generate a sequence."""
         slot.channel = self
-        slot.is_sent = False
         slot.number = self._next_number
         self._next_number += 1
         self._sequences[slot.number] = self._unsent[slot.number] = slot
@@ -392,9 +396,19 @@ class Channel:
                 self._posted = {}
 
     def _next_message(self) -> Post:
-        submits = [slot.submit() for slot in self._unsent.values()]
-        cancels = self._cancels
-        self._posted, self._unsent, self._cancels = self._unsent, {}, []
+        """Of the unsent sequences as many as a message of `POST_BYTES` holds, and at least one."""
+        cancels, self._cancels, self._posted = self._cancels, [], {}
+        submits: list[Submit] = []
+        size_bytes, counted = 0, set[int]()
+        for number, slot in list(self._unsent.items()):
+            submit = slot.submit()
+            added = sum(most_bytes(value) for value in submit.shared if id(value) not in counted)
+            size_bytes += added
+            if submits and added and size_bytes > POST_BYTES:
+                break
+            counted.update(map(id, submit.shared))
+            submits.append(submit)
+            self._posted[number] = self._unsent.pop(number)
         return Post(self.name, submits, cancels)
 
     def _unpost(self) -> None:

@@ -37,8 +37,8 @@ class TokenSlot:
 
     __slots__ = (
         "_cached", "_logprobs", "_logprobs_wanted", "_max_tokens", "_prompt", "_prompt_left", "_spec", "_tokens",
-        "_tops", "channel", "count", "finish", "has_prompt_logprobs", "heard_s", "is_listed", "is_running", "is_sent",
-        "number", "owner", "place", "prompt_tokens",
+        "_tops", "channel", "count", "finish", "has_prompt_logprobs", "heard_s", "is_listed", "is_running", "number",
+        "owner", "place", "prompt_tokens",
     )  # fmt: skip
 
     def __init__(self, owner: RequestRun, place: int, spec: SequenceSpec) -> None:
@@ -50,8 +50,6 @@ class TokenSlot:
         """The channel that it was submitted on, and `number` identifies it there."""
         self.number = -1
         self.is_running = True
-        self.is_sent = False
-        """Whether the replica may have it."""
         self.is_listed = False
         """Whether it is in its owner's list of unread sequences; used by the owner only."""
         self.count = 0
@@ -75,7 +73,6 @@ class TokenSlot:
         """The message that starts it."""
         spec = self._spec
         assert spec is not None
-        self.is_sent = True
         return Submit(
             self.number, self.owner.request_id, spec.prompt, spec.max_tokens, spec.sampling, spec.stop_ids,
             spec.ignore_eos, self.owner.cache_scope, spec.grammar, spec.prompt_logprobs,

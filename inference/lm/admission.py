@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from inference.engine import (
     SAMPLING_FIELDS,
     EngineFull,
     EngineLimits,
+    LogitBias,
     RequestRejected,
     RequestTooLong,
     Sampling,
@@ -33,6 +36,8 @@ class Admission:
         """Admitted requests that `take` hasn't returned yet, in order of arrival."""
         self._reserved: dict[str, int] = {}
         """The most tokens of each admitted request, by id."""
+        self._checked_bias: LogitBias = {}
+        """The last bias that was sound: the sequences of a request share it, and it may be large."""
 
     @property
     def waiting(self) -> int:
@@ -120,11 +125,17 @@ class Admission:
             raise RequestRejected(f"{grammar.field}: this engine does not support it")
         if request.prompt_logprobs is not None and not limits.prompt_logprobs:
             raise RequestRejected("prompt_logprobs: this engine does not support it")
-        for name, ids in ("prompt", request.prompt), ("logit_bias", request.sampling.logit_bias):
-            if ids and not (min(ids) >= 0 and max(ids) < limits.vocab_size):
-                raise RequestRejected(
-                    f"{name}: expected tokens from 0 to {limits.vocab_size - 1}, got {min(ids)} to {max(ids)}"
-                )
+        bias = request.sampling.logit_bias
+        if bias is not self._checked_bias:
+            self._check_ids("logit_bias", bias)
+            self._checked_bias = bias
+        self._check_ids("prompt", request.prompt)
+
+    def _check_ids(self, name: str, ids: Collection[int]) -> None:
+        if ids and not (min(ids) >= 0 and max(ids) < self.limits.vocab_size):
+            raise RequestRejected(
+                f"{name}: expected tokens from 0 to {self.limits.vocab_size - 1}, got {min(ids)} to {max(ids)}"
+            )
 
 
 def _tokens(request: SequenceRequest) -> int:

@@ -27,13 +27,15 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from typing import Final, NamedTuple
+from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from inference.engine import PromptLogprob, Sampling
+from inference.engine import LogitBias, PromptLogprob, Sampling
 
-__all__ = ["Allowed", "Choice", "Sampler", "choose", "filtered", "logprobs_of"]
+__all__ = ["Allowed", "Biases", "Choice", "Sampler", "choose", "filtered", "logprobs_of"]
 
 NUCLEUS_TRIED: Final = 256
 """How many of the most probable tokens `top_p` considers before it sorts the whole row."""
@@ -61,6 +63,32 @@ class Allowed(NamedTuple):
     """bool [rows, vocab]."""
 
 
+class Bias:
+    """A logit bias as tensors: token ids [tokens], int64, and what is added to the logit of each [tokens], float32."""
+
+    def __init__(self, bias: LogitBias, device: torch.device) -> None:
+        self.ids = torch.from_numpy(np.fromiter(bias.keys(), np.int64, len(bias))).to(device)
+        self.values = torch.from_numpy(np.fromiter(bias.values(), np.float32, len(bias))).to(device)
+
+
+class Biases:
+    """The logit biases of running sequences: those of a request share theirs, which may be large."""
+
+    def __init__(self) -> None:
+        self._by_id: WeakValueDictionary[int, Bias] = WeakValueDictionary()
+        """By the identity of `Sampling.logit_bias`, which a sampler keeps as long as its `Bias`."""
+
+    def of(self, sampling: Sampling, device: torch.device) -> Bias | None:
+        """The bias of a sequence; None if it has none."""
+        bias = sampling.logit_bias
+        if not bias:
+            return None
+        found = self._by_id.get(id(bias))
+        if found is None:
+            found = self._by_id[id(bias)] = Bias(bias, device)
+        return found
+
+
 class Sampler:
     """The sampling state of a sequence.
 
@@ -70,6 +98,7 @@ class Sampler:
         vocab_size: the model's vocabulary size.
         device: the device of the logits.
         stops: tokens that end the answer.
+        biases: those of the sequences on this device.
     """
 
     def __init__(
@@ -79,20 +108,15 @@ class Sampler:
         vocab_size: int,
         device: torch.device,
         stops: Collection[int] = (),
+        biases: Biases | None = None,
     ) -> None:
         self.sampling = sampling
         self.is_greedy = sampling.temperature == 0
-        self.bias: tuple[Tensor, Tensor] | None = None
-        """Token ids and the bias of each."""
+        self.bias = (biases or Biases()).of(sampling, device)
         self.seen: Tensor | None = None
         """bool [vocab]: whether prompt or answer has a token; used if repetition is penalised."""
         self.counts: Tensor | None = None
         """float32 [vocab]: how often the answer has a token; used if that is penalised."""
-        if sampling.logit_bias:
-            self.bias = (
-                torch.tensor(list(sampling.logit_bias), device=device),
-                torch.tensor(list(sampling.logit_bias.values()), dtype=torch.float32, device=device),
-            )
         if sampling.repetition_penalty != 1:
             self.seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
             self.seen[torch.tensor(prompt, device=device)] = True
@@ -185,7 +209,7 @@ def penalised(scores: Tensor, samplers: Sequence[Sampler]) -> Tensor:
     """Apply bias and penalties to logits [rows, vocab], float32, in place, and return them."""
     for row, sampler in enumerate(samplers):
         if sampler.bias is not None:
-            scores[row].index_add_(0, *sampler.bias)
+            scores[row].index_add_(0, sampler.bias.ids, sampler.bias.values)
     rows = [row for row, sampler in enumerate(samplers) if sampler.seen is not None]
     if rows:
         seen = torch.stack([sampler.seen for sampler in samplers if sampler.seen is not None])

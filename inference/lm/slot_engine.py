@@ -20,7 +20,7 @@ from inference.lm.grammars import KINDS, Constraint, Grammars, Masks, refusal
 from inference.lm.model_folder import context_length_of
 from inference.lm.prefix_index import BLOCK, NEWEST, Chain, PrefixIndex, chain_of
 from inference.lm.rotary import fix_frequencies
-from inference.lm.sampling import Choice, Sampler, choose, logprobs_of
+from inference.lm.sampling import Biases, Choice, Sampler, choose, logprobs_of
 from inference.lm.slot_cache import SlotCache
 from inference.runtime.capacity import Capacity
 from inference.runtime.device import breaks_device, free_memory, is_out_of_memory
@@ -141,6 +141,7 @@ class SlotEngine(Admission):
         self._device = model.device
         self._eos_ids = eos_ids
         self._grammars = grammars
+        self._biases = Biases()
         self._matchers: dict[str, tuple[Grammar, Future[LLMatcher]]] = {}
         """The grammars of sequences that have not started."""
         self._held: list[SequenceRequest] = []
@@ -243,7 +244,8 @@ class SlotEngine(Admission):
             stops = request.stop_ids if ignores_eos else request.stop_ids | self._eos_ids
             try:
                 constraint = None if matcher is None else Constraint(request, matcher.result())
-                sampler = Sampler(request.sampling, request.prompt, self.limits.vocab_size, self._device, stops)
+                vocab_size = self.limits.vocab_size
+                sampler = Sampler(request.sampling, request.prompt, vocab_size, self._device, stops, self._biases)
             except Exception as error:
                 self.release(request.id)
                 text = self._report(error)

@@ -736,13 +736,42 @@ def test_a_post_that_went_wrong_halfway_is_not_repeated() -> None:
     run(scenario)
 
 
+def test_large_requests_do_not_travel_in_the_messages_of_others() -> None:
+    async def scenario() -> None:
+        line = Line()
+        large = Sampling(logit_bias=dict.fromkeys(range(99_000), 1.0))
+        prompt = [1, 2]
+        line.ask(*[SequenceSpec(prompt, 3, large) for _ in range(256)], id="large")
+        line.ask(id="small")
+        left = line.ask(id="left")
+        await settle()
+        assert [len(post.submits) for post in line.replica.posts] == [256, 2]
+        left.close()
+        await settle()
+        assert [post.cancels for post in line.replica.posts] == [[], [], [257]]
+        assert line.ends == []
+
+    run(scenario)
+
+
+def test_many_prompts_travel_in_several_messages() -> None:
+    async def scenario() -> None:
+        line = Line()
+        request = line.ask(*[SequenceSpec([n] * 30_000, 3) for n in range(20)])
+        await settle()
+        assert [len(post.submits) for post in line.replica.posts] == [6, 6, 6, 2]
+        assert [slot._spec for slot in request.slots] == [None] * 20
+
+    run(scenario)
+
+
 def test_a_prompt_is_kept_until_the_replica_has_it() -> None:
     async def scenario() -> None:
         line = Line()
         line.replica.answers_posts.clear()
         (slot,) = line.ask().slots
         await settle()
-        assert slot.is_sent
+        assert line.replica.posts
         assert slot._spec is not None
         line.replica.answers_posts.set()
         await settle()

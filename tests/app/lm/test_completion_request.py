@@ -52,6 +52,14 @@ def test_more_answers_than_places_can_never_be_had() -> None:
         planned(["x"] * 6, limits)
 
 
+def test_answers_share_what_they_have_in_common() -> None:
+    bias = {str(token): 1 for token in range(4096)}
+    limits = msgspec.structs.replace(LIMITS, max_waiting=256)
+    specs = planned([[5], [6]], limits, n=16, seed=1, logit_bias=bias, stop_token_ids=[7]).specs
+    assert len({id(spec.sampling.logit_bias) for spec in specs}) == len({id(spec.stop_ids) for spec in specs}) == 1
+    assert len({id(spec.prompt) for spec in specs}) == 2
+
+
 def test_the_default_shrinks_to_what_fits() -> None:
     assert planned([5] * 510).specs[0].max_tokens == 2
 

@@ -22,7 +22,7 @@ from transformers import (
 
 from inference.engine import Sampling
 from inference.lm import sampling as module
-from inference.lm.sampling import Allowed, Choice, Sampler, choose, filtered, penalised
+from inference.lm.sampling import Allowed, Biases, Choice, Sampler, choose, filtered, penalised
 
 CPU = torch.device("cpu")
 SEEDS = st.integers(0, 2**31)
@@ -287,3 +287,15 @@ def test_forbidden_tokens_are_never_chosen_and_change_no_other_row(seed: int, **
         assert held[row].is_valid
         assert allowed[place, held[row].token]
         assert held[row].top == free[row].top
+
+
+def test_sequences_that_share_a_bias_share_its_tensors() -> None:
+    bias, biases = {1: -100.0, 2: 3.5}, Biases()
+    samplers = [Sampler(Sampling(logit_bias=bias, seed=n), [0], 3, CPU, biases=biases) for n in range(3)]
+    assert len({id(one.bias) for one in samplers}) == 1
+    assert samplers[0].bias is not None
+    assert (samplers[0].bias.ids.tolist(), samplers[0].bias.values.tolist()) == ([1, 2], [-100.0, 3.5])
+    other = Sampler(Sampling(logit_bias={1: 1.0}), [0], 3, CPU, biases=biases)
+    assert other.bias is not samplers[0].bias
+    del samplers, other
+    assert not biases._by_id
