@@ -277,6 +277,7 @@ class ClusterGateway(Front):
         control = ControlServer(
             lambda command: uplink.answer(command),
             on_quarantined=lambda found: uplink.link.report_quarantined(found.model, bytes.fromhex(found.fingerprint)),
+            on_lost=lambda loss: uplink.link.report_lost(loss),
             on_cancel=lambda request_id: uplink.link.cancel_elsewhere(request_id),
         )
         host = Host(ReplicaMemory(), (), control.drain, self.on_change)

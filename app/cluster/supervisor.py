@@ -263,7 +263,10 @@ class ClusterSupervisor:
         self._storing: asyncio.Task[None] | None = None
         context = Context(ray, epoch, tls, lambda: self._on_change(), self._give_way)
         self._control = ControlServer(
-            lambda command: self._orchestrator.answer(command), epoch, on_workers=lambda: self._on_change()
+            lambda command: self._orchestrator.answer(command),
+            epoch,
+            on_lost=lambda loss: self._orchestrator.note_loss(loss),
+            on_workers=lambda: self._on_change(),
         )
         self._host = ClusterHost(spec.config, spec.user_paths, context, self._control.drain, self._on_change)
         self._orchestrator = Orchestrator(spec.config, self._host, self._control)

@@ -107,7 +107,8 @@ class Deployment(Section):
     """How long one call of the user's code, or one step of a stream, may take before the replica counts as hanging and
     is replaced. Default: no limit."""
     max_crashes: sections.PositiveInt = 10
-    """After so many losses of replicas that served, within five minutes, lost replicas are not replaced any more."""
+    """After so many losses of replicas that served, within five minutes, an API key that caused them is refused, or
+    lost replicas are replaced slowly."""
     quarantine_s: Annotated[float, Field(ge=0, le=86_400)] = 600
     """For how long a request that took two replicas down is refused; 0: never refused."""
     drain_timeout_s: sections.PositiveSeconds = 30

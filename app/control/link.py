@@ -23,6 +23,7 @@ from app.control.messages import (
     Drained,
     Hello,
     Quarantined,
+    ReplicaLoss,
     encode_line,
 )
 from app.control.routing import RoutingTable
@@ -123,6 +124,10 @@ class SupervisorLink:
     def report_quarantined(self, model: str, fingerprint: bytes) -> None:
         """Report a request that took two replicas down to the other workers."""
         self._send(Quarantined(model, fingerprint.hex()))
+
+    def report_lost(self, loss: ReplicaLoss) -> None:
+        """Report a replica that this worker lost to the supervisor."""
+        self._send(loss)
 
     async def command(self, action: str, model: str, arguments: Mapping[str, Any] | None = None) -> CommandAnswer:
         """Have the supervisor carry out an operator's command, and wait for its answer.

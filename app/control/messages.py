@@ -10,7 +10,7 @@ from app.control.load import LoadReport
 from app.control.routing import RoutingTable
 from app.control.table_change import TableChange
 
-__all__ = ["Command", "CommandAnswer", "Drain", "Drained", "WorkerSettings"]
+__all__ = ["Command", "CommandAnswer", "Drain", "Drained", "ReplicaLoss", "WorkerSettings"]
 
 MAX_MESSAGE_BYTES: Final = 16 * 1024 * 1024
 
@@ -94,6 +94,21 @@ class Quarantined(msgspec.Struct, frozen=True, tag="quarantined"):
     """In hexadecimal digits."""
 
 
+class ReplicaLoss(msgspec.Struct, frozen=True, tag="replica_loss"):
+    """A worker lost a replica: the connection to it broke, or it said that it can't go on."""
+
+    model: str
+    replica: str
+    keys: list[str] = []
+    """The API keys, by name, whose requests it had; "" for a request without a key."""
+    times: int = 1
+    """How often that has happened in a row, without an answer in between."""
+    convicted: str = ""
+    """The key of a request that the replica computed alone."""
+    earlier: str = ""
+    """The replica that was lost with that request before."""
+
+
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
     """Asks for the end of what runs under a request's id: a worker the supervisor, and that the other workers."""
 
@@ -112,7 +127,19 @@ class CancelCount(msgspec.Struct, frozen=True, tag="cancel_count"):
 DOWNWARD: Final = msgspec.json.Decoder(
     RoutingTable | TableChange | Drain | CommandAnswer | Ping | Quarantined | Cancel | CancelCount
 )
-Upward = Hello | Goodbye | Command | Drained | Pong | Quarantined | LoadReport | Cancel | CancelCount | TableWanted
+Upward = (
+    Hello
+    | Goodbye
+    | Command
+    | Drained
+    | Pong
+    | Quarantined
+    | ReplicaLoss
+    | LoadReport
+    | Cancel
+    | CancelCount
+    | TableWanted
+)
 UPWARD: Final = msgspec.json.Decoder(Upward)
 HELLO: Final = msgspec.json.Decoder(Hello)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import enum
+import math
+import time
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
-from app.errors import RETRY_AFTER_LOST_S, Unavailable
+from app.errors import RETRY_AFTER_LOST_S, RateLimited, Unavailable
 from inference.pipeline import Plan
 from inference.signature import Signature
 
@@ -20,6 +22,7 @@ __all__ = [
     "RoutingTable",
     "State",
     "TrafficRoute",
+    "check_key",
     "unavailable",
 ]
 
@@ -156,6 +159,11 @@ class DeploymentRoute(msgspec.Struct, frozen=True):
     """Whether an operator unloaded it: the server counts as ready without it."""
     quarantine_s: float = 600
     """For how long a request that took two replicas down is refused."""
+    barred: dict[str, float] = {}
+    """API keys, by name, whose requests ended too many replicas and are refused, each with the time at which that ends,
+    in seconds since the Unix epoch."""
+    max_crashes: int = 10
+    """How many losses of replicas bar a key."""
     generation: int = 0
     """Grows with each load and reload, which lift the quarantine and load a language model's tokenizer and chat
     template anew."""
@@ -199,8 +207,29 @@ class RoutingTable(msgspec.Struct, frozen=True, tag="table"):
         return self.epoch, self.version
 
 
+CRASH_WINDOW_S: Final = 300.0
+"""The time in which losses of replicas that served count for ``max_crashes``."""
 RETRY_AFTER_S: Final = {State.LOADING: 5, State.FAILED: 60}
 RETRY_AFTER_UNLOADED_S: Final = 60
+
+
+def check_key(route: DeploymentRoute, key: str) -> None:
+    """Check that a key's requests have not ended too many of a deployment's replicas.
+
+    Args:
+        route: the deployment.
+        key: the key's name; empty: no key.
+
+    Raises:
+        RateLimited: they have.
+    """
+    if key in route.barred:
+        left_s = max(1, math.ceil(route.barred[key] - time.time()))
+        raise RateLimited(
+            f"API key: requests of `{key}` ended {route.max_crashes} replicas of model `{route.name}` within "
+            f"{CRASH_WINDOW_S:g} s, and are refused there for another {left_s} s; to lift that, reload the model",
+            retry_after_s=left_s,
+        )
 
 
 def unavailable(route: DeploymentRoute) -> Unavailable:

@@ -4,7 +4,8 @@ Downwards go the whole `RoutingTable` to a worker that connects, a `TableChange`
 which a worker answers with `Drained`, and a `CommandAnswer` for each `Command` of a worker. Any number of each may be
 under way; a message's ``id`` tells which answer belongs to it. A worker that gets a change that doesn't follow its
 table asks for the whole one with `TableWanted`. A `Ping` is answered by a `Pong`. A worker's `Quarantined` is forwarded
-to the other workers. So is a `Cancel`, whose sender gets the sum of their `CancelCount`. The end of the connection
+to the other workers, and a `ReplicaLoss` is the supervisor's alone. A `Cancel` is forwarded, too; its sender gets the
+sum of their `CancelCount`. The end of the connection
 tells either side that the other is gone; with a worker goes all that was in flight there. Not so with a gateway on
 another machine, which may come again with what it has in flight: it is gone after its `Goodbye`, or after some time.
 """
@@ -37,6 +38,7 @@ from app.control.messages import (
     Drain,
     Drained,
     Quarantined,
+    ReplicaLoss,
     Upward,
     encode_line,
 )
@@ -105,6 +107,7 @@ class ControlServer:
     Args:
         on_command: carries out a command, however long it takes, even if the worker that sent it ends.
         on_quarantined: called with each `Quarantined` of a worker.
+        on_lost: called with each `ReplicaLoss` of a worker.
         on_cancel: cancels what runs under a request's id where no worker is connected here, and counts the streams.
         on_workers: called when the number of workers has changed.
         epoch: must be greater than that of any supervisor that its workers have had; None: the present time, in
@@ -117,11 +120,13 @@ class ControlServer:
         epoch: int | None = None,
         *,
         on_quarantined: Callable[[Quarantined], None] = lambda found: None,
+        on_lost: Callable[[ReplicaLoss], None] = lambda loss: None,
         on_cancel: Callable[[str], Awaitable[int]] | None = None,
         on_workers: Callable[[], None] = lambda: None,
     ) -> None:
         self._on_command = on_command
         self._on_quarantined = on_quarantined
+        self._on_lost = on_lost
         self._on_cancel = on_cancel
         self._on_workers = on_workers
         self._table = RoutingTable(epoch=time.time_ns() if epoch is None else epoch)
@@ -338,6 +343,8 @@ class ControlServer:
         elif isinstance(message, Quarantined):
             self._on_quarantined(message)
             self.quarantine(message, worker)
+        elif isinstance(message, ReplicaLoss):
+            self._on_lost(message)
         elif isinstance(message, messages.Hello):
             raise ValueError("hello again")
         elif isinstance(message, (Drained, CancelCount)):

@@ -82,16 +82,18 @@ class Calls:
                 held = await self._answer_whole(replica, parts, rows)
             replica.others = max(0, held - own - replica.started_rows)
             replica.heard_s = self._loop.time()
+            if not replica.is_lost:
+                replica.losses = 0
             if parts[0].losses and not replica.is_lost:  # the part was alone there, so another one ended the replica
                 self._losses.quarantine.clear(parts[0].pending.fingerprint)
         except ReplicaUnreachable:
-            self._losses.lose(replica)
+            self._losses.lose(replica, parts)
             for part in parts:
                 self._on_unsent(part)
         except ReplicaLost as error:
             self._losses.lose(replica)
             for part in parts:
-                self._losses.take(part, error)
+                self._losses.take(part, replica, error)
         except HeadwaterError as error:
             for part in parts:
                 part.fail(error)

@@ -8,11 +8,12 @@ from typing import cast
 
 from app.codecs.tensors import InferRequest
 from app.control.load import Moment
-from app.control.routing import DeploymentRoute, ReplicaRoute, unavailable
+from app.control.messages import ReplicaLoss
+from app.control.routing import DeploymentRoute, ReplicaRoute, check_key, unavailable
 from app.dispatch.admission import Admission, QueueBudget
 from app.dispatch.calls import Calls
 from app.dispatch.collector import Collector, wanted_heads
-from app.dispatch.losses import Losses
+from app.dispatch.losses import Losses, keys_of
 from app.dispatch.pending import Part, Pending, held_bytes
 from app.dispatch.policy import Batching, length_class
 from app.dispatch.pool import Connect, ReplicaCalls, ReplicaPool, connect
@@ -37,6 +38,7 @@ class ModelDispatcher(TensorDispatcher[Pending]):
         connect: makes a replica's client; tests and other engines pass their own.
         on_quarantined: called with the fingerprint of a request that took two replicas down.
         budget: limits what may wait in all deployments together; None: this is the only one.
+        on_lost: called with each replica that is lost, and again if it turns out which request ended it.
     """
 
     def __init__(
@@ -45,15 +47,21 @@ class ModelDispatcher(TensorDispatcher[Pending]):
         connect: Connect = connect,
         on_quarantined: Callable[[bytes], None] = lambda fingerprint: None,
         budget: QueueBudget | None = None,
+        on_lost: Callable[[ReplicaLoss], None] = lambda loss: None,
     ) -> None:
         super().__init__(route)
         self._connect = connect
         self._loop = asyncio.get_running_loop()
         self._meter = recorder().deployment(route.name)
         self._pool = ReplicaPool(
-            route.name, self._open, lambda: self._batching.schedule(), lambda replica: self._batching.note(replica)
+            route.name,
+            self._open,
+            lambda: self._batching.schedule(),
+            lambda replica: self._batching.note(replica),
+            on_lost=on_lost,
+            keys_of=keys_of,
         )
-        self._losses = Losses(route.name, self._meter, self._pool, on_quarantined)
+        self._losses = Losses(route.name, self._meter, self._pool, on_quarantined, on_lost)
         self._quarantine = self._losses.quarantine
         self._retries = self._losses.retries
         self._calls = Calls(route.name, self._meter, self._losses, self._take_back)
@@ -94,6 +102,7 @@ class ModelDispatcher(TensorDispatcher[Pending]):
         super().update(route)
         self._batching.update(route)
         self._pool.update(route)
+        self._losses.judge()
         self._losses.fail_stranded()
         if not route.replicas:
             for part in self._queue.drain():
@@ -103,7 +112,7 @@ class ModelDispatcher(TensorDispatcher[Pending]):
     def close(self) -> None:
         """See `Dispatcher.close`."""
         super().close()
-        self._losses.is_closed = True
+        self._losses.close()
         self._batching.close()
         self._pool.close()
         for part in (*self._retries.drain(), *self._queue.drain()):
@@ -151,6 +160,8 @@ class ModelDispatcher(TensorDispatcher[Pending]):
     # Requests
 
     def _start(self, request: InferRequest, signature: Signature, *, is_stream: bool) -> Pending:
+        if self.route.barred:
+            check_key(self.route, request.owner)
         fingerprint = b""
         if self._quarantine and not signature.streams:
             fingerprint = self._losses.examine(request, self.route.max_queue_size)

@@ -12,12 +12,13 @@ from typing import Final
 import msgspec
 
 from app.codecs.tensors import InferRequest
+from app.control.messages import ReplicaLoss
 from app.dispatch.pending import Part
-from app.dispatch.pool import ReplicaCalls, ReplicaPool
+from app.dispatch.pool import LOST_RETRY_S, ReplicaCalls, ReplicaPool
 from app.errors import RETRY_AFTER_LOST_S, Quarantined, QueueFull, ReplicaLost
 from app.telemetry.recorder import DeploymentMeter
 
-__all__ = ["LIMIT", "Losses", "Quarantine", "Retries", "fingerprint"]
+__all__ = ["LIMIT", "Losses", "Quarantine", "Retries", "fingerprint", "keys_of"]
 
 logger = logging.getLogger("headwater.dispatch")
 
@@ -38,6 +39,11 @@ def fingerprint(request: InferRequest) -> bytes:
         digest.update(msgspec.json.encode((name, tensor.datatype, tensor.shape, len(tensor.data))))
         digest.update(tensor.data)
     return digest.digest()
+
+
+def keys_of(replica: ReplicaCalls, unsent: list[Part] | None = None) -> set[str]:
+    """The names of the API keys whose requests a replica has, apart from a batch that never reached it."""
+    return {part.pending.request.owner for batch in replica.batches.values() if batch is not unsent for part in batch}
 
 
 class Quarantine:
@@ -206,7 +212,8 @@ class Retries:
 class Losses:
     """Decides what becomes of the rows that one deployment's lost replicas had.
 
-    ``on_quarantined`` is called with the fingerprint of a request that took two replicas down.
+    ``on_quarantined`` is called with the fingerprint of a request that took two replicas down, and ``on_lost`` with
+    its key.
     """
 
     def __init__(
@@ -215,20 +222,24 @@ class Losses:
         meter: DeploymentMeter,
         pool: ReplicaPool[ReplicaCalls],
         on_quarantined: Callable[[bytes], None],
+        on_lost: Callable[[ReplicaLoss], None] = lambda loss: None,
     ) -> None:
         self._name = name
         self._meter = meter
         self._pool = pool
         self._on_quarantined = on_quarantined
+        self._on_lost = on_lost
+        self._accused: dict[str, list[tuple[Part, str]]] = {}
+        """Parts that were computed when their second replica was lost, and their first one, by the second."""
         self._loop = asyncio.get_running_loop()
         self.retries = Retries()
         self.quarantine = Quarantine(0)
         self.is_closed = False
         """Whether replicas are lost because the worker ends."""
 
-    def lose(self, replica: ReplicaCalls) -> None:
-        """Give a lost replica nothing more."""
-        self._pool.lose(replica)
+    def lose(self, replica: ReplicaCalls, unsent: list[Part] | None = None) -> None:
+        """Give a lost replica nothing more; the batch ``unsent`` never reached it."""
+        self._pool.lose(replica, keys_of(replica, unsent))
         self.fail_stranded()
 
     def fail_stranded(self) -> None:
@@ -237,7 +248,7 @@ class Losses:
             for part in self.retries.drain():
                 part.fail(ReplicaLost("the replica ended while it had the request", retry_after_s=RETRY_AFTER_LOST_S))
 
-    def take(self, part: Part, error: ReplicaLost) -> None:
+    def take(self, part: Part, replica: ReplicaCalls, error: ReplicaLost) -> None:
         """Retry a lost replica's rows on another one, once and alone, for the heads that have not answered.
 
         ``error`` fails them if they can't be retried.
@@ -252,20 +263,48 @@ class Losses:
         if not pending.fingerprint:
             pending.fingerprint = fingerprint(pending.request)
         now_s = self._loop.time()
+        id = replica.route.id
         if part.losses > 1:
-            self.quarantine.refuse(pending.fingerprint, now_s)
-            self._meter.quarantined.add()
-            self._on_quarantined(pending.fingerprint)
-            logger.warning("model %s: a request took two replicas down: it is not tried again", self._name)
-            text = f"model `{self._name}`: the request took two replicas down, and is not tried again"
-            part.fail(ReplicaLost(text, retry_after_s=RETRY_AFTER_TWICE_S))
+            self._accused.setdefault(id, []).append((part, part.lost_with))
+            self._loop.call_later(LOST_RETRY_S, self._acquit, id)
+            self.judge()
             return
+        part.lost_with = id
         self.quarantine.suspect(pending.fingerprint, now_s)
         if not self._pool.eligible() or not pending.signature.idempotent:
             part.fail(error)
             return
         self._meter.retries.add()
         self.retries.push(part)
+
+    def judge(self) -> None:
+        """Quarantine requests whose second replica is no longer in the table, and so has ended."""
+        for id in [id for id in self._accused if id not in self._pool.connected]:
+            for part, earlier in self._accused.pop(id):
+                self._convict(part, id, earlier)
+
+    def _convict(self, part: Part, replica: str, earlier: str) -> None:
+        fingerprint, owner = part.pending.fingerprint, part.pending.request.owner
+        self.quarantine.refuse(fingerprint, self._loop.time())
+        self._meter.quarantined.add()
+        self._on_quarantined(fingerprint)
+        if owner:
+            self._on_lost(ReplicaLoss(self._name, replica, convicted=owner, earlier=earlier))
+        logger.warning("model %s: a request took two replicas down: it is not tried again", self._name)
+        text = f"model `{self._name}`: the request took two replicas down, and is not tried again"
+        part.fail(ReplicaLost(text, retry_after_s=RETRY_AFTER_TWICE_S))
+
+    def _acquit(self, replica: str) -> None:
+        """Fail requests whose second replica is still in the table: it is out of order, whatever it computes."""
+        for part, _ in self._accused.pop(replica, ()):
+            text = f"model `{self._name}`: two replicas could not answer the request"
+            part.fail(ReplicaLost(text, retry_after_s=RETRY_AFTER_LOST_S))
+
+    def close(self) -> None:
+        """Lose replicas without retries: the worker ends."""
+        self.is_closed = True
+        for replica in list(self._accused):
+            self._acquit(replica)
 
     def examine(self, request: InferRequest, max_rows: int) -> bytes:
         """The fingerprint of a new request that must be computed alone; empty for others.

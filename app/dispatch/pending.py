@@ -119,7 +119,7 @@ class Part(Item):
         losses: the number of replicas that were lost while they had these rows.
     """
 
-    __slots__ = ("awaited", "inputs", "is_retry", "losses", "pending", "start")
+    __slots__ = ("awaited", "inputs", "is_retry", "losses", "lost_with", "pending", "start")
 
     def __init__(
         self,
@@ -138,6 +138,8 @@ class Part(Item):
         self.inputs = inputs
         self.awaited = awaited
         self.losses = losses
+        self.lost_with = ""
+        """The first replica that was lost, by its id; empty: it is not known."""
         self.is_retry = False
         """Whether it waits in `app.dispatch.losses.Retries`."""
 
@@ -180,6 +182,7 @@ class Part(Item):
                 held_bytes(inputs),
                 self.losses,
             )
+            piece.lost_with = self.lost_with
             pieces.append(piece)
         return pieces
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Final, Generic, Protocol, TypeVar
 
+from app.control.messages import ReplicaLoss
 from app.control.routing import DeploymentRoute, ReplicaRoute
 from app.dispatch.bag import Bag
 from app.dispatch.pending import Part
@@ -63,6 +64,8 @@ class Replica:
     """Whether it gets nothing new, and finishes what it has: others have replaced it, or it is out of reach for now."""
     is_lost: bool = False
     """Whether it failed as a whole: it gets nothing new, and the supervisor will remove it from the table."""
+    losses: int = 0
+    """How often it was lost in a row, without an answer in between."""
 
     @property
     def is_eligible(self) -> bool:
@@ -110,6 +113,8 @@ class ReplicaPool(Generic[R]):
         on_back: called when a lost replica becomes eligible again.
         on_change: called with a replica that is new, or whose eligibility has changed.
         chance: gives numbers from 0 to below 1; tests pass their own.
+        on_lost: called with each replica that is lost.
+        keys_of: the names of the API keys whose requests a replica has; "" for a request without a key.
     """
 
     def __init__(
@@ -119,6 +124,8 @@ class ReplicaPool(Generic[R]):
         on_back: Callable[[], None] = lambda: None,
         on_change: Callable[[R], None] = lambda replica: None,
         chance: Callable[[], float] = random.random,
+        on_lost: Callable[[ReplicaLoss], None] = lambda loss: None,
+        keys_of: Callable[[R], set[str]] = lambda replica: set(),
     ) -> None:
         self.connected: dict[str, R] = {}
         """By id."""
@@ -130,6 +137,8 @@ class ReplicaPool(Generic[R]):
         self._on_back = on_back
         self._on_change = on_change
         self._chance = chance
+        self._on_lost = on_lost
+        self._keys_of = keys_of
         self._loop = asyncio.get_running_loop()
 
     def update(self, route: DeploymentRoute) -> None:
@@ -175,12 +184,22 @@ class ReplicaPool(Generic[R]):
             return list(self._eligible)
         return [self._eligible.draw(self._chance) for _ in range(FEW)]
 
-    def lose(self, replica: R) -> None:
-        """Give a replica nothing new; if it is still in the table after `LOST_RETRY_S`, try it again."""
+    def lose(self, replica: R, keys: set[str] | None = None) -> None:
+        """Give a replica nothing new; if it is still in the table after `LOST_RETRY_S`, try it again.
+
+        Args:
+            replica: the replica.
+            keys: the keys whose requests it had; None: as ``keys_of`` says.
+        """
         if not replica.is_lost:
             replica.is_lost = True
+            replica.losses += 1
             self._note(replica)
             self._loop.call_later(LOST_RETRY_S, self._try_again, replica)
+            self._report(replica, self._keys_of(replica) if keys is None else keys)
+
+    def _report(self, replica: R, keys: set[str]) -> None:
+        self._on_lost(ReplicaLoss(self._name, replica.route.id, sorted(keys), replica.losses))
 
     def _connect(self, route: ReplicaRoute) -> None:
         replica = self.connected[route.id] = self._open(route)
@@ -195,6 +214,9 @@ class ReplicaPool(Generic[R]):
         self._on_change(replica)
 
     def _close(self, replica: R, reason: str) -> None:
+        if not replica.is_lost and (keys := self._keys_of(replica)):  # the supervisor noticed its end first
+            replica.losses += 1
+            self._report(replica, keys)
         replica.is_lost = True
         self._note(replica)
         replica.close(reason)
@@ -210,6 +232,7 @@ class ReplicaPool(Generic[R]):
         if route.grpc_address:  # all its calls went over the connection that is gone
             replica.client.close()
             self._connect(route)
+            self.connected[route.id].losses = replica.losses
         else:
             replica.is_lost = False
             self._note(replica)

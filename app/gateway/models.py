@@ -12,7 +12,7 @@ from starlette.types import Scope
 from app.codecs.generate import GenerateDecoder, GenerateEncoder
 from app.codecs.infer_request import RequestDecoder
 from app.codecs.infer_response import ResponseEncoder
-from app.control.messages import Drain, Drained
+from app.control.messages import Drain, Drained, ReplicaLoss
 from app.control.routing import DeploymentRoute, RoutingTable
 from app.dispatch.admission import QueueBudget
 from app.dispatch.dispatcher import ModelDispatcher
@@ -121,6 +121,8 @@ class Models:
         self._adapters: dict[str, ServedModel] = {}
         self.on_quarantined: Callable[[str, bytes], None] = lambda model, fingerprint: None
         """Called with the model and the fingerprint of a request that took two replicas down."""
+        self.on_lost: Callable[[ReplicaLoss], None] = lambda loss: None
+        """Called with each replica that this worker lost."""
         self.cancel_elsewhere: Callable[[str], Awaitable[int]] = _nowhere
         """Cancels the requests of the other workers that have this id. Returns their number."""
         self.is_draining = False
@@ -199,13 +201,17 @@ class Models:
         if route.traffic is not None:
             return VersionsDispatcher(route, self._dispatcher)
         if route.is_vllm:
-            return VllmDispatcher(route, self._tls)
+            return VllmDispatcher(route, self._tls, lambda loss: self.on_lost(loss))
         if route.is_language_model:
-            return LmDispatcher(route, self._connect)
+            return LmDispatcher(route, self._connect, on_lost=lambda loss: self.on_lost(loss))
         if route.is_graph:
             return GraphDispatcher(route, self._dispatcher)
         return ModelDispatcher(
-            route, self._connect, lambda fingerprint: self.on_quarantined(route.name, fingerprint), self._budget
+            route,
+            self._connect,
+            lambda fingerprint: self.on_quarantined(route.name, fingerprint),
+            self._budget,
+            lambda loss: self.on_lost(loss),
         )
 
     def quarantine(self, name: str, fingerprint: bytes) -> None:

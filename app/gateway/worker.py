@@ -100,6 +100,7 @@ async def _run(settings: WorkerSettings, listener: socket.socket) -> int:
     models = Models(budget=budget, tls=peer_tls)
     link = SupervisorLink(models.drain, models.quarantine, models.cancel_here)
     models.on_quarantined = link.report_quarantined
+    models.on_lost = link.report_lost
     models.cancel_elsewhere = link.cancel_elsewhere
     security = SecuritySection.model_validate(settings.security)
     keys: KeyRing | None = None

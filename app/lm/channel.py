@@ -166,6 +166,11 @@ class Channel:
         return len(self._sequences)
 
     @property
+    def has_answered(self) -> bool:
+        """Whether anything followed the frame that opens it."""
+        return self._frames > 1
+
+    @property
     def owners(self) -> set[RequestRun]:
         """The requests that have sequences under way."""
         return {slot.owner for slot in self._sequences.values()}

@@ -10,7 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
 
-from app.control.routing import DeploymentRoute, ReplicaRoute, unavailable
+from app.control.messages import ReplicaLoss
+from app.control.routing import DeploymentRoute, ReplicaRoute, check_key, unavailable
 from app.dispatch.pool import Connect, Replica, ReplicaPool, connect
 from app.dispatch.protocol import Fail
 from app.errors import RETRY_AFTER_LOST_S, HeadwaterError, ReplicaLost, Unavailable
@@ -64,13 +65,20 @@ class LmDispatcher(TextDispatcher):
         route: the deployment.
         connect: makes a replica's client.
         load_text: loads a model's tokenizer and chat template.
+        on_lost: called with each replica that is lost.
     """
 
-    def __init__(self, route: DeploymentRoute, connect: Connect = connect, load_text: LoadText | None = None) -> None:
+    def __init__(
+        self,
+        route: DeploymentRoute,
+        connect: Connect = connect,
+        load_text: LoadText | None = None,
+        on_lost: Callable[[ReplicaLoss], None] = lambda loss: None,
+    ) -> None:
         super().__init__(route)
         self._connect = connect
         self._load_text = load_text or _load_text
-        self._pool = ReplicaPool(route.name, self._open)
+        self._pool = ReplicaPool(route.name, self._open, on_lost=on_lost, keys_of=_keys_of)
         self._runs: set[RequestRun] = set()
         self._text_source: tuple[str, str | None, int] | None = None
         """What tokenizer and chat template were loaded of, and the deployment's generation then."""
@@ -142,8 +150,10 @@ class LmDispatcher(TextDispatcher):
 
         Raises:
             Unavailable: no replica is ready.
+            RateLimited: the API key's requests ended too many replicas.
         """
         self.check_ready()
+        check_key(self.route, cache_scope)
         start = partial(self._start, self.route.generation)
         run = RequestRun(
             request_id,
@@ -193,11 +203,13 @@ class LmDispatcher(TextDispatcher):
         run.submit(replica.channel)
 
     def _on_channel_end(self, replica: EngineReplica, error: HeadwaterError) -> None:
-        replica.channel = None
+        channel, replica.channel = replica.channel, None
+        if channel is not None and channel.has_answered:
+            replica.losses = 0
         if isinstance(error, Unavailable):
             replica.avoided_until_s = self._loop.time() + AVOID_S
         if isinstance(error, ReplicaLost):
-            self._pool.lose(replica)
+            self._pool.lose(replica, _keys_of_channel(channel))
 
     # Text
 
@@ -217,6 +229,15 @@ class LmDispatcher(TextDispatcher):
             logger.exception("model %s: no tokenizer or chat template from %s", self.route.name, spec.folder)
             reason = f"its tokenizer or chat template can't be loaded: {str(error) or type(error).__name__}"
             return Unavailable(f"model `{self.route.name}`: {reason}", retry_after_s=RETRY_AFTER_LOST_S)
+
+
+def _keys_of(replica: EngineReplica) -> set[str]:
+    return _keys_of_channel(replica.channel)
+
+
+def _keys_of_channel(channel: Channel | None) -> set[str]:
+    """The names of the API keys whose requests have sequences under way."""
+    return set() if channel is None else {run.cache_scope for run in channel.owners}
 
 
 def _load_text(spec: LanguageModelSpec) -> LanguageText:

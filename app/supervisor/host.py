@@ -215,15 +215,16 @@ class Host:
 
 
 class Backoff:
-    """How long to wait before a process is started again: twice as long each time."""
+    """How long to wait before a process is started again: twice as long each time, from the first to the longest."""
 
-    def __init__(self) -> None:
-        self._next_s = FIRST_BACKOFF_S
+    def __init__(self, first_s: float = FIRST_BACKOFF_S, longest_s: float = LONGEST_BACKOFF_S) -> None:
+        self._first_s = self._next_s = first_s
+        self._longest_s = longest_s
 
     def after(self, lived_s: float) -> float:
         """Seconds to wait after a process that lived so long."""
-        wait_s = FIRST_BACKOFF_S if lived_s > STEADY_AFTER_S else self._next_s
-        self._next_s = min(wait_s * 2, LONGEST_BACKOFF_S)
+        wait_s = self._first_s if lived_s > STEADY_AFTER_S else self._next_s
+        self._next_s = min(wait_s * 2, self._longest_s)
         return wait_s
 
 

@@ -203,13 +203,14 @@ class Lifecycle:
     async def _load(
         self, name: str, sets: list[ReplicaSet], composite: Composite | None, config: Deployment | None
     ) -> None:
-        loaded = [one for one in sets if one.is_loaded]
+        loaded = [one for one in sets if one.is_loaded and not one.is_failing]
         is_whole = len(loaded) == len(sets) and (composite is None or composite.is_loaded)
         is_there = bool(sets) or composite is not None
         if is_there and (is_whole or (loaded and config is not None)):
             state = (composite or sets[0]).state.value
             loaded_text = "already loaded" if is_whole else "loaded in part"
             raise Conflict(f"model `{name}` is {state}: it is {loaded_text}; expected reload, or unload first")
+        await asyncio.gather(*(one.end_failing() for one in sets))
         await self._start_with(name, config)
 
     async def _start_with(self, name: str, config: Deployment | None) -> None:

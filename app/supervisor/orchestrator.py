@@ -7,7 +7,7 @@ from pathlib import Path
 
 from app.config.schema import Config
 from app.control.load import together
-from app.control.messages import Command, CommandAnswer
+from app.control.messages import Command, CommandAnswer, ReplicaLoss
 from app.control.routing import DeploymentRoute, State
 from app.control.server import ControlServer
 from app.supervisor import preflight
@@ -65,7 +65,7 @@ class Orchestrator:
         """Have the default version answer all requests."""
         share = one.config.shared_traffic.shares[version]
         self.deployments.adopt(one.name, one.default_alone())
-        one.rolled_back = f"version `{version}` lost its share by itself ({100 * share:g} %): {reason}"
+        one.rolled_back = f"version `{version}` lost its share by itself: {reason} (it had {100 * share:g} %)"
         self._host.on_change()
 
     async def prepare(self) -> None:
@@ -95,6 +95,11 @@ class Orchestrator:
         await until(lambda: is_hurried() or not replicas, REPLICA_END_TIMEOUT_S)
         for replica in replicas.values():
             replica.kill()
+
+    def note_loss(self, loss: ReplicaLoss) -> None:
+        """A gateway worker lost a replica, which has ended or may yet."""
+        if (replicas := self.sets.get(loss.model)) is not None:
+            replicas.note_loss(loss)
 
     async def answer(self, command: Command) -> CommandAnswer:
         """See `Lifecycle.answer`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections import Counter
@@ -12,21 +13,20 @@ import msgspec
 
 from app.config.schema import Deployment
 from app.config.sections import ReplicaBounds
-from app.control.messages import Drained
-from app.control.routing import DeploymentRoute, State
+from app.control.messages import Drained, ReplicaLoss
+from app.control.routing import CRASH_WINDOW_S, DeploymentRoute, State
 from app.errors import CallableFailed, Conflict, MemoryBudgetExceeded
+from app.security.key_losses import KeyLosses
 from app.supervisor.handle import ReplicaHandle
 from app.supervisor.host import Host
 from app.supervisor.served import Served
-from app.supervisor.slot import Slot
+from app.supervisor.slot import SLOW_FIRST_S, SLOW_LONGEST_S, Slot
 from app.supervisor.starter import ReplicaStarter, Retired
 
 __all__ = ["ReplicaSet"]
 
 logger = logging.getLogger("headwater")
 
-CRASH_WINDOW_S: Final = 300.0
-"""The time in which losses of replicas that served count for ``max_crashes``."""
 FAILED_STARTS_LIMIT: Final = 5
 """After so many starts in a row that end before the replica is ready, the deployment has failed."""
 GROW_RETRY_S: Final = 300.0
@@ -63,8 +63,9 @@ class ReplicaSet(Served):
         self._leaving: list[Slot] = []
         """Released slots, whose replicas are being ended."""
         self._no_growth_before_s = float("-inf")
-        self._crashes: list[float] = []
-        """When replicas that served were lost recently."""
+        self._crashes: dict[str, float] = {}
+        """When replicas that served were lost recently that count against no key, by id."""
+        self._key_losses = KeyLosses(CRASH_WINDOW_S)
         self.generation = host.first_generation
         """Counts loads and reloads."""
         self.adapter_loads: Counter[str] = Counter()
@@ -79,6 +80,16 @@ class ReplicaSet(Served):
     def is_loaded(self) -> bool:
         """Whether it has replicas, or is trying to."""
         return bool(self._slots)
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether it has no replica, and tries again after long pauses only."""
+        return bool(self._slots) and all(slot.is_slow for slot in self._slots)
+
+    async def end_failing(self) -> None:
+        """Try no longer by itself, if it `is_failing`."""
+        if self.is_failing:
+            await self._end(self._let_go(self._slots))
 
     def configure(self, config: Deployment) -> None:
         """Change the configuration; running replicas keep the one they were started with."""
@@ -125,6 +136,8 @@ class ReplicaSet(Served):
             adapters={name: self.adapter_loads[name] for name in self.config.adapters},
             quarantine_s=self.config.quarantine_s,
             generation=self.generation,
+            barred=self._barred(),
+            max_crashes=self.config.max_crashes,
         )
 
     # Commands
@@ -183,6 +196,7 @@ class ReplicaSet(Served):
         """Replace the replicas, from the host's next `on_change`. Returns the old ones' slots, for `retire`."""
         old = self._let_go(self._slots)
         self._crashes.clear()
+        self._key_losses.lift()
         self.generation += 1
         self._take(fresh)
         self.wanted = len(fresh)
@@ -260,7 +274,7 @@ class ReplicaSet(Served):
 
     def end_shortage(self) -> None:
         """Note that the load requires no more replicas than there are."""
-        if self.shortage and len(self._slots) >= self.wanted:
+        if self.shortage and len(self._slots) >= self.wanted and not any(slot.is_slow for slot in self._slots):
             self.shortage = ""
             self.host.on_change()
 
@@ -315,6 +329,31 @@ class ReplicaSet(Served):
             self.wanted = len(self._slots)
             self.host.on_change()
 
+    def note_loss(self, loss: ReplicaLoss) -> None:
+        """A gateway worker lost a replica, which has ended or may yet."""
+        if loss.convicted:
+            self._key_losses.convict([loss.replica, loss.earlier], loss.convicted)
+            if loss.earlier in self._crashes:  # it was not known then which request ended it
+                self._charge(loss.earlier, self._crashes.pop(loss.earlier))
+        elif loss.times == 1:  # later ones only show that the first was right
+            self._key_losses.note(loss.replica, loss.keys)
+
+    def _charge(self, replica: str, at_s: float) -> bool:
+        """Count a lost replica against the key whose requests it had. Returns whether there is such a key."""
+        if not (key := self._key_losses.charge(replica, at_s)):
+            return False
+        if key in self._barred():
+            text = "%s: requests of the API key `%s` ended %d replicas within %g s, and are refused for now"
+            logger.error(text, self.name, key, self.config.max_crashes, CRASH_WINDOW_S)
+            asyncio.get_running_loop().call_later(self._barred()[key] - time.time(), self.host.on_change)
+        return True
+
+    def _barred(self) -> dict[str, float]:
+        """See `DeploymentRoute.barred`."""
+        now_s, epoch_s = time.monotonic(), time.time()
+        barred = self._key_losses.barred(self.config.max_crashes, now_s)
+        return {key: epoch_s + until_s - now_s for key, until_s in barred.items()}
+
     def note_progress(self, text: str) -> None:
         """A replica has reached a stage of its start."""
         if self.state is State.LOADING:
@@ -336,6 +375,8 @@ class ReplicaSet(Served):
         self._slots.remove(slot)
         self._slots.append(slot)
         self.signature = replica.signature
+        if self.bounds.is_fixed and not any(other.is_slow for other in self._slots):
+            self.shortage = ""
         self.set_state(State.READY, f"replica {replica.id} ready")
 
     def note_lost(self, slot: Slot, replica: ReplicaHandle) -> None:
@@ -348,9 +389,13 @@ class ReplicaSet(Served):
     def note_failed_start(self, slot: Slot, replica: ReplicaHandle, failed_starts: int) -> None:
         """A replica ended before it was ready; so did the ones before it in its slot, so many in a row."""
         reason = replica.account() or "ended before it was ready"
+        is_tried = slot.is_slow and not replica.is_permanent
         tries = "not tried again" if replica.is_permanent else f"{failed_starts} of {FAILED_STARTS_LIMIT}"
+        tries = "tried again slowly" if is_tried else tries
         logger.error("%s: did not start (%s): %s", replica.id, tries, reason)
-        if replica.is_permanent or failed_starts >= FAILED_STARTS_LIMIT:
+        if is_tried:
+            self._try_slowly(slot, f"a replica did not start: {reason}")
+        elif replica.is_permanent or failed_starts >= FAILED_STARTS_LIMIT:
             self.failure = replica.cause()
             self._give_up(slot, reason, f"another replica did not start: {reason}")
         else:
@@ -359,10 +404,31 @@ class ReplicaSet(Served):
     def note_crash(self, slot: Slot, replica: ReplicaHandle) -> None:
         """A replica that served has ended; its slot is about to start another."""
         now_s = time.monotonic()
-        recent = self._crashes = [*(at_s for at_s in self._crashes if at_s >= now_s - CRASH_WINDOW_S), now_s]
-        if len(recent) >= self.config.max_crashes:
-            reason = f"{len(recent)} replicas were lost within {CRASH_WINDOW_S:g} s, the last: {replica.account()}"
+        if self._charge(replica.id, now_s):
+            self.host.on_change()
+            return
+        recent = {id: at_s for id, at_s in self._crashes.items() if at_s >= now_s - CRASH_WINDOW_S}
+        self._crashes = {**recent, replica.id: now_s}
+        if len(self._crashes) >= self.config.max_crashes:
+            lost = f"{len(self._crashes)} replicas were lost within {CRASH_WINDOW_S:g} s"
+            self._try_slowly(slot, f"{lost}, the last: {replica.account()}")
+
+    def _try_slowly(self, slot: Slot, reason: str) -> None:
+        """Have a slot try again after a long pause. A slot that only load required goes; load may require it again."""
+        if not self.bounds.is_fixed and len(self._slots) > 1:
             self._give_up(slot, reason, f"one replica less: {reason}")
+            return
+        slot.is_slow = True
+        if any(not other.is_slow for other in self._slots):
+            self.shortage = f"one replica less, which is tried again slowly: {reason}"
+            logger.error("%s: %s", self.name, self.shortage)
+            self.host.on_change()
+            return
+        pauses = f"{SLOW_FIRST_S:g} to {SLOW_LONGEST_S:g} s"
+        logger.error(
+            "%s: FAILED; tried again after pauses of %s; fix it, then reload it: %s", self.name, pauses, reason
+        )
+        self.set_state(State.FAILED, reason)
 
     def _give_up(self, slot: Slot, reason: str, shortage: str) -> None:
         """Remove a slot. The others go on; with the last one the deployment has failed."""

@@ -20,6 +20,9 @@ __all__ = ["Owner", "Slot"]
 
 logger = logging.getLogger("headwater")
 
+SLOW_FIRST_S: Final = 30.0
+SLOW_LONGEST_S: Final = 480.0
+"""How long the pauses are of a deployment that lost too many replicas."""
 PLACE_RETRY_S: Final = 2.0
 """How often to look again for memory that a replica needs."""
 
@@ -55,6 +58,8 @@ class Slot:
         """Whether requests go to the replica, or are still in flight there."""
         self.is_kept = True
         """Whether a replica that ends is replaced."""
+        self.is_slow = False
+        """Whether that takes a long pause, because too many were lost."""
         self._owner = owner
         self._place = place
         self._failed_starts = 0
@@ -73,7 +78,7 @@ class Slot:
         return self.is_kept and not self._owner.host.is_stopping
 
     async def _run(self) -> None:
-        backoff = Backoff()
+        backoff, slow = Backoff(), Backoff(SLOW_FIRST_S, SLOW_LONGEST_S)
         while self.replica is not None or await self._reserve():
             began_s = time.monotonic()
             if self.replica is None:
@@ -86,7 +91,7 @@ class Slot:
                 if has_served and replica.is_lost_with_node:
                     backoff = Backoff()  # what is lost with a machine would live elsewhere
             if self._is_wanted:
-                await self._pause(backoff.after(time.monotonic() - began_s))
+                await self._pause((slow if self.is_slow else backoff).after(time.monotonic() - began_s))
 
     async def _reserve(self) -> bool:
         """Wait until there is capacity for a replica. Returns whether there is: it may no longer be wanted."""
@@ -103,7 +108,7 @@ class Slot:
                 self._release_place()
             elif self._place is None:
                 await self._pause(retry_s)
-            else:
+            elif not self.is_slow:
                 self._owner.shortage = ""
         return self._place is not None
 
@@ -122,6 +127,7 @@ class Slot:
             return
         if await owner.starter.await_ready(replica, place, config) and await self._fit(replica) and self.is_kept:
             self._failed_starts = 0
+            self.is_slow = False
             self.serves = True
             owner.note_ready(self, replica)
 

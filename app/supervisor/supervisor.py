@@ -36,7 +36,9 @@ class Supervisor(Front):
         read: Callable[[], Config] | None = None,
         config_file: Path | None = None,
     ) -> None:
-        control = ControlServer(lambda command: self.orchestrator.answer(command))
+        control = ControlServer(
+            lambda command: self.orchestrator.answer(command), on_lost=lambda loss: self.orchestrator.note_loss(loss)
+        )
         host = Host(ReplicaMemory.of(config.server), user_paths, control.drain, lambda: self.on_change())
         self.orchestrator = Orchestrator(
             config, host, control, lambda shares: self.observer.see_utilization(shares), read, config_file

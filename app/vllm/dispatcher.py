@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from operator import attrgetter
 from typing import Final
 
 import anyio
 
-from app.control.routing import DeploymentRoute, ReplicaRoute
+from app.control.messages import ReplicaLoss
+from app.control.routing import DeploymentRoute, ReplicaRoute, check_key
 from app.dispatch.pool import ReplicaPool
 from app.dispatch.protocol import Fail
 from app.errors import BadRequest, Cancelled, HeadwaterError
@@ -43,12 +44,18 @@ class VllmDispatcher(TextDispatcher):
     Args:
         route: the deployment.
         tls: the cluster's, for replicas on other machines.
+        on_lost: called with each replica that is lost.
     """
 
-    def __init__(self, route: DeploymentRoute, tls: PeerTls | None = None) -> None:
+    def __init__(
+        self,
+        route: DeploymentRoute,
+        tls: PeerTls | None = None,
+        on_lost: Callable[[ReplicaLoss], None] = lambda loss: None,
+    ) -> None:
         super().__init__(route)
         self._tls = tls
-        self._pool = ReplicaPool(route.name, self._open)
+        self._pool = ReplicaPool(route.name, self._open, on_lost=on_lost, keys_of=self._keys_of)
         self._affinity = PrefixAffinity()
         self._relays: set[Relay] = set()
         self._sampled: dict[str, Load] = {}
@@ -122,8 +129,11 @@ class VllmDispatcher(TextDispatcher):
 
         Raises:
             Unavailable: no requests are accepted now.
+            RateLimited: the API key's requests ended too many replicas.
         """
         self.check_ready()
+        check_key(self.route, cache_scope)
+        key = cache_scope
         loads = self.route.adapters.get(request.model)
         if loads:  # else what the cache has of an adapter that had the name before would be taken
             cache_scope = f"{cache_scope}\n{loads}"
@@ -131,6 +141,7 @@ class VllmDispatcher(TextDispatcher):
             request,
             request_id,
             cache_scope,
+            key=key,
             choose=self._choose,
             on_lost=self._pool.lose,
             on_left=self._relays.discard,
@@ -144,6 +155,9 @@ class VllmDispatcher(TextDispatcher):
 
     def _open(self, route: ReplicaRoute) -> VllmReplica:
         return VllmReplica(route, VllmClient(route.http_address, route.token, self._tls))
+
+    def _keys_of(self, replica: VllmReplica) -> set[str]:
+        return {relay.key for relay in self._relays if relay.replica is replica}
 
     def _choose(self, request: VllmRequest, tried: VllmReplica | None) -> VllmReplica:
         found = self._pool.candidates()
@@ -179,6 +193,7 @@ class VllmDispatcher(TextDispatcher):
         with contextlib.suppress(HeadwaterError), anyio.move_on_after(SAMPLE_S):
             load = self._load(await replica.client.get("/metrics"))
             if self._pool.connected.get(replica.route.id) is replica:
+                replica.losses = 0
                 self._sampled[replica.route.id] = load
                 replica.others = max(0, load.active + load.waiting - replica.requests) if is_current else 0
 

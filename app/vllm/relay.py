@@ -49,6 +49,7 @@ class Relay:
         request: what is asked.
         request_id: the client's id, by which the request is cancelled.
         cache_scope: whose the request is: prefixes are shared within a scope.
+        key: the name of the request's API key; empty: it has none.
         choose: chooses a replica, if possible not the given one, which has failed the request; raises `Unavailable` if
             there is none.
         on_lost: called with a replica that was lost.
@@ -63,6 +64,7 @@ class Relay:
         request_id: str,
         cache_scope: str,
         *,
+        key: str,
         choose: Callable[[VllmRequest, VllmReplica | None], VllmReplica],
         on_lost: Callable[[VllmReplica], None],
         on_left: Callable[[Relay], None],
@@ -71,6 +73,7 @@ class Relay:
     ) -> None:
         self.request_id = request_id
         self.model = request.model
+        self.key = key
         self.trace = trace
         self.replica: VllmReplica | None = None
         """The one that has the request."""

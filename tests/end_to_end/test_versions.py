@@ -287,7 +287,7 @@ def test_a_version_that_begins_to_fail_loses_its_share_by_itself_and_no_request_
     assert 'headwater_rollbacks_total{deployment="c",version="2"} 1.0' in running.get("/metrics").text
     assert {version(ask(running)) for _ in range(20)} == {"1"}
     refused = running.client.post(f"{running.url}/v2/repository/models/c/rollback")
-    assert (refused.status_code, "version `2` lost its share by itself (5 %)" in refused.json()["error"]) == (409, True)
+    assert (refused.status_code, "version `2` lost its share by itself: " in refused.json()["error"]) == (409, True)
     assert entry()["traffic"] == {"1": 1.0, "2": 0.0}
     told = command_line(running, "rollback", "c", "--undo")
     assert told == "c: rollback done: 95 % to 1, 5 % to 2; default 1\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import msgspec
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.codecs.tensors import RawTensor
+from app.control.messages import ReplicaLoss
 from app.control.routing import ReplicaRoute, RoutingTable
 from app.dispatch.dispatcher import ModelDispatcher
 from app.errors import (
@@ -20,6 +22,7 @@ from app.errors import (
     OutOfMemory,
     Quarantined,
     QueueFull,
+    RateLimited,
     ReplicaLost,
     ReplicaUnreachable,
 )
@@ -42,6 +45,13 @@ def lose(bench: Bench, id: str) -> None:
     for call in bench.replicas[id].calls:
         if not call.answered.done():
             call.answered.set_exception(ReplicaLost(GONE))
+
+
+def leave(bench: Bench | frames.Bench, id: str) -> None:
+    """As when the supervisor has taken note of a replica's end."""
+    replicas = tuple(one for one in bench.route.replicas if one.id != id)
+    bench.route = msgspec.structs.replace(bench.route, replicas=replicas)
+    bench.dispatcher.update(bench.route)
 
 
 def replace(bench: Bench, *ids: str, **route: Any) -> None:
@@ -165,6 +175,8 @@ def test_what_waits_to_be_computed_again_fails_with_the_last_replica() -> None:
         lose(bench, "m-0")
         await settle()
         lose(bench, "m-1")
+        await settle()
+        leave(bench, "m-1")
         with pytest.raises(ReplicaLost, match="took two replicas down"):
             await tasks[0]
         with pytest.raises(ReplicaLost, match=GONE):
@@ -229,6 +241,8 @@ def test_a_request_that_took_two_replicas_down_is_refused_until_a_reload() -> No
         lose(bench, "m-0")
         await settle()
         lose(bench, "m-1")
+        await settle()
+        leave(bench, "m-1")
         with pytest.raises(ReplicaLost, match="not tried again"):
             await task
         assert len(fingerprints) == 1
@@ -250,6 +264,95 @@ def test_a_request_that_took_two_replicas_down_is_refused_until_a_reload() -> No
     run(scenario)
 
 
+def test_a_request_is_not_told_that_it_took_replicas_down_which_are_still_there() -> None:
+    async def scenario() -> None:
+        bench = Bench(replicas=2)
+        task = bench.send(1)
+        await settle()
+        for id in ("m-0", "m-1"):  # both were out of order before
+            lose(bench, id)
+            await settle()
+        with pytest.raises(ReplicaLost, match="two replicas could not answer the request"):
+            await task
+        again = bench.send(1)
+        await settle()
+        unanswered(bench)[0].answer()
+        assert numbers(await again) == [2]
+
+    run(scenario)
+
+
+def test_a_lost_replica_is_reported_with_the_keys_whose_requests_it_had() -> None:
+    async def scenario() -> None:
+        bench = Bench(replicas=2, max_in_flight=2)
+        reports: list[ReplicaLoss] = []
+        bench.dispatcher._pool._on_lost = bench.dispatcher._losses._on_lost = reports.append
+        tasks = [bench.send(1, owner="a")]
+        await settle()
+        tasks.append(bench.send(2, owner="b"))
+        await settle()
+        bench.replicas["m-1"].calls[0].answered.set_exception(ReplicaUnreachable(GONE))
+        await settle()
+        lose(bench, "m-0")
+        await settle()
+        assert [(one.replica, one.keys) for one in reports[:2]] == [("m-1", []), ("m-0", ["a"])]
+        for task in tasks:
+            task.cancel()
+
+        bench = Bench(replicas=2)
+        reports = []
+        bench.dispatcher._pool._on_lost = bench.dispatcher._losses._on_lost = reports.append
+        task = bench.send(1, owner="a")
+        await settle()
+        for id in ("m-0", "m-1"):
+            lose(bench, id)
+            await settle()
+        leave(bench, "m-1")
+        with pytest.raises(ReplicaLost, match="took two replicas down"):
+            await task
+        assert reports == [
+            ReplicaLoss("m", "m-0", ["a"]),
+            ReplicaLoss("m", "m-1", ["a"]),
+            ReplicaLoss("m", "m-1", convicted="a", earlier="m-0"),
+        ]
+
+    run(scenario)
+
+
+def test_the_supervisor_may_notice_first_that_a_replica_has_ended() -> None:
+    async def scenario() -> None:
+        bench = Bench(replicas=2)
+        reports: list[ReplicaLoss] = []
+        bench.dispatcher._pool._on_lost = reports.append
+        task = bench.send(1, owner="a")
+        await settle()
+        leave(bench, "m-0")
+        assert reports == [ReplicaLoss("m", "m-0", ["a"])]
+        lose(bench, "m-0")
+        await settle()
+        bench.replicas["m-1"].calls[0].answer()
+        assert numbers(await task) == [2]
+        leave(bench, "m-1")
+        assert len(reports) == 1
+
+    run(scenario)
+
+
+def test_a_key_whose_requests_ended_too_many_replicas_is_refused_with_the_reason() -> None:
+    async def scenario() -> None:
+        bench = Bench(barred={"a": time.time() + 100}, max_crashes=7)
+        with pytest.raises(RateLimited, match=r"requests of `a` ended 7 replicas of model `m` within 300 s") as refused:
+            await bench.send(1, owner="a")
+        assert refused.value.status == 429
+        assert 90 < (refused.value.retry_after_s or 0) <= 100
+        task = bench.send(1, owner="b")
+        await settle()
+        bench.calls[0].answer()
+        assert numbers(await task) == [2]
+
+    run(scenario)
+
+
 def test_what_another_worker_found_is_refused_here() -> None:
     async def scenario() -> None:
         fingerprints: list[bytes] = []
@@ -260,6 +363,8 @@ def test_what_another_worker_found_is_refused_here() -> None:
         lose(first, "m-0")
         await settle()
         lose(first, "m-1")
+        await settle()
+        leave(first, "m-1")
         with pytest.raises(ReplicaLost):
             await task
         second.dispatcher.quarantine(*fingerprints)
@@ -288,6 +393,7 @@ def test_a_worker_tells_and_is_told_by_its_models() -> None:
         for id in ("m-0", "m-1"):
             lose(benches[0], id)
             await settle()
+            leave(benches[0], id)
         with pytest.raises(ReplicaLost):
             await task
         (found,) = told
@@ -320,6 +426,8 @@ def test_a_client_that_sends_it_again_takes_the_second_replica_down_and_no_third
         await settle()
         assert left.calls[-1].values == [1]
         lose(bench, "m-1")
+        await settle()
+        leave(bench, "m-1")
         assert [numbers(await task) for task in (tasks[0], tasks[2])] == [[4], [6]]
         with pytest.raises(ReplicaLost, match="took two replicas down"):
             await tasks[1]
@@ -369,6 +477,8 @@ def test_rows_whose_device_failed_are_computed_by_another_replica() -> None:
         assert numbers(await tasks[0]) == [2]
         await settle()
         left.calls[1].answer([RowReport(Status.BROKEN, "assert")])
+        await settle()
+        leave(bench, "m-1")
         with pytest.raises(ReplicaLost, match="took two replicas down"):
             await tasks[1]
 
@@ -490,6 +600,7 @@ def test_every_request_ends_once_and_is_computed_twice_at_most(
                 alive.remove(id)
                 lose(bench, id)
                 await settle()
+                leave(bench, id)
                 replace(bench, *alive)
             elif event == "come":
                 alive.append(f"m-{came}")
@@ -636,6 +747,7 @@ def test_heads_that_take_two_replicas_down_end_and_the_others_answer() -> None:
         for id in ("m-0", "m-1"):
             lose_frames(bench, id)
             await frames.settle()
+            leave(bench, id)
         answer = await task
         assert frames.numbers(answer) == frames.expected([1], "ab")
         assert [(one.head, one.status) for one in answer.omitted] == [("c", "unavailable")]

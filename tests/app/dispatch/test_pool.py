@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 
+from app.control.messages import ReplicaLoss
 from app.control.routing import DeploymentRoute, ReplicaRoute, State
 from app.dispatch.pool import FEW, Replica, ReplicaPool
 
@@ -65,6 +66,23 @@ def test_it_connects_to_what_is_new_and_closes_what_is_gone() -> None:
         assert bench.pool.held(["a", "c"]) == [bench.opened[2]]
         bench.pool.close()
         assert (bench.eligible(), bench.closed()) == ("", "abc")
+
+    run(scenario)
+
+
+def test_a_replica_that_is_lost_again_without_an_answer_is_reported_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.dispatch.pool.LOST_RETRY_S", 0.001)
+
+    async def scenario(bench: Bench) -> None:
+        reports: list[ReplicaLoss] = []
+        bench.pool._on_lost = reports.append
+        bench.update("ab", grpc="b")
+        for _ in range(2):
+            for id in "ab":
+                bench.back.clear()
+                bench.pool.lose(bench.pool.connected[id])
+                await bench.back.wait()
+        assert [(one.replica, one.times) for one in reports] == [("a", 1), ("b", 1), ("a", 2), ("b", 2)]
 
     run(scenario)
 

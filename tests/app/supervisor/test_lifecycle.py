@@ -25,7 +25,7 @@ from app.supervisor.host import FIRST_BACKOFF_S, Host
 from app.supervisor.lifecycle import Lifecycle
 from app.supervisor.replica_memory import ReplicaMemory
 from app.supervisor.replica_set import ReplicaSet
-from app.supervisor.slot import Slot
+from app.supervisor.slot import SLOW_FIRST_S, Slot
 from app.telemetry.recorder import recorder, use
 from app.telemetry.store import Key, Store
 from inference.signature import Signature, TensorSpec
@@ -361,6 +361,24 @@ def test_of_a_load_with_several_replicas_all_start_or_none_stays() -> None:
     run(scenario)
 
 
+def test_a_deployment_that_lost_too_many_replicas_can_be_loaded_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL)
+
+    async def scenario() -> None:
+        supervisor = Supervisor(one(max_crashes=1))
+        await supervisor.start()
+        a = supervisor.sets["a"]
+        supervisor.launched[0].end("killed")
+        await until(lambda: a.state is State.FAILED)
+        assert (a.is_failing, await supervisor.told("load", "a")) == (True, (200, ""))
+        assert (a.state, list(a.ready), a.is_failing) == (State.READY, ["a-1"], False)
+        supervisor.launched[1].end("killed")
+        await until(lambda: a.state is State.FAILED)
+        assert (await supervisor.told("unload", "a"), a.is_loaded) == ((200, ""), False)
+
+    run(scenario)
+
+
 def test_a_deployment_that_has_given_up_can_be_loaded() -> None:
     async def scenario() -> None:
         supervisor = Supervisor(one())
@@ -420,7 +438,7 @@ def test_a_loss_with_the_node_is_no_crash_and_is_replaced_soon(monkeypatch: pyte
         assert paused == [FIRST_BACKOFF_S] * 3
         supervisor.launched[-1].end("killed by SIGSEGV")
         await until(lambda: a.state is State.FAILED)
-        assert (a.has_given_up, len(supervisor.launched)) == (True, 4)
+        assert (a.has_given_up, paused) == (False, [*[FIRST_BACKOFF_S] * 3, SLOW_FIRST_S])
 
     run(scenario)
 
@@ -992,7 +1010,7 @@ def versions(**fields: Any) -> dict[str, Any]:
     return {"c": {"model": "m:C", "versions": {"1": {}, "2": {"replicas": 2}}, **fields}}
 
 
-async def shared(supervisor: Supervisor, action: str, **arguments: str) -> CommandAnswer:
+async def shared(supervisor: Supervisor, action: str, **arguments: Any) -> CommandAnswer:
     return await supervisor.lifecycle.answer(Command(7, action, "c", arguments))
 
 

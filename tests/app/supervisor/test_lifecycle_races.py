@@ -271,7 +271,7 @@ def test_who_has_a_fixed_number_says_what_is_missing_and_fails_with_the_last(cap
         assert (a.state, list(a.ready), a.wanted, len(host.launched)) == (State.READY, ["a-1"], 2, 2)
         host.launched[1].end("killed")
         await until(lambda: a.state is State.FAILED)
-        assert (a.has_given_up, a.is_loaded) == (True, False)
+        assert (a.has_given_up, a.is_loaded, len(host.launched)) == (False, True, 2)
 
     run(scenario)
 
@@ -477,7 +477,7 @@ def test_a_server_whose_last_model_fails_while_a_reload_may_mend_it_waits_for_wh
     caplog.set_level(logging.CRITICAL + 1)
 
     async def scenario() -> None:
-        config = Config.model_validate({"deployments": one(max_crashes=1)})
+        config = Config.model_validate({"deployments": one()})
         server, fake = RealSupervisor(config, (), lambda url, told: None), Supervisor(one())
         monkeypatch.setattr(server._host, "launch", fake.launch)
         a = server.orchestrator.sets["a"]
@@ -487,6 +487,9 @@ def test_a_server_whose_last_model_fails_while_a_reload_may_mend_it_waits_for_wh
         reloading = asyncio.create_task(server.orchestrator.answer(Command(1, "reload", "a")))
         await until(lambda: len(fake.launched) == 2)
         fake.launched[0].end("killed")
+        await until(lambda: len(fake.launched) == 3)
+        fake.launched[2].is_permanent = True
+        fake.launched[2].end("its file is gone")
         await until(lambda: a.state is State.FAILED)
         assert not server._host.is_stopping
         if is_mended:

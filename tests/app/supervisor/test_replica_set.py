@@ -9,13 +9,14 @@ import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from app.config.schema import Deployment
 from app.config.sections import ReplicaBounds
-from app.control.messages import Drained
+from app.control.messages import Drained, ReplicaLoss
 from app.control.routing import State, unavailable
 from app.errors import CallableFailed, MemoryBudgetExceeded
 from app.process.machine import HOST as HOST_MEMORY
@@ -217,7 +218,7 @@ def test_crashes_in_a_row_end_in_failure_with_the_last_lines() -> None:
         while replicas.state is not State.FAILED:  # noqa: ASYNC110 - the host is told, not the test
             await asyncio.sleep(0.01)
         assert len(host.launched) == 2
-        assert replicas.has_given_up
+        assert (replicas.has_given_up, replicas.is_loaded) == (False, True)
         assert replicas.reason == (
             "2 replicas were lost within 300 s, the last: exited with status 3; the last lines of its "
             "log: its last words"
@@ -226,6 +227,53 @@ def test_crashes_in_a_row_end_in_failure_with_the_last_lines() -> None:
         assert client.endswith("the last: exited with status 3")
 
     run(scenario, options={"mode": "crashes"}, max_crashes=2)
+
+
+def test_a_model_that_lost_too_many_replicas_goes_on_trying_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.supervisor.slot.SLOW_FIRST_S", 0.01)
+
+    async def scenario(host: Host, replicas: ReplicaSet) -> None:
+        replicas.start()
+        while replicas.state is not State.FAILED:  # noqa: ASYNC110 - as above
+            await asyncio.sleep(0.01)
+        assert len(host.launched) == 1
+        replicas.config = Deployment.model_validate({"model": "m:M", "options": {"mode": "fails"}, "max_crashes": 1})
+        while "did not start: RuntimeError" not in replicas.reason:  # noqa: ASYNC110 - as above
+            await asyncio.sleep(0.01)
+        assert (replicas.is_failing, replicas.has_given_up) == (True, False)
+        replicas.config = Deployment.model_validate({"model": "m:M", "max_crashes": 1})
+        while not replicas.ready:  # noqa: ASYNC110 - as above
+            await asyncio.sleep(0.01)
+        assert not replicas.is_failing
+
+    run(scenario, options={"mode": "crashes"}, max_crashes=1)
+
+
+def test_replicas_that_end_with_one_keys_requests_count_against_that_key() -> None:
+    async def scenario(host: Host, replicas: ReplicaSet) -> None:
+        def note(id: str, **loss: Any) -> None:
+            replicas.note_loss(ReplicaLoss("m", id, **loss))
+
+        def end(id: str) -> None:
+            slot: Any = SimpleNamespace(is_slow=False)
+            replicas.note_crash(slot, cast(Any, SimpleNamespace(id=id, account=lambda: "killed")))
+
+        for id in ("m-7", "m-8"):
+            note(id, keys=["a"])
+            end(id)
+        assert (replicas.state, list(replicas.route(1).barred)) == (State.LOADING, ["a"])
+        note("m-9", keys=["a", "b"])
+        end("m-9")  # counts against the model
+        note("m-10", keys=["b"])
+        note("m-10", convicted="b", earlier="m-9")  # and now no longer
+        end("m-10")
+        assert (replicas.state, list(replicas.route(1).barred)) == (State.LOADING, ["a", "b"])
+        end("m-11")
+        assert replicas.state is State.LOADING
+        await replicas.load()
+        assert replicas.route(1).barred == {}
+
+    run(scenario, max_crashes=2)
 
 
 def test_crashes_that_are_long_ago_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:

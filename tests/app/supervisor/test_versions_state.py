@@ -77,7 +77,7 @@ def test_a_promoted_version_gets_all_and_a_rollback_goes_back_to_what_was_before
 def test_a_second_rollback_does_not_give_a_failing_version_its_share_back() -> None:
     state = VersionsState("c", config(traffic={"1": 0.9, "2": 0.1}))
     state.adopt(state.default_alone())
-    state.rolled_back = "version `2` lost its share by itself (10 %): 5 % of its requests failed"
+    state.rolled_back = "version `2` lost its share by itself: 5 % of its requests failed (it had 10 %)"
     told(state)
     assert state.reason == f"{state.rolled_back}; all versions ready"
     assert state.route(1).traffic.rolled_back == state.rolled_back  # type: ignore[union-attr]
