@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from inference.datatypes import DATATYPES
-from inference.engine import EngineLimits
+from inference.engine import EngineLimits, Sampling
 from inference.errors import DeclarationError
 from inference.mapping import check_mappings
 from inference.model import Classification, Embedding, Model, Parameter, Reranking, Tensor, Transcription
@@ -58,6 +58,8 @@ class LanguageModelSpec(msgspec.Struct, frozen=True):
     limits: EngineLimits
     tool_parser: ToolParser | None = None
     """The format of the model's tool calls; None for that of its chat template."""
+    sampling: Sampling = Sampling()
+    """How tokens are chosen where a request doesn't say it."""
 
 
 class VllmSpec(msgspec.Struct, frozen=True):

@@ -17,6 +17,10 @@ _Fraction = Annotated[float, Field(gt=0, le=1)]
 _Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 
 
+def _flag_of_generation_config(value: str) -> str:
+    return "vllm" if value == "none" else value
+
+
 class VllmOptions(Section):
     """Options of vLLM's engine, under the names of its flags, and three of our own. See docs/vllm.md.
 
@@ -56,8 +60,9 @@ class VllmOptions(Section):
     """Of sampling, for requests without a seed."""
     max_logprobs: Annotated[int, Field(ge=0, le=100)] = 20
     """The most alternatives that a request may ask for at each token."""
-    generation_config: Literal["auto", "vllm"] = "vllm"
-    """``auto``: sampling defaults come from the folder's ``generation_config.json``; ``vllm``: from OpenAI's API."""
+    generation_config: Annotated[Literal["auto", "none", "vllm"], AfterValidator(_flag_of_generation_config)] = "auto"
+    """``auto``: sampling defaults come from the folder's ``generation_config.json``; ``none``, or vLLM's own name of it
+    ``vllm``: from OpenAI's API."""
     adapters: dict[str, Annotated[str, Field(min_length=1)]] = Field(default_factory=dict)
     """Folders of LoRA adapters of the model, by the names that they are served under."""
     max_loras: Annotated[int, Field(ge=1, le=256)] | None = None

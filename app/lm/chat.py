@@ -199,7 +199,7 @@ class ChatRequest(StreamFields, kw_only=True):
         self.check_stream()
         if self.store:
             raise at("store", None, "this server keeps no answers; expected false, got true")
-        sampling = self.sampling(limits, logprobs=self._logprobs())
+        sampling = self.sampling(limits, text.sampling, logprobs=self._logprobs())
         end = self.text_end(limits)
         grammar = checked_grammar(self.response_format, self.structured_outputs, limits)
         path, wanted = self._max_tokens()

@@ -106,7 +106,7 @@ class CompletionRequest(StreamFields, kw_only=True):
         prompt_logprobs = self.logprobs if self.echo else None
         if prompt_logprobs is not None and not limits.prompt_logprobs:
             raise at("logprobs", None, "this model gives none of prompts; leave it out, or echo")
-        sampling = self.sampling(limits, logprobs=self.logprobs)
+        sampling = self.sampling(limits, text.sampling, logprobs=self.logprobs)
         end = self.text_end(limits)
         grammar = checked_grammar(None, self.structured_outputs, limits)
         given = self._given()

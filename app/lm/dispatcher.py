@@ -243,4 +243,4 @@ def _keys_of_channel(channel: Channel | None) -> set[str]:
 def _load_text(spec: LanguageModelSpec) -> LanguageText:
     from app.lm.text.language import LanguageText  # imports tokenizers, which take memory
 
-    return LanguageText(Path(spec.folder), spec.tool_parser)
+    return LanguageText(Path(spec.folder), spec.tool_parser, spec.sampling)

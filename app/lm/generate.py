@@ -247,7 +247,7 @@ def _listed(words: str | list[str] | None) -> list[str]:
 
 def _sampling(given: GenerateParameters, text: LanguageText, limits: EngineLimits) -> Sampling:
     """How tokens are chosen; words that must not be get a bias."""
-    sampling = given.sampling(limits)
+    sampling = given.sampling(limits, text.sampling)
     banned: dict[int, float] = {}
     for place, word in enumerate(_listed(given.bad_words)):
         if not word:

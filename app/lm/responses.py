@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ResponsesRequest"]
 
-_DEFAULTS: Final = Sampling()
 _LOGPROBS: Final = "message.output_text.logprobs"
 
 _ROLES: Final = ("developer", "system", "user", "assistant")
@@ -151,7 +150,7 @@ class ResponsesRequest(StreamFields, kw_only=True):
 
     def answer_form(self, plan: TextPlan, texts: TokenTexts) -> ResponsesAnswer:
         """The form of the answer to this request, of which `plan` made the plan."""
-        return ResponsesAnswer(self._repeated(), texts, plan.tools)
+        return ResponsesAnswer(self._repeated(plan.specs[0].sampling), texts, plan.tools)
 
     def plan(self, text: LanguageText, limits: EngineLimits) -> TextPlan:
         """Check the request, and turn it into tokens. Takes too long for the event loop.
@@ -188,8 +187,8 @@ class ResponsesRequest(StreamFields, kw_only=True):
             raise at("include", None, f'{expected}; leave one of them out, or set "tool_choice": "none"')
         return plan._replace(specs=[_from_text_format(spec) for spec in plan.specs])
 
-    def _repeated(self) -> dict[str, Any]:
-        """The fields that an answer repeats, with their defaults."""
+    def _repeated(self, sampling: Sampling) -> dict[str, Any]:
+        """The fields that an answer repeats, with their defaults; `sampling` is how its tokens are chosen."""
         return {
             "model": self.model,
             "background": False,
@@ -204,12 +203,12 @@ class ResponsesRequest(StreamFields, kw_only=True):
             "safety_identifier": self.safety_identifier,
             "service_tier": "default",
             "store": False,
-            "temperature": _DEFAULTS.temperature if self.temperature is None else self.temperature,
+            "temperature": sampling.temperature,
             "text": {"format": to_builtins((self.text and self.text.format) or TextFormat(type="text"))},
             "tool_choice": self.tool_choice or "auto",
             "tools": [{"description": None, "parameters": None, "strict": None, **tool} for tool in self.tools or ()],
             "top_logprobs": self.top_logprobs or 0,
-            "top_p": _DEFAULTS.top_p if self.top_p is None else self.top_p,
+            "top_p": sampling.top_p,
             "truncation": "disabled",
             "user": self.user,
         }

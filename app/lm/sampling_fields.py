@@ -84,8 +84,13 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         """
         return read_json(raw, cls)
 
-    def sampling(self, limits: EngineLimits, *, logprobs: int | None = None) -> Sampling:
-        """How tokens are chosen; ``logprobs`` as `Sampling.logprobs`.
+    def sampling(self, limits: EngineLimits, defaults: Sampling, *, logprobs: int | None = None) -> Sampling:
+        """How tokens are chosen.
+
+        Args:
+            limits: the engine's.
+            defaults: the model's own, for fields that are absent.
+            logprobs: as `Sampling.logprobs`.
 
         Raises:
             BadRequest: a bias is out of bounds or of no token, or the engine does not support a field.
@@ -95,7 +100,7 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         if self.top_k == -1:
             given["top_k"] = 0
         biases = _biases(self.logit_bias or {}, limits.vocab_size)
-        sampling = Sampling(**given, logit_bias=biases, logprobs=logprobs)
+        sampling = msgspec.structs.replace(defaults, **given, logit_bias=biases, logprobs=logprobs)
         for name in sorted(SAMPLING_FIELDS - limits.sampling):
             if getattr(sampling, name) != getattr(_DEFAULTS, name):
                 raise at(name, None, "this model does not support it; leave it out")

@@ -12,9 +12,10 @@ from typing import Annotated, Any, Final, Literal, NamedTuple, get_args
 import msgspec
 from msgspec import Meta
 
-from inference.engine import Engine, EngineLimits
+from inference.engine import Engine, EngineLimits, Sampling
 from inference.environment import problem_of
 from inference.errors import LoadError, Problem, ReplicaError
+from inference.lm.generation_config import sampling_defaults
 from inference.lm.json_files import checked_json
 from inference.lm.model_folder import CONFIG, OTHER, Attention, checked_model
 from inference.lm.step_watch import MAX_STEP_S
@@ -69,6 +70,8 @@ class LmPlan(NamedTuple):
     """The reference of `make`."""
     tool_parser: ToolParser | None = None
     """The gateway's, whichever the engine."""
+    sampling: Sampling = Sampling()
+    """How tokens are chosen for requests that don't say it, whichever the engine."""
     notes: tuple[str, ...] = ()
     """What the operator should know of what was chosen."""
 
@@ -78,9 +81,9 @@ class LmPlan(NamedTuple):
         Raises:
             ReplicaError: loading failed; the message says what and why.
         """
+        for note in self.notes:
+            logger.warning("%s: %s", self.reference, note)
         if isinstance(self.options, SlotOptions):
-            for note in self.notes:
-                logger.warning("%s: %s", self.reference, note)
             return _slot_engine(self.reference, self.folder, self.options, device, on_broken, capacity)
         assert self.make is not None
         title = f"model {self.reference}"
@@ -113,7 +116,7 @@ def plan_language_model(reference: str, options: Mapping[str, Any], search: Sequ
     Args:
         reference: ``lm:PATH`` or ``lm:PACKAGE:PATH``.
         options: the engine's options; ``engine`` names a user's engine, ``module:callable``, which gets all others but
-            ``max_step_s``, which is the host's, and ``tool_parser``, which is the gateway's.
+            ``max_step_s``, which is the host's, ``tool_parser`` and ``generation_config``, which are the gateway's.
         search: folders in which a relative path is looked for, besides the working folder.
 
     Raises:
@@ -125,9 +128,11 @@ def plan_language_model(reference: str, options: Mapping[str, Any], search: Sequ
     engine = rest.pop("engine", None)
     max_step_s = _max_step_s(title, rest.pop("max_step_s", MAX_STEP_S))
     tool_parser = _tool_parser(title, rest.pop("tool_parser", None))
+    has_defaults = _has_defaults(title, rest.pop("generation_config", "auto"))
     if engine is None:
         checked_json(title, folder, CONFIG, "the model's configuration")
     checked_json(title, folder, TOKENIZER, "the tokenizer, which the gateway needs")
+    sampling, sampling_notes = sampling_defaults(title, folder) if has_defaults else (Sampling(), [])
     if engine is None:
         for name in ("torch", "transformers"):
             if importlib.util.find_spec(name) is None:
@@ -136,12 +141,14 @@ def plan_language_model(reference: str, options: Mapping[str, Any], search: Sequ
         slot_options = _slot_options(title, rest)
         attention, notes = checked_model(title, folder, slot_options.context_length, slot_options.attention)
         slot_options = msgspec.structs.replace(slot_options, attention=attention)
-        return LmPlan(reference, folder, slot_options, None, max_step_s, tool_parser=tool_parser, notes=notes)
+        all_notes = (*notes, *sampling_notes)
+        return LmPlan(reference, folder, slot_options, None, max_step_s, "", tool_parser, sampling, all_notes)
     engine, make = _engine_maker(title, engine)
+    plan = LmPlan(reference, folder, rest, make, max_step_s, engine, tool_parser, sampling, tuple(sampling_notes))
     try:
         signature = inspect.signature(make)
     except (TypeError, ValueError):  # a callable not written in Python
-        return LmPlan(reference, folder, rest, make, max_step_s, engine, tool_parser)
+        return plan
     try:
         signature.bind_partial(folder, **dict.fromkeys(GIVEN))
     except TypeError as error:
@@ -153,14 +160,21 @@ def plan_language_model(reference: str, options: Mapping[str, Any], search: Sequ
             raise LoadError(Problem(title, reason, f"remove `options.{name}`"))
     if (problem := wrong_options(title, keywords, rest)) is not None:
         raise LoadError(problem)
-    return LmPlan(reference, folder, rest, make, max_step_s, engine, tool_parser)
+    return plan
 
 
 def lm_signature(
-    name: str, folder: Path, limits: EngineLimits | None, tool_parser: ToolParser | None = None
+    name: str,
+    folder: Path,
+    limits: EngineLimits | None,
+    tool_parser: ToolParser | None = None,
+    sampling: Sampling = Sampling(),  # noqa: B008  frozen
 ) -> Signature:
     """A language model's signature for the gateway; without limits, as far as it is known before loading."""
-    language_model = None if limits is None else LanguageModelSpec(str(folder), limits, tool_parser)
+    language_model = None
+    if limits is not None:
+        given = {name: value for name, value in msgspec.to_builtins(sampling).items() if name in limits.sampling}
+        language_model = LanguageModelSpec(str(folder), limits, tool_parser, Sampling(**given))
     return text_signature(name, folder, language_model)
 
 
@@ -206,7 +220,7 @@ def _slot_options(title: str, options: Mapping[str, Any]) -> SlotOptions:
     fields = {field.name: field for field in msgspec.structs.fields(SlotOptions)}
     for name, value in options.items():
         if name not in fields:
-            known = ", ".join((*fields, "max_step_s", "engine", "tool_parser"))
+            known = ", ".join((*fields, "max_step_s", "engine", "tool_parser", "generation_config"))
             reason = f"unknown option {name!r}; its options are {known}"
             raise LoadError(Problem(title, reason, f"correct or remove `options.{name}`"))
         try:
@@ -234,6 +248,13 @@ def _tool_parser(title: str, value: object) -> ToolParser | None:
     except msgspec.ValidationError as error:
         reason = f"options.tool_parser: expected {', '.join(get_args(ToolParser))}, got {value!r:.80}"
         raise LoadError(Problem(title, reason, "correct `options.tool_parser`, or leave it out")) from error
+
+
+def _has_defaults(title: str, value: object) -> bool:
+    if value not in ("auto", "none"):
+        reason = f"options.generation_config: expected auto or none, got {value!r:.80}"
+        raise LoadError(Problem(title, reason, "correct `options.generation_config`, or leave it out"))
+    return value == "auto"
 
 
 def _engine_maker(title: str, engine: object) -> tuple[str, Callable[..., Engine]]:

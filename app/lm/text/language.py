@@ -10,6 +10,7 @@ from app.codecs.faults import at
 from app.lm.text.chat_template import ChatTemplate
 from app.lm.text.tokenizer import Tokenizer
 from app.lm.text.tool_calls import call_format
+from inference.engine import Sampling
 from inference.signature import ToolParser
 
 __all__ = ["LanguageText"]
@@ -21,12 +22,19 @@ class LanguageText:
     Args:
         folder: the model's Hugging Face folder.
         tool_parser: the format of its tool calls; None for that of its chat template.
+        sampling: how tokens are chosen where a request doesn't say it.
 
     Raises:
         ConfigError: a file is missing or wrong; the message names it.
     """
 
-    def __init__(self, folder: Path, tool_parser: ToolParser | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        tool_parser: ToolParser | None = None,
+        sampling: Sampling = Sampling(),  # noqa: B008  frozen
+    ) -> None:
+        self.sampling = sampling
         self.tokenizer = Tokenizer(folder)
         templates = self.tokenizer.chat_templates
         self.template = ChatTemplate(templates, self.tokenizer.special_tokens) if templates else None

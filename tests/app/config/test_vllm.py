@@ -33,7 +33,7 @@ BOUNDS: dict[str, tuple[list[Any], list[Any]]] = {
     "enable_prefix_caching": ([True, False, None], ["perhaps"]),
     "seed": ([0, 2**31], [-1, 2**31 + 1]),
     "max_logprobs": ([0, 100], [-1, 101]),
-    "generation_config": (["auto", "vllm"], ["/etc/passwd"]),
+    "generation_config": (["auto", "none", "vllm"], ["/etc/passwd"]),
     "adapters": ([{}, {"sql": "adapters/sql"}], [["sql"], 5]),
     "max_loras": ([1, 256, None], [0, 257]),
     "max_lora_rank": ([8, 512, None], [1, 9]),

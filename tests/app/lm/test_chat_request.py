@@ -260,5 +260,6 @@ def test_a_field_that_the_engine_does_not_heed_is_refused_only_if_it_says_someth
 def test_a_model_without_a_template_names_the_other_route() -> None:
     text = LanguageText.__new__(LanguageText)
     text.tokenizer, text.template = tiny_text().tokenizer, None
+    text.sampling = Sampling()
     with pytest.raises(BadRequest, match="no chat template; send its prompt as text to /v1/completions"):
         planned(text=text)

@@ -13,7 +13,7 @@ from app.lm.chat import ChatRequest
 from app.lm.responses import ResponsesRequest
 from app.lm.text.language import LanguageText
 from app.lm.text_plan import TextPlan
-from inference.engine import SAMPLING_FIELDS, EngineLimits
+from inference.engine import SAMPLING_FIELDS, EngineLimits, Sampling
 from tests.app.lm.scripted import LIMITS, tiny_text
 from tests.app.lm.tool_text import WEATHER, tool_text
 
@@ -173,6 +173,7 @@ def test_what_the_engine_or_the_model_lacks_is_named_too() -> None:
     assert error.message == "include: this model does not support it; leave it out"
     text = LanguageText.__new__(LanguageText)
     text.tokenizer, text.template = tiny_text().tokenizer, None
+    text.sampling = Sampling()
     with pytest.raises(BadRequest, match=r"^input: this model has no chat template"):
         planned(language=text)
 

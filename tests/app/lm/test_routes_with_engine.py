@@ -20,7 +20,7 @@ from app.gateway.http.entry import RequestRecords
 from app.gateway.http.event_stream import StreamLimits
 from app.gateway.models import Models
 from app.lm.dispatcher import LmDispatcher
-from inference.engine import Engine, EngineLimits, SequenceRequest, TokenEvent
+from inference.engine import Engine, EngineLimits, Sampling, SequenceRequest, TokenEvent
 from inference.lm.causal_lm import load_causal_lm
 from inference.lm.engine_host import EngineHost
 from inference.lm.null_engine import NullEngine
@@ -59,11 +59,16 @@ class Ask:
             return await client.post(path, json=body, headers=headers)
 
 
-def run(engine: Engine, scenario: Callable[[Ask, LmDispatcher], Awaitable[None]], folder: Path = FOLDER) -> None:
+def run(
+    engine: Engine,
+    scenario: Callable[[Ask, LmDispatcher], Awaitable[None]],
+    folder: Path = FOLDER,
+    sampling: Sampling = Sampling(),  # noqa: B008  frozen
+) -> None:
     async def main() -> None:
         host = EngineHost(engine)
         models = Models(lambda name, route: HostClient(host))
-        specification = LanguageModelSpec(str(folder), engine.limits)
+        specification = LanguageModelSpec(str(folder), engine.limits, sampling=sampling)
         signature = msgspec.structs.replace(SIGNATURE, language_model=specification)
         models.update(RoutingTable((msgspec.structs.replace(route_of("a", timeout_s=20), signature=signature),)))
         records = RequestRecords(None, StreamLimits(ping_s=0.02))
@@ -324,3 +329,22 @@ def test_an_engine_that_can_not_score_prompts_says_so() -> None:
         assert answer.json()["error"]["message"].startswith("logprobs: this model gives none of prompts")
 
     run(NullEngine(LIMITS), scenario)
+
+
+def test_requests_that_say_nothing_of_it_are_sampled_as_the_folder_says() -> None:
+    loaded = load_causal_lm(FOLDER)
+    engine = SlotEngine(loaded.model, eos_ids=loaded.eos_ids, max_sequences=8)
+
+    async def scenario(ask: Ask, dispatcher: LmDispatcher) -> None:
+        asked: dict[str, Any] = {"model": "lm", "prompt": "def fibonacci(n):", "max_tokens": 12}
+        answers = [await ask("/v1/completions", **asked) for _ in range(3)]
+        best = await ask("/v1/completions", **asked, temperature=0)
+        assert {answer.json()["choices"][0]["text"] for answer in (*answers, best)} == {
+            best.json()["choices"][0]["text"]
+        }
+        others = await asyncio.gather(*(ask("/v1/completions", **asked, top_k=0, seed=seed) for seed in range(4)))
+        assert len({answer.json()["choices"][0]["text"] for answer in others}) > 1
+        said = await ask("/v1/responses", model="lm", input="hi", max_output_tokens=1)
+        assert (said.json()["temperature"], said.json()["top_p"]) == (0.9, 1.0)
+
+    run(engine, scenario, sampling=Sampling(top_k=1, temperature=0.9))

@@ -220,9 +220,11 @@ def flags(install: VllmInstall = CPU, **chosen: Any) -> list[str]:
 def test_the_command_line() -> None:
     assert {
         "--model=/m", "--served-model-name=name", "--uds=/run/r1/h", "--max-num-seqs=256", "--max-num-queued-reqs=1024",
-        "--runner=auto", "--no-enforce-eager", "--generation-config=vllm",
+        "--runner=auto", "--no-enforce-eager", "--generation-config=auto",
         "--allowed-media-domains=headwater.invalid",
     } <= set(flags())  # fmt: skip
+    for off in ("none", "vllm"):
+        assert "--generation-config=vllm" in flags(generation_config=off)
 
 
 def test_options_of_ours_and_those_that_are_not_set_are_no_flags() -> None:
