@@ -34,6 +34,7 @@ from app.gateway.routes.transcriptions import TranscriptionsEndpoint
 from app.lm.chat import ChatRequest
 from app.lm.completion import CompletionRequest
 from app.lm.responses import ResponsesRequest
+from app.lm.text_pool import TextPool
 from app.lm.tokenization import DetokenizeRequest, TokenizeRequest
 from app.security.key_check import KeyRing
 from app.telemetry.logs import AccessLog
@@ -73,9 +74,10 @@ def create_app(
         is_full = server.access_log == "full"
         log = AccessLog(log_format=server.log_format, payloads=is_full) if server.access_log else None
         records = RequestRecords(log, StreamLimits(write_timeout_s=server.client_timeout_s))
+    pool = TextPool()
     infer = InferEndpoint(models, reader)
-    generate = GenerateEndpoint(models, reader, streams=False)
-    generate_stream = GenerateEndpoint(models, reader, streams=True)
+    generate = GenerateEndpoint(models, reader, pool, streams=False)
+    generate_stream = GenerateEndpoint(models, reader, pool, streams=True)
     rerank = RerankEndpoint(models, reader)
     routes = [
         EndpointRoute(INFER_PATH, infer),
@@ -86,15 +88,15 @@ def create_app(
         EndpointRoute("/v2/models/{model}/versions/{version}/generate_stream", generate_stream),
         # An id may have slashes in it.
         EndpointRoute("/v2/requests/{request_id:path}/cancel", CancelEndpoint(models)),
-        EndpointRoute("/v1/chat/completions", OpenAITextEndpoint(models, reader, ChatRequest)),
-        EndpointRoute("/v1/completions", OpenAITextEndpoint(models, reader, CompletionRequest)),
-        EndpointRoute("/v1/responses", OpenAITextEndpoint(models, reader, ResponsesRequest)),
+        EndpointRoute("/v1/chat/completions", OpenAITextEndpoint(models, reader, ChatRequest, pool)),
+        EndpointRoute("/v1/completions", OpenAITextEndpoint(models, reader, CompletionRequest, pool)),
+        EndpointRoute("/v1/responses", OpenAITextEndpoint(models, reader, ResponsesRequest, pool)),
         EndpointRoute("/v1/embeddings", EmbeddingsEndpoint(models, reader)),
         *(EndpointRoute(path, rerank) for path in ("/v1/rerank", "/v2/rerank", "/rerank")),
         EndpointRoute("/v1/audio/transcriptions", TranscriptionsEndpoint(models, reader)),
         EndpointRoute("/v1/classify", ClassifyEndpoint(models, reader)),
-        EndpointRoute("/tokenize", TokenizationEndpoint(models, reader, TokenizeRequest)),
-        EndpointRoute("/detokenize", TokenizationEndpoint(models, reader, DetokenizeRequest)),
+        EndpointRoute("/tokenize", TokenizationEndpoint(models, reader, TokenizeRequest, pool)),
+        EndpointRoute("/detokenize", TokenizationEndpoint(models, reader, DetokenizeRequest, pool)),
     ]
     gateway = FastAPI(title="Headwater", version=app.__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     gateway.router.routes[:0] = routes  # FastAPI refuses other methods

@@ -20,7 +20,7 @@ from app.lm.call_grammar import call_grammar
 from app.lm.sampling_fields import Flag, StreamFields
 from app.lm.text.messages import checked_messages
 from app.lm.text.tool_calls import CallFinder, CallPart, ToolUse
-from app.lm.text_plan import Prompt, TextPlan, answer_tokens, check_size, plan
+from app.lm.text_plan import Prompt, TextPlan, answer_tokens, plan, text_ids
 from app.lm.text_stream import TextPiece, TokenLogprob
 from app.lm.tools import CHOICE_SCHEMA, TOOLS_SCHEMA, checked_choice, checked_tools
 from inference.engine import EngineLimits, Grammar, TopLogprobs
@@ -211,8 +211,7 @@ class ChatRequest(StreamFields, kw_only=True):
         )
         if use is not None and grammar is None:  # a grammar leaves no room for reasoning
             use = use.after(rendered)
-        check_size("messages", rendered, limits)
-        ids = text.encode_chat(rendered)
+        ids = text_ids("messages", rendered, text.encode_chat, limits)
         default = max(limits.cache_tokens // limits.max_sequences - len(ids), LEAST_CHAT_TOKENS)
         prompt = Prompt(ids, answer_tokens("messages", path, ids, wanted, default, limits))
         return plan([prompt], self.n or 1, sampling, end, limits, self.timeout_s, grammar)._replace(tools=use)

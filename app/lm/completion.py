@@ -6,6 +6,7 @@ Source: OpenAI's API reference; the extensions are those of `app.lm.chat`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import orjson
@@ -16,7 +17,7 @@ from app.lm.answer_grammar import checked_grammar
 from app.lm.answers import OpenAIAnswer, shown_logprob
 from app.lm.sampling_fields import DEFAULT_TOKENS, StreamFields, checked_ids
 from app.lm.text.detokenizer import offsets_in
-from app.lm.text_plan import Prompt, TextPlan, answer_tokens, plan, text_ids
+from app.lm.text_plan import Prompt, TextPlan, answer_tokens, check_count, plan, text_ids
 from app.lm.text_stream import TextPiece, TokenLogprob
 from inference.engine import EngineLimits, TopLogprobs
 
@@ -138,8 +139,9 @@ class CompletionRequest(StreamFields, kw_only=True):
 
     def _prompt(self, field: str, given: str | list[Any], text: LanguageText, limits: EngineLimits) -> Prompt:
         if isinstance(given, str):
-            ids = text_ids(field, given, text, limits)
+            ids = text_ids(field, given, partial(text.encode_text, field=field), limits)
         else:
+            check_count(field, len(given), limits)
             ids = checked_ids(field, given, limits.vocab_size)
         max_tokens = answer_tokens(field, "max_tokens", ids, self.max_tokens, DEFAULT_TOKENS, limits)
         prefix = ""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias
 
 import msgspec
@@ -186,7 +187,7 @@ class GenerateRequest(GenerateParameters, kw_only=True):
             sampling, end = _sampling(given, text, limits), _text_end(given, limits)
             grammar = checked_grammar(None, given.structured_outputs, limits)
             timeout_us = integer("timeout", None, given.timeout or 0, MAX_UINT64)
-            ids = text_ids("text_input", prompt, text, limits)
+            ids = text_ids("text_input", prompt, partial(text.encode_text, field="text_input"), limits)
             max_tokens = answer_tokens("text_input", "max_tokens", ids, given.max_tokens, DEFAULT_TOKENS, limits)
             timeout_s = timeout_us / 1e6 if timeout_us else None
             prefix = prompt if given.exclude_input_in_output is False else ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
@@ -17,13 +17,27 @@ from app.lm.text_stream import TextStream
 from inference.engine import EngineLimits, Grammar, Sampling
 
 if TYPE_CHECKING:  # importing tokenizers takes memory: only workers with a language model do
-    from app.lm.text.language import LanguageText
     from app.lm.text.token_texts import TokenTexts
 
-__all__ = ["Prompt", "TextPlan", "answer_tokens", "check_size", "plan", "text_ids"]
+__all__ = [
+    "Prompt",
+    "TextPlan",
+    "answer_tokens",
+    "bounded_ids",
+    "check_count",
+    "check_size",
+    "plan",
+    "text_ids",
+]
 
 _TOKEN_CHARACTERS: Final = 256
 """More characters than a token has on average in any text that fits a context."""
+_PROBE_CHARACTERS: Final = 8
+"""More characters than a token has on average in most texts: longer ones are tried by such a beginning first."""
+_PROBE_GROWTH: Final = 4
+"""How much longer the next beginning is, so that all of them together are a third of the text at most."""
+_CUT_TOKENS: Final = 256
+"""More tokens than a cut adds to a beginning of a text."""
 
 
 class Prompt(NamedTuple):
@@ -129,14 +143,46 @@ def check_size(field: str, text: str, limits: EngineLimits) -> None:
         raise ContextTooLong(message, field=field)
 
 
-def text_ids(field: str, text: str, language: LanguageText, limits: EngineLimits) -> list[int]:
+def bounded_ids(text: str, encode: Callable[[str], list[int]], most: int) -> list[int] | None:
+    """The token ids of a text; None if they are certainly more than `most`, which its beginning tells.
+
+    The tokens of a beginning are those of the whole text but for the last few, which the cut may change.
+    """
+    size = most * _PROBE_CHARACTERS
+    while size < len(text):
+        if len(encode(text[:size])) > most + most // 8 + _CUT_TOKENS:
+            return None
+        size *= _PROBE_GROWTH
+    return encode(text)
+
+
+def text_ids(field: str, text: str, encode: Callable[[str], list[int]], limits: EngineLimits) -> list[int]:
     """The token ids of the text in this field of the request.
 
     Raises:
         BadRequest: the text is too long, or no Unicode text.
     """
     check_size(field, text, limits)
-    return language.encode_text(text, field)
+    ids = bounded_ids(text, encode, _bound(limits)[0])
+    if ids is None:
+        raise _too_long(field, "more", limits)
+    return ids
+
+
+def check_count(field: str, count: int, limits: EngineLimits) -> None:
+    """Refuse a prompt of so many tokens if no answer fits behind it.
+
+    Raises:
+        ContextTooLong: it does not fit.
+    """
+    if count >= _bound(limits)[0]:
+        raise _too_long(field, str(count), limits)
+
+
+def _too_long(field: str, count: str, limits: EngineLimits) -> ContextTooLong:
+    bound, what = _bound(limits)
+    expected = f"expected at most {bound - 1} in the prompt, got {count}; shorten it"
+    return ContextTooLong(f"{field}: {what} is {bound} tokens, prompt and answer together; {expected}", field=field)
 
 
 def answer_tokens(
@@ -159,12 +205,9 @@ def answer_tokens(
         raise at(field, None, "expected at least one token, got none; begin the text with something")
     if max(ids) >= limits.vocab_size:
         raise at(field, None, f"expected tokens from 0 to {limits.vocab_size - 1}, got {max(ids)}")
+    check_count(field, len(ids), limits)
     bound, what = _bound(limits)
     most = bound - len(ids)
-    if most < 1:
-        expected = f"expected at most {bound - 1} in the prompt, got {len(ids)}; shorten it"
-        message = f"{field}: {what} is {bound} tokens, prompt and answer together; {expected}"
-        raise ContextTooLong(message, field=field)
     if wanted is None:
         return min(default, most)
     if wanted > most:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias, TypeVar
 
 import msgspec
 import orjson
@@ -12,7 +13,7 @@ from app.codecs.faults import at, read_json
 from app.lm.chat import Messages, TemplateVariables, checked_variables
 from app.lm.sampling_fields import Flag, checked_ids
 from app.lm.text.messages import checked_messages
-from app.lm.text_plan import check_size
+from app.lm.text_plan import bounded_ids, check_size
 from app.lm.tools import TOOLS_SCHEMA, checked_tools
 from inference.engine import EngineLimits
 
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from app.lm.text.language import LanguageText
 
 __all__ = ["DetokenizeRequest", "TokenizeRequest"]
+
+MAX_TOKENS: Final = 131_072
+"""The most tokens of a request for a model whose context has fewer."""
 
 _OnlyModel: TypeAlias = Annotated[str, Meta(description="May be left out if there is one language model")]
 _Fields = TypeVar("_Fields", bound="_ModelFields")
@@ -78,7 +82,11 @@ class TokenizeRequest(_ModelFields, kw_only=True):
             rendered = text.chat_text(messages, variables, tools or None, add_generation_prompt=prompts)
         check_size(field, rendered, limits)
         add_special = has_special if self.add_special_tokens is None else self.add_special_tokens
-        ids = text.tokenizer.encode(rendered, add_special_tokens=add_special, field=field)
+        most = max(limits.context_length, MAX_TOKENS)
+        ids = bounded_ids(rendered, partial(text.tokenizer.encode, add_special_tokens=add_special, field=field), most)
+        if ids is None or len(ids) > most:
+            got = "more" if ids is None else str(len(ids))
+            raise at(field, None, f"expected at most {most} tokens, got {got}; send the text in parts")
         strings = text.tokenizer.entries(ids) if self.return_token_strs else None
         limit = limits.context_length
         return orjson.dumps({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": strings})
@@ -95,5 +103,8 @@ class DetokenizeRequest(_ModelFields, kw_only=True):
         Raises:
             BadRequest: a token is outside the vocabulary.
         """
+        most = max(limits.context_length, MAX_TOKENS)
+        if len(self.tokens) > most:
+            raise at("tokens", None, f"expected at most {most}, got {len(self.tokens)}; send them in parts")
         ids = checked_ids("tokens", self.tokens, limits.vocab_size)
         return orjson.dumps({"prompt": text.tokenizer.decode(ids, skip_special_tokens=False)})

@@ -24,6 +24,7 @@ from app.gateway.routes.relay import answer_relayed
 from app.gateway.routes.streams import open_stream
 from app.gateway.routes.texts import answer_text
 from app.lm.generate import GenerateRequest
+from app.lm.text_pool import TextPool
 from app.security.key_check import owned_id
 from app.telemetry.recorder import accept
 from app.vllm.answers import GenerateRelay
@@ -41,11 +42,13 @@ class GenerateEndpoint(Endpoint):
     Args:
         models: the models that may be asked.
         reader: reads bodies.
+        pool: turns texts into tokens.
         streams: whether it answers piece by piece, as server-sent events.
     """
 
-    def __init__(self, models: Models, reader: BodyReader, *, streams: bool) -> None:
+    def __init__(self, models: Models, reader: BodyReader, pool: TextPool, *, streams: bool) -> None:
         self._models = models
+        self._pool = pool
         self._reader = reader
         self._streams = streams
 
@@ -63,8 +66,9 @@ class GenerateEndpoint(Endpoint):
             asked = await decoded(GenerateRequest.read, raw)
             form = asked.answer_form(model.name, model.version, streams=self._streams)
             return await answer_text(
-                self._models, scope, receive, dispatcher, asked, lambda *_: form, streams=self._streams
-            )
+                self._models, scope, receive, dispatcher, asked, lambda *_: form, pool=self._pool,
+                size_bytes=len(raw), streams=self._streams,
+            )  # fmt: skip
         signature = model.dispatcher.check_ready()
         if not self._streams and signature.heads:
             model.dispatcher.check_whole()

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Final, TypeAlias
 from urllib.parse import unquote
 
@@ -28,6 +29,7 @@ from app.lm.dispatcher import LmDispatcher
 from app.lm.generate import GenerateRequest
 from app.lm.responses import ResponsesRequest
 from app.lm.text_plan import TextPlan
+from app.lm.text_pool import TextPool
 from app.lm.text_stream import TextGeneration, TextPiece, TextStream, Usage
 from app.security.key_check import owned_id
 from app.security.limits import KeyLimits
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
     from app.lm.text.language import LanguageText
     from app.lm.text.token_texts import TokenTexts
 
-__all__ = ["CancelEndpoint", "OpenAITextEndpoint", "answer_text"]
+__all__ = ["CancelEndpoint", "OpenAITextEndpoint", "answer_text", "client_of"]
 
 _OpenAIRequest: TypeAlias = ChatRequest | CompletionRequest | ResponsesRequest
 _Request: TypeAlias = _OpenAIRequest | GenerateRequest
@@ -83,6 +85,8 @@ async def answer_text(
     request: _Request,
     form: Callable[[TextPlan, TokenTexts], AnswerForm],
     *,
+    pool: TextPool,
+    size_bytes: int,
     streams: bool,
 ) -> ASGIApp:
     """Answer one request to a language model, or open its stream. If the client goes away, its sequences are cancelled.
@@ -93,6 +97,8 @@ async def answer_text(
         dispatcher: of the model.
         request: the body.
         form: makes the answer's form in the request's API.
+        pool: turns the request into tokens.
+        size_bytes: of the body.
         streams: whether the answer comes in pieces.
 
     Raises:
@@ -107,7 +113,8 @@ async def answer_text(
             text = await dispatcher.text()
             specification = dispatcher.check_ready().language_model
             assert specification is not None
-            plan, text_streams = await asyncio.to_thread(_planned, request, text, specification.limits)
+            planned = partial(_planned, request, text, specification.limits)
+            plan, text_streams = await pool.run(planned, client_of(scope), size_bytes)
             if text is await dispatcher.text():  # else a reload came meanwhile, perhaps with another tokenizer
                 break
         form_of_this = form(plan, text.tokenizer.texts)
@@ -125,6 +132,13 @@ async def answer_text(
             job.close()
         scope["state"]["note"] = _note(job)
         return Reply(200, [body], [JSON])
+
+
+def client_of(scope: Scope) -> str:
+    """Who sent a request: the name of its key, or else the client's address."""
+    key: str = scope["state"].get("key", "")
+    client = scope.get("client")
+    return key or (client[0] if client else "")
 
 
 def _planned(request: _Request, text: LanguageText, limits: EngineLimits) -> tuple[TextPlan, list[TextStream]]:
@@ -179,10 +193,12 @@ class OpenAITextEndpoint(Endpoint):
         models: the models that may be asked.
         reader: reads bodies.
         kind: the body's type, which says which API it is.
+        pool: turns requests into tokens.
     """
 
-    def __init__(self, models: Models, reader: BodyReader, kind: type[_OpenAIRequest]) -> None:
+    def __init__(self, models: Models, reader: BodyReader, kind: type[_OpenAIRequest], pool: TextPool) -> None:
         self._models = models
+        self._pool = pool
         self._reader = reader
         self._kind = kind
 
@@ -199,5 +215,6 @@ class OpenAITextEndpoint(Endpoint):
         accept(scope, model.route.name, route)
         dispatcher = self._models.language_model(model)
         return await answer_text(
-            self._models, scope, receive, dispatcher, request, request.answer_form, streams=bool(request.stream)
-        )
+            self._models, scope, receive, dispatcher, request, request.answer_form, pool=self._pool,
+            size_bytes=len(raw), streams=bool(request.stream),
+        )  # fmt: skip

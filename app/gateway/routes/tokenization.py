@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 from starlette.types import Receive, Scope
@@ -13,6 +13,8 @@ from app.gateway.http.bodies import BodyReader, decoded
 from app.gateway.http.endpoint import Endpoint
 from app.gateway.http.replies import Reply
 from app.gateway.models import Models
+from app.gateway.routes.texts import client_of
+from app.lm.text_pool import TextPool
 from app.lm.tokenization import DetokenizeRequest, TokenizeRequest
 from app.telemetry.catalogue import Route
 from app.telemetry.recorder import accept
@@ -29,11 +31,13 @@ class TokenizationEndpoint(Endpoint):
         models: the models that may be asked.
         reader: reads bodies.
         kind: the body's type, which says which of the two it does.
+        pool: does it.
     """
 
     def __init__(
-        self, models: Models, reader: BodyReader, kind: type[TokenizeRequest] | type[DetokenizeRequest]
+        self, models: Models, reader: BodyReader, kind: type[TokenizeRequest] | type[DetokenizeRequest], pool: TextPool
     ) -> None:
+        self._pool = pool
         self._models = models
         self._reader = reader
         self._kind = kind
@@ -51,7 +55,8 @@ class TokenizationEndpoint(Endpoint):
         specification = dispatcher.check_ready().language_model
         assert specification is not None
         text = await dispatcher.text()
-        return Reply(200, [await asyncio.to_thread(request.answer, text, specification.limits)], [_JSON])
+        answer = partial(request.answer, text, specification.limits)
+        return Reply(200, [await self._pool.run(answer, client_of(scope), len(raw))], [_JSON])
 
     def _only(self) -> str:
         names = [

@@ -74,7 +74,9 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """The text of a whole sequence; ids that the vocabulary lacks contribute none."""
-        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        # A batch of one: it releases the interpreter's lock, which `decode` holds for a second a million ids.
+        (text,) = self._tokenizer.decode_batch([ids], skip_special_tokens=skip_special_tokens)
+        return text
 
     def entries(self, ids: Sequence[int]) -> list[str | None]:
         """The vocabulary's own spelling of each id, such as ``Ġthe``; None for ids that it lacks."""

@@ -46,6 +46,18 @@ def test_a_long_text_leaves_the_interpreter_to_others() -> None:
     assert turns > 20  # where the interpreter's lock is held, one or two
 
 
+def test_many_tokens_leave_the_interpreter_to_others() -> None:
+    tokenizer = LanguageText(FOLDER).tokenizer
+    turns = 0
+    with ThreadPoolExecutor(1) as executor:
+        decoding = executor.submit(tokenizer.decode, ids_of("a b c d ") * 60_000, skip_special_tokens=False)
+        while not decoding.done():
+            turns += 1
+            threading.Event().wait(0.001)
+    assert len(decoding.result()) > 100_000
+    assert turns > 20  # where the interpreter's lock is held, one or two
+
+
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
         LanguageText(tmp_path)

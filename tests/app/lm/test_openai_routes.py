@@ -654,6 +654,16 @@ def test_tokens_of_a_conversation_are_those_of_its_prompt(gateway: Gateway) -> N
         ("/tokenize", {"model": "tiny", "messages": HELLO, "tools": [{}]}, "tools[0].type: expected 'function', the o"),
         ("/tokenize", {"model": "tiny", "prompt": "x", "tools": [CLOCK]}, "tools: expected them with messages only; "),
         ("/detokenize", {"model": "tiny", "tokens": [4096]}, "tokens[0]: expected a token id from 0 to 4095, got 4096"),
+        (
+            "/tokenize",
+            {"model": "tiny", "prompt": "\u0621" * 131_072},
+            "prompt: expected at most 131072 tokens, got 26214",
+        ),
+        (
+            "/detokenize",
+            {"model": "tiny", "tokens": [5] * 131_073},
+            "tokens: expected at most 131072, got 131073; send",
+        ),
         ("/detokenize", {"model": "tiny", "tokens": "x"}, "tokens: expected an array, got a string"),
     ],
 )

@@ -83,7 +83,8 @@ def run(
 
 
 def text_of(answer: httpx.Response) -> str:
-    frames = [frame.removeprefix("data: ") for frame in answer.text.strip().split("\n\n")]
+    lines = answer.text.split("\n")  # on a busy machine with pings between them
+    frames = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
     assert frames[-1] == "[DONE]"
     return "".join(json.loads(frame)["choices"][0]["text"] for frame in frames[:-1])
 

@@ -1,0 +1,113 @@
+"""Threads that turn requests into tokens: who gets one, and who waits."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from app.errors import BadRequest, QueueFull
+from app.lm.text_pool import MAX_WAITING_BYTES, SHORT_BYTES, TextPool
+from tests.app.lm.stand_in import run, until
+
+LONG = SHORT_BYTES + 1
+
+
+class Works:
+    """Work that ends when it may, and the names of the pieces of it that have begun."""
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+        self._may_end: dict[str, threading.Event] = {}
+
+    def make(self, name: str) -> Callable[[], str]:
+        may_end = self._may_end[name] = threading.Event()
+
+        def work() -> str:
+            self.begun.append(name)
+            assert may_end.wait(60)
+            return name
+
+        return work
+
+    def end(self, *names: str) -> None:
+        for name in names or self._may_end:
+            self._may_end[name].set()
+
+
+def start(pool: TextPool, works: Works, name: str, owner: str, size: int = LONG) -> asyncio.Task[str]:
+    return asyncio.get_running_loop().create_task(pool.run(works.make(name), owner, size))
+
+
+def test_long_prompts_of_one_client_delay_neither_others_nor_short_prompts() -> None:
+    async def scenario() -> None:
+        pool, works = TextPool(2), Works()
+        tasks = [start(pool, works, f"a{n}", "a") for n in range(7)]
+        await until(lambda: works.begun == ["a0"])
+        tasks.append(start(pool, works, "b0", "b"))
+        await until(lambda: works.begun == ["a0", "b0"])
+        assert await pool.run(lambda: "short", "a", SHORT_BYTES) == "short"
+        works.end()
+        assert await asyncio.gather(*tasks) == [f"a{n}" for n in range(7)] + ["b0"]
+
+    run(scenario)
+
+
+def test_clients_take_turns() -> None:
+    async def scenario() -> None:
+        pool, works = TextPool(2), Works()
+        tasks = [start(pool, works, f"{owner}{n}", owner) for owner in "xy" for n in range(1)]
+        await until(lambda: len(works.begun) == 2)
+        tasks += [start(pool, works, f"{owner}{n}", owner) for owner in "abc" for n in range(2)]
+        await until(lambda: sum(map(len, pool._long._waiting.values())) == 6)
+        works.end()
+        await asyncio.gather(*tasks)
+        first = [works.begun.index(name) for name in ("a0", "b0", "c0")]
+        assert max(first) < min(works.begun.index(name) for name in ("a1", "b1", "c1")) + 1
+
+    run(scenario)
+
+
+def test_what_nobody_waits_for_any_more_is_not_done() -> None:
+    async def scenario() -> None:
+        pool, works = TextPool(2), Works()
+        first, second, third = (start(pool, works, f"a{n}", "a") for n in range(3))
+        await until(lambda: works.begun == ["a0"])
+        second.cancel()
+        first.cancel()
+        works.end()
+        assert await third == "a2"
+        assert works.begun == ["a0", "a2"]
+        assert not pool._long._waiting
+        assert not pool._long._waiting_bytes
+
+    run(scenario)
+
+
+def test_errors_come_through() -> None:
+    async def scenario() -> None:
+        def fail() -> None:
+            raise BadRequest("wrong")
+
+        with pytest.raises(BadRequest, match="wrong"):
+            await TextPool(2).run(fail, "a", 1)
+
+    run(scenario)
+
+
+def test_a_client_whose_requests_wait_in_masses_is_told_to_come_back() -> None:
+    async def scenario() -> None:
+        pool, works = TextPool(2), Works()
+        tasks = [start(pool, works, "a0", "a"), start(pool, works, "a1", "a", MAX_WAITING_BYTES)]
+        await until(lambda: works.begun == ["a0"])
+        with pytest.raises(QueueFull, match="expected at most 67108864 bytes of your requests to wait") as caught:
+            await pool.run(works.make("a2"), "a", LONG)
+        assert caught.value.retry_after_s
+        tasks.append(start(pool, works, "b0", "b"))
+        await until(lambda: "b0" in works.begun)
+        works.end()
+        await asyncio.gather(*tasks)
+
+    run(scenario)
