@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Sequence
+from itertools import takewhile
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -10,8 +13,22 @@ from msgspec import Meta
 from app.codecs.faults import at, shown
 from inference.engine import MAX_GRAMMAR, EngineLimits, Grammar, GrammarKind
 
-__all__ = ["JsonSchemaFormat", "ResponseFormat", "Schema", "StructuredOutputs", "checked_grammar"]
+__all__ = [
+    "MAX_OPTIONAL_IN_LARK",
+    "JsonSchemaFormat",
+    "ResponseFormat",
+    "Schema",
+    "StructuredOutputs",
+    "check_optional",
+    "checked_grammar",
+]
 
+MAX_BEGINNINGS: Final = 9_000
+"""The engine's automaton has a state for each beginning of a label, and at most 10,000 states."""
+MAX_OPTIONAL: Final = 250
+"""Optional properties of an object in a JSON schema: the engine's parser has four items for each, and at most 1,000."""
+MAX_OPTIONAL_IN_LARK: Final = 50
+"""The same in a grammar, such as that of tool calls, whose parser has at most 200 items."""
 _ANY_OBJECT: Final = '{"type":"object"}'
 
 Schema = Annotated[dict[str, Any], Meta(description="JSON Schema")]
@@ -47,7 +64,7 @@ class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             return Grammar("json_schema", _ANY_OBJECT, "response_format")
         if self.json_schema is None:
             raise at(path, None, 'expected an object with a name and a schema, got none; add it, or change "type"')
-        return _grammar("json_schema", _text(self.json_schema.schema or {}), path)
+        return _schema_grammar(self.json_schema.schema or {}, path)
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -71,11 +88,11 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
             raise at("structured_outputs", None, f"{expected}, got {' and '.join(given) or 'none'}")
         path = f"structured_outputs.{given[0]}"
         if self.json is not None:
-            return _grammar("json_schema", self.json if isinstance(self.json, str) else _text(self.json), path)
+            return _schema_grammar(self.json, path)
         if self.regex is not None:
             return _grammar("regex", self.regex, path)
         if self.choice is not None:
-            return _grammar("lark", f"start: {' | '.join(map(_text, self.choice))}", path)
+            return _grammar("lark", _choice(self.choice, path), path)
         if self.grammar is not None:
             return _grammar("lark", self.grammar, path)
         return Grammar("json_schema", _ANY_OBJECT, path)
@@ -97,6 +114,61 @@ def checked_grammar(
     if grammar is not None and grammar.kind not in limits.grammars:
         raise at(grammar.field, None, "this model does not support it; leave it out")
     return grammar
+
+
+def check_optional(schema: object, most: int, path: str) -> None:
+    """Refuse a schema of which the engine could not follow an object to its end.
+
+    Args:
+        schema: the schema.
+        most: the optional properties of an object that it can follow.
+        path: the request's field.
+
+    Raises:
+        BadRequest: an object has more.
+    """
+    left = [schema]
+    while left:
+        part = left.pop()
+        if isinstance(part, list):
+            left += part
+        elif isinstance(part, dict):
+            left += part.values()
+            properties, required = part.get("properties"), part.get("required")
+            if isinstance(properties, dict) and len(properties) > most:
+                needed = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
+                optional = len(properties.keys() - needed)
+                if optional > most:
+                    expected = f"expected objects with at most {most} optional properties, got {optional}"
+                    raise at(path, None, f"{expected}; require more of them, or group them in objects")
+
+
+def _schema_grammar(schema: dict[str, Any] | str, path: str) -> Grammar:
+    grammar = _grammar("json_schema", schema if isinstance(schema, str) else _text(schema), path)
+    if isinstance(schema, str):
+        with contextlib.suppress(msgspec.DecodeError, RecursionError):  # the engine says what is wrong with the text
+            check_optional(msgspec.json.decode(schema), MAX_OPTIONAL, path)
+    else:
+        check_optional(schema, MAX_OPTIONAL, path)
+    return grammar
+
+
+def _choice(labels: Sequence[str], path: str) -> str:
+    """A grammar of these labels: one terminal, since of alternatives in a rule the engine follows only some 200.
+
+    Raises:
+        BadRequest: the labels are more than the engine can follow up to an answer's end.
+    """
+    beginnings, before = 0, b""
+    for label in sorted(_text(label).encode() for label in labels):
+        beginnings += len(label) - sum(
+            1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, label, strict=False))
+        )
+        before = label
+    if beginnings > MAX_BEGINNINGS:
+        expected = f"expected labels with at most {MAX_BEGINNINGS} different beginnings"
+        raise at(path, None, f"{expected} (the sum of their lengths, shared beginnings once), got {beginnings}")
+    return f"start: CHOICE\nCHOICE: {' | '.join(map(_text, labels))}"
 
 
 def _grammar(kind: GrammarKind, text: str, path: str) -> Grammar:

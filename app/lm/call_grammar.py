@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import orjson
 
 from app.codecs.faults import at
+from app.lm.answer_grammar import MAX_OPTIONAL_IN_LARK, check_optional
 from app.lm.text.tool_calls import CallFormat
 from inference.engine import MAX_GRAMMAR, Grammar
 
@@ -32,7 +34,7 @@ def call_grammar(
         content: the JSON schema of an answer without calls; None if it must call.
 
     Raises:
-        BadRequest: the tools' schemas are too large.
+        BadRequest: a schema is too large, or has too many optional properties.
     """
 
     def mark(text: str) -> str:
@@ -49,11 +51,13 @@ def call_grammar(
         calls = f'{mark("[TOOL_CALLS]")} "[" {calls} "]"'
     rules = [f"start: {calls}" if content is None else f"start: {calls} | content"]
     if content is not None:
+        check_optional(msgspec.json.decode(content.text), MAX_OPTIONAL_IN_LARK, content.field)
         rules.append(f"content: %json {content.text}")
     functions = []
     for n, tool in enumerate(tools):
         function = tool["function"]
         name, schema = function["name"], {"type": "object", **function["parameters"]}
+        check_optional(schema, MAX_OPTIONAL_IN_LARK, "tools")
         if format.has_names:
             begin = f'{mark("[TOOL_CALLS]")} "{name}" {mark("[ARGS]")}'
             end = ""

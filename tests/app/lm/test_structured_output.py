@@ -8,14 +8,19 @@ import re
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
+from app.errors import BadRequest
+from app.lm.chat import ChatRequest
 from app.lm.dispatcher import LmDispatcher
 from inference.engine import MAX_GRAMMAR, Engine
+from inference.lm.grammars import KINDS
 from inference.lm.loading import plan_language_model
 from inference.lm.null_engine import NullEngine
-from tests.app.lm.scripted import FOLDER
+from tests.app.lm.scripted import FOLDER, LIMITS
 from tests.app.lm.test_routes_with_engine import Ask, run
+from tests.app.lm.tool_text import tool_text
 
 SCHEMA = {
     "type": "object",
@@ -113,6 +118,72 @@ def test_vllms_structured_outputs_at_every_route(given: dict[str, Any], pattern:
     ]  # fmt: skip
     for text in texts:
         assert re.fullmatch(pattern, text), text
+
+
+@pytest.mark.parametrize(("count", "length"), [(200, 10), (800, 11), (8, 1000)])
+def test_many_labels_are_one_choice(count: int, length: int) -> None:
+    labels = [f"{n:03}{chr(97 + n % 26) * (length - 3)}" for n in range(count)]
+    answer = chat(structured_outputs={"choice": labels}, n=2, max_tokens=400)
+    assert all(
+        choice["message"]["content"] in labels or choice["finish_reason"] == "length" for choice in answer["choices"]
+    )
+    prefixes = chat(structured_outputs={"choice": ["a", "ab", "abc", "abc"]}, n=8, temperature=2)
+    assert {choice["message"]["content"] for choice in prefixes["choices"]} <= {"a", "ab", "abc"}
+
+
+def properties(count: int, **rest: Any) -> dict[str, Any]:
+    names = [f"p{n}" for n in range(count)]
+    return {
+        "type": "object",
+        "properties": {name: {"type": "null"} for name in names},
+        "additionalProperties": False,
+        **rest,
+    }
+
+
+def test_an_object_may_have_many_optional_properties() -> None:
+    for schema in (properties(250), properties(300, required=[f"p{n}" for n in range(100)])):
+        (choice,) = chat(response_format=schema_format(schema), max_tokens=20)["choices"]
+        assert choice["message"]["content"].startswith("{")
+
+
+TOO_MANY: list[Any] = [
+    (
+        {"structured_outputs": {"choice": [f"{n:04}" * 20 for n in range(600)]}},
+        "structured_outputs.choice",
+        "expected labels with at most 9000",
+    ),
+    (
+        {"response_format": schema_format(properties(251))},
+        "response_format.json_schema",
+        "expected objects with at most 250 optional",
+    ),
+    (
+        {"structured_outputs": {"json": json.dumps({"items": properties(251)})}},
+        "structured_outputs.json",
+        "got 251; require more of them",
+    ),
+    (
+        {
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": properties(51)}}],
+            "tool_choice": "required",
+        },
+        "tools",
+        "at most 50 optional properties, got 51",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "field", "message"), TOO_MANY)
+def test_what_can_not_be_followed_to_its_end_is_refused_before_the_answer(
+    fields: dict[str, Any], field: str, message: str
+) -> None:
+    body = {"model": "m", "messages": CHAT["messages"], **fields}
+    limits = msgspec.structs.replace(LIMITS, grammars=KINDS)
+    with pytest.raises(BadRequest) as caught:
+        ChatRequest.read(json.dumps(body).encode()).plan(tool_text("hermes"), limits)
+    assert caught.value.field == field
+    assert message in caught.value.message
 
 
 @pytest.mark.parametrize(
