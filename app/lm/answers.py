@@ -26,7 +26,7 @@ class AnswerForm(ABC):
     """The answer to one request, in its API's form: whole, or as events."""
 
     counts_usage = False
-    """Whether `count` must be called before the events of each turn."""
+    """Whether `count` must be called before `begin` and before each `piece`."""
 
     @abstractmethod
     def whole(self, texts: Sequence[TextPiece], usage: Usage) -> bytes:

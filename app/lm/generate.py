@@ -64,7 +64,7 @@ class GenerateAnswer(AnswerForm):
         if self._held is not None and error is None:
             before = [self._event("".join(self._held))]
         facts = orjson.dumps(_facts(self._finish if error is None else "error", usage))
-        return [*before, b'%b,"final":true,%b' % (self._head, facts[1:])]
+        return [*before, b'%b"","final":true,%b' % (self._text_head, facts[1:])]
 
     def _event(self, text: str) -> bytes:
         return b"%b%b}" % (self._text_head, orjson.dumps(text))
@@ -107,6 +107,7 @@ class BackendSampling(SamplingFields, kw_only=True):
     num_return_sequences: Literal[1] | None = None
     min_length: Annotated[int, Meta(ge=0)] | None = None
     use_beam_search: Flag | None = None
+    details: Flag | None = None
     return_log_probs: Flag | None = None
     return_logprobs: Flag | None = None
     return_cumulative_logprob: Flag | None = None
@@ -118,8 +119,8 @@ class BackendSampling(SamplingFields, kw_only=True):
 
 
 _UNSUPPORTED: Final = (
-    "use_beam_search", "return_log_probs", "return_logprobs", "return_cumulative_logprob", "return_context_logits",
-    "return_generation_logits",
+    "details", "use_beam_search", "return_log_probs", "return_logprobs", "return_cumulative_logprob",
+    "return_context_logits", "return_generation_logits",
 )  # fmt: skip
 _FACTS: Final = {
     "return_finish_reason": "finish_reason",

@@ -157,9 +157,6 @@ class StreamFields(SamplingFields, kw_only=True):
         """
         if self.stream_options is not None and not self.stream:
             raise at("stream_options", None, 'expected it with "stream": true only; leave it out, or stream')
-        if self.stream_options is not None and self.stream_options.continuous_usage_stats and not self.includes_usage:
-            path = "stream_options.continuous_usage_stats"
-            raise at(path, None, 'expected it with "include_usage": true only; leave it out, or set that')
         if self.stream_options is not None and self.stream_options.include_obfuscation:
             raise at(
                 "stream_options.include_obfuscation", None, "this model does not support it; expected false, got true"

@@ -17,7 +17,7 @@ SHORT_BYTES: Final = 64 * 1024
 """A body up to this size takes some 0.1 s at most: a megabyte of text takes about a second."""
 MAX_WAITING_BYTES: Final = 64 << 20
 """Bodies of one client that may wait."""
-_RETRY_AFTER_S: Final = 1.0
+_RETRY_AFTER_S: Final = 1
 
 _T = TypeVar("_T")
 

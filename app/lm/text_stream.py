@@ -236,6 +236,10 @@ class TextGeneration:
         completion_tokens = sum(stream.completion_tokens for stream in self._streams)
         return Usage(self._prompt_tokens, completion_tokens, self._cached_tokens)
 
+    def completion_tokens(self, place: int) -> int:
+        """The tokens so far of the sequence at this place."""
+        return self._streams[place].completion_tokens
+
     async def news(self) -> list[tuple[int, TextPiece]]:
         """Wait for news of any sequence: its place, and a piece of text, which may be empty; [] once all have ended.
 

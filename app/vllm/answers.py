@@ -332,7 +332,7 @@ class ChunkAnswer(Answer):
             if not self._includes_usage:
                 return ()
             shown_usage = b',"usage":' + orjson.dumps(self.count.usage.as_json())
-        elif self._includes_usage:
+        elif self._includes_usage or self._counts_usage:
             counted = orjson.dumps(self.count.usage.as_json()) if self._counts_usage else b"null"
             shown_usage = b',"usage":' + counted
         return (

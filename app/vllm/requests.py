@@ -171,9 +171,6 @@ def read_request(route: Route, body: dict[str, Any]) -> VllmRequest:
         raise at("stream_options", None, "expected it only with stream: true; leave it out")
     includes = _flag("stream_options.include_usage", options.get("include_usage"))
     counts = _flag("stream_options.continuous_usage_stats", options.get("continuous_usage_stats"))
-    if counts and not includes:
-        path = "stream_options.continuous_usage_stats"
-        raise at(path, None, 'expected it with "include_usage": true only; leave it out, or set that')
     if _flag("stream_options.include_obfuscation", options.get("include_obfuscation")):
         raise at("stream_options.include_obfuscation", None, "expected false, since streams aren't padded, got true")
     return VllmRequest(route, kept, streams, includes, counts, timeout_s)

@@ -157,14 +157,19 @@ async def _whole(form: AnswerForm, texts: Sequence[TextPiece], usage: Usage) -> 
 def _stream(models: Models, scope: Scope, job: TextGeneration, form: AnswerForm) -> Awaitable[EventStream]:
     async def events() -> AsyncGenerator[Event, None]:
         begun = False
+        told: dict[int, int] = {}
+        """Tokens of each sequence whose pieces have been sent."""
         while pieces := await job.news():
-            if form.counts_usage:
-                form.count(job.usage)
             if not begun:  # not before the first piece: an early failure is answered with its own status
                 begun = True
+                if form.counts_usage:
+                    form.count(job.usage._replace(completion_tokens=0))
                 for event in form.begin():
                     yield event
             for place, piece in pieces:
+                if form.counts_usage:
+                    told[place] = job.completion_tokens(place)
+                    form.count(job.usage._replace(completion_tokens=sum(told.values())))
                 for event in form.piece(place, piece):
                     yield event
 

@@ -77,8 +77,8 @@ class StopAutomaton:
 
     def _link(self, paths: Sequence[Sequence[int]]) -> None:
         """Link each state with the longest other one that it ends with, shorter states first."""
-        self._shorter *= len(self.depth)
-        self.open *= len(self.depth)
+        self._shorter.extend([0] * (len(self.depth) - 1))
+        self.open.extend([0] * (len(self.depth) - 1))
         for place in range(max(map(len, paths), default=0)):
             for stop, path in zip(self.stops, paths, strict=True):
                 if place < len(path):

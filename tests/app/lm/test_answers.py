@@ -98,7 +98,7 @@ def test_errors_end_a_stream_in_each_apis_form() -> None:
     failure, last = GenerateAnswer("m").end(USAGE, error)
     assert json.loads(failure) == {"error": "n: wrong", "status": 400}
     assert json.loads(last) == {
-        "model_name": "m", "model_version": "1", "final": True, "finish_reason": "error",
+        "model_name": "m", "model_version": "1", "text_output": "", "final": True, "finish_reason": "error",
         "prompt_tokens": 2, "completion_tokens": 3,
     }  # fmt: skip
 

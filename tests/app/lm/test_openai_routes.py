@@ -202,8 +202,22 @@ def test_every_chunk_has_the_usage_so_far_if_asked_for(gateway: Gateway, path: s
     *frames, _ = gateway.frames(path, model="tiny", stream=True, stream_options=options, **prompt)
     counts = [json.loads(frame)["usage"]["completion_tokens"] for frame in frames]
     assert counts == sorted(counts)
+    assert counts[0] == (0 if "chat" in path else 3)  # a chat's first chunk has no token yet
+    *without, _ = gateway.frames(
+        path, model="tiny", stream=True, stream_options={**options, "include_usage": False}, **prompt
+    )
+    assert [json.loads(frame)["usage"]["completion_tokens"] for frame in without] == counts[:-1]
     assert len(set(counts)) > 2
     assert counts[-1] == min(len(ids_of(TEXT)) + 1, 16 if "chat" not in path else 99)
+
+
+def test_a_chunk_counts_no_tokens_of_chunks_after_it(gateway: Gateway) -> None:
+    gateway.says(chunk=3)
+    options = {"continuous_usage_stats": True}
+    *frames, _ = gateway.frames(
+        "/v1/completions", model="tiny", stream=True, stream_options=options, prompt="x", n=3, max_tokens=6
+    )
+    assert [json.loads(frame)["usage"]["completion_tokens"] for frame in frames] == [3, 6, 9, 12, 15, 18]
 
 
 def test_max_tokens_end_a_text(gateway: Gateway) -> None:
@@ -585,7 +599,7 @@ def test_generate(gateway: Gateway) -> None:
     *pieces, last = [json.loads(frame) for frame in gateway.frames("/v2/models/tiny/generate_stream", **body)]
     assert "".join(piece.pop("text_output") for piece in pieces) == TEXT
     assert all(piece == named for piece in pieces)
-    assert last == {**named, "final": True, **facts}
+    assert last == {**named, "text_output": "", "final": True, **facts}
 
 
 def test_generate_stops_at_strings_and_says_what_is_wrong(gateway: Gateway) -> None:

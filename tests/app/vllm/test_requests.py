@@ -122,7 +122,6 @@ def test_what_is_not_offered_is_refused(route: Route, fields: dict[str, Any], wo
     [
         ({"include_usages": True}, "include_usages"),
         ({"include_usage": 1}, "include_usage"),
-        ({"continuous_usage_stats": True}, "continuous_usage_stats"),
         ({"include_obfuscation": True}, "include_obfuscation"),
     ],
 )
@@ -133,11 +132,12 @@ def test_options_of_streams_are_checked(options: dict[str, Any], field: str) -> 
 
 def test_streams_are_always_counted_and_the_clients_wish_is_kept() -> None:
     counted = {"include_usage": True, "continuous_usage_stats": True}
-    for options in (None, {}, {"include_usage": True}, counted):
+    alone = {"include_usage": False, "continuous_usage_stats": True}
+    for options in (None, {}, {"include_usage": True}, counted, alone):
         read = read_request("chat", {**CHAT, "stream": True, "stream_options": options})
         assert orjson.loads(read.encoded(""))["stream_options"] == counted
-        assert read.includes_usage == bool(options)
-        assert read.counts_usage == (options == counted)
+        assert read.includes_usage == (options or {}).get("include_usage", False)
+        assert read.counts_usage == (options in (counted, alone))
 
 
 def test_responses_are_never_stored_and_have_no_stream_options() -> None:

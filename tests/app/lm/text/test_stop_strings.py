@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from types import FrameType
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -123,7 +124,7 @@ def instructions(work: Callable[[], object]) -> int:
     """The bytecode instructions that this takes."""
     count = 0
 
-    def trace(frame: FrameType, event: str, argument: object) -> object:
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
         nonlocal count
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         count += event == "opcode"
