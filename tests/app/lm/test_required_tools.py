@@ -157,8 +157,8 @@ def test_a_tool_without_parameters_is_called_without_arguments(
 
     async def scenario(ask: Ask, dispatcher: LmDispatcher) -> None:
         flat = {"type": "function", "name": "bare", **parameters}
-        body = {"model": "lm", "input": "hi", "tools": [flat], "tool_choice": "required", "max_output_tokens": 300}
-        items = said((await ask("/v1/responses", parallel_tool_calls=False, **body)).json())
+        body: dict[str, Any] = {"model": "lm", "input": "hi", "tools": [flat], "tool_choice": "required"}
+        items = said((await ask("/v1/responses", parallel_tool_calls=False, max_output_tokens=300, **body)).json())
         assert [(item[1], json.loads(item[2])) for item in items] == [("bare", {})]
 
     folder, engine = model
