@@ -304,7 +304,8 @@ class Server(Section):
     workers: Annotated[int, Field(ge=1, le=64)] = 1
     """Gateway processes. Limits in this file are totals; each worker has an equal share."""
     max_connections: Annotated[int, Field(ge=1, le=1_000_000)] = 10_000
-    """Client connections. Beyond this, a new one replaces the one that has been idle longest, if any is idle."""
+    """Client connections. Beyond this, a new one replaces the one that has been without a complete request longest, if
+    there is such a one; else only health checks are answered."""
     tls: sections.Tls | None = None
     """The certificate and private key for HTTPS; default: HTTP."""
     max_body_bytes: Annotated[int, Field(ge=1_000)] = 64 * 1024 * 1024

@@ -27,7 +27,9 @@ from app.control.link import SupervisorLink
 from app.control.messages import WorkerSettings
 from app.dispatch.admission import QueueBudget
 from app.gateway.app import create_app
-from app.gateway.http.connection import BoundedConnection, Connections, allow_open_files
+from app.gateway.http.connection import BoundedConnection
+from app.gateway.http.connections import Closable, Connections, allow_open_files
+from app.gateway.http.tls_handshake import TlsAcceptor
 from app.gateway.models import Models
 from app.gateway.routes.repository import repository_routes
 from app.gateway.routes.status import metrics_routes, status_routes
@@ -132,6 +134,9 @@ async def _run(settings: WorkerSettings, listener: socket.socket) -> int:
     if app.records.log is not None:
         # The last requests may be logged after the event loop, and with it the log's timer, has ended.
         atexit.register(app.records.log.flush)
+    connection = functools.partial(
+        BoundedConnection, head_timeout_s=options.client_timeout_s, others=connections, records=app.records
+    )
     server = uvicorn.Server(
         uvicorn.Config(
             app,
@@ -145,15 +150,18 @@ async def _run(settings: WorkerSettings, listener: socket.socket) -> int:
             timeout_keep_alive=75,
             timeout_graceful_shutdown=LAST_ANSWERS_TIMEOUT_S,
             ws="none",
-            http=cast(
-                "type[asyncio.Protocol]",
-                functools.partial(
-                    BoundedConnection, head_timeout_s=options.client_timeout_s, others=connections, records=app.records
-                ),
-            ),
-            ssl_context_factory=None if certificate is None else lambda config, default: certificate.context,
+            http=cast("type[asyncio.Protocol]", connection),
         )
     )
+    acceptor: TlsAcceptor | None = None
+    if certificate is not None:
+
+        def with_tls(accepted: Closable) -> asyncio.Protocol:
+            return connection(
+                config=server.config, server_state=server.server_state, app_state={}, _loop=None, accepted=accepted
+            )
+
+        acceptor = TlsAcceptor(certificate.context, with_tls, connections)
     first_table = asyncio.Event()
     draining = asyncio.Event()
 
@@ -192,7 +200,15 @@ async def _run(settings: WorkerSettings, listener: socket.socket) -> int:
         await first_table.wait()
         if not server.should_exit:
             tuning.settle(GARBAGE_ALLOCATIONS)
-            await server.serve(sockets=[listener])
+            if acceptor is None:
+                await server.serve(sockets=[listener])
+                return
+            accepting = asyncio.create_task(acceptor.run(listener))
+            try:
+                await server.serve(sockets=[])
+            finally:
+                accepting.cancel()
+                listener.close()
 
     tasks += [follow, drain, LoadSampler(models, link.report, for_metrics=bool(settings.metrics)).run]
     if settings.metrics:

@@ -17,7 +17,7 @@ import msgspec
 
 from app.errors import ConfigError
 
-__all__ = ["OPEN", "SCOPES", "Key", "Keys", "Scope", "make_key", "read_keys", "scopes_for"]
+__all__ = ["OPEN", "SCOPES", "Key", "Keys", "Scope", "is_health_check", "make_key", "read_keys", "scopes_for"]
 
 Scope = Literal["infer", "metrics", "admin"]
 SCOPES: Final[tuple[Scope, ...]] = get_args(Scope)
@@ -151,6 +151,11 @@ def scopes_for(method: str, path: str) -> tuple[Scope, ...]:
             return ("admin",)
     elif path == "/metrics":
         return ("metrics",)
-    elif method in ("GET", "HEAD") and (path in _PAGES or path.startswith(_FILES) or _HEALTH.match(path)):
+    elif is_health_check(method, path) or (method in ("GET", "HEAD") and (path in _PAGES or path.startswith(_FILES))):
         return OPEN
     return SCOPES
+
+
+def is_health_check(method: str, path: str) -> bool:
+    """Whether a request asks for the health of server or model; takes the arguments of `scopes_for`."""
+    return method in ("GET", "HEAD") and _HEALTH.match(path) is not None

@@ -6,15 +6,18 @@ import asyncio
 import contextlib
 import functools
 import socket
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NamedTuple, cast
 
 import uvicorn
 from starlette.types import ASGIApp
 
-from app.gateway.http.connection import BoundedConnection, Connections
+from app.gateway.http.connection import BoundedConnection
+from app.gateway.http.connections import Closable, Connections
 from app.gateway.http.entry import RequestRecords
 from app.gateway.http.event_stream import StreamLimits
+from app.gateway.http.tls_handshake import TlsAcceptor
 from app.telemetry.logs import AccessLog
 
 __all__ = ["TIMEOUT_S", "Served", "connect", "run_with", "serving", "until", "until_closed"]
@@ -37,12 +40,12 @@ async def serving(
     keep_alive_s: int = 75,
     timeout_s: float = TIMEOUT_S,
     access_log: AccessLog | None = None,
+    tls: ssl.SSLContext | None = None,
 ) -> AsyncIterator[Served]:
     """Serve an application as a worker does."""
     records = RequestRecords(access_log, StreamLimits())
-    connection = functools.partial(
-        BoundedConnection, head_timeout_s=timeout_s, others=Connections(limit), records=records
-    )
+    connections = Connections(limit)
+    connection = functools.partial(BoundedConnection, head_timeout_s=timeout_s, others=connections, records=records)
     config = uvicorn.Config(
         cast(Any, application), log_config=None, lifespan="off", ws="none", timeout_keep_alive=keep_alive_s,
         timeout_graceful_shutdown=5, http=cast("type[asyncio.Protocol]", connection),
@@ -51,10 +54,19 @@ async def serving(
     config.load()
     server.lifespan = config.lifespan_class(config)
     listener = socket.create_server(("127.0.0.1", 0))
-    await server.startup(sockets=[listener])
+    await server.startup(sockets=[listener] if tls is None else [])
+    accepting: asyncio.Task[None] | None = None
+    if tls is not None:
+
+        def with_tls(accepted: Closable) -> asyncio.Protocol:
+            return connection(config=config, server_state=server.server_state, app_state={}, accepted=accepted)
+
+        accepting = asyncio.create_task(TlsAcceptor(tls, with_tls, connections, timeout_s).run(listener))
     try:
         yield Served(listener.getsockname()[1], server.server_state.connections)
     finally:
+        if accepting is not None:
+            accepting.cancel()
         await server.shutdown(sockets=[listener])
         listener.close()
 

@@ -1,21 +1,18 @@
-"""A client's connection: uvicorn's, with bounds on what the application does not see, and on the number of connections.
+"""A client's connection: uvicorn's, with bounds on what the application does not see.
 
 Bounded are the size of a request's head and the time it may take to arrive, the time for the rest of a body after its
 answer, and the time that a client reads nothing of an answer. A client that pipelines is not read from while its
-requests wait. What is refused without the application is refused in order, after the answers to earlier requests. One
-connection too many replaces the one that has been idle longest.
+requests wait. What is refused without the application is refused in order, after the answers to earlier requests.
 """
 
 from __future__ import annotations
 
 import asyncio
 import fcntl
-import logging
 import re
-import resource
 import sys
 import termios
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, cast
 from urllib.parse import unquote
 
 import httptools
@@ -23,89 +20,14 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from app.dispatch.deadlines import TIMER_RESOLUTION_S
-from app.errors import BadRequest, BodyTooSlow, HeadersTooLarge, HeadwaterError, Unavailable
+from app.errors import BadRequest, BodyTooSlow, HeadersTooLarge, HeadwaterError, MethodNotAllowed, Unavailable
+from app.gateway.http.connections import Closable, Connections
 from app.gateway.http.entry import MAX_HEADER_BYTES, RequestRecords
 from app.gateway.http.exchange import Exchange, LightEvent
 from app.gateway.http.replies import error_reply
+from app.security.keys import is_health_check
 
-__all__ = ["BoundedConnection", "Closable", "Connections", "allow_open_files"]
-
-
-logger = logging.getLogger("headwater")
-
-OTHER_FILES: Final = 512
-"""Open files of a worker besides its clients' connections: replicas, event loop, logs, limits of keys."""
-
-
-class Closable(Protocol):
-    """A connection."""
-
-    def abort(self) -> None:
-        """End it at once."""
-        ...
-
-
-class Connections:
-    """Tracks connections, and ends the one that has been idle longest where a new one would exceed the limit.
-
-    Idle connections therefore cannot lock other clients out.
-
-    Args:
-        limit: how many there may be.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self.is_closing = False
-        """Whether each ends with its next answer, so that its client connects to another server."""
-        self._limit = limit
-        self._busy: set[Closable] = set()
-        self._idle: dict[Closable, None] = {}
-        """Connections without a request under way, longest idle first."""
-
-    def add(self, connection: Closable) -> bool:
-        """Add a connection. Returns False at the limit if every connection has a request under way."""
-        if len(self._busy) + len(self._idle) >= self._limit:
-            oldest = next(iter(self._idle), None)
-            if oldest is None:
-                return False
-            del self._idle[oldest]
-            oldest.abort()
-        self._idle[connection] = None
-        return True
-
-    def remove(self, connection: Closable) -> None:
-        """Remove a connection that has ended; no error if it is not tracked."""
-        self._idle.pop(connection, None)
-        self._busy.discard(connection)
-
-    def begin(self, connection: Closable) -> None:
-        """A request's head is complete."""
-        if connection in self._idle:
-            del self._idle[connection]
-            self._busy.add(connection)
-
-    def end(self, connection: Closable) -> None:
-        """All requests of a connection are answered."""
-        if connection in self._busy:
-            self._busy.discard(connection)
-            self._idle[connection] = None
-
-
-def allow_open_files(connections: int) -> int:
-    """Raise this process's limit of open files for that many connections. Returns how many it can have."""
-    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = connections + OTHER_FILES
-    if most != resource.RLIM_INFINITY and wanted > most:
-        possible = max(1, most - OTHER_FILES)
-        logger.warning(
-            "server.max_connections: a gateway worker may open %d files here, so it takes at most %d connections; "
-            "raise the hard limit (ulimit -Hn, LimitNOFILE=, docker run --ulimit nofile=...)", most, possible,
-        )  # fmt: skip
-        connections, wanted = possible, most
-    if now != resource.RLIM_INFINITY and now < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
-    return connections
-
+__all__ = ["BoundedConnection"]
 
 _ASGI: Final = {"version": "3.0", "spec_version": "2.3"}
 
@@ -123,25 +45,33 @@ class BoundedConnection(HttpToolsProtocol):
             body may take after the answer, and how long a client may read nothing of an answer.
         others: the connections of this worker.
         records: logs and counts what is refused without the application.
+        accepted: what counted for this connection before its TLS handshake.
         arguments: uvicorn's.
     """
 
     # Without slots the instance has more attributes than a shared-key dict holds: 1 KB more per connection.
     __slots__ = (
-        "_head_bytes", "_head_timeout_s", "_head_timer", "_idle_since_s", "_idle_timer", "_in_head", "_others",
-        "_records", "_refusal", "_rest_timer", "_running", "_unparsed", "_unread_timer", "_waiting",
+        "_accepted", "_head_bytes", "_head_timeout_s", "_head_timer", "_idle_since_s", "_idle_timer", "_in_head",
+        "_others", "_records", "_refusal", "_rest_timer", "_running", "_unparsed", "_unread_timer", "_waiting",
     )  # fmt: skip
 
     cycle: Exchange
     """The last request whose head is complete; None before the first one's, and on an idle connection."""
 
     def __init__(
-        self, *, head_timeout_s: float, others: Connections, records: RequestRecords, **arguments: Any
+        self,
+        *,
+        head_timeout_s: float,
+        others: Connections,
+        records: RequestRecords,
+        accepted: Closable | None = None,
+        **arguments: Any,
     ) -> None:
         super().__init__(**arguments)
         self._head_timeout_s = head_timeout_s
         self._others = others
         self._records = records
+        self._accepted = accepted
         self._rest_timer: asyncio.TimerHandle | None = None
         self._unread_timer: asyncio.TimerHandle | None = None
         self._head_timer: asyncio.TimerHandle | None = None
@@ -165,8 +95,10 @@ class BoundedConnection(HttpToolsProtocol):
         super().connection_made(transport)
         self.flow = _PipelineFlow(transport, self._waiting)
         self._note_idle()
-        if not self._others.add(self):
-            self._refuse(Unavailable("the server has as many connections as it takes (server.max_connections)"))
+        if self._accepted is not None:
+            self._others.remove(self._accepted)
+            self._accepted = None
+        self._others.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel all timers and the request under way."""
@@ -212,6 +144,8 @@ class BoundedConnection(HttpToolsProtocol):
                 self._refuse(HeadersTooLarge(f"headers: expected at most {MAX_HEADER_BYTES} bytes, got more"))
                 return
         self._unparsed = data
+        if self.cycle is not None and self.cycle.more_body:
+            self._others.read(self)
         if self._in_head and self._head_timer is None and not self._waiting:
             late = BodyTooSlow(f"headers: expected all of them within {self._head_timeout_s:g} s")
             self._head_timer = self.loop.call_later(self._head_timeout_s, self._refuse, late)
@@ -243,7 +177,7 @@ class BoundedConnection(HttpToolsProtocol):
         method = parser.get_method()
         if parser.should_upgrade():
             if method == b"CONNECT":
-                raise httptools.HttpParserInvalidMethodError
+                raise MethodNotAllowed("method CONNECT: not allowed, since this server is no proxy")
             return  # parsed again, see `_ignore_upgrade`
         self._end_head()
         target = httptools.parse_url(self.url)
@@ -269,7 +203,9 @@ class BoundedConnection(HttpToolsProtocol):
             "raw_path": target.path,
             "query_string": target.query or b"",
         }
-        self._others.begin(self)
+        has_place = self._others.admit(self)
+        if not has_place and not is_health_check(scope["method"], path):
+            raise Unavailable("the server has as many connections as it takes (server.max_connections)")
         is_first = self.cycle is None or self.cycle.response_complete
         # Not by keywords, which take longer than everything else here.
         self.cycle = exchange = Exchange(
@@ -282,7 +218,7 @@ class BoundedConnection(HttpToolsProtocol):
             self.server_state.default_headers,
             LightEvent(),
             self.expect_100_continue,
-            http_version != "1.0" and parser.should_keep_alive() and not self._others.is_closing,
+            http_version != "1.0" and parser.should_keep_alive() and has_place and not self._others.is_closing,
             self.on_response_complete,
         )
         if is_first:
@@ -313,6 +249,8 @@ class BoundedConnection(HttpToolsProtocol):
         # uvicorn does neither if the answer came before the end of the body.
         self.cycle.more_body = False
         self.cycle.message_event.set()
+        if not self.cycle.response_complete:
+            self._others.begin(self)
 
     def on_response_complete(self) -> None:
         """An answer is complete; its request's body may not be."""
@@ -344,7 +282,7 @@ class BoundedConnection(HttpToolsProtocol):
                 self.flow.resume_reading()
 
     def abort(self) -> None:
-        """See `app.gateway.http.connection.Closable`."""
+        """See `app.gateway.http.connections.Closable`."""
         self.transport.abort()
 
     def _end_head(self) -> None:
@@ -420,6 +358,8 @@ class BoundedConnection(HttpToolsProtocol):
         record = self._records.begin(scope)
         body, headers = error_reply(error, "").content()
         lines = [STATUS_LINE[error.status][:-2], *(b"%s: %s" % pair for pair in (*headers, *record.headers()))]
+        if error.status == 405:
+            lines.append(b"allow: GET, HEAD, POST, OPTIONS")
         lines += [b"content-length: %d" % len(body), b"connection: close", b"", body]
         self.transport.write(b"\r\n".join(lines))
         self.transport.close()
@@ -441,12 +381,12 @@ class _PipelineFlow(FlowControl):
             super().resume_reading()
 
 
-def _unparsable(error: httptools.HttpParserError) -> BadRequest:
+def _unparsable(error: httptools.HttpParserError) -> HeadwaterError:
     """The client's error for bytes that the parser of requests or of targets refuses."""
     if isinstance(error, httptools.HttpParserCallbackError):
         cause = error.__context__
-        if isinstance(cause, httptools.HttpParserInvalidMethodError):
-            return BadRequest("request: expected another method than CONNECT, since this server is no proxy")
+        if isinstance(cause, HeadwaterError):
+            return cause
         if isinstance(cause, httptools.HttpParserInvalidURLError):
             return BadRequest("request: expected a target with a path, such as /v2")
         if cause is not None:

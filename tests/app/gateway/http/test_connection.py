@@ -1,4 +1,4 @@
-"""Connections: how many there may be, and what clients may do with them that the application never sees."""
+"""Connections: what clients may do with them that the application never sees."""
 
 from __future__ import annotations
 
@@ -6,87 +6,16 @@ import asyncio
 import functools
 import io
 import json
-import resource
 import socket
 from typing import Any
 
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from app.gateway.http.connection import OTHER_FILES, Closable, Connections, allow_open_files
+from app.gateway.http.connections import SPARE_PLACES
 from app.gateway.http.exchange import EXTENSION
 from app.telemetry.logs import AccessLog
 from tests.app.serving import TIMEOUT_S, connect, run_with, serving, until, until_closed
-
-
-class Fake(Closable):
-    """A connection that notes its end."""
-
-    def __init__(self) -> None:
-        self.is_aborted = False
-
-    def abort(self) -> None:
-        self.is_aborted = True
-
-
-def test_the_one_that_is_idle_longest_goes() -> None:
-    connections = Connections(3)
-    one, two, three, four, five = (Fake() for _ in range(5))
-    for connection in (one, two, three):
-        assert connections.add(connection)
-    connections.begin(one)
-    connections.end(one)
-    assert connections.add(four)
-    assert connections.add(five)
-    assert [item.is_aborted for item in (one, two, three, four, five)] == [False, True, True, False, False]
-
-
-def test_one_with_a_request_stays_and_without_another_there_is_no_room() -> None:
-    connections = Connections(2)
-    one, two, three = (Fake() for _ in range(3))
-    for connection in (one, two):
-        assert connections.add(connection)
-        connections.begin(connection)
-    assert not connections.add(three)
-    connections.remove(three)
-    assert not connections.add(three)
-    connections.remove(one)
-    assert connections.add(three)
-    assert not any(item.is_aborted for item in (one, two, three))
-
-
-def test_one_that_had_to_go_counts_once() -> None:
-    connections = Connections(1)
-    one, two, three = (Fake() for _ in range(3))
-    assert connections.add(one)
-    assert connections.add(two)
-    connections.begin(one)  # its bytes were there already
-    connections.end(one)
-    connections.remove(one)
-    connections.begin(two)
-    assert not connections.add(three)
-
-
-def test_open_files_are_allowed_as_far_as_may_be(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    asked: list[tuple[int, int]] = []
-    limits = [1024, 4096]
-    monkeypatch.setattr(resource, "getrlimit", lambda _: tuple(limits))
-    monkeypatch.setattr(resource, "setrlimit", lambda _, wanted: asked.append(wanted))
-    assert allow_open_files(100) == 100
-    assert asked == []
-    assert allow_open_files(1000) == 1000
-    assert asked.pop() == (1000 + OTHER_FILES, 4096)
-    assert caplog.text == ""
-    assert allow_open_files(10_000) == 4096 - OTHER_FILES
-    assert asked.pop() == (4096, 4096)
-    assert "server.max_connections" in caplog.text
-    limits[1] = resource.RLIM_INFINITY
-    assert allow_open_files(10_000) == 10_000
-
-
-# Over real sockets
 
 
 async def application(scope: Scope, receive: Receive, send: Send) -> None:
@@ -148,24 +77,6 @@ def test_idle_connections_keep_nobody_out() -> None:
             writer.close()
 
     run(scenario, limit=3)
-
-
-def test_without_an_idle_one_a_new_connection_is_refused() -> None:
-    async def scenario(port: int) -> None:
-        reader, writer = await connect(port)
-        writer.write(b"POST /0?read HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\n\r\n")
-        refused, other = await connect(port)
-        while b"503" not in (answer := await until_closed(refused)):  # the head may not have been read before
-            assert answer == b""
-            other.close()
-            refused, other = await connect(port)
-        assert b"max_connections" in answer
-        writer.write(b"x")
-        assert b" 200 " in await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
-        for one in (writer, other):
-            one.close()
-
-    run(scenario, limit=1)
 
 
 def test_a_body_that_is_sent_on_after_the_answer_is_read_for_a_while_only() -> None:
@@ -286,6 +197,56 @@ class Gated:
 HELD = b"GET /held HTTP/1.1\r\nHost: x\r\n\r\n"
 LAST = b"GET /last HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
 HELD_ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 8\r\n\r\n/held 0\n"
+
+
+async def ask(port: int, request: bytes) -> bytes:
+    """The whole answer on a connection of its own."""
+    reader, writer = await connect(port)
+    writer.write(request)
+    answer = await until_closed(reader)
+    writer.close()
+    return answer
+
+
+def test_where_all_are_busy_a_new_connection_is_refused_but_health_is_answered() -> None:
+    application = Gated()
+
+    async def scenario(port: int) -> None:
+        reader, writer = await connect(port)
+        writer.write(HELD)
+        await asyncio.wait_for(application.begun.wait(), 10)
+        for _ in range(2 * SPARE_PLACES):
+            refused = await ask(port, GET)
+            assert refused.startswith(b"HTTP/1.1 503 ")
+            assert b"max_connections" in refused
+            assert b"retry-after: " in refused
+            health = await ask(port, b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert health.startswith(b"HTTP/1.1 200 ")
+            assert b"connection: close" in health
+        silent = [await connect(port) for _ in range(SPARE_PLACES + 1)]
+        assert b" 200 " in await ask(port, b"GET /v2/health/ready HTTP/1.1\r\nHost: x\r\n\r\n")
+        application.gate.set()
+        assert await asyncio.wait_for(reader.readuntil(b"/held 0\n"), 10) == HELD_ANSWER
+        for other in (writer, *(pair[1] for pair in silent)):
+            other.close()
+
+    run_with(application, scenario, limit=1, timeout_s=10)
+
+
+def test_slow_bodies_keep_nobody_out() -> None:
+    application = Gated()
+
+    async def scenario(port: int) -> None:
+        head = b"POST /slow HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nx"
+        held = [await connect(port) for _ in range(25)]
+        for _, writer in held:
+            writer.write(head)
+        answers = await asyncio.gather(*(ask(port, LAST) for _ in range(10)))
+        assert all(answer.startswith(b"HTTP/1.1 200 ") for answer in answers)
+        for _, writer in held:
+            writer.close()
+
+    run_with(application, scenario, limit=20, timeout_s=60)
 
 
 def test_a_body_is_no_part_of_the_head_behind_it() -> None:
@@ -536,19 +497,21 @@ def test_an_upgrade_of_an_older_version_is_answered_too() -> None:
 
 
 @pytest.mark.parametrize(
-    "head",
+    ("head", "status"),
     [
-        b"CONNECT example.com:443 HTTP/1.1\r\nHost: x\r\n",
-        b"CONNECT /v2 HTTP/1.1\r\nHost: x\r\n",
-        b"GET http://x HTTP/1.1\r\nHost: x\r\n",
-        b"GET http://x HTTP/1.1\r\n" + UPGRADE % b"h2c",
+        (b"CONNECT example.com:443 HTTP/1.1\r\nHost: x\r\n", b"405 Method Not Allowed"),
+        (b"CONNECT /v2 HTTP/1.1\r\nHost: x\r\n", b"405 Method Not Allowed"),
+        (b"GET http://x HTTP/1.1\r\nHost: x\r\n", b"400 Bad Request"),
+        (b"GET http://x HTTP/1.1\r\n" + UPGRADE % b"h2c", b"400 Bad Request"),
     ],
 )
-def test_a_tunnel_and_a_target_without_a_path_are_refused(head: bytes) -> None:
+def test_a_tunnel_and_a_target_without_a_path_are_refused(head: bytes, status: bytes) -> None:
     async def scenario(port: int) -> None:
         reader, writer = await connect(port)
         writer.write(head + b"\r\n")
-        assert (await until_closed(reader)).startswith(b"HTTP/1.1 400 Bad Request\r\n")
+        answer = await until_closed(reader)
+        assert answer.startswith(b"HTTP/1.1 %b\r\n" % status)
+        assert (b"\r\nallow: " in answer) == status.startswith(b"405")
         writer.close()
 
     run_with(Gated(), scenario)
