@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import zlib
 from collections.abc import Callable
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import anyio
 from starlette.types import Receive, Scope
 
 from app.errors import BadRequest, BodyTooLarge, BodyTooSlow, ClientGone, UnsupportedMediaType
+from app.gateway.http.body_budget import BodyBudget, BodyLease
 from app.gateway.http.exchange import exchange_of
 
 __all__ = ["LARGE_BYTES", "BodyReader", "decoded"]
@@ -41,11 +43,13 @@ class BodyReader:
     Args:
         max_bytes: the limit of a body, and of what it unpacks to.
         timeout_s: how long a body may take to arrive.
+        budget: limits the bodies of all requests together; default: one body's limit.
     """
 
-    def __init__(self, max_bytes: int, timeout_s: float) -> None:
+    def __init__(self, max_bytes: int, timeout_s: float, budget: BodyBudget | None = None) -> None:
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
+        self._budget = budget or BodyBudget(max_bytes)
 
     async def read(self, scope: Scope, receive: Receive, *, form: bool = False) -> tuple[bytes, dict[bytes, bytes]]:
         """Read a body. Returns it, unpacked, and the headers.
@@ -58,6 +62,7 @@ class BodyReader:
             UnsupportedMediaType: the content type isn't JSON or octets, nor (in a request without an ``Origin``) left
                 out or curl's default; or the encoding isn't gzip or deflate.
             BodyTooLarge: the body is over the limit; raised before any of it is read if it has a Content-Length.
+            Unavailable: the bodies of all requests together are over the budget.
             BodyTooSlow: the body did not arrive in time.
             BadRequest: the compressed body is damaged.
             ClientGone: the client went away.
@@ -72,6 +77,7 @@ class BodyReader:
             raise UnsupportedMediaType(
                 f"header Content-Encoding: expected gzip, deflate or identity, got {_shown(encoding)}"
             )
+        lease = self.lease(scope)
         exchange = exchange_of(scope)
         body = None if exchange is None else exchange.take_body()
         if body is None:
@@ -80,26 +86,33 @@ class BodyReader:
                 length = length.strip()  # the parser leaves spaces behind it
                 if length.isdigit() and int(length) > self._max_bytes:
                     raise self._too_large(int(length))
-            # With a Content-Length within the limit the pieces need not be counted.
-            is_sized = length is not None and b"transfer-encoding" not in headers
             try:
                 with anyio.fail_after(self._timeout_s):
-                    if exchange is not None and is_sized:
-                        body = await exchange.gather_body()
+                    if exchange is not None:
+                        body = await exchange.gather_body(lease.take)
                     else:
-                        body = await self._read_all(receive)
+                        body = await self._read_all(receive, lease)
             except TimeoutError:
                 raise BodyTooSlow(f"body: expected all of it within {self._timeout_s:g} s") from None
             if body is None:
                 raise ClientGone("the client went away before its body had arrived")
-        elif len(body) > self._max_bytes:
-            raise self._too_large(len(body))
+        else:
+            lease.take(len(body), len(body))
         if encoding != b"identity":
-            body = await asyncio.to_thread(self._unpack, body, _WINDOW_BITS[encoding], encoding)
+            body = await asyncio.to_thread(self._unpack, body, _WINDOW_BITS[encoding], encoding, lease)
         return body, headers
 
-    async def _read_all(self, receive: Receive) -> bytes | None:
-        chunks: list[bytes] = []
+    def lease(self, scope: Scope) -> BodyLease:
+        """What a request has of the budget; given back when the request ends. Call `BodyLease.take` before further
+        bytes are unpacked from the body."""
+        state: dict[str, Any] = scope.setdefault("state", {})
+        lease: BodyLease | None = state.get("body")
+        if lease is None:
+            lease = state["body"] = BodyLease(self._budget, self._max_bytes)
+        return lease
+
+    async def _read_all(self, receive: Receive, lease: BodyLease) -> bytes | None:
+        buffer = io.BytesIO()
         size = 0
         while True:
             message = await receive()
@@ -107,32 +120,30 @@ class BodyReader:
                 return None
             chunk: bytes = message.get("body", b"")
             size += len(chunk)
-            if size > self._max_bytes:
-                raise self._too_large(size)
-            chunks.append(chunk)
+            lease.take(len(chunk), size)
+            buffer.write(chunk)
             if not message.get("more_body", False):
-                return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+                return buffer.getvalue()
 
-    def _unpack(self, packed: bytes, window_bits: int, encoding: bytes) -> bytes:
+    def _unpack(self, packed: bytes, window_bits: int, encoding: bytes, lease: BodyLease) -> bytes:
         unpacker = zlib.decompressobj(window_bits)
-        pieces: list[bytes] = []
+        buffer = io.BytesIO()
         size, rest = 0, packed
         try:
             while rest and not unpacker.eof:
                 piece = unpacker.decompress(rest, _PIECE_BYTES)
                 size += len(piece)
-                if size > self._max_bytes:
-                    raise self._too_large(size)
-                pieces.append(piece)
+                lease.take(len(piece), size)
+                buffer.write(piece)
                 rest = unpacker.unconsumed_tail
-            pieces.append(unpacker.flush())
+            buffer.write(unpacker.flush())
         except zlib.error as error:
             raise BadRequest(f"body: not valid {encoding.decode()} data: {error}", field="body") from error
         if not unpacker.eof:
             raise BadRequest(f"body: its {encoding.decode()} data are cut short", field="body")
         if unpacker.unused_data:
             raise BadRequest(f"body: bytes follow the end of its {encoding.decode()} data", field="body")
-        return b"".join(pieces)
+        return buffer.getvalue()
 
     def _check_type(self, headers: dict[bytes, bytes]) -> None:
         content_type = headers.get(b"content-type")

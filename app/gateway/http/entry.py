@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from app.errors import BadRequest, ClientGone, HeadersTooLarge, HeadwaterError
+from app.gateway.http.body_budget import release_body
 from app.gateway.http.endpoint import EndpointRoute
 from app.gateway.http.event_stream import StreamLimits
 from app.gateway.http.replies import Reply, error_reply, internal_error
@@ -249,6 +250,7 @@ class Entry:
             limits: KeyLimits | None = state.get("key_limits")
             if limits is not None:
                 limits.leave()
+            release_body(scope)
             self.records.end(record, scope, record.status if record.is_answered else 499)
 
     def _match(self, scope: Scope) -> EndpointRoute | None:

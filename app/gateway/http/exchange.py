@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
@@ -16,7 +17,7 @@ from starlette.types import Receive, Scope
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
-from app.errors import ClientGone
+from app.errors import ClientGone, HeadwaterError
 
 __all__ = ["EXTENSION", "DisconnectWatch", "Exchange", "LightEvent", "exchange_of"]
 
@@ -51,7 +52,10 @@ class Exchange(RequestResponseCycle):
     """Runs the application."""
     on_gone: Callable[[], None] | None = None
     """Called when the client leaves before its answer is complete."""
-    _pieces: list[bytes] | None = None
+    _buffer: io.BytesIO | None = None
+    """The body so far, while `gather_body` waits."""
+    _take: Callable[[int, int], None] | None = None
+    _fault: HeadwaterError | None = None
 
     def begin(self) -> None:
         """The application begins with the request, and finds this object in its scope."""
@@ -96,12 +100,19 @@ class Exchange(RequestResponseCycle):
         self.message_event.clear()
         return body
 
-    async def gather_body(self) -> bytes | None:
-        """Wait for the whole body, whose length must have been checked. None: the client has gone.
+    async def gather_body(self, take: Callable[[int, int], None]) -> bytes | None:
+        """Wait for the whole body. None: the client has gone.
 
         ``receive`` would stop reading at 64 KiB, wake the application for each piece, and copy it twice.
+
+        Args:
+            take: called with the size of each piece and of the body so far before the piece is kept. An error that it
+                raises ends the wait.
         """
-        pieces = self._pieces = [bytes(self.body)]
+        take(len(self.body), len(self.body))
+        self._take, self._fault = take, None
+        self._buffer = io.BytesIO()
+        self._buffer.write(self.body)
         self.body = bytearray()
         try:
             if self.waiting_for_100_continue and not self.transport.is_closing():
@@ -109,18 +120,28 @@ class Exchange(RequestResponseCycle):
                 self.waiting_for_100_continue = False
             if not self.disconnected:
                 self.flow.resume_reading()
-            while self.more_body and not self.disconnected:
+            while self.more_body and not self.disconnected and self._fault is None:
                 self.message_event.clear()
                 await self.message_event.wait()
+            body = self._buffer.getvalue()
         finally:
-            self._pieces = None
+            self._buffer = self._take = None
+        if self._fault is not None:
+            raise self._fault
         self.message_event.clear()
-        return None if self.disconnected else b"".join(pieces)
+        return None if self.disconnected else body
 
     def take_piece(self, piece: bytes) -> None:
         """The next piece of the body has arrived."""
-        if self._pieces is not None:
-            self._pieces.append(piece)
+        if self._buffer is not None and self._take is not None:
+            if self._fault is not None:
+                return
+            try:
+                self._take(len(piece), self._buffer.tell() + len(piece))
+                self._buffer.write(piece)
+            except HeadwaterError as error:
+                self._fault = error
+                self.message_event.set()
         elif not self.response_complete:
             self.body += piece
             if len(self.body) > HIGH_WATER_LIMIT:

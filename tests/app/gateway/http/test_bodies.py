@@ -8,9 +8,24 @@ import zlib
 from typing import Any
 
 import pytest
+from starlette.types import Receive, Scope
 
-from app.errors import BadRequest, BodyTooLarge, BodyTooSlow, ClientGone, HeadwaterError, UnsupportedMediaType
+from app.errors import (
+    BadRequest,
+    BodyTooLarge,
+    BodyTooSlow,
+    ClientGone,
+    HeadwaterError,
+    Unavailable,
+    UnsupportedMediaType,
+)
 from app.gateway.http.bodies import BodyReader
+from app.gateway.http.body_budget import SMALL_BYTES, BodyBudget, release_body
+from app.gateway.http.endpoint import Endpoint, EndpointRoute
+from app.gateway.http.entry import INFER_PATH, Entry, RequestRecords
+from app.gateway.http.event_stream import StreamLimits
+from app.gateway.http.replies import Reply
+from tests.app.serving import connect, serving, until
 
 LIMIT = 1000
 
@@ -116,3 +131,98 @@ def test_what_can_not_be_unpacked_is_said(body: bytes, error: type[HeadwaterErro
 def test_an_unknown_encoding_is_refused() -> None:
     with pytest.raises(UnsupportedMediaType, match="Content-Encoding: expected gzip"):
         read(b"x", content_encoding="br")
+
+
+# All bodies together
+
+
+class Reads(Endpoint):
+    """Reads a body and answers with its size, when the gate is open."""
+
+    def __init__(self, budget: BodyBudget) -> None:
+        self.gate = asyncio.Event()
+        self._reader = BodyReader(4 * SMALL_BYTES, 60, budget)
+
+    async def answer(self, scope: Scope, receive: Receive) -> Reply:
+        body, _ = await self._reader.read(scope, receive)
+        await self.gate.wait()
+        return Reply(200, [b"%d" % len(body)], [])
+
+
+def post(size: int, *, of: int | None = None, headers: bytes = b"", body: bytes = b"") -> bytes:
+    """A request of which ``size`` bytes of the body are sent."""
+    body = body or bytes(size)
+    length = len(body) if of is None else of
+    head = b"POST /v2/models/m/infer HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n%b\r\n" % (length, headers)
+    return head + body
+
+
+@pytest.mark.parametrize("count", [8, 16])
+def test_unfinished_bodies_together_have_a_budget(count: int) -> None:
+    budget = BodyBudget(4 * SMALL_BYTES)
+
+    async def main() -> None:
+        reads = Reads(budget)
+        application = Entry(_unused, [EndpointRoute(INFER_PATH, reads)], RequestRecords(None, StreamLimits()))
+        async with serving(application, timeout_s=60) as server:
+            clients = [await connect(server.port) for _ in range(count)]
+            for _, writer in clients:
+                writer.write(post(2 * SMALL_BYTES, of=4 * SMALL_BYTES))
+            refused = await asyncio.wait_for(clients[-1][0].readuntil(b"\r\n\r\n"), 30)
+            assert refused.startswith(b"HTTP/1.1 503 ")
+            assert b"retry-after: 2" in refused
+            assert budget.used <= budget.limit - budget.limit // 4
+            reads.gate.set()
+            reader, writer = await connect(server.port)  # small ones have room
+            writer.write(post(1000))
+            assert (await asyncio.wait_for(reader.readuntil(b"1000"), 30)).startswith(b"HTTP/1.1 200 ")
+            for _, other in (*clients, (reader, writer)):
+                other.close()
+            await until(lambda: budget.used == 0)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("factor", [1, 2])
+def test_bodies_that_unpack_large_have_the_same_budget(factor: int) -> None:
+    budget = BodyBudget(4 * SMALL_BYTES * factor)
+    packed = gzip.compress(bytes(2 * SMALL_BYTES))
+
+    async def main() -> None:
+        reads = Reads(budget)
+        application = Entry(_unused, [EndpointRoute(INFER_PATH, reads)], RequestRecords(None, StreamLimits()))
+        async with serving(application, timeout_s=60) as server:
+            clients = [await connect(server.port) for _ in range(6)]
+            for _, writer in clients:
+                writer.write(post(0, headers=b"Content-Encoding: gzip\r\n", body=packed))
+            await until(lambda: budget.used >= 2 * SMALL_BYTES * factor)
+            reads.gate.set()
+            answers = [await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 30) for reader, _ in clients]
+            statuses = {answer[9:12] for answer in answers}
+            assert b"200" in statuses
+            assert statuses <= {b"200", b"503"}
+            for _, writer in clients:
+                writer.close()
+            await until(lambda: budget.used == 0)
+
+    asyncio.run(main())
+
+
+def test_more_than_the_budget_is_refused_and_all_of_it_comes_back() -> None:
+    budget = BodyBudget(1000)
+    reader = BodyReader(2000, 5, budget)
+    scope: dict[str, Any] = {"type": "http", "headers": [(b"content-encoding", b"gzip")], "state": {}}
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": gzip.compress(bytes(1500))}
+
+    with pytest.raises(Unavailable, match="max_bodies_bytes") as caught:
+        asyncio.run(reader.read(scope, receive))
+    assert caught.value.retry_after_s == 2
+    assert budget.used > 0
+    release_body(scope)
+    assert budget.used == 0
+
+
+async def _unused(*_: Any) -> None:
+    raise AssertionError("only the endpoint is asked")
