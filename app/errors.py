@@ -27,7 +27,9 @@
     ├── Unavailable                503  loading, draining or crashed; Retry-After
     │   └── ReplicaLost                 the replica ended while it had the request
     │       └── ReplicaUnreachable      the replica ended before it had it
-    └── DeadlineExceeded           504  queueing included
+    ├── UnknownCoding              501  a transfer coding other than chunked
+    ├── DeadlineExceeded           504  queueing included
+    └── VersionNotSupported        505  another HTTP than 1.0 and 1.1
 
     ConfigError                    for the operator: the configuration is wrong; names the field
     StartError                     for the operator: a process can't start
@@ -68,7 +70,9 @@ __all__ = [
     "StartError",
     "Unauthorized",
     "Unavailable",
+    "UnknownCoding",
     "UnsupportedMediaType",
+    "VersionNotSupported",
     "openai_error",
 ]
 
@@ -208,6 +212,14 @@ class ReplicaUnreachable(ReplicaLost):
 
 class DeadlineExceeded(HeadwaterError, status=504, may_quote=False, code="timeout"):
     """The request's deadline passed, queueing included."""
+
+
+class UnknownCoding(HeadwaterError, status=501):
+    """A transfer coding that this server doesn't decode."""
+
+
+class VersionNotSupported(HeadwaterError, status=505):
+    """A version of HTTP that this server doesn't speak."""
 
 
 class ConfigError(Exception):

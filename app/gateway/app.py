@@ -100,7 +100,14 @@ def create_app(
         EndpointRoute("/tokenize", TokenizationEndpoint(models, reader, TokenizeRequest, pool)),
         EndpointRoute("/detokenize", TokenizationEndpoint(models, reader, DetokenizeRequest, pool)),
     ]
-    gateway = FastAPI(title="Headwater", version=app.__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
+    gateway = FastAPI(
+        title="Headwater",
+        version=app.__version__,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        redirect_slashes=False,
+    )
     gateway.router.routes[:0] = routes  # FastAPI refuses other methods
     gateway.add_middleware(HeadAsGet)
     gateway.add_exception_handler(HeadwaterError, _on_error)

@@ -55,13 +55,17 @@ def read_file(path: Path) -> tuple[Key, ...]:
     """
     where = f"security.keys_file: {path}"
     try:
-        with path.open("rb") as file:
-            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-            raw = file.read()
+        # Opening a FIFO would wait for a writer.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            status = os.fstat(file.fileno())
+            mode = stat.S_IMODE(status.st_mode)
+            raw = file.read() if stat.S_ISREG(status.st_mode) else None
     except OSError as error:
         raise ConfigError(
             f"{where}: can't be read: {error.strerror}; `headwater keys add NAME --file {path}` creates it"
         ) from error
+    if raw is None:
+        raise ConfigError(f"{where}: expected a regular file, got a FIFO, a socket or a device")
     if mode & 0o022:
         raise ConfigError(
             f"{where}: expected a file that only its owner may write, got mode {mode:04o}: anyone with write access "

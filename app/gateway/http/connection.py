@@ -20,7 +20,16 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from app.dispatch.deadlines import TIMER_RESOLUTION_S
-from app.errors import BadRequest, BodyTooSlow, HeadersTooLarge, HeadwaterError, MethodNotAllowed, Unavailable
+from app.errors import (
+    BadRequest,
+    BodyTooSlow,
+    HeadersTooLarge,
+    HeadwaterError,
+    MethodNotAllowed,
+    Unavailable,
+    UnknownCoding,
+    VersionNotSupported,
+)
 from app.gateway.http.connections import Closable, Connections
 from app.gateway.http.entry import MAX_HEADER_BYTES, RequestRecords
 from app.gateway.http.exchange import Exchange, LightEvent
@@ -32,6 +41,8 @@ __all__ = ["BoundedConnection"]
 _ASGI: Final = {"version": "3.0", "spec_version": "2.3"}
 
 _ESCAPED_SLASH: Final = re.compile("%2f", re.IGNORECASE)
+
+_TRANSFER_ENCODING_CHARS: Final = len("transfer-encoding")
 
 _PIECE_BYTES: Final = 16 * 1024
 """Bytes parsed at once. As many requests as fit into them may wait behind the one under way."""
@@ -171,9 +182,23 @@ class BoundedConnection(HttpToolsProtocol):
         self.headers = []
         self.expect_100_continue = False
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """The parser is behind a header."""
+        super().on_header(name, value)
+        if len(name) == _TRANSFER_ENCODING_CHARS and name.lower() == b"transfer-encoding":
+            coding = value.strip().lower()
+            if coding != b"chunked":
+                raise UnknownCoding(
+                    f"header Transfer-Encoding: expected chunked, got {coding[:40].decode('latin-1')!r}; name a packed "
+                    "body's coding in Content-Encoding"
+                )
+
     def on_headers_complete(self) -> None:
         """The parser is behind a request's headers."""
         parser = self.parser
+        http_version = parser.get_http_version()
+        if http_version not in ("1.1", "1.0"):
+            raise VersionNotSupported(f"request: expected HTTP/1.1 or HTTP/1.0, got HTTP/{http_version}")
         method = parser.get_method()
         if parser.should_upgrade():
             if method == b"CONNECT":
@@ -187,7 +212,6 @@ class BoundedConnection(HttpToolsProtocol):
         if "%" in path:
             # An escaped slash is part of a name (RFC 3986, 2.2); decoded, it would be a separator.
             path = unquote(_ESCAPED_SLASH.sub("%252F", path))
-        http_version = parser.get_http_version()
         scope: Any = {
             "type": "http",
             "asgi": _ASGI,

@@ -51,6 +51,22 @@ _ID_CHARACTERS: Final = 32
 _IDS_AT_ONCE: Final = 128
 
 
+_SINGLE: Final = (b"content-type", b"content-encoding", b"inference-header-content-length", b"origin")
+"""Headers that say how a request is understood: a proxy in front of the server may read another of two than we do."""
+
+
+def _check_single(headers: Sequence[tuple[bytes, bytes]]) -> None:
+    """Check that a request has each of `_SINGLE` once at most.
+
+    Raises:
+        BadRequest: it has a header twice.
+    """
+    seen = [name for name, _ in headers]
+    for name in _SINGLE:
+        if seen.count(name) > 1:
+            raise BadRequest(f"header {name.decode().title()}: expected one, got {seen.count(name)}")
+
+
 class RequestRecord(msgspec.Struct):
     """One request, from its head to the end of its answer."""
 
@@ -228,6 +244,8 @@ class Entry:
             reply: ASGIApp | None
             try:
                 record.check()
+                if len(names) < len(scope["headers"]):
+                    _check_single(scope["headers"])
             except HeadwaterError as error:
                 state["error"] = error
                 reply = error_reply(error, scope["path"])

@@ -113,7 +113,7 @@ EXTENSIONS = [
 
 
 class _IndexRequest(msgspec.Struct, forbid_unknown_fields=True):
-    ready: bool = False
+    ready: bool | None = None
     """Only models that are ready."""
 
 

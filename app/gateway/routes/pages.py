@@ -10,7 +10,7 @@ from typing import Final
 from fastapi import APIRouter, FastAPI
 from fastapi.openapi.docs import get_swagger_ui_html
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.staticfiles import StaticFiles
 
@@ -19,10 +19,12 @@ from app.errors import NotFound
 __all__ = ["docs_routes", "page_routes"]
 
 ASSETS: Final = "/docs/assets"
+FRAME_HEADERS: Final = {"content-security-policy": "frame-ancestors 'none'", "x-content-type-options": "nosniff"}
+"""No other page may frame it, and no browser guesses another type."""
 
 
 def docs_routes(gateway: FastAPI) -> None:
-    """Add ``/docs`` and its assets: of fastapi-offline only the folder with Swagger UI is used."""
+    """Add ``/docs``, its assets and ``/openapi.json``: of fastapi-offline only the folder with Swagger UI is used."""
     spec = importlib.util.find_spec("fastapi_offline")
     assert spec is not None
     assert spec.origin is not None
@@ -30,13 +32,19 @@ def docs_routes(gateway: FastAPI) -> None:
 
     @gateway.get("/docs", include_in_schema=False)
     async def docs() -> HTMLResponse:
-        return get_swagger_ui_html(
+        page = get_swagger_ui_html(
             openapi_url="/openapi.json",
             title="Headwater",
             swagger_js_url=f"{ASSETS}/swagger-ui-bundle.js",
             swagger_css_url=f"{ASSETS}/swagger-ui.css",
             swagger_favicon_url=f"{ASSETS}/favicon.png",
         )
+        page.headers.update(FRAME_HEADERS)
+        return page
+
+    @gateway.get("/openapi.json", include_in_schema=False)
+    async def description() -> JSONResponse:
+        return JSONResponse(gateway.openapi(), headers=FRAME_HEADERS)
 
 
 FOLDER: Final = Path(__file__).parents[1] / "static"

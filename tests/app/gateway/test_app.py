@@ -215,3 +215,38 @@ def test_the_id_of_a_request_to_cancel_may_have_slashes_either_way(path: str, re
     head, body = ask(f"POST /v2/requests/{path}/cancel HTTP/1.1".encode())
     assert head.startswith(b"HTTP/1.1 404 ")
     assert f"request '{request_id}'".encode() in body
+
+
+@pytest.mark.parametrize("name", ["Content-Type", "Content-Encoding", "Inference-Header-Content-Length", "Origin"])
+def test_a_header_that_a_proxy_may_read_otherwise_is_refused_twice(name: str) -> None:
+    async def ask() -> httpx.Response:
+        gateway = create_app(Models(), Server(access_log=False))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(gateway), base_url="http://test") as client:
+            return await client.post("/v2/models/m/infer", headers=[(name, "1"), (name, "2")])
+
+    answer = asyncio.run(ask())
+    assert answer.status_code == 400
+    assert answer.json()["error"] == f"header {name}: expected one, got 2"
+
+
+@pytest.mark.parametrize("path", ["/docs", "/openapi.json"])
+def test_no_page_frames_the_docs(path: str) -> None:
+    async def ask() -> httpx.Response:
+        gateway = create_app(Models(), Server(access_log=False))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(gateway), base_url="http://test") as client:
+            return await client.get(path)
+
+    answer = asyncio.run(ask())
+    assert answer.status_code == 200
+    assert "frame-ancestors 'none'" in answer.headers["content-security-policy"]
+    assert answer.headers["x-content-type-options"] == "nosniff"
+
+
+def test_an_index_may_leave_ready_open() -> None:
+    async def ask() -> httpx.Response:
+        gateway = create_app(Models(), Server(access_log=False))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(gateway), base_url="http://test") as client:
+            return await client.post("/v2/repository/index", json={"ready": None})
+
+    answer = asyncio.run(ask())
+    assert (answer.status_code, answer.json()) == (200, [])

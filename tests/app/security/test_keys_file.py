@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import stat
 import threading
 from collections.abc import Callable
@@ -166,3 +167,9 @@ def test_a_servers_keys_come_from_its_file_and_its_environment(file: Path) -> No
     assert not keys_are_wanted(None, {})
     assert keys_are_wanted(None, environment)
     assert keys_are_wanted(file, {})
+
+
+def test_a_fifo_in_place_of_the_file_is_refused_and_nobody_waits(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "keys.json", 0o600)
+    with pytest.raises(ConfigError, match="expected a regular file"):
+        read_file(tmp_path / "keys.json")

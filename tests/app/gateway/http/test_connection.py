@@ -501,11 +501,13 @@ def test_an_upgrade_of_an_older_version_is_answered_too() -> None:
     [
         (b"CONNECT example.com:443 HTTP/1.1\r\nHost: x\r\n", b"405 Method Not Allowed"),
         (b"CONNECT /v2 HTTP/1.1\r\nHost: x\r\n", b"405 Method Not Allowed"),
+        (b"GET /v2 HTTP/2.0\r\nHost: x\r\n", b"505 HTTP Version Not Supported"),
+        (b"POST /v2 HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip, chunked\r\n", b"501 Not Implemented"),
         (b"GET http://x HTTP/1.1\r\nHost: x\r\n", b"400 Bad Request"),
         (b"GET http://x HTTP/1.1\r\n" + UPGRADE % b"h2c", b"400 Bad Request"),
     ],
 )
-def test_a_tunnel_and_a_target_without_a_path_are_refused(head: bytes, status: bytes) -> None:
+def test_a_head_that_this_server_does_not_follow_is_refused(head: bytes, status: bytes) -> None:
     async def scenario(port: int) -> None:
         reader, writer = await connect(port)
         writer.write(head + b"\r\n")
