@@ -32,6 +32,9 @@ _PIECE_BYTES: Final = 1 << 16
 # The last double that still rounds to a finite float32.
 _LARGEST_FLOAT32: Final = math.nextafter(2.0**128 - 2.0**103, 0.0)
 
+_NUMBER: Final = re.compile(rb"[-+.0-9eE]+")
+_NOT_ZERO: Final = re.compile(rb"-?[0.]*[1-9]")
+
 _EXACT_BELOW: Final = 2.0**53
 """From here on a float may stand for another integer than was written."""
 
@@ -152,11 +155,22 @@ class JsonData:
             values = self._flat_floats.decode(text)
         except PARSE_ERRORS as other:
             raise self._unreadable(other, index, start) from None
-        return self._made_integers(values, index, lambda place: f"[{start + place}]")
+        return self._made_integers(values, text, index, lambda place: f"[{start + place}]")
 
-    def _made_integers(self, values: list[Any], index: int | None, subscript: Callable[[int], str]) -> list[Any]:
+    def _made_integers(
+        self, values: list[Any], text: bytes | memoryview, index: int | None, subscript: Callable[[int], str]
+    ) -> list[Any]:
+        """Turn floats that are integers into these; ``text`` is the JSON that the values were read from."""
+        written: list[bytes] | None = None
         for place, value in enumerate(values):
             if value.__class__ is float:
+                if value == 0:  # maybe a number too small for a float
+                    if written is None:
+                        written = _NUMBER.findall(text)
+                    number = written[place]
+                    if _NOT_ZERO.match(number):
+                        shown = number[:40].decode()
+                        raise self._bad(index, subscript(place), f"expected an integer ({self._datatype}), got {shown}")
                 if not value.is_integer():
                     raise self._bad(index, subscript(place), f"expected an integer ({self._datatype}), got {value}")
                 if abs(value) >= _EXACT_BELOW:
@@ -183,7 +197,7 @@ class JsonData:
                     expected = f"{dim} elements in every array along axis {axis} (shape {shape_text(shape)})"
                     raise self._bad(index, _subscript(place, shape[:axis]), f"expected {expected}, got {len(part)}")
             level = list(chain.from_iterable(level))
-        return self._made_integers(level, index, lambda place: _subscript(place, shape)) if has_floats else level
+        return self._made_integers(level, text, index, lambda place: _subscript(place, shape)) if has_floats else level
 
     def _elements(self) -> str:
         number = "numbers" if self._datatype.startswith("FP") else "integers"

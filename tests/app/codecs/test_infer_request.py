@@ -1019,3 +1019,20 @@ def test_a_scalar_may_come_without_any_axis() -> None:
 def test_without_being_declared_the_batch_axis_is_needed() -> None:
     with pytest.raises(BadRequest, match=r"expected \[rows, -1, 2\], got \[2, 2\]"):
         _decoded(msgspec.structs.replace(BARE, bare_rows=False), shape=[2, 2], data=[1, 2, 3, 4])
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("number", ["1e-320", "1e-400", "-1e-400", "0.001e-400", "12.5E-500"])
+def test_a_number_too_small_for_a_float_is_no_integer(number: str, nested: bool) -> None:
+    decoder = RequestDecoder(
+        Signature("m", (TensorSpec("ids", "INT32", (-1,)),), (TensorSpec("y", "FP32", (1,)),), max_batch_size=8)
+    )
+
+    def body(last: str) -> bytes:
+        data = f"[[0.0, {last}], [0e5, -0.0]]" if nested else f"[0.0, {last}, 0e5, -0.0]"
+        return b'{"inputs": [{"name": "ids", "datatype": "INT32", "shape": [2, 2], "data": %b}]}' % data.encode()
+
+    decoder.decode(body("0"))
+    decoder.decode(body("2.0"))
+    with pytest.raises(BadRequest, match=r"inputs\[0\]\.data.*expected an integer \(INT32\), got"):
+        decoder.decode(body(number))
