@@ -401,7 +401,7 @@ def _signature(
         name=name,
         inputs=inputs,
         outputs=tuple(outputs),
-        parameters=_parameters(steps),
+        parameters=_parameters(steps, name),
         max_batch_size=max_batch_size,
         idempotent=all(step.signature.idempotent for step in steps),
         by_key=any(step.spec.cache.per_key for step in steps if step.spec.cache is not None),
@@ -418,10 +418,13 @@ def _signature(
             for head in spec.heads
         ),
         streams=bool(streaming),
+        overlaps=spec.placement == "fused" and any(step.signature.overlaps for step in steps),
     )
 
 
-def _parameters(steps: Sequence[PlannedStep]) -> tuple[Parameter, ...]:
+def _parameters(steps: Sequence[PlannedStep], name: str) -> tuple[Parameter, ...]:
+    """The parameters of a pipeline of this name, which a plain model has as its step."""
+    is_plain = [step.name for step in steps] == [name]
     found: dict[str, tuple[str, Parameter]] = {}
     for step in steps:
         for parameter in step.signature.parameters:
@@ -433,7 +436,7 @@ def _parameters(steps: Sequence[PlannedStep]) -> tuple[Parameter, ...]:
                     f"pipeline, parameter `{parameter.name}`: steps `{first}` and `{step.name}` declare it "
                     f"differently ({fields}); declare it alike, or rename one"
                 )
-            if parameter.name == "heads":
+            if parameter.name == "heads" and not is_plain:
                 raise DeclarationError(
                     f"step `{step.name}`, parameter `heads`: in a pipeline it picks the heads; rename it"
                 )

@@ -112,6 +112,13 @@ class Signature(msgspec.Struct, frozen=True):
     reranking: Reranking | None = None
     classification: Classification | None = None
     transcription: Transcription | None = None
+    overlaps: bool = False
+    """Whether a replica computes several calls at once, since a ``__call__`` is a coroutine function."""
+
+    @property
+    def is_framed(self) -> bool:
+        """Whether replicas answer in frames (`inference.wire.frame`), and not each call with one message."""
+        return self.streams or self.overlaps or bool(self.heads)
 
     @property
     def own_parameters(self) -> tuple[Parameter, ...]:
@@ -200,6 +207,7 @@ class Signature(msgspec.Struct, frozen=True):
             description=description if type(model).__doc__ else "",
             bare_rows=model.bare_rows,
             streams=inspect.isgeneratorfunction(call) or inspect.isasyncgenfunction(call),
+            overlaps=inspect.iscoroutinefunction(call),
         )
 
 

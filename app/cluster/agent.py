@@ -193,7 +193,7 @@ class Agent:
         replica, address = self._replica, self._address
         assert replica is not None
         signature = replica.signature
-        frames = signature is not None and bool(signature.heads or signature.streams)
+        frames = signature is not None and signature.is_framed
         node = os.environ.get("HEADWATER_NODE", "")
         route = ReplicaRoute(
             replica.id, address, replica.token, address if frames else "", replica.facts.get("device", ""), node

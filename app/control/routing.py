@@ -183,6 +183,17 @@ class DeploymentRoute(msgspec.Struct, frozen=True):
         return self.failure or self.reason.partition(LAST_LINES)[0]
 
     @property
+    def at_once(self) -> int:
+        """The calls that a replica computes at once; this worker's share. Of streams and coroutines it is any number,
+        limited only by the calls in flight."""
+        signature = self.signature
+        return (
+            self.max_in_flight
+            if signature is not None and (signature.streams or signature.overlaps)
+            else self.instances
+        )
+
+    @property
     def gives_embeddings(self) -> bool:
         """Whether it is known to answer ``/v1/embeddings``."""
         return self.signature is not None and self.signature.embedding is not None

@@ -84,6 +84,10 @@ class ModelDispatcher(TensorDispatcher[Pending]):
         """See `TensorDispatcher.is_crowded`."""
         return self.queued_rows > self._queue.max_batch_size
 
+    def _is_queued(self, request: InferRequest) -> bool:
+        """See `TensorDispatcher._is_queued`."""
+        return any(part.alive for run in self._requests if run.request is request for part in run.parts)
+
     def update(self, route: DeploymentRoute) -> None:
         """See `Dispatcher.update`."""
         if route.signature is not None:
@@ -122,9 +126,7 @@ class ModelDispatcher(TensorDispatcher[Pending]):
     def moment(self) -> Moment:
         """See `Dispatcher.moment`."""
         rows = self._queue.rows
-        # How many streams a model computes at once is limited only by its calls in flight.
-        streams = self.route.signature is not None and self.route.signature.streams
-        most = self.route.max_in_flight if streams else self.route.instances
+        most = self.route.at_once
         calls = [one.calls for one in self._pool.connected.values()]
         return Moment(
             computing=sum(min(one, most) for one in calls),

@@ -13,6 +13,7 @@ from app.dispatch.answer_cache import AnswerCache
 from app.dispatch.collector import PLAIN, WHOLE, Collector
 from app.dispatch.deadlines import Deadlines
 from app.dispatch.pending import held_bytes
+from app.dispatch.queue import DEFAULT_PRIORITY
 from app.errors import Cancelled, DeadlineExceeded, QueueFull
 from app.telemetry.recorder import CacheMeter
 
@@ -59,6 +60,8 @@ class _Flight:
 
     def __init__(self) -> None:
         self.waiters: dict[Waiter, None] = {}
+        self.computing: list[InferRequest] = []
+        """The requests that are computed: more than one if a later request was more urgent than those before it."""
 
     def land(self, outputs: Outputs) -> None:
         """Give all the answer."""
@@ -71,12 +74,11 @@ class _Flight:
             waiter.decide("alone")
 
     def hand_on(self) -> bool:
-        """Have the first compute. Returns whether there is one."""
-        for waiter in self.waiters:
-            if not waiter.collector.is_done:
-                waiter.decide("compute")
-                return True
-        return False
+        """Have the most urgent one compute, the first of several. Returns whether there is one."""
+        waiting = [waiter for waiter in self.waiters if not waiter.collector.is_done]
+        if waiting:
+            min(waiting, key=lambda waiter: _urgency(waiter.request)).decide("compute")
+        return bool(waiting)
 
 
 class Flights:
@@ -84,18 +86,26 @@ class Flights:
 
     If a computation's client leaves, or its own deadline passes, the next request that waits for it computes. If it
     fails otherwise, each computes for itself, as without a cache: they go in one batch, and the failure may be one that
-    the model or its replica had by chance.
+    the model or its replica had by chance. A request that is more urgent than those that are computed doesn't wait in
+    the queue with them: it is computed, too, and whichever ends first answers all that wait.
 
     Args:
         cache: what is kept.
         meter: counts.
         waiting: the requests that wait for an equal one; kept up to date here.
         version: identifies what computes now; answers of another version are not used.
+        is_queued: whether a request that is to be computed may still wait in a queue.
     """
 
     def __init__(
-        self, cache: AnswerCache, meter: CacheMeter, waiting: set[Waiter], version: Callable[[], Hashable]
+        self,
+        cache: AnswerCache,
+        meter: CacheMeter,
+        waiting: set[Waiter],
+        version: Callable[[], Hashable],
+        is_queued: Callable[[InferRequest], bool],
     ) -> None:
+        self._is_queued = is_queued
         self.cache = cache
         self._meter = meter
         self._waiting = waiting
@@ -134,13 +144,21 @@ class Flights:
         flight = self._flights.get(key)
         if flight is None:
             flight = self._flights[key] = _Flight()
-            return await self._compute(key, flight, compute)
+            return await self._compute(key, flight, request, compute)
+        if self._overtakes(request, flight):
+            return await self._compute(key, flight, request, compute)
         waiter = Waiter(request, timeout_s)
         answer = await self._wait(key, flight, waiter)
         if waiter.turn == "take":
             self._meter.shared.add()
             return msgspec.structs.replace(answer, cache="shared")
-        return await self._compute(key, flight if waiter.turn == "compute" else _Flight(), compute)
+        return await self._compute(key, flight if waiter.turn == "compute" else _Flight(), request, compute)
+
+    def _overtakes(self, request: InferRequest, flight: _Flight) -> bool:
+        """Whether a request would be computed before all that a flight computes, which still wait in a queue."""
+        computing = flight.computing  # empty while one that waited is about to compute
+        most = min(map(_urgency, computing), default=0)
+        return _urgency(request) < most and all(map(self._is_queued, computing))
 
     async def _wait(self, key: bytes, flight: _Flight, waiter: Waiter) -> Answer:
         flight.waiters[waiter] = None
@@ -156,12 +174,17 @@ class Flights:
             self._waiting.discard(waiter)
             flight.waiters.pop(waiter, None)
 
-    async def _compute(self, key: bytes, flight: _Flight, compute: Callable[[], Awaitable[Answer]]) -> Answer:
+    async def _compute(
+        self, key: bytes, flight: _Flight, request: InferRequest, compute: Callable[[], Awaitable[Answer]]
+    ) -> Answer:
         self._meter.misses.add()
+        flight.computing.append(request)
         try:
             answer = await compute()
         except _OWN_ENDS:
-            self._hand_on(key, flight)
+            flight.computing.remove(request)
+            if not flight.computing:
+                self._hand_on(key, flight)
             raise
         except BaseException:
             self._end(key, flight)
@@ -186,3 +209,8 @@ class Flights:
             return False
         del self._flights[key]
         return True
+
+
+def _urgency(request: InferRequest) -> int:
+    """The request's priority; 1 is the most urgent."""
+    return request.priority or DEFAULT_PRIORITY

@@ -67,7 +67,8 @@ class FrameCall:
         if signature.streams:
             note.stream = self.name
         else:
-            note.left_s = self._left_s()
+            # The only step of a plain model has the model's name.
+            note.left_s = {head or signature.name: left_s for head, left_s in self._left_s().items()}
         self._started_ns = time.perf_counter_ns()
         self.compute_ns = 0
         """Time in the callable so far."""
@@ -127,7 +128,7 @@ class FrameCall:
         if self.segment is not None and piece.failures and piece.failures[0][1] == Status.UNSHARED:
             self.unshared = piece.failures[0][2]
             return
-        if not self._has_heads:  # only in its replica is a model that streams a pipeline of one step
+        if not self._has_heads:  # only in its replica is a plain model a pipeline, of one step
             piece.head = WHOLE
         if piece.is_last:
             self._unanswered.discard(piece.head)

@@ -63,7 +63,8 @@ class Batching:
     def update(self, route: DeploymentRoute) -> None:
         """Adopt a new state of the deployment."""
         self.route = route
-        self._choice.bound(route.max_in_flight, route.instances)
+        self._at_once = route.at_once
+        self._choice.bound(route.max_in_flight, self._at_once)
 
     def note(self, replica: ReplicaCalls) -> None:
         """Take in that a replica's calls, its report or its eligibility has changed."""
@@ -107,7 +108,7 @@ class Batching:
             if replica is None:
                 break
             if not streams:
-                is_busy = replica.calls >= route.instances
+                is_busy = replica.calls >= self._at_once
                 if (is_busy and not queue.next_has(self._worth_a_call(replica))) or (
                     route.max_queue_delay_ms and not self._delay_is_over()
                 ):

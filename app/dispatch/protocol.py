@@ -182,6 +182,10 @@ class TensorDispatcher(Dispatcher, Generic[R]):
         """Whether more rows wait than the next call takes."""
         return False
 
+    def _is_queued(self, request: InferRequest) -> bool:
+        """Whether a request in flight may still wait in a queue, where a more urgent one would go first."""
+        return True
+
     def update(self, route: DeploymentRoute) -> None:
         """See `Dispatcher.update`."""
         super().update(route)
@@ -206,7 +210,7 @@ class TensorDispatcher(Dispatcher, Generic[R]):
         elif self._flights is None:
             meter = recorder().cache(self.route.name)
             cache = AnswerCache(share, meter)
-            self._flights = Flights(cache, meter, self._waiting, lambda: self.version)
+            self._flights = Flights(cache, meter, self._waiting, lambda: self.version, self._is_queued)
         else:
             self._flights.cache.limit(share)
         if self._flights is not None and self.route.is_set_aside:

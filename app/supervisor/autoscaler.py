@@ -229,7 +229,7 @@ def _demand(one: ReplicaSet, load: DeploymentLoad | None) -> Demand:
     if one.signature is not None and one.signature.limits is not None:
         # An engine computes so many sequences at once, but each slows the others down.
         parallel, peak_parallel = one.signature.limits.max_sequences, 1
-    elif one.signature is not None and one.signature.streams:
+    elif one.signature is not None and (one.signature.streams or one.signature.overlaps):
         parallel = peak_parallel = one.config.max_in_flight
     # Workers count their calls separately, but a replica computes only so many at once.
     busy = min(load.computing / parallel, float(len(one.ready)))

@@ -296,7 +296,7 @@ class ReplicaProcess:
     def route(self) -> ReplicaRoute:
         """See `ReplicaHandle.route`."""
         signature = self.signature
-        frames = signature is not None and (signature.heads or signature.streams)
+        frames = signature is not None and signature.is_framed
         return ReplicaRoute(
             self.id, f"unix:{self.directory / 'h'}", self.token, f"unix:{self.directory / 'g:1'}" if frames else "",
             self.facts.get("device", ""),

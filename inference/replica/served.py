@@ -8,8 +8,6 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-import msgspec
-
 from inference.errors import DeclarationError
 from inference.lm.engine_host import EngineHost
 from inference.lm.loading import lm_signature, plan_language_model
@@ -155,17 +153,18 @@ def load_served(
     pipeline = spec.pipeline
     if pipeline is None:
         _check_instances(spec, models[spec.name], streams=signatures[spec.name].streams)
-        if signatures[spec.name].streams:
-            pipeline = PipelineSpec(steps, heads=(spec.name,), trunk=spec.name)  # a pipeline of one step
+        if signatures[spec.name].is_framed:
+            # Only in its replica is a plain model that answers in frames a pipeline, of one step.
+            pipeline = PipelineSpec(steps, heads=(spec.name,), trunk=spec.name)
     if pipeline is not None:
         plan = make_plan(pipeline, signatures, name=spec.name, max_batch_size=spec.max_batch_size)
-    known = signatures[spec.name] if pipeline is None else plan.signature
+    signature = signatures[spec.name] if spec.pipeline is None else plan.signature
     if spec.is_cached:
-        known.check_cacheable()
-    on_known(known)
+        signature.check_cacheable()
+    on_known(signature)
     loop = CallLoop()
     sizes: dict[str, Sequence[int]] = {}
-    warmup_sizes = _warmup_sizes(spec, known.max_batch_size)
+    warmup_sizes = _warmup_sizes(spec, signature.max_batch_size)
     for step in steps:
         model = models[step.name]
         progress(f"loading {step.name} on {device}" if spec.pipeline is not None else f"loading on {device}")
@@ -176,7 +175,6 @@ def load_served(
         warmup_sizes = sorted([*{*warmup_sizes}.union(*sizes.values())] * 2)
     loaded = tuple(models.values())
     if pipeline is None:
-        signature = signatures[spec.name]
         # One runner for each instance, which has a thread; all share the model.
         padded_to = sizes.get(spec.name, ())
         runners = [
@@ -186,8 +184,6 @@ def load_served(
         return Served(signature, device, runners, loop, loaded, warmup_sizes, bool(sizes))
     if plan.signature.streams:
         switch_soon()
-    # To clients a plain model that streams is not a pipeline.
-    signature = plan.signature if spec.pipeline is not None else msgspec.structs.replace(plan.signature, heads=())
     fused = FusedPipeline(plan, models, device, on_broken, watch, capacity, sizes)
     return Served(signature, device, fused, loop, loaded, warmup_sizes, bool(sizes))
 

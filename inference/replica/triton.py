@@ -107,8 +107,8 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
     def bind_signature(self, signature: Signature, *, instances: int = 1, is_language_model: bool = False) -> None:
         """Bind a model under the signature's name; `start` brings what computes it.
 
-        One that streams or has heads answers each request with any number of frames (`inference.wire.frame`, or for a
-        language model `inference.wire.lm`); any other has the hidden report output beside its own.
+        A framed one answers each request with any number of frames (`inference.wire.frame`, or for a language model
+        `inference.wire.lm`); any other has the hidden report output beside its own.
 
         Args:
             signature: its declarations.
@@ -117,7 +117,7 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
         """
         inputs, outputs = [_tensor(spec) for spec in signature.inputs], [_tensor(spec) for spec in signature.outputs]
         hidden = {name: Tensor(name=name, dtype=np.uint8, shape=(-1,)) for name in (REPORT, FRAME, CONTROL)}
-        is_framed = signature.streams or bool(signature.heads)
+        is_framed = signature.is_framed
         self.bind(
             model_name=signature.name,
             infer_func=[_later] * instances,

@@ -66,6 +66,35 @@ class _Result(NamedTuple):
     """Reports by row of the batch."""
 
 
+class _Hold:
+    """A batch's hold of the pipeline's turn, which it may give up and take again."""
+
+    __slots__ = ("_has_turn", "_turn")
+
+    def __init__(self, turn: asyncio.Lock) -> None:
+        self._turn = turn
+        self._has_turn = False
+
+    async def take(self) -> None:
+        """Wait for the turn, unless it is held."""
+        if not self._has_turn:
+            await self._turn.acquire()
+            self._has_turn = True
+
+    def leave(self) -> None:
+        """Let another batch have the turn."""
+        if self._has_turn:
+            self._has_turn = False
+            self._turn.release()
+
+    async def __aenter__(self) -> _Hold:
+        await self.take()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self.leave()
+
+
 class BatchRun:
     """Runs one batch and answers in frames. `ancestors` has for each head the steps that must run, itself included.
     `held_rows` says how many rows the replica has. `caches` keep the outputs of some steps.
@@ -75,8 +104,8 @@ class BatchRun:
     """
 
     __slots__ = (
-        "_ancestors", "_caches", "_counts", "_held_rows", "_is_warmup", "_needed", "_noted_patience_s", "_owners",
-        "_part", "_plan", "_results", "_spoilers", "_steps", "_unanswered", "_until_s", "_wanted",
+        "_ancestors", "_caches", "_counts", "_held_rows", "_is_warmup", "_kept", "_needed", "_noted_patience_s",
+        "_owners", "_part", "_plan", "_results", "_spoilers", "_steps", "_unanswered", "_until_s", "_wanted",
     )  # fmt: skip
 
     def __init__(
@@ -113,18 +142,24 @@ class BatchRun:
         self._unanswered = dict.fromkeys(self._wanted)
         """Heads whose final piece has not been sent, in order."""
         self._results: dict[str, _Result] = {}
+        self._kept: set[str] = set()
+        """Steps whose results are copies."""
         self._spoilers: dict[str, str] = {}
         """For each step whose outputs were overwritten, the step that did so. They are recomputed when next needed."""
         self._counts: dict[str, StepCount] = {}
 
     async def batch(self, turn: asyncio.Lock, pace: Pace) -> AsyncGenerator[Array, None]:
-        """Run the steps, holding the turn, and yield the heads' answers as they become ready."""
+        """Run the steps, and yield the heads' answers as they become ready.
+
+        The turn is held while a step runs, unless the step overlaps: then other batches run meanwhile.
+        """
         ready: list[_Answer] = []
         since_s = 0.0
-        async with turn:
+        async with _Hold(turn) as hold:
             names = [step.name for step in self._plan.steps if self._needed[step.name]]
             for place, name in enumerate(names, start=1):
-                running = asyncio.ensure_future(self._step(self._steps[name], pace))
+                await hold.take()
+                running = asyncio.ensure_future(self._step(self._steps[name], hold, pace))
                 try:
                     # The pace is an estimate: a step that hangs this time must not delay an answer that is ready.
                     if ready and not await _ends_within(running, self._left_s(ready, pace, since_s)):
@@ -149,19 +184,20 @@ class BatchRun:
         """Run the steps up to the one that streams, then its descendants for each of its yields.
 
         A head ends once one of its rows fails; the others go on. The turn is held while steps run, except while the
-        streaming step computes its next yield. A cancelled stream ends without a final frame.
+        streaming step computes its next yield, or a step overlaps. A cancelled stream ends without a final frame.
         """
         source = next(step for step in self._plan.steps if step.signature.streams)
         after = [
             step for step in self._plan.steps if step is not source and source.name in self._plan.needed([step.name])
         ]
-        async with turn:
+        async with _Hold(turn) as hold:
             control.has_turn = True
             if control.is_cancelled:
                 return
             for planned in self._plan.steps:
                 if self._needed[planned.name] and planned is not source and planned not in after:
-                    answer = await self._step(self._steps[planned.name])
+                    await hold.take()
+                    answer = await self._step(self._steps[planned.name], hold)
                     if answer is not None:
                         yield self._frame([answer])
             heads = [head for head in self._wanted if source.name in self._ancestors[head]]
@@ -170,6 +206,7 @@ class BatchRun:
                 yield self._frame(lost)
             if not self._unanswered:
                 return
+            await hold.take()
             given, rows, failures = await self._given(self._steps[source.name], is_private=True)
             self._keep({wire.step for step in after for wire in step.wires})
         control.has_turn = False
@@ -205,28 +242,38 @@ class BatchRun:
         answers = [self._answer(source, made.arrays, took_s, is_last=False)] if source in self._unanswered else []
         needed = [step for step in after if any(step.name in self._ancestors[head] for head in self._unanswered)]
         if needed:
-            async with turn:
+            async with _Hold(turn) as hold:
                 for planned in needed:
-                    answer = await self._step(self._steps[planned.name], is_last=False)
+                    await hold.take()
+                    answer = await self._step(self._steps[planned.name], hold, is_last=False)
                     if answer is not None:
                         answers.append(answer)
         return answers
 
-    async def _step(self, step: Step, pace: Pace | None = None, *, is_last: bool = True) -> _Answer | None:
-        """Run a step, whose parents have run, on the rows that need it. Returns the piece if the step is a head."""
+    async def _step(
+        self, step: Step, hold: _Hold, pace: Pace | None = None, *, is_last: bool = True
+    ) -> _Answer | None:  # fmt: skip
+        """Run a step, whose parents have run, on the rows that need it; one that overlaps gives up the turn.
+
+        Returns the piece if the step is a head.
+        """
         until_s = max(self._until_s[head] for head in self._wanted if step.name in self._ancestors[head])
         if until_s <= time.monotonic():
             # The deadlines of its descendants have passed too.
             late = dict.fromkeys(self._needed[step.name], RowReport(Status.RAISED, LATE))
             self._results[step.name] = _Result([], {}, late)
             return self._answer(step.name, {}) if step.name in self._unanswered else None
-        given, rows, failures = await self._given(step)
+        cache = self._caches.get(step.name)
+        overlaps = step.overlaps and cache is None
+        given, rows, failures = await self._given(step, is_private=overlaps)
         given = given._replace(until_s=until_s)
+        if overlaps:
+            self._keep({wire.step for one in self._plan.steps if one is not step.planned for wire in one.wires})
+            hold.leave()
         made = Made()
         took_s = 0.0
         if rows:
             started_s = time.perf_counter()
-            cache = self._caches.get(step.name)
             made = await (step.run(given) if cache is None else cache.run(step, given))
             took_s = time.perf_counter() - started_s
             if cache is not None and not given.is_warmup:
@@ -309,6 +356,7 @@ class BatchRun:
         """Store and count a step's result for these rows of the batch; the other rows failed before."""
         failed = {rows[row]: report for row, report in made.failures.items()}
         self._results[name] = _Result([rows[row] for row in made.good], made.values, {**failures, **failed})
+        self._kept.discard(name)
         self._spoilers.pop(name, None)
         self._count(name, made.calls, made.retries, took_s)
 
@@ -330,7 +378,8 @@ class BatchRun:
     def _keep(self, names: Iterable[str]) -> None:
         """Copy these steps' results, which are needed while other batches run: a model may reuse its own memory."""
         for name in names:
-            if name in self._results:
+            if name in self._results and name not in self._kept:
+                self._kept.add(name)
                 rows, values, failures = self._results[name]
                 kept = {output: settled(copied(value)) for output, value in values.items()}
                 self._results[name] = _Result(rows, kept, failures)

@@ -160,6 +160,8 @@ class Step:
         self._capacity = capacity or Capacity()
         self._sizes = sizes
         self._is_async = inspect.iscoroutinefunction(type(model).__call__)
+        self.overlaps = self._is_async and not sizes
+        """Whether several calls may run at once: the model is a coroutine function, and has no CUDA graphs."""
         self._outputs = {spec.name: spec for spec in planned.signature.outputs}
         self._from_steps = frozenset(wire.input for wire in planned.wires if wire.step != INPUT)
         self._writes = False
@@ -336,12 +338,22 @@ class Step:
             else:  # one switch to the thread for call and check: a switch takes as long as a small head
                 piece = await self._in_executor(compute)
             if not isinstance(piece, _Piece):
-                with self._watch():
-                    result = await _in_time(piece, given.until_s)
-                with self._watch():
-                    piece = await self._in_executor(lambda: self._piece(result, rows, watched, size))
+                piece = await _in_time(self._awaited(piece, rows, watched, size), given.until_s)
         # A copy, because a later call may reuse the memory.
         return _owned(piece) if is_retry or len(rows) < given.rows else piece
+
+    async def _awaited(
+        self, computed: Awaitable[object], rows: list[int], watched: Sequence[_Watched], size: int
+    ) -> _Piece:  # fmt: skip
+        """Await a model's result."""
+        with self._watch():
+            result = await computed
+        with self._watch():
+            if self._device.startswith("cuda"):  # the copy waits for what was computed, and nothing else need wait
+                return await self._in_executor(lambda: self._piece(result, rows, watched, size))
+            piece = self._piece(result, rows, watched, size)
+            # A copy, before another call runs that may reuse the memory.
+            return _owned(piece) if self.overlaps else piece
 
     def _arguments(self, given: Given, rows: list[int]) -> tuple[dict[str, Any], list[_Watched]]:
         """The model's arguments, and those among them that it must not write into."""
@@ -463,7 +475,7 @@ class Step:
             begin_graphs()
 
 
-async def _in_time(computed: Awaitable[object], until_s: float) -> object:
+async def _in_time(computed: Awaitable[T], until_s: float) -> T:
     """Await a model's result until the deadline.
 
     Raises:

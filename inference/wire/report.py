@@ -105,7 +105,7 @@ class CallNote(msgspec.Struct, omit_defaults=True):
     """For a pipeline, how long a head's answer may wait for the others because clients can't use it alone; a failure
     doesn't wait."""
     left_s: dict[str, float] = {}
-    """For a pipeline, the time left until each head's deadline; a head that is absent has none."""
+    """The time left until each head's deadline, or by a plain model's own name; a head that is absent has none."""
     stream: str = ""
     """The name by which a streaming request can be cancelled."""
     cancel: str = ""

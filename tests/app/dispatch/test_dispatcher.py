@@ -268,6 +268,25 @@ def test_rows_of_this_workers_own_calls_are_not_those_of_others() -> None:
     run(scenario)
 
 
+def test_a_model_of_coroutines_gets_a_call_for_each_request_up_to_its_bound() -> None:
+    async def scenario() -> None:
+        bench = Bench(msgspec.structs.replace(NUMBERS, overlaps=True), max_in_flight=3)
+        answers = []
+        for number in range(5):
+            answers.append(bench.send(number))
+            await settle()
+        assert [call.rows for call in bench.calls] == [1, 1, 1]
+        assert bench.dispatcher.moment().computing == 3
+        bench.calls[1].answer()
+        await settle()
+        assert [call.rows for call in bench.calls] == [1, 1, 1, 2]
+        for call in (bench.calls[0], *bench.calls[2:]):
+            call.answer()
+        await asyncio.gather(*answers)
+
+    run(scenario)
+
+
 def test_a_busy_replica_gets_another_call_when_a_batch_is_full() -> None:
     async def scenario() -> None:
         bench = Bench(max_in_flight=2)

@@ -116,6 +116,84 @@ def test_equal_requests_at_once_are_computed_once() -> None:
     run(scenario)
 
 
+def test_a_more_urgent_request_does_not_wait_in_the_queue_for_an_equal_one() -> None:
+    async def scenario() -> None:
+        bench = CachedBench(replicas=1)
+        busy = bench.ask(9)
+        await settle()
+        late, waits = bench.ask(1, priority=10), bench.ask(1, priority=10)
+        between = bench.ask(2, 2, 2, 2, priority=5)
+        await settle()
+        urgent, equal = bench.ask(1, priority=1), bench.ask(1, priority=1)
+        await settle()
+        bench.calls[0].answer()
+        await settle()
+        assert bench.values == [[9], [1]]
+        bench.calls[1].answer()
+        assert [told(await task) for task in (urgent, waits, equal)] == [("miss", [2]), *[("shared", [2])] * 2]
+        for call in (2, 3):
+            await settle()
+            bench.calls[call].answer()
+        assert told(await between) == ("miss", [4] * 4)
+        assert told(await late) == ("miss", [2])
+        assert (await busy).cache == "miss"
+        assert await computed(bench, 1) == ("hit", [2])
+
+    run(scenario)
+
+
+def test_what_is_being_computed_is_waited_for_however_urgent_a_request_is() -> None:
+    async def scenario() -> None:
+        bench = CachedBench()
+        first = bench.ask(1, priority=10)
+        await settle()
+        urgent = bench.ask(1, priority=1)
+        await settle()
+        assert bench.values == [[1]]
+        bench.calls[0].answer()
+        assert [told(await task) for task in (first, urgent)] == [("miss", [2]), ("shared", [2])]
+
+    run(scenario)
+
+
+def test_whichever_of_two_computations_stays_answers_those_that_wait() -> None:
+    async def scenario() -> None:
+        bench = CachedBench(replicas=1)
+        busy = bench.ask(9)
+        await settle()
+        late, waits = bench.ask(1, priority=10), bench.ask(1, priority=10)
+        await settle()
+        urgent = bench.ask(1, priority=1)
+        await settle()
+        urgent.cancel()
+        await settle()
+        bench.calls[0].answer()
+        await settle()
+        assert bench.values == [[9], [1]]
+        bench.calls[1].answer()
+        assert [told(await task) for task in (late, waits)] == [("miss", [2]), ("shared", [2])]
+        assert (await busy).cache == "miss"
+
+    run(scenario)
+
+
+def test_the_most_urgent_of_those_that_wait_computes_next() -> None:
+    async def scenario() -> None:
+        bench = CachedBench(replicas=1)
+        first = bench.ask(1, priority=1)
+        await settle()
+        waiting = [bench.ask(1, priority=priority) for priority in (10, 2, 5)]
+        await settle()
+        first.cancel()
+        await settle()
+        bench.calls[0].answer()
+        await settle()
+        bench.calls[1].answer()
+        assert [told(await task)[0] for task in waiting] == ["shared", "miss", "shared"]
+
+    run(scenario)
+
+
 def test_large_inputs_are_found_again() -> None:
     async def scenario() -> None:
         bench = CachedBench(CacheShare(1 << 24), replicas=1)

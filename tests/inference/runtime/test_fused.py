@@ -486,6 +486,110 @@ def pieces_of(answers: list[Answer], head: str) -> list[Word]:
     return [word for answer in answers for word in answer.words if word.head == head]
 
 
+class Meets(Stage):
+    """A coroutine that goes on once so many calls of it have begun."""
+
+    def __init__(self, parties: int, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.parties = parties
+        self.all_here = asyncio.Event()
+
+    async def __call__(self, **inputs: Any) -> Any:
+        result = super().__call__(**inputs)
+        if len(self.seen) == self.parties:
+            self.all_here.set()
+        await self.all_here.wait()
+        return result
+
+
+class Reuses(Stage):
+    """A coroutine that answers with the same memory in every call."""
+
+    memory = rows(0)
+
+    async def __call__(self, **inputs: Any) -> Any:
+        await asyncio.sleep(0)
+        np.copyto(self.memory, super().__call__(**inputs)[self.output])
+        return {self.output: self.memory}
+
+
+async def _all_at_once(pipeline: FusedPipeline, *values: float, **note: Any) -> list[dict[str, Word]]:
+    """Ask with one row each, at the same time."""
+
+    async def one(value: float) -> dict[str, Word]:
+        return only([answer async for answer in hear(pipeline, {"x": rows(value)}, **note)])
+
+    return await asyncio.wait_for(asyncio.gather(*map(one, values)), 30)
+
+
+class TestCoroutines:
+    def test_calls_of_a_plain_model_overlap(self) -> None:
+        pipeline = fused({"m": Meets(8, doubled, ["x"], "y", arrays="numpy")}, ["m"], name="m")
+        answers = asyncio.run(_all_at_once(pipeline, *range(8)))
+        assert [words["m"].outputs["y"].tolist() for words in answers] == [[[2.0 * value]] for value in range(8)]
+
+    def test_calls_of_a_step_overlap_while_other_steps_take_turns(self) -> None:
+        shared = rows(0)
+
+        def reused(x: Any) -> Any:  # as a trunk that answers with the same memory in every call
+            np.copyto(shared, x * 2)
+            return shared
+
+        models: dict[str, Any] = {
+            "trunk": Stage(reused, ["x"], "f", arrays="numpy"),
+            "meets": Meets(5, adding(1), ["f"], "g", arrays="numpy"),
+            "after": Stage(lambda g, f: g * 100 + f, ["g", "f"], "y", arrays="numpy"),
+            "beside": Stage(adding(2), ["f"], "z", arrays="numpy"),
+        }
+        pipeline = fused(models, ["after", "beside"])
+        answers = asyncio.run(_all_at_once(pipeline, *range(5)))
+        for value, words in enumerate(answers):
+            assert words["after"].outputs["y"].tolist() == [[(2 * value + 1) * 100 + 2 * value]]
+            assert words["beside"].outputs["z"].tolist() == [[2 * value + 2]]
+
+    def test_memory_that_a_coroutine_reuses_is_copied_before_another_call(self) -> None:
+        for note in ({}, {"left_s": {"m": 30}}):
+            pipeline = fused({"m": Reuses(doubled, ["x"], "y", arrays="numpy")}, ["m"], name="m")
+            answers = asyncio.run(_all_at_once(pipeline, *range(8), **note))
+            assert [words["m"].outputs["y"].tolist() for words in answers] == [[[2.0 * value]] for value in range(8)]
+
+    def test_a_row_that_fails_fails_alone(self) -> None:
+        class Refuses(Meets):
+            async def __call__(self, **inputs: Any) -> Any:
+                result = await super().__call__(**inputs)
+                if (inputs["x"] == 3).any():
+                    raise BadInput("3 on purpose")
+                return result
+
+        pipeline = fused({"m": Refuses(4, doubled, ["x"], "y", arrays="numpy")}, ["m"], name="m")
+
+        async def all_four() -> tuple[list[Answer], list[Answer], list[Answer], list[Answer]]:
+            async def one(*values: float) -> list[Answer]:
+                return [answer async for answer in hear(pipeline, {"x": rows(*values)})]
+
+            return await asyncio.wait_for(asyncio.gather(one(1, 3, 5), one(3), one(4), one(6)), 30)
+
+        first, second, third, fourth = asyncio.run(all_four())
+        assert list(only(first)["m"].failures) == [1]
+        assert only(first)["m"].outputs["y"].tolist() == [[2], [0], [10]]
+        assert list(only(second)["m"].failures) == [0]
+        assert [only(one)["m"].outputs["y"].tolist() for one in (third, fourth)] == [[[8]], [[12]]]
+
+    def test_a_deadline_cancels_one_call_of_many(self) -> None:
+        pipeline = fused({"m": Meets(3, doubled, ["x"], "y", arrays="numpy")}, ["m"], name="m")
+
+        async def late() -> list[Answer]:
+            return [answer async for answer in hear(pipeline, {"x": rows(7)}, left_s={"m": 0.01})]
+
+        async def scenario() -> tuple[list[Answer], list[dict[str, Word]]]:
+            first = await asyncio.wait_for(late(), 30)
+            return first, await _all_at_once(pipeline, 1, 2)
+
+        first, others = asyncio.run(scenario())
+        assert only(first)["m"].failures == {0: RowReport(Status.RAISED, "its time was over")}
+        assert [words["m"].outputs["y"].tolist() for words in others] == [[[2]], [[4]]]
+
+
 class Counter(Model):
     """Yields x, x + 1 and so on; what it is told to do at its third yield comes first."""
 

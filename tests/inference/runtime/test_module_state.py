@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -15,11 +15,16 @@ pytestmark = pytest.mark.torch
 
 
 class Inner(torch.nn.Module):
+    if TYPE_CHECKING:  # torch reads a class's annotations
+        h: torch.Tensor
+        seen: list[torch.Tensor]
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("h", torch.zeros(1, 4))
         self.count = 0
-        self.seen = torch.jit.Attribute([], list[torch.Tensor])
+        attribute: Any = torch.jit.Attribute([], list[torch.Tensor])
+        self.seen = attribute
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.h = torch.tanh(x + self.h)
@@ -30,6 +35,12 @@ class Inner(torch.nn.Module):
 
 class Ways(torch.nn.Module):
     """Writes in every way that TorchScript has, and reads what it doesn't write."""
+
+    if TYPE_CHECKING:
+        placed: torch.Tensor
+        read: torch.Tensor
+        of_a_loop: torch.Tensor
+        of_a_branch: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +64,8 @@ class Ways(torch.nn.Module):
         self.parts[0].add_(1)
         own = x.clone()
         own.add_(1)
-        return self.norm(self.inner(own)) + self.read + looped
+        inner: torch.Tensor = self.norm(self.inner(own))
+        return inner + self.read + looped
 
 
 class Pure(torch.nn.Module):
@@ -66,11 +78,19 @@ class Pure(torch.nn.Module):
         self.lstm = torch.nn.LSTM(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.drop(self.norm(x)) + self.lstm(x)[0]
+        dropped: torch.Tensor = self.drop(self.norm(x))
+        return dropped + self.lstm(x)[0]
 
 
 class Buffers(torch.nn.Module):
     """Writes in every way that torch.export has."""
+
+    added: torch.Tensor
+    copied: torch.Tensor
+    assigned: torch.Tensor
+    placed: torch.Tensor
+    without_gradients: torch.Tensor
+    read: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,11 +141,15 @@ def test_statistics_of_a_module_that_was_traced_or_exported_in_training_mode() -
     module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)).train()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that tracing is deprecated, and what it takes for constant
-        traced = torch.jit.trace(module, torch.randn(3, 4), check_trace=False).eval()
+        trace: Any = torch.jit.trace  # it has no types
+        traced = trace(module, torch.randn(3, 4), check_trace=False).eval()
     assert script_writes(traced) == ["1.num_batches_tracked", "1.running_mean", "1.running_var"]
     program = exported(module)
     assert program_writes(program) == ["1.num_batches_tracked", "1.running_mean", "1.running_var"]
-    assert sorted(program_writes(program.run_decompositions())) == sorted(program_writes(program))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch's own
+        decomposed = program.run_decompositions()
+    assert sorted(program_writes(decomposed)) == sorted(program_writes(program))
 
 
 def test_what_differs_is_named() -> None:
