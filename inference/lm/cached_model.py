@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from inference.errors import ReplicaError
+from inference.lm.batch_invariance import INVARIANT, make_invariant
 from inference.lm.rotary import switches_of
 from inference.lm.slot_cache import SlotCache, StepMask
 from inference.lm.transformers_parts import attention_of
@@ -42,16 +43,21 @@ class CachedModel:
     Args:
         model: a causal language model, in eval mode, on its device.
         max_sequences: the most sequences computed together.
+        batch_invariant: whether a sequence's logits must not depend on other sequences and on a prompt's chunks; the
+            model's layers are replaced.
 
     Raises:
         ReplicaError: the cache can't serve the model.
     """
 
-    def __init__(self, model: PreTrainedModel, max_sequences: int) -> None:
+    def __init__(self, model: PreTrainedModel, max_sequences: int, *, batch_invariant: bool = False) -> None:
         config = model.config.get_text_config(decoder=True)
+        if batch_invariant:
+            make_invariant(model)
         attention = attention_of(model.config)
-        if attention not in ("sdpa", "eager"):
+        if attention not in ("sdpa", "eager", INVARIANT):
             raise ReplicaError(f"attention: expected sdpa or eager, got {attention}")
+        self.batch_invariant = batch_invariant
         if "logits_to_keep" not in inspect.signature(model.forward).parameters:
             raise ReplicaError(f"model: expected a causal language model, got {type(model).__name__}")
         self.device = model.device
@@ -91,10 +97,14 @@ class CachedModel:
         # Padded on the right: no token sees a later one, and the padding in the cache is overwritten before it is seen.
         ids = torch.tensor([[*chunk, *[0] * (width - len(chunk))] for chunk in chunks], device=self.device)
         positions = offset + torch.arange(start, start + width, device=self.device).expand(len(chunks), width)
+        mask = None
+        if self.batch_invariant:
+            mask = self._mask(positions[:1] - offset, length=cache.window_length(start + width))
         ends = list(range(1, width + 1)) if keeps_all else sorted(set(lengths))
         logits: Tensor = self._model(
             input_ids=ids,
             position_ids=positions,
+            attention_mask=mask,
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=torch.tensor(ends, device=self.device) - 1,
@@ -120,7 +130,8 @@ class CachedModel:
             cache.aim(slice(0, count), longest)
         else:
             cache.aim_each(self._rows[:count], at, longest=longest)
-            mask = self._mask(at[:, None], longest=longest)
+        if self.batch_invariant or min(positions) != longest:
+            mask = self._mask(at[:, None], length=cache.window_length(longest + 1))
         if offsets:
             at = at + torch.tensor(offsets, device=self.device)
         logits: Tensor = self._model(

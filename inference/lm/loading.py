@@ -53,6 +53,7 @@ class SlotOptions(msgspec.Struct, frozen=True):
     """The least allowed is what the warm-up of one sequence takes."""
     prefill_chunk: Count = 256
     prefix_cache: bool = True
+    batch_invariant: bool = False
 
 
 class LmPlan(NamedTuple):

@@ -17,7 +17,7 @@ Tokens that a grammar forbids are left out before all of it.
 The draw is one float64 from the sequence's own generator, on the CPU whatever the device, looked up in the cumulative
 distribution in order of token ids. The distribution is not sorted by probability, because another batch's rounding
 could swap the intervals of two almost equally probable tokens. So other sequences in the batch affect the outcome only
-if the draw lies within rounding of a boundary.
+if the draw lies within rounding of a boundary, and not at all if the logits are batch-invariant.
 
 Logprobs are of the model's distribution before all of this, as OpenAI's and vLLM's default.
 """

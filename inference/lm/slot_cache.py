@@ -20,12 +20,17 @@ __all__ = ["AttentionMask", "SlotCache", "StepMask"]
 class _Window:
     """The part of the cache that the present forward pass writes and reads; all layers share it."""
 
-    def __init__(self) -> None:
+    def __init__(self, multiple: int) -> None:
+        self.multiple = multiple
+        """Rows are read up to a multiple of so many tokens."""
         self.rows = slice(0, 0)
         self.start = 0
         """Cached tokens of each row; if the rows differ, of the longest."""
         self.each: tuple[Tensor, Tensor] | None = None
         """If the rows differ: their indices and the position of each row's new token, int64 [rows]."""
+
+    def padded(self, length: int) -> int:
+        return -(-length // self.multiple) * self.multiple
 
 
 class _SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transformers' hook for subclasses
@@ -40,8 +45,8 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transform
         self.values: Tensor
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.keys = _blank(key_states, self.shape)
-        self.values = _blank(value_states, self.shape)
+        self.keys = self._blank(key_states, self.shape)
+        self.values = self._blank(value_states, self.shape)
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -57,12 +62,13 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transform
             rows, positions = window.each
             self.keys[rows, :, positions] = key_states[:, :, 0]
             self.values[rows, :, positions] = value_states[:, :, 0]
+        end = window.padded(end)
         return self.keys[window.rows, :, :end], self.values[window.rows, :, :end]
 
     def resize(self, shape: tuple[int, int]) -> None:
         """Reallocate for this many rows and tokens, keeping what fits."""
         if self.is_initialized and shape != self.shape:
-            keys, values = _blank(self.keys, shape), _blank(self.values, shape)
+            keys, values = self._blank(self.keys, shape), self._blank(self.values, shape)
             rows, length = min(self.shape[0], shape[0]), min(self.shape[1], shape[1])
             keys[:rows, :, :length] = self.keys[:rows, :, :length]
             values[:rows, :, :length] = self.values[:rows, :, :length]
@@ -78,10 +84,10 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transform
     def get_max_length(self) -> int:
         return -1
 
-
-def _blank(like: Tensor, shape: tuple[int, int]) -> Tensor:
-    # Zeros, because masked values are multiplied by 0, and uninitialized memory may hold NaN.
-    return torch.zeros((shape[0], like.shape[1], shape[1], like.shape[3]), dtype=like.dtype, device=like.device)
+    def _blank(self, like: Tensor, shape: tuple[int, int]) -> Tensor:
+        # Zeros, because masked values are multiplied by 0, and uninitialized memory may hold NaN.
+        size = shape[0], like.shape[1], self._window.padded(shape[1]), like.shape[3]
+        return torch.zeros(size, dtype=like.dtype, device=like.device)
 
 
 class SlotCache(Cache):
@@ -97,10 +103,12 @@ class SlotCache(Cache):
         max_rows: the most sequences; only `widen` makes more rows.
         max_tokens: the budget: rows × length.
         chunk: tokens by which the length grows.
+        multiple: a forward pass reads rows up to a multiple of so many tokens, for which there is memory beyond the
+            budget.
     """
 
-    def __init__(self, layers: int, *, max_rows: int, max_tokens: int, chunk: int = 256) -> None:
-        self._window = _Window()
+    def __init__(self, layers: int, *, max_rows: int, max_tokens: int, chunk: int = 256, multiple: int = 1) -> None:
+        self._window = _Window(multiple)
         self._slots = [_SlotLayer(self._window) for _ in range(layers)]
         super().__init__(layers=list(self._slots))
         self._max_rows = max_rows
@@ -161,6 +169,10 @@ class SlotCache(Cache):
         """
         self._window.rows, self._window.start, self._window.each = slice(0, len(rows)), longest, (rows, positions)
 
+    def window_length(self, length: int) -> int:
+        """How many tokens of each row a forward pass reads that fills the rows up to `length`."""
+        return self._window.padded(length)
+
     def copy(self, *copies: tuple[Mapping[int, int], int]) -> None:
         """Copy rows: the source of each target, and how many tokens from the beginning. All are read before any is
         written, so rows can change places."""
@@ -187,7 +199,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 class StepMask:
-    """Makes the attention mask of a step in which each sequence adds one token at its own position.
+    """Makes the attention mask of a step in which each sequence adds tokens at its own positions.
 
     transformers makes masks only for rows at equal positions, but passes on a given mask of four dimensions.
 
@@ -217,22 +229,23 @@ class StepMask:
         self._dtype = dtype
         self._device = device
 
-    def __call__(self, positions: Tensor, *, longest: int) -> AttentionMask:
+    def __call__(self, positions: Tensor, *, length: int) -> AttentionMask:
         """Make the mask.
 
         Args:
-            positions: int64 [sequences, 1], the positions of the new tokens.
-            longest: the greatest of `positions`.
+            positions: int64 [sequences, tokens], the positions of the new tokens.
+            length: the number of tokens of each row that attention reads, the new ones included.
 
         Returns:
-            What is added to attention scores, [sequences, 1, 1, longest + 1]: 0 where a sequence sees a token, the
+            What is added to attention scores, [sequences, 1, tokens, length]: 0 where a sequence sees a token, the
             type's least number otherwise. If the model mixes kinds of layers, one mask for each kind.
         """
-        cached = torch.arange(longest + 1, device=self._device)
+        cached = torch.arange(length, device=self._device)
+        positions = positions[..., None]
         hidden = cached > positions
         masks = {}
         for kind in self._kinds:
             hides = hidden | (cached <= positions - self.window) if kind == SLIDING else hidden
             mask = torch.zeros(hides.shape, dtype=self._dtype, device=self._device)
-            masks[kind] = mask.masked_fill_(hides, torch.finfo(self._dtype).min)[:, None, None, :]
+            masks[kind] = mask.masked_fill_(hides, torch.finfo(self._dtype).min)[:, None]
         return masks if len(masks) > 1 else masks.popitem()[1]

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from inference.engine import EngineFull, EngineLimits, Finish, Grammar, SequenceRequest, TokenEvent
 from inference.lm.admission import Admission
+from inference.lm.batch_invariance import KEYS, check_invariance
 from inference.lm.cached_model import CachedModel
 from inference.lm.grammars import KINDS, Constraint, Grammars, Masks, refusal
 from inference.lm.model_folder import context_length_of
@@ -98,6 +99,8 @@ class SlotEngine(Admission):
             kept prefixes may fill it; otherwise it grows for them up to `KEPT_TOKENS` only.
         prefill_chunk: the most prompt tokens per step.
         prefix_cache: whether prefixes are reused.
+        batch_invariant: whether a sequence's logits must be the same to the bit whatever is computed beside it, and
+            however its prompt is cut into chunks or copied; on a CPU only. The model's layers are replaced.
         on_broken: called once the device is unusable.
         capacity: learns how many sequences fit in the device's memory.
 
@@ -117,12 +120,13 @@ class SlotEngine(Admission):
         cache_tokens: int | None = None,
         prefill_chunk: int = 256,
         prefix_cache: bool = True,
+        batch_invariant: bool = False,
         on_broken: Callable[[str], None] = lambda reason: None,
         capacity: Capacity | None = None,
     ) -> None:
         config = model.config.get_text_config(decoder=True)
         context_length = context_length_of(config, context_length)
-        self._model = CachedModel(model, max_sequences)
+        self._model = CachedModel(model, max_sequences, batch_invariant=batch_invariant)
         fix_frequencies(model, context_length)
         self._kept_tokens = KEPT_TOKENS if cache_tokens is None else cache_tokens
         if cache_tokens is None:
@@ -218,12 +222,19 @@ class SlotEngine(Admission):
         self._cache = self._blank_cache()
 
     def check(self) -> None:
-        """As `CachedModel.check`; call it before the first `submit`."""
+        """As `CachedModel.check` and `check_invariance`; call it before the first `submit`."""
         self._model.check(self.limits.context_length)
+        if self._model.batch_invariant:
+            check_invariance(self._model)
 
     def _blank_cache(self) -> SlotCache:
         limits = self.limits
-        return SlotCache(self._model.layers, max_rows=limits.max_sequences, max_tokens=limits.cache_tokens)
+        return SlotCache(
+            self._model.layers,
+            max_rows=limits.max_sequences,
+            max_tokens=limits.cache_tokens,
+            multiple=KEYS if self._model.batch_invariant else 1,
+        )
 
     def _start(self, events: list[TokenEvent]) -> None:
         """Start the newly admitted sequences that don't wait for a grammar."""

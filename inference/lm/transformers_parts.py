@@ -10,8 +10,9 @@ from copy import deepcopy
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.activations import ACT2CLS
 from transformers.cache_utils import Cache, CacheLayerMixin, get_layer_types_and_kwargs
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
@@ -26,6 +27,7 @@ from transformers.utils.generic import ContextManagers
 __all__ = [
     "Cache",
     "CacheLayerMixin",
+    "activation_classes",
     "attention_of",
     "blank_model",
     "causal_architectures",
@@ -43,6 +45,12 @@ def attention_of(config: PreTrainedConfig) -> str | None:
     """The attention implementation of a loaded model, such as ``sdpa``."""
     found: str | None = config._attn_implementation
     return found
+
+
+def activation_classes() -> tuple[type[nn.Module], ...]:
+    """The classes of the activation functions that a configuration can name."""
+    entries: list[Any] = list(ACT2CLS.values())
+    return tuple({entry[0] if isinstance(entry, tuple) else entry for entry in entries})
 
 
 def layers_of(config: PreTrainedConfig) -> tuple[list[str], list[dict[str, Any]]]:

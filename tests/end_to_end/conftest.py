@@ -22,14 +22,15 @@ def language_model(engine: str = "", **options: Any) -> dict[str, Any]:
 def lm() -> Running:
     """A server with language models, all of which must be left idle.
 
-    - ``tiny``: the shipped one, whose calls of tools are read as Hermes writes them;
+    - ``tiny``: the shipped one, whose answers don't depend on its neighbours, and whose calls of tools are read as
+      Hermes writes them;
     - ``null``: computes nothing;
     - ``slow``: the same, at 20 tokens a second; two sequences run, one waits, for 3 s at most;
     - ``faulty``: fails as the first token of a prompt says.
     """
     config = {
         "deployments": {
-            "tiny": language_model(max_sequences=64, tool_parser="hermes"),
+            "tiny": language_model(max_sequences=64, tool_parser="hermes", batch_invariant=True),
             "null": language_model("null"),
             "slow": {
                 **language_model("null", step_s=0.05, max_sequences=2, max_waiting=1, context_length=1000),

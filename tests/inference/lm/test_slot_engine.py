@@ -121,16 +121,21 @@ class TestGreedyOutputIsThatOfGenerate:
 
 
 class TestASeed:
-    def test_gives_the_same_tokens_alone_and_among_neighbours(self) -> None:
-        mine = request("mine", prompt_of(20), 40, SEEDED)
-        alone = run(engine_of(), mine)["mine"]
-        others = [request(str(n), prompt_of(3 * n + 1), 5 * n + 5, Sampling(seed=n)) for n in range(8)]
-        assert tokens(run(engine_of(), *others[:5], mine, *others[5:])["mine"]) == tokens(alone)
+    @pytest.fixture(scope="class")
+    def model(self) -> Any:
+        return tiny()
 
-    def test_gives_the_same_tokens_after_a_cancelled_neighbour(self) -> None:
+    def test_gives_the_same_tokens_alone_and_among_neighbours(self, model: Any) -> None:
         mine = request("mine", prompt_of(20), 40, SEEDED)
-        alone = run(engine_of(), mine)["mine"]
-        engine = engine_of()
+        alone = run(engine_of(model, batch_invariant=True), mine)["mine"]
+        others = [request(str(n), prompt_of(3 * n + 1), 5 * n + 5, Sampling(seed=n)) for n in range(8)]
+        engine = engine_of(model, batch_invariant=True)
+        assert tokens(run(engine, *others[:5], mine, *others[5:])["mine"]) == tokens(alone)
+
+    def test_gives_the_same_tokens_after_a_cancelled_neighbour(self, model: Any) -> None:
+        mine = request("mine", prompt_of(20), 40, SEEDED)
+        alone = run(engine_of(model, batch_invariant=True), mine)["mine"]
+        engine = engine_of(model, batch_invariant=True)
         engine.submit(request("first", prompt_of(30), 60))
         engine.submit(mine)
         events = [event for _ in range(9) for event in engine.step()]

@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from inference.lm.slot_cache import SlotCache
 from inference.lm.transformers_parts import (
+    activation_classes,
     attention_of,
     blank_model,
     causal_architectures,
@@ -64,6 +65,11 @@ def test_a_model_says_how_it_attends() -> None:
     sliding = AutoConfig.for_model("mistral", num_hidden_layers=1, sliding_window=8)
     kinds, options = layers_of(sliding)
     assert (kinds, options[0]["sliding_window"]) == (["sliding_attention"], 8)
+
+
+def test_activations_are_modules() -> None:
+    assert isinstance(tiny().model.layers[0].mlp.act_fn, activation_classes())
+    assert isinstance(tiny("gpt2").transformer.h[0].mlp.act, activation_classes())
 
 
 def test_causal_language_models_are_known_by_their_configuration_and_kind() -> None:
