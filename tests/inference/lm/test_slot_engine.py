@@ -121,7 +121,7 @@ class TestGreedyOutputIsThatOfGenerate:
 
 
 class TestASeed:
-    @pytest.fixture(scope="class")
+    @pytest.fixture
     def model(self) -> Any:
         return tiny()
 
