@@ -37,7 +37,9 @@ from inference.signature import Signature, VllmSpec, text_signature
 __all__ = ["check", "model_request"]
 
 
-def check(what: str | Path | None, *, as_json: bool, flags: Mapping[str, Any] | None = None) -> int:
+def check(
+    what: str | Path | None, *, as_json: bool, flags: Mapping[str, Any] | None = None, loads: bool = False
+) -> int:
     """Check the environment and, if given, a configuration or model, and print the findings.
 
     The valid parts of an invalid configuration are checked too, so that all problems are found at once.
@@ -47,6 +49,7 @@ def check(what: str | Path | None, *, as_json: bool, flags: Mapping[str, Any] | 
             flags.
         as_json: print ``{"ok", "versions", "machine", "deployments", "problems"}`` rather than text.
         flags: override the file, as in `load_config`.
+        loads: load the models, too, and call those that answer whole, each deployment in turn.
 
     Returns:
         The exit status: 0 if ready to serve, 1 if there is a problem.
@@ -80,7 +83,7 @@ def check(what: str | Path | None, *, as_json: bool, flags: Mapping[str, Any] | 
             {name: one for name, one in some.items() if one.model != PLACEHOLDER}
             for some in (config.deployments, config.all_deployments())
         )
-        signatures, pythons, found = _signatures(computed, paths)
+        signatures, pythons, notes, found = _signatures(computed, paths, loads=loads)
         problems += found
         joined, found = _joined(served, signatures)
         problems += found
@@ -88,6 +91,9 @@ def check(what: str | Path | None, *, as_json: bool, flags: Mapping[str, Any] | 
         for name, one in served.items():
             shown |= one.with_replicas(name) if one.versions else {name: one}
         deployments = [_summary(name, one, (signatures | joined).get(name), pythons) for name, one in shown.items()]
+        for summary in deployments:
+            if summary["name"] in notes:
+                summary["notes"] = notes[summary["name"]]
         problems += _cache_problems({**computed, **served}, signatures | joined)
         problems += free_shared_memory_problems(needed_shared_memory_bytes(computed, signatures))
         problems += address_problems(config.server.host, config.server.port)
@@ -99,14 +105,15 @@ def check(what: str | Path | None, *, as_json: bool, flags: Mapping[str, Any] | 
         report = {"ok": not problems, "versions": versions, "machine": machine, "deployments": deployments}
         print(json.dumps({**report, "problems": [asdict(problem) for problem in problems]}, indent=2))
     else:
-        _print(versions, deployments, problems)
+        _print(versions, deployments, problems, loads=loads)
     return 1 if problems else 0
 
 
 def _signatures(
-    deployments: Mapping[str, Deployment], path: tuple[str, ...]
-) -> tuple[dict[str, Signature], dict[str, dict[str, Any]], list[Problem]]:
-    """The signatures of models that can be constructed, the Pythons that deployments name, and the problems."""
+    deployments: Mapping[str, Deployment], path: tuple[str, ...], *, loads: bool
+) -> tuple[dict[str, Signature], dict[str, dict[str, Any]], dict[str, tuple[str, ...]], list[Problem]]:
+    """The signatures of models that can be constructed, the Pythons that deployments name, notes, and the problems."""
+    notes: dict[str, tuple[str, ...]] = {}
     signatures: dict[str, Signature] = {}
     problems: dict[str, list[Problem]] = {}
     pythons: dict[str, dict[str, Any]] = {}
@@ -136,8 +143,8 @@ def _signatures(
                     problems[name] = [
                         Problem(title, f"{python_is}{one.title}: {one.reason}", one.fix) for one in reported
                     ]
-            _probe(side, {name: deployments[name] for name in names}, path, signatures, problems)
-    return signatures, pythons, [problem for name in deployments for problem in problems[name]]
+            _probe(side, {name: deployments[name] for name in names}, path, signatures, problems, notes, loads=loads)
+    return signatures, pythons, notes, [problem for name in deployments for problem in problems[name]]
 
 
 def _look_at_vllm(
@@ -172,11 +179,14 @@ def _probe(
     path: tuple[str, ...],
     signatures: dict[str, Signature],
     problems: dict[str, list[Problem]],
+    notes: dict[str, tuple[str, ...]],
+    *,
+    loads: bool,
 ) -> None:
-    """Construct the models of these deployments, and add to ``signatures`` and ``problems``."""
+    """Construct the models of these deployments, and add to ``signatures``, ``problems`` and ``notes``."""
     pending = list(deployments)
     while pending:
-        requests = [model_request(name, deployments[name], path) for name in pending]
+        requests = [{**model_request(name, deployments[name], path), "loads": loads} for name in pending]
         status, output, errors = side.run("inference.replica.probe", msgspec.json.encode(requests))
         tried: list[str] = []  # steps of the next deployment
         for line in output.splitlines():
@@ -188,6 +198,8 @@ def _probe(
                 continue
             pending.remove(name)
             tried.clear()
+            if finding["notes"]:
+                notes[name] = tuple(finding["notes"])
             if finding["signature"] is not None:
                 signatures[name] = msgspec.convert(finding["signature"], Signature)
         if pending:  # the process ended at the next deployment; the remaining ones get another process
@@ -241,6 +253,7 @@ def model_request(name: str, deployment: Deployment, path: Sequence[str]) -> dic
         "options": deployment.options,
         "pipeline": deployment.pipeline.spec() if deployment.pipeline is not None else None,
         "max_batch_size": deployment.batching.max_batch_size,
+        "instances": deployment.instances,
         "device": deployment.placements[0],
         "path": path,
         "working_dir": path[0],
@@ -284,7 +297,11 @@ def _summary(
 
 
 def _print(
-    versions: Mapping[str, str | None], deployments: Sequence[Mapping[str, Any]], problems: Sequence[Problem]
+    versions: Mapping[str, str | None],
+    deployments: Sequence[Mapping[str, Any]],
+    problems: Sequence[Problem],
+    *,
+    loads: bool,
 ) -> None:
     colours = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     bold, red, green, plain = ("\033[1m", "\033[31m", "\033[32m", "\033[0m") if colours else ("", "", "", "")
@@ -303,6 +320,8 @@ def _print(
         print(f"{bold}{one['name']:<{width}}{plain}  {what}{tensors}")
         if "python" in one:
             print(f"{'':<{width}}    {_python(one['python'])}")
+        for note in one.get("notes", ()):
+            print(f"{'':<{width}}    {note}")
         if pipeline is not None:
             for step, model in pipeline["steps"].items():
                 print(f"{'':<{width}}    {'head' if step in pipeline['heads'] else 'step'} {step}  {model}")
@@ -311,6 +330,8 @@ def _print(
     print()
     if not problems:
         print(f"{green}ready to serve{plain}")
+        if deployments:
+            print("loaded, not served" if loads else "imported, not loaded: `--load` tries that, too")
         return
     print(f"{red}{len(problems)} problem{'' if len(problems) == 1 else 's'}{plain}")
     for problem in problems:

@@ -79,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     check = commands.add_parser("check", help="check the environment and, if given, a configuration or model")
     check.add_argument("what", nargs="?", metavar="CONFIG | MODULE:CLASS | KIND:PATH", help="as for `headwater serve`")
     check.add_argument("--json", action="store_true", help="print JSON")
+    check.add_argument("--load", action="store_true", help="load the models, too, and call those that answer whole")
     check.add_argument("--host")
     check.add_argument("--port", type=int)
     add_set_option(check)
@@ -225,7 +226,7 @@ def _stop(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> int:
     from app.cli.check import check
 
-    return check(options.what, as_json=options.json, flags=config_flags(options))
+    return check(options.what, as_json=options.json, flags=config_flags(options), loads=options.load)
 
 
 def _init(options: argparse.Namespace) -> int:

@@ -76,6 +76,25 @@ class LmPlan(NamedTuple):
     notes: tuple[str, ...] = ()
     """What the operator should know of what was chosen."""
 
+    def rehearse(self) -> None:
+        """Have the built-in engine check itself with a small copy of the architecture.
+
+        Raises:
+            LoadError: the engine can't serve it.
+        """
+        if not isinstance(self.options, SlotOptions):
+            return
+        from transformers import AutoConfig
+
+        from inference.lm.rehearsal import rehearse
+
+        config: Any = AutoConfig.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
+        try:
+            rehearse(config, self.options.attention, self.options.context_length)
+        except ReplicaError as error:
+            reason = f"a small copy of its architecture: {error}"
+            raise LoadError(Problem(f"model {self.reference}", reason, OTHER)) from None
+
     def load(self, device: str, on_broken: Callable[[str], None], capacity: Capacity | None = None) -> Engine:
         """Read the weights, and make an engine that has checked itself; the built-in one tells `capacity` what fits.
 

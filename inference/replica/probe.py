@@ -1,4 +1,4 @@
-"""Checks models without loading them: imports and constructs each, and reads its declarations.
+"""Checks models, in general without loading them: imports and constructs each, and reads its declarations.
 
 ``python -m inference.replica.probe`` reads a JSON list of `Request` from standard input and prints one JSON `Finding`
 per line as each is done; for a pipeline one per step, and then one for the whole. It runs in its own process because a
@@ -17,15 +17,18 @@ from typing import Any, BinaryIO
 import msgspec
 
 from inference.environment import problem_of
-from inference.errors import DeclarationError, LoadError, Problem, ReplicaError
+from inference.errors import DeclarationError, LoadError, ModelError, Problem, ReplicaError
 from inference.lm.loading import lm_signature, plan_language_model
 from inference.pipeline import PipelineSpec, make_plan
 from inference.reference import is_language_model
+from inference.replica.served import check_instances
+from inference.replica.trial import try_loading
 from inference.runtime.compiled import compiler_problem
 from inference.runtime.device import choose_device
 from inference.runtime.loader import asks_compile, load_model
 from inference.runtime.pytriton_script import end_scripts
 from inference.signature import Signature
+from inference.wire.handshake import ReplicaSpec
 
 __all__ = ["Finding", "Request", "main", "own_output", "probe"]
 
@@ -40,11 +43,14 @@ class Request(msgspec.Struct, frozen=True):
     pipeline: PipelineSpec | None = None
     """The steps of a fused pipeline."""
     max_batch_size: int = 1
+    instances: int = 1
     device: str = "auto"
     path: tuple[str, ...] = ()
     """Folders put first on ``sys.path``."""
     working_dir: str | None = None
     """The working folder of the user's code."""
+    loads: bool = False
+    """Whether to load the models, too, and to call those that answer whole."""
 
     def enter(self) -> None:
         """Prepare this process for the user's code: ``sys.path`` and the working folder."""
@@ -62,6 +68,8 @@ class Finding(msgspec.Struct, frozen=True):
     signature: Signature | None = None
     problems: tuple[dict[str, str], ...] = ()
     """The fields of an `inference.errors.Problem` each."""
+    notes: tuple[str, ...] = ()
+    """What the operator should know of what was chosen."""
 
 
 def probe(request: Request) -> Iterator[Finding]:
@@ -71,12 +79,13 @@ def probe(request: Request) -> Iterator[Finding]:
     title = f"deployment {request.name}"
     problems: list[Problem] = []
     signature = None
+    notes: tuple[str, ...] = ()
     if request.pipeline is None:
-        signature, problems = _try(title, request.name, request.model, request.options, request)
+        signature, problems, notes = _try(title, request.name, request.model, request.options, request)
     else:
         signatures: dict[str, Signature] = {}
         for step in request.pipeline.steps:
-            found, wrong = _try(f"{title}, step {step.name}", step.name, step.model, step.options, request)
+            found, wrong, _ = _try(f"{title}, step {step.name}", step.name, step.model, step.options, request)
             yield Finding(request.name, step.name, found, tuple(asdict(problem) for problem in wrong))
             if found is not None:
                 signatures[step.name] = found
@@ -88,32 +97,56 @@ def probe(request: Request) -> Iterator[Finding]:
                 problems.append(Problem(title, str(error), "correct the pipeline, or the model's declaration"))
     if request.device.startswith("cuda"):
         problems += _device_problems(title, request.device)
-    yield Finding(request.name, "", signature, tuple(asdict(problem) for problem in problems))
+    if request.loads and not problems:
+        problems += _load(title, request)
+    yield Finding(request.name, "", signature, tuple(asdict(problem) for problem in problems), notes)
 
 
 def _try(
     title: str, name: str, reference: str, options: dict[str, Any], request: Request
-) -> tuple[Signature | None, list[Problem]]:
-    """The signature of a model, or its problems."""
+) -> tuple[Signature | None, list[Problem], tuple[str, ...]]:
+    """The signature of a model, or its problems; and what the operator should know."""
     try:
         if is_language_model(reference):
             plan = plan_language_model(reference, options, request.path)
-            return lm_signature(name, plan.folder, None), []
+            plan.rehearse()
+            return lm_signature(name, plan.folder, None), [], plan.notes
         model = load_model(reference, options, request.path)
         if asks_compile(type(model), options):
             problem = compiler_problem(
                 title, choose_device("auto", True) if request.device == "auto" else request.device
             )
             if problem is not None:
-                return None, [problem]
-        return Signature.of(model, name=name, max_batch_size=request.max_batch_size), []
+                return None, [problem], ()
+        signature = Signature.of(model, name=name, max_batch_size=request.max_batch_size)
+        if request.pipeline is None:
+            check_instances(reference, options, request.instances, model, streams=signature.streams)
+        return signature, [], ()
     except LoadError as error:
-        return None, [Problem(title, f"{reference}: {error.problem.reason}", error.problem.fix)]
+        return None, [Problem(title, f"{reference}: {error.problem.reason}", error.problem.fix)], ()
     except DeclarationError as error:
-        return None, [Problem(title, f"{reference}: {error}", "correct the declaration")]
+        return None, [Problem(title, f"{reference}: {error}", "correct the declaration")], ()
     except Exception as error:  # declarations may be properties, which run the user's code
         problem = problem_of(error, title, "reading its declarations")
-        return None, [Problem(title, f"{reference}: {problem.reason}", problem.fix)]
+        return None, [Problem(title, f"{reference}: {problem.reason}", problem.fix)], ()
+
+
+def _load(title: str, request: Request) -> list[Problem]:
+    """What keeps a deployment's models from being loaded and called."""
+    spec = ReplicaSpec(
+        request.name, request.model, "", 0, request.path, request.working_dir or ".", options=request.options,
+        pipeline=request.pipeline, max_batch_size=request.max_batch_size, instances=request.instances,
+        device=request.device,
+    )  # fmt: skip
+    try:
+        try_loading(spec)
+    except LoadError as error:
+        return [Problem(title, error.problem.reason, error.problem.fix)]
+    except ModelError as error:
+        return [Problem(title, str(error), "correct what the reason names")]
+    except Exception as error:  # of the user's code
+        return [problem_of(error, title, "loading it")]
+    return []
 
 
 def _device_problems(title: str, wanted: str) -> list[Problem]:

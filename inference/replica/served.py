@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from inference.errors import DeclarationError
 from inference.lm.engine_host import EngineHost
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from inference.replica.callee import Answers
     from inference.replica.triton import EmbeddedTriton
 
-__all__ = ["Served", "load_language_model", "load_served"]
+__all__ = ["Served", "check_instances", "load_language_model", "load_served"]
 
 
 class Served(NamedTuple):
@@ -152,7 +152,8 @@ def load_served(
 
     pipeline = spec.pipeline
     if pipeline is None:
-        _check_instances(spec, models[spec.name], streams=signatures[spec.name].streams)
+        streams = signatures[spec.name].streams
+        check_instances(spec.model, spec.options, spec.instances, models[spec.name], streams=streams)
         if signatures[spec.name].is_framed:
             # Only in its replica is a plain model that answers in frames a pipeline, of one step.
             pipeline = PipelineSpec(steps, heads=(spec.name,), trunk=spec.name)
@@ -196,21 +197,25 @@ def _warmup_sizes(spec: ReplicaSpec, max_batch_size: int) -> list[int]:
     return [min(size, max_batch_size) for size in sizes]
 
 
-def _check_instances(spec: ReplicaSpec, model: Model, *, streams: bool) -> None:
+def check_instances(reference: str, options: Mapping[str, Any], instances: int, model: Model, *, streams: bool) -> None:
+    """Check that so many threads may call a model.
+
+    Raises:
+        DeclarationError: the model streams, is async, compiled or stateful.
+    """
     is_async = inspect.iscoroutinefunction(type(model).__call__)
-    if spec.instances > 1 and (streams or is_async):
+    if instances > 1 and (streams or is_async):
         kind = "streams" if streams else "has an async __call__, which computes any number of calls at once by itself"
         raise DeclarationError(
-            f"instances: expected 1, got {spec.instances}: {spec.model} {kind}; raise `replicas`, or "
-            "`batching.max_in_flight`"
+            f"instances: expected 1, got {instances}: {reference} {kind}; raise `replicas`, or `batching.max_in_flight`"
         )
-    if spec.instances > 1 and isinstance(model, (ExportedModel, ScriptModel)) and model.is_stateful:
+    if instances > 1 and isinstance(model, (ExportedModel, ScriptModel)) and model.is_stateful:
         raise DeclarationError(
-            f"instances: expected 1 with `options.stateful`, got {spec.instances}: all would change the same tensors "
+            f"instances: expected 1 with `options.stateful`, got {instances}: all would change the same tensors "
             "at once; each replica has a state of its own"
         )
-    if spec.instances > 1 and asks_compile(type(model), spec.options):
+    if instances > 1 and asks_compile(type(model), options):
         raise DeclarationError(
-            f"instances: expected 1 with `options.compile`, got {spec.instances}: compiled modules are called by one "
+            f"instances: expected 1 with `options.compile`, got {instances}: compiled modules are called by one "
             "thread; raise `replicas`"
         )

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
 
@@ -21,6 +23,7 @@ from app.cli.check import check
 from app.cli.main import main
 from app.config.schema import Deployment, Server
 from app.process.machine import cpu_count, host_capacity
+from app.process.model_side import ModelSide
 from app.supervisor.preflight import (
     MIB,
     address_problems,
@@ -31,7 +34,9 @@ from app.supervisor.preflight import (
     shared_memory_warnings,
 )
 from inference.errors import Problem
+from inference.replica.probe import Finding, Request
 from inference.signature import Signature, TensorSpec, text_signature
+from tests.inference.lm.llamas import tiny
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "inference" / "zoo" / "weights" / "tiny_lm"
@@ -106,7 +111,7 @@ def test_text_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert any(line.startswith("triton     2.") for line in lines)
     assert any(re.fullmatch(r"machine    \d+ CPUs?, \d.* of memory", line) for line in lines)
     assert "double  inference.zoo.scale:Scale  x FP32 [-1] -> y FP32 [-1]" in lines
-    assert lines[-1] == "ready to serve"
+    assert lines[-2:] == ["ready to serve", "imported, not loaded: `--load` tries that, too"]
     assert "\033" not in "".join(lines)
 
 
@@ -639,7 +644,7 @@ def test_text_of_a_pipeline(
         "          head digit  steps:Digit",
         "          head parity  steps:Parity",
     ]
-    assert lines[-1] == "ready to serve"
+    assert lines[-2:] == ["ready to serve", "imported, not loaded: `--load` tries that, too"]
 
 
 def test_every_broken_step_of_a_fused_pipeline_is_named(run: Run, steps: str) -> None:
@@ -716,3 +721,90 @@ def test_the_longest_name_of_a_step_counts_in_the_runtime_dir(run: Run, steps: s
     content = {"deployments": {"digits": fan("graph", **{"a-name-of-" + "x" * 40: "Digit"})}}
     _, report = run(content, runtime_dir="/tmp/" + "x" * 20)
     assert "a unix socket's has 107" in only(report)["reason"]
+
+
+class TestWhatCannotStart:
+    def test_several_instances_of_an_async_model(self, run: Run, tmp_path: Path) -> None:
+        (tmp_path / "models.py").write_text(ASYNC)
+        status, report = run({"deployments": {"slow": {"model": "models:Slow", "instances": 4}}})
+        assert status == 1
+        assert "instances: expected 1, got 4: models:Slow has an async __call__" in report["problems"][0]["reason"]
+
+    @pytest.mark.parametrize(
+        ("kind", "says"),
+        [
+            ("bloom", "a small copy of its architecture: model: fails in the slot engine"),
+            ("electra", "a small copy of its architecture: model: ElectraForCausalLM gives other logits"),
+        ],
+    )
+    def test_an_architecture_that_the_engine_refuses_at_load(
+        self, run: Run, tmp_path: Path, kind: str, says: str
+    ) -> None:
+        tiny(kind, attention="eager").save_pretrained(tmp_path / "lm")
+        shutil.copy(FOLDER / "tokenizer.json", tmp_path / "lm")
+        status, report = run({"deployments": {"lm": {"model": "lm:lm", "options": {"context_length": 64}}}})
+        assert status == 1
+        assert says in report["problems"][0]["reason"]
+
+    def test_a_model_that_fails_when_it_is_called_is_found_by_loading(self, tmp_path: Path) -> None:
+        (tmp_path / "models.py").write_text(FAILING)
+        findings = {loads: finding(tmp_path, "models:Failing", loads=loads) for loads in (False, True)}
+        assert findings[False].problems == ()
+        (problem,) = findings[True].problems
+        assert "warm-up with a batch of 1: RuntimeError: no such operator" in problem["reason"]
+
+    def test_a_model_that_fails_to_load_is_found_by_loading(self, tmp_path: Path) -> None:
+        (tmp_path / "models.py").write_text(FAILING)
+        assert finding(tmp_path, "models:Unloadable").problems == ()
+        (problem,) = finding(tmp_path, "models:Unloadable", loads=True).problems
+        assert "OSError: no weights" in problem["reason"]
+
+    @pytest.mark.parametrize("model", ["inference.zoo.scale:Scale", f"lm:{FOLDER}"])
+    def test_what_can_start_is_loaded_and_called(self, tmp_path: Path, model: str) -> None:
+        assert finding(tmp_path, model, loads=True).problems == ()
+
+
+def finding(folder: Path, model: str, *, loads: bool = False) -> Finding:
+    """What a probe in a process of its own says."""
+    request = Request("name", model, device="cpu", path=(str(folder),), working_dir=str(folder), loads=loads)
+    with ModelSide({}) as side:
+        status, output, errors = side.run("inference.replica.probe", msgspec.json.encode([request]))
+    assert status == 0, errors
+    return msgspec.json.decode(output, type=Finding)
+
+
+def test_the_operator_is_told_what_was_chosen(run: Run, tmp_path: Path) -> None:
+    tiny("gemma2", attention="eager").save_pretrained(tmp_path / "lm")
+    shutil.copy(FOLDER / "tokenizer.json", tmp_path / "lm")
+    (tmp_path / "lm" / "generation_config.json").write_text('{"top_k": 20}')
+    _, report = run({"deployments": {"lm": {"model": "lm:lm"}}})
+    assert report["deployments"][0]["notes"] == [
+        "attention: eager, the only one that transformers has for this architecture",
+        "sampling defaults of generation_config.json: top_k 20",
+    ]
+
+
+ASYNC = """
+from inference import Model, Tensor
+
+class Slow(Model):
+    inputs = [Tensor("x", "FP32", (1,))]
+    outputs = [Tensor("y", "FP32", (1,))]
+
+    async def __call__(self, x):
+        return {"y": x}
+"""
+FAILING = """
+from inference import Model, Tensor
+
+class Failing(Model):
+    inputs = [Tensor("x", "FP32", (1,))]
+    outputs = [Tensor("y", "FP32", (1,))]
+
+    def __call__(self, x):
+        raise RuntimeError("no such operator")
+
+class Unloadable(Failing):
+    def load(self, device):
+        raise OSError("no weights")
+"""
