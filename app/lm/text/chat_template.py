@@ -2,8 +2,8 @@
 
 The operator chooses the template, though others often wrote it; the messages are the clients'. Jinja's sandbox limits a
 template to the values it is given, but not what it does with them. So loops, calls and output are counted here, and a
-conversation that takes too long, or gets too long, is refused. This stops messages that make an honest template work
-hard, and endless loops, but not every malicious template: a single call (``s.replace("", s)``) can take much memory.
+conversation that takes too long, or gets too long, is refused, and so is a call or filter before it makes a string that
+is too long (`app.lm.text.template_growth`).
 """
 
 from __future__ import annotations

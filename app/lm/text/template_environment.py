@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
 from typing import Any, Final, NoReturn, cast
 
@@ -20,6 +21,7 @@ from jinja2.visitor import NodeTransformer
 
 from app.codecs.faults import at
 from app.errors import ConfigError
+from app.lm.text.template_growth import GROWING_FILTERS, growth
 
 __all__ = ["Refused", "TemplateEnvironment"]
 
@@ -67,7 +69,7 @@ class _Budget(threading.local):
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
     """The environment of a chat template. Renderings happen in ``with environment.budget:``."""
 
-    intercepted_binops = frozenset({"+", "*", "**"})
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def __init__(self, max_characters: int, max_seconds: float) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
@@ -92,6 +94,8 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         # It takes a context, so that Jinja calls it at rendering for constants, too.
         self.finalize = counted_output
         self.filters |= {"tojson": _tojson, _ITEMS: counted_items, _JOIN: counted_join}
+        self.filters |= {name: self._bounded(name, self.filters[name]) for name in GROWING_FILTERS}
+        del self.globals["lipsum"]
         self.globals |= {
             "raise_exception": _raise_exception,
             "strftime_now": lambda form: datetime.now().strftime(form),
@@ -114,7 +118,21 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         __self.budget.step()
+        owner = getattr(__obj, "__self__", None)
+        if isinstance(owner, str):
+            __self.budget.check(growth(__obj.__name__, owner, args, kwargs))
         return super().call(__context, __obj, *args, **kwargs)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        apply = super().wrap_str_format(value)
+        if apply is None:
+            return None
+
+        def bounded(*args: Any, **named: Any) -> str:
+            self.budget.check(growth("format", value.__self__, args, named))
+            return apply(*args, **named)
+
+        return bounded
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "*":
@@ -123,10 +141,28 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
                 self.budget.check(sizes[0] * sizes[1])
         if operator == "**" and isinstance(left, int) and isinstance(right, int):
             self.budget.check(left.bit_length() * max(right, 0))
+        if operator == "%" and isinstance(left, str):
+            self.budget.check(growth("format", left, right if isinstance(right, tuple) else (right,), {}))
         result = super().call_binop(context, operator, left, right)
         if isinstance(result, (str, list, tuple)):
             self.budget.check(len(result))
         return result
+
+    def _bounded(self, name: str, apply: Callable[..., Any]) -> Callable[..., Any]:
+        """A filter that is not applied if its result would be too long."""
+
+        @functools.wraps(apply)
+        def bounded(*args: Any, **named: Any) -> Any:
+            own = args[1:] if hasattr(apply, "jinja_pass_arg") else args
+            value, *rest = own
+            if name == "join":  # here the separator is the argument
+                text = str(rest[0] if rest else named.get("d", ""))
+                self.budget.check(growth(name, text, [value], {}))
+            else:
+                self.budget.check(growth(name, str(value) if name != "tojson" else "", rest, named))
+            return apply(*args, **named)
+
+        return bounded
 
 
 class _Counting(NodeTransformer):

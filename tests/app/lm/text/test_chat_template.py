@@ -275,3 +275,41 @@ def test_a_template_that_is_no_jinja_is_the_operators_error() -> None:
 def test_a_model_without_a_default_template_is_the_operators_error() -> None:
     with pytest.raises(ConfigError, match="chat template: expected one named 'default', got tool_use"):
         ChatTemplate({"tool_use": ""}, {})
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "''.ljust(10 ** 10)", "''.rjust(10 ** 10)", "''.center(10 ** 10)", "''.zfill(10 ** 10)",
+        "'\t'.expandtabs(10 ** 9)", "('a' * 10000).replace('', 'a' * 10000)", "('a' * 10000).replace('a', 'a' * 10000)",
+        "('a' * 10000).join('a' * 10000)", "'{:>9999999999}'.format(1)", "'{:>{}}'.format(1, 10 ** 10)",
+        "'%9999999999d' % 1", "'%*d' % (10 ** 10, 1)", "'%9999999999d'|format(1)", "'%*d'|format(10 ** 10, 1)",
+        "'a'|center(10 ** 10)", "'a\nb'|indent(10 ** 10)", "('a' * 10000)|replace('a', 'a' * 10000)",
+        "('a' * 10000)|join('a' * 10000)", "[[1]]|tojson(indent=10 ** 10)", "'a' * 10 ** 10", "[0] * 10 ** 10",
+        "2 ** 1000000000", "'{:>{x[0]}}'.format(1, x=[10 ** 10])", "'{x:>9999999999}'.format_map({'x': 1})",
+        "'{y:>{x}}'.format_map({'x': 10 ** 10, 'y': 1})",
+    ],
+)  # fmt: skip
+def test_a_single_call_of_a_hostile_template_takes_no_memory(expression: str) -> None:
+    template = ChatTemplate({"default": "{{ (" + expression + ")|length }}"}, {})
+    with pytest.raises(BadRequest, match="of at most 16777216 characters once rendered"):
+        template.render([])
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "''.__class__.__mro__", "messages.__class__", "cycler.__init__.__globals__", "joiner.__init__.__globals__",
+        "namespace.__init__.__globals__", "self.__init__", "self._TemplateReference__context",
+        "raise_exception.__globals__", "strftime_now.__globals__", "dict.__class__", "''|attr('__class__')",
+        "'{0.__class__.__mro__}'.format('')", "'{0.__class__}'.format_map({'0': ''})", "messages.append(1)",
+        "messages.clear()", "(messages|map(attribute='__class__')|list)[0].__name__",
+    ],
+)  # fmt: skip
+def test_a_hostile_template_reaches_nothing_beyond_its_values(expression: str) -> None:
+    template = ChatTemplate({"default": "{{ " + expression + " }}"}, {})
+    try:
+        text = template.render([{"role": "user", "content": "x"}])
+    except BadRequest:
+        return
+    assert text == ""
