@@ -304,3 +304,16 @@ class TestTheIndex:
         assert index.find(one) == (0, 2)
         index.trim(0, 40)
         assert (index._rows, index._holders) == ({}, {})
+
+
+def test_answers_of_several_keys_that_share_prefixes_are_those_of_each_alone() -> None:
+    base = prompt_of(48)
+    prompts = {f"{scope}{n}": ([*base[: 16 * (1 + n)], *prompt_of(20, n)], scope) for scope in "ab" for n in range(3)}
+    expected = {
+        id: tokens(run(engine_of(prefix_cache=False), request(id, prompt, 8))[id])
+        for id, (prompt, _) in prompts.items()
+    }
+    engine = engine_of(max_sequences=2, prefill_chunk=16)
+    for _ in range(2):  # the second time from what is kept
+        found = run(engine, *(request(id, prompt, 8, cache_scope=scope) for id, (prompt, scope) in prompts.items()))
+        assert {id: tokens(events) for id, events in found.items()} == expected
