@@ -22,7 +22,6 @@ from inference.lm.loading import lm_signature, plan_language_model
 from inference.pipeline import PipelineSpec, make_plan
 from inference.reference import is_language_model
 from inference.replica.served import check_instances
-from inference.replica.trial import try_loading
 from inference.runtime.compiled import compiler_problem
 from inference.runtime.device import choose_device
 from inference.runtime.loader import asks_compile, load_model
@@ -133,6 +132,8 @@ def _try(
 
 def _load(title: str, request: Request) -> list[Problem]:
     """What keeps a deployment's models from being loaded and called."""
+    from inference.replica.trial import try_loading  # imports Triton's client, which nothing else here needs
+
     spec = ReplicaSpec(
         request.name, request.model, "", 0, request.path, request.working_dir or ".", options=request.options,
         pipeline=request.pipeline, max_batch_size=request.max_batch_size, instances=request.instances,
