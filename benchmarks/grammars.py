@@ -29,7 +29,7 @@ from benchmarks.lm_engine import machine, quiet
 from benchmarks.smoke import parse_with_smoke
 from inference.engine import Grammar, Sampling, SequenceRequest
 from inference.lm.causal_lm import load_causal_lm
-from inference.lm.grammars import Constraint, Grammars
+from inference.lm.grammars import Grammars
 from inference.lm.slot_engine import SlotEngine
 
 RESULTS = Path(__file__).parent / "results" / "grammars.json"
@@ -170,11 +170,13 @@ def first_masks_ms(texts: list[str]) -> list[float]:
     for text in texts:
         grammar = Grammar("json_schema", text, "response_format.json_schema")
         began_s = time.perf_counter()
-        matcher = grammars.compile(grammar).result()
-        masks = grammars.begin([Constraint(SequenceRequest("", [0], 1, grammar=grammar), matcher)])
-        assert masks is not None
-        masks.allowed(torch.device("cpu"))
+        compilation = grammars.compile(grammar, "")
+        while not compilation.is_done:
+            grammars.poll(1)
+        constraint = grammars.follow(SequenceRequest("", [0], 1, grammar=grammar), compilation)
+        grammars.allowed([0], [constraint], torch.device("cpu"))
         times.append((time.perf_counter() - began_s) * 1e3)
+        grammars.close(constraint)
     return times
 
 

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from app.codecs.faults import at, shown
+from app.lm.grammar_depth import check_depth
 from inference.engine import MAX_GRAMMAR, EngineLimits, Grammar, GrammarKind
 
 __all__ = [
@@ -53,7 +54,7 @@ class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         """The answer's grammar; None for any text.
 
         Raises:
-            BadRequest: the schema is missing, too large, or there although another type was asked for.
+            BadRequest: the schema is missing, too large, too deep, or there although another type was asked for.
         """
         path = "response_format.json_schema"
         if self.json_schema is not None and self.type != "json_schema":
@@ -80,7 +81,7 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
         """The answer's grammar.
 
         Raises:
-            BadRequest: not exactly one field is given, or it is too large.
+            BadRequest: not exactly one field is given, or it is too large or too deep.
         """
         given = [name for name in self.__struct_fields__ if getattr(self, name) not in (None, False)]
         if len(given) != 1:
@@ -174,6 +175,7 @@ def _choice(labels: Sequence[str], path: str) -> str:
 def _grammar(kind: GrammarKind, text: str, path: str) -> Grammar:
     if len(text) > MAX_GRAMMAR:
         raise at(path, None, f"expected at most {MAX_GRAMMAR} characters, got {len(text)}; shorten it")
+    check_depth(kind, text, path)
     return Grammar(kind, text, path)
 
 

@@ -10,6 +10,7 @@ import orjson
 
 from app.codecs.faults import at
 from app.lm.answer_grammar import MAX_OPTIONAL_IN_LARK, check_optional
+from app.lm.grammar_depth import check_schema_depth
 from app.lm.text.tool_calls import CallFormat
 from inference.engine import MAX_GRAMMAR, Grammar
 
@@ -34,7 +35,7 @@ def call_grammar(
         content: the JSON schema of an answer without calls; None if it must call.
 
     Raises:
-        BadRequest: a schema is too large, or has too many optional properties.
+        BadRequest: a schema is too large, too deep, or has too many optional properties.
     """
 
     def mark(text: str) -> str:
@@ -58,6 +59,7 @@ def call_grammar(
         function = tool["function"]
         name, schema = function["name"], {"type": "object", **function["parameters"]}
         check_optional(schema, MAX_OPTIONAL_IN_LARK, "tools")
+        check_schema_depth(schema, "tools")
         if format.has_names:
             begin = f'{mark("[TOOL_CALLS]")} "{name}" {mark("[ARGS]")}'
             end = ""

@@ -61,14 +61,9 @@ class Admission:
             EngineFull, RequestTooLong, RequestRejected: as `Engine.submit`.
         """
         self._check(request)
-        if self._waiting or not self._fits(request):
-            if len(self._waiting) >= self.limits.max_waiting:
-                raise EngineFull(
-                    f"{self.active} sequences run and {self.waiting} wait; `max_waiting` is {self.limits.max_waiting}"
-                )
-            self._waiting[request.id] = request
-        else:
-            self._place(request)
+        if (self._waiting or not self._fits(request)) and self.waiting >= self.limits.max_waiting:
+            raise self._full()
+        self._enqueue(request)
 
     def take(self) -> SequenceRequest | None:
         """The next admitted request that was not taken yet."""
@@ -93,6 +88,18 @@ class Admission:
         self._waiting.clear()
         self._ready.clear()
         self._reserved.clear()
+
+    def _enqueue(self, request: SequenceRequest) -> None:
+        """Admit a request that was checked, or let it wait."""
+        if self._waiting or not self._fits(request):
+            self._waiting[request.id] = request
+        else:
+            self._place(request)
+
+    def _full(self) -> EngineFull:
+        return EngineFull(
+            f"{self.active} sequences run and {self.waiting} wait; `max_waiting` is {self.limits.max_waiting}"
+        )
 
     def _fits(self, request: SequenceRequest) -> bool:
         count = len(self._reserved) + 1

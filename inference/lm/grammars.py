@@ -1,70 +1,113 @@
-"""Answers in a given form: compiles grammars, and computes which tokens may follow, with llguidance.
+"""Answers in a given form: which tokens may come next, by processes that compile grammars and follow them.
 
-``json_schema`` is JSON Schema as llguidance has it (docs/json_schema.md there), without its leniency: what it can't
-follow is refused. ``regex`` is a regular expression of Rust's crate `regex` for the whole answer. ``lark`` is
-llguidance's dialect of Lark, or GBNF.
+Nothing of a client's grammar is read in the engine's process (see `inference.lm.grammar_host`): one that takes too
+much time or memory, or that ends its process, ends only the sequences that follow it.
 """
 
 from __future__ import annotations
 
-import json
-import math
-import re
+import hashlib
+import os
+import signal
+import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from fractions import Fraction
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from threading import Lock
-from typing import TYPE_CHECKING, Any, Final
+from typing import Final
 
 import torch
-from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, grammar_from
-from torch import Tensor
 
-from inference.engine import Grammar, GrammarKind, SequenceRequest
+from inference.engine import Finish, Grammar, GrammarKind, SequenceRequest
 from inference.errors import ReplicaError
+from inference.lm.compile_queue import LANES, CompileQueue
+from inference.lm.grammar_processes import GrammarProcess, GrammarProcesses
+from inference.lm.grammar_wire import COMPILE_BYTES, FOLLOW_BYTES, MASK_CPU_S, OUT_OF_MEMORY, TOKEN, TOKEN_CPU_S, Reply
 from inference.lm.sampling import Allowed
-from inference.runtime.failure_log import text_of
 
-if TYPE_CHECKING:
-    from llguidance._lib import JsonCompileOptions
-
-__all__ = ["KINDS", "Constraint", "Grammars", "Masks", "refusal"]
+__all__ = ["KINDS", "Compilation", "Constraint", "Grammars"]
 
 KINDS: Final = frozenset[GrammarKind]({"json_schema", "regex", "lark"})
-CACHED: Final = 64
-"""How many compiled grammars are kept."""
-MOST_COMPILING: Final = 256
-"""How many grammars may wait to be compiled, or be compiled."""
-MOST_MULTIPLE: Final = 10_000
-"""The greatest common multiple of a schema's `multipleOf`: the library's automaton has as many states."""
-MASK_THREADS: Final = 4
-_INWARDS: Final = {
-    "minimum": math.inf, "exclusiveMinimum": math.inf, "maximum": -math.inf, "exclusiveMaximum": -math.inf,
-}  # fmt: skip
-_BY_NAME: Final = frozenset({"properties", "patternProperties", "$defs", "definitions"})
-_LARGEST: Final = 2**63 - 1
-"""As a bound the library takes it for what it is, although no double holds it."""
-_HUGE: Final = 2**1023
-_JSON_OPTIONS: Final[JsonCompileOptions] = {"lenient": False, "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,20}"}
-"""Refuse what can't be followed, and bound the space between elements, because weak models write nothing else."""
-
-_SCHEMA_LIMITS: Final[dict[str, Any]] = {"max_items_in_row": 1000, "step_max_items": 20_000}
-_LARK_LIMITS: Final[dict[str, Any]] = {"max_items_in_row": 200, "step_max_items": 5000}
-"""An ambiguous grammar takes time quadratic in these."""
-_LIMITS: Final[dict[str, Any]] = {"max_lexer_states": 10_000, "max_grammar_size": 100_000, "verbose_errors": False}
+KEPT: Final = 64
+"""How many compiled grammars are kept that no answer follows."""
+KEPT_BYTES: Final = 64 * 2**20
+"""How much they may have grown together."""
+MOST_BYTES: Final = 2**30
+"""How much all processes may have grown. Beyond it the largest answer's ends."""
+REFUSED: Final = 1024
+"""How many refused grammars are remembered."""
+MOST_WAITING: Final = 64
+"""How many grammars of a scope may wait to be compiled."""
+MASK_WAIT_S: Final = 0.05
+"""How long a step waits for a mask, once for each sequence."""
 _EXPECTED: Final = {"json_schema": "a JSON schema", "regex": "a regular expression", "lark": "a grammar"}
-_NOT_FORCING: Final = {"name": "not_forcing", "lark_grammar": '%llguidance {"no_forcing": true}\nstart: ""'}
-"""A grammar that is not used, but whose option holds for those beside it: see `_unforced`."""
-_ESCAPED: Final = re.compile(r"\\u((?!d[89a-f])[0-9a-f]{4})", re.IGNORECASE)
-_JSON: Final = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|(?://|#).*|%json\s*(?=\{)')
-"""A JSON schema in Lark, or something that may contain the same characters: a string, expression or comment."""
+_COMPILE_LIMITS: Final = (
+    f"to compile it takes more than {LANES[-1].cpu_s:g} s of processor time, or {COMPILE_BYTES >> 20} MiB of memory"
+)
+_FOLLOW_LIMITS: Final = (
+    f"the next token takes more than {MASK_CPU_S:g} s of processor time, or {TOKEN_CPU_S:g} s a token on average, "
+    f"or more than {FOLLOW_BYTES >> 20} MiB of memory"
+)
+_CAUSES: Final[dict[int, str]] = {signal.SIGPROF: "time", signal.SIGABRT: "memory", signal.SIGSEGV: "depth"}
+_LOST: Final = "the process of the grammar ended; try again"
 
 
-def refusal(grammar: Grammar, reason: str) -> str:
-    """The message of a request that is rejected for its grammar."""
-    return f"{grammar.field}: expected {_EXPECTED[grammar.kind]} that answers can be held to, but {reason}"
+class Compilation:
+    """A grammar that waits to be compiled, is compiled, was, or can't be."""
+
+    def __init__(self, grammars: Grammars, grammar: Grammar, scope: str) -> None:
+        self._grammars = grammars
+        self.kind = grammar.kind
+        self.text = grammar.text
+        self.scope = scope
+        self.lane = 0
+        self.users = 0
+        """Sequences that wait for it, or follow it."""
+        self.process: GrammarProcess | None = None
+        self.is_running = False
+        self.first: Reply | None = None
+        """What an answer may begin with, once it is compiled."""
+        self.error = ""
+        """Why it can't be compiled."""
+        self.is_lost = False
+        """Whether something else is to blame than the grammar."""
+        self.has_ended = False
+        """Whether it must be compiled again."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it was compiled, or can't be."""
+        return self.first is not None or bool(self.error)
+
+    def note(self, reply: Reply) -> None:
+        """As `Listener.note`."""
+        self.is_running = False
+        if reply.error:
+            self._grammars.refuse(self, reply.error)
+        else:
+            self.first = reply
+        self._grammars.end_compiling(self)
+
+    def end(self, status: int) -> None:
+        """As `Listener.end`."""
+        self.process = None
+        if not self.is_running:
+            self._grammars.forget(self)
+            return
+        self.is_running = False
+        cause = _cause(status)
+        if not self.users:
+            self._grammars.forget(self)
+        elif cause is None:
+            self.error, self.is_lost = _LOST, True
+            self._grammars.forget(self)
+        elif cause == "time" and self.lane + 1 < len(LANES):
+            self._grammars.end_compiling(self)
+            self.lane += 1
+            self._grammars.queue(self)
+            return
+        else:
+            self._grammars.refuse(self, "it is nested too deeply" if cause == "depth" else _COMPILE_LIMITS)
+        self._grammars.end_compiling(self)
 
 
 class Constraint:
@@ -72,46 +115,73 @@ class Constraint:
 
     Args:
         request: the sequence's, with a grammar.
-        compiled: the grammar.
+        compilation: the grammar, compiled.
+        eos_ids: the model's end-of-sequence tokens.
     """
 
-    __slots__ = ("_grammar", "error", "ignore_eos", "matcher", "token")
-
-    def __init__(self, request: SequenceRequest, compiled: LLMatcher) -> None:
+    def __init__(self, request: SequenceRequest, compilation: Compilation, eos_ids: Sequence[int]) -> None:
         assert request.grammar is not None
+        assert compilation.first is not None
         self._grammar = request.grammar
-        self.matcher = compiled.deep_copy()
-        """The library's state; used by the thread that computes masks."""
-        self.ignore_eos = request.ignore_eos
-        """Whether an end-of-sequence token is allowed only where nothing else is."""
-        self.token: int | None = None
-        """The last token, if the matcher hasn't consumed it."""
+        self._withheld = eos_ids if request.ignore_eos else ()
+        """Tokens that are allowed only where nothing else is."""
+        self.compilation = compilation
+        self.process: GrammarProcess | None = None
+        self.mask = b""
+        """Which tokens may come next, one bit each; empty while it is computed."""
+        self.size_bytes = 0
+        """How much its process has grown."""
+        self.is_slow = False
+        """Whether a step has waited for it for too long."""
+        self.finish: Finish | None = None
+        """How the sequence must end: ``rejected`` or ``error``."""
         self.error = ""
-        """Why the sequence can't go on."""
+        self.note(compilation.first._replace(size_bytes=0))
 
-    def fail(self, reason: str) -> None:
-        """Note that the library gave up."""
-        self.error = refusal(self._grammar, reason)
+    @property
+    def is_ready(self) -> bool:
+        """Whether it is known what may come next, or that nothing will be."""
+        return bool(self.mask) or self.finish is not None
 
+    @property
+    def is_late(self) -> bool:
+        """Whether a step has waited for it for too long, and it is still not known what may come next."""
+        return self.is_slow and not self.is_ready
 
-class Masks:
-    """Masks of sequences, which another thread is computing."""
+    def advance(self, token: int) -> None:
+        """Begin to compute what may come after this token."""
+        self.mask = b""
+        if self.process is not None:
+            self.process.send(TOKEN.pack(token))
 
-    def __init__(self, rows: Sequence[int], bits: Future[Tensor], vocab_size: int) -> None:
-        self._rows = rows
-        self._bits = bits
-        self._vocab_size = vocab_size
+    def reject(self, reason: str) -> None:
+        """End the sequence for its grammar."""
+        if self.finish is None:
+            self.finish, self.error = "rejected", refusal(self._grammar, reason)
 
-    def allowed(self, device: torch.device) -> Allowed:
-        """Wait for the masks."""
-        bits = self._bits.result().to(device)
-        powers = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=device)
-        tokens = (bits[:, :, None] & powers).bool().flatten(1)
-        return Allowed(self._rows, tokens[:, : self._vocab_size])
+    def note(self, reply: Reply) -> None:
+        """As `Listener.note`."""
+        self.size_bytes = reply.size_bytes
+        if reply.error:
+            self.reject(reply.error)
+        elif self._withheld and not reply.is_stopped:
+            bits = bytearray(reply.mask)
+            for id in self._withheld:
+                bits[id // 8] &= ~(1 << id % 8) & 255
+            self.mask = bytes(bits)
+        else:
+            self.mask = reply.mask
+
+    def end(self, status: int) -> None:
+        """As `Listener.end`."""
+        if _cause(status) is not None:
+            self.reject(_FOLLOW_LIMITS)
+        elif self.finish is None:
+            self.finish, self.error = "error", f"{self._grammar.field}: {_LOST}"
 
 
 class Grammars:
-    """Compiles grammars for one tokenizer, in threads of its own, and remembers the last ones.
+    """Has grammars compiled for one tokenizer, and remembers the last ones; used by one thread.
 
     Args:
         tokenizer: the model's tokenizer.json.
@@ -120,6 +190,7 @@ class Grammars:
 
     Raises:
         ReplicaError: the tokenizer is of a kind that the library doesn't know, or no token ends a sequence.
+        OSError: the processes can't be started.
     """
 
     def __init__(self, tokenizer: Path, vocab_size: int, eos_ids: frozenset[int]) -> None:
@@ -127,210 +198,166 @@ class Grammars:
             raise ReplicaError("the model has no end-of-sequence token")
         self._eos_ids = sorted(eos_ids)
         self._vocab_size = vocab_size
-        try:
-            self._tokenizer = LLTokenizer(tokenizer.read_text(encoding="utf-8"), vocab_size, self._eos_ids)
-        except Exception as error:
-            raise ReplicaError(f"llguidance can't read {tokenizer}: {text_of(error)}") from error
-        found = [id for id in range(self._tokenizer.vocab_size) if self._tokenizer.is_special_token(id)]
-        self._special = [text for id in found if (text := self._tokenizer.decode_str([id]))]
-        """The texts of the special tokens."""
-        self._compilers = ThreadPoolExecutor(2, thread_name_prefix="grammar")
-        self._masker = ThreadPoolExecutor(1, thread_name_prefix="mask")
-        self._executor = LLExecutor(min(MASK_THREADS, torch.get_num_threads()))
-        self._lock = Lock()
-        self._cache: OrderedDict[tuple[str, str], Future[LLMatcher]] = OrderedDict()
-        self._compiling = 0
+        self._processes = GrammarProcesses(tokenizer, vocab_size, self._eos_ids)
+        self._queues = [CompileQueue[Compilation](lane) for lane in LANES]
+        self._compilations: OrderedDict[tuple[str, str], Compilation] = OrderedDict()
+        """Those that wait, run or succeeded; the last used one is last."""
+        self._refused: OrderedDict[bytes, str] = OrderedDict()
+        """Why grammars can't be compiled, by digest."""
+        self._constraints: set[Constraint] = set()
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether no further grammar should be compiled now."""
-        return self._compiling >= MOST_COMPILING
+    def is_full(self, scope: str) -> bool:
+        """Whether a scope has as many grammars waiting as it may."""
+        return sum(queue.waiting(scope) for queue in self._queues) >= MOST_WAITING
 
-    def compile(self, grammar: Grammar) -> Future[LLMatcher]:
-        """Start to compile a grammar, unless that is done.
+    def compile(self, grammar: Grammar, scope: str) -> Compilation:
+        """Have a grammar compiled for a sequence, unless that was done; `leave` ends the sequence's use.
 
-        The future raises `ValueError` if the grammar is wrong, unsupported or too complex.
+        Args:
+            scope: whose it is; scopes take turns.
         """
         key = (grammar.kind, grammar.text)
-        with self._lock:
-            found = self._cache.get(key)
-            if found is not None:
-                self._cache.move_to_end(key)
-                return found
-            self._compiling += 1
-            future = self._cache[key] = self._compilers.submit(self._compiled, grammar)
-            if len(self._cache) > CACHED:
-                self._cache.popitem(last=False)
-        future.add_done_callback(self._note_compiled)
-        return future
+        compilation = self._compilations.get(key)
+        if compilation is None:
+            compilation = Compilation(self, grammar, scope)
+            if (error := self._refused.get(_digest(compilation))) is not None:
+                compilation.error = error
+                return compilation
+            self._compilations[key] = compilation
+            self.queue(compilation)
+        self._compilations.move_to_end(key)
+        compilation.users += 1
+        return compilation
 
-    def begin(self, constraints: Sequence[Constraint | None]) -> Masks | None:
-        """Start to compute which tokens may come next in each row; None if all may in all rows."""
-        rows = [row for row, one in enumerate(constraints) if one is not None]
-        if not rows:
-            return None
-        given = [one for one in constraints if one is not None]
-        return Masks(rows, self._masker.submit(self._bits, given), self._vocab_size)
+    def leave(self, compilation: Compilation) -> None:
+        """Note that a sequence no longer needs a grammar. To compile it ends if no other does."""
+        compilation.users -= 1
+        if compilation.users > 0 or compilation.is_done or compilation.has_ended:
+            return
+        self.forget(compilation)
+        if not compilation.is_running:
+            self._queues[compilation.lane].discard(compilation.scope, compilation)
+        elif compilation.process is not None:
+            compilation.process.kill()
 
-    def _note_compiled(self, future: Future[LLMatcher]) -> None:
-        with self._lock:
-            self._compiling -= 1
+    def follow(self, request: SequenceRequest, compilation: Compilation) -> Constraint:
+        """Hold a sequence to a compiled grammar, in place of `leave`; `close` ends it."""
+        constraint = Constraint(request, compilation, self._eos_ids)
+        assert compilation.process is not None
+        constraint.process = self._processes.follow(compilation.process, constraint)
+        self._constraints.add(constraint)
+        return constraint
 
-    def _compiled(self, grammar: Grammar) -> LLMatcher:
-        try:
-            limits = _SCHEMA_LIMITS if grammar.kind == "json_schema" else _LARK_LIMITS
-            source = _source(grammar)
-            if self._writes_special(grammar.text):
-                source = _unforced(source)
-            matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=LLParserLimits(**limits, **_LIMITS))
-            if not matcher.is_error():
-                matcher.compute_bitmask()  # finds what only use shows, and makes the first mask of each sequence cheap
-            error = matcher.get_error()
-        except BaseException as failure:  # the library's panics are BaseExceptions
-            error = text_of(failure) or type(failure).__name__
-        if error:
-            raise ValueError(_reason(error))
-        return matcher
+    def close(self, constraint: Constraint) -> None:
+        """End what follows a sequence."""
+        self._constraints.discard(constraint)
+        self.leave(constraint.compilation)
+        if constraint.process is not None:
+            if not constraint.mask:  # it may be busy
+                constraint.process.kill()
+            self._processes.release(constraint.process)
 
-    def _writes_special(self, text: str) -> bool:
-        """Whether a grammar of this text may spell out a special token, perhaps in escaped characters."""
-        plain = _ESCAPED.sub(lambda found: chr(int(found[1], 16)), text).replace("\\", "")
-        return any(special in plain for special in self._special)
+    def poll(self, timeout_s: float = 0) -> None:
+        """Take what the processes say; wait for it if they say nothing yet."""
+        self._processes.poll(timeout_s)
+        sizes = {one: one.size_bytes for one in self._constraints if one.finish is None}
+        if sum(sizes.values()) > MOST_BYTES:
+            largest = max(sizes, key=sizes.__getitem__)
+            largest.reject(f"all grammars together take more than {MOST_BYTES >> 20} MiB of memory, and it the most")
 
-    def _bits(self, constraints: Sequence[Constraint]) -> Tensor:
-        """The masks, uint8 [rows, bytes], one bit a token; an error is noted in its constraint."""
-        bits = torch.empty(len(constraints), (self._vocab_size + 31) // 32 * 4, dtype=torch.uint8)
-        try:
-            if chosen := [(one.matcher, one.token) for one in constraints if one.token is not None]:
-                self._executor.consume_token_par(chosen)
-            self._executor.unsafe_compute_mask_ptr(
-                [(one.matcher, row) for row, one in enumerate(constraints)],
-                bits.data_ptr(),
-                bits.shape[1],
-                bits.shape[0],
-            )
-        except BaseException as error:
-            for one in constraints:
-                one.fail(f"{type(error).__name__}: {text_of(error)}")
-        for row, one in enumerate(constraints):
-            one.token = None
-            if one.matcher.is_error():
-                one.fail(_reason(one.matcher.get_error()))
-            elif one.ignore_eos and not one.matcher.is_stopped():
-                for id in self._eos_ids:
-                    bits[row, id // 8] &= ~(1 << id % 8) & 255
-        return bits
+    def wait(self, constraints: Iterable[Constraint], *, is_needed: bool) -> None:
+        """Wait for the masks of constraints, at most `MASK_WAIT_S`.
 
+        Args:
+            is_needed: whether nothing else can be done meanwhile; if not, it isn't waited for slow ones.
+        """
+        self.poll()
+        until_s = time.monotonic() + MASK_WAIT_S
+        while waits := [one for one in constraints if not one.is_ready and (is_needed or not one.is_slow)]:
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                for one in waits:
+                    one.is_slow = True
+                return
+            self.poll(left_s)
 
-def _source(grammar: Grammar) -> str:
-    """The grammar as the library takes it."""
-    text = grammar.text
-    if grammar.kind == "regex":
-        return LLMatcher.grammar_from_regex(text)
-    if grammar.kind == "json_schema":
-        schema = json.loads(text)
-        if schema is True:
-            schema = {}
-        if not isinstance(schema, dict):
-            raise ValueError("expected an object")
-        _check_multiples(schema)
-        schema = _with_exact_numbers(schema)
-        return LLMatcher.grammar_from_json_schema(schema, overrides=_JSON_OPTIONS)
-    if text.lstrip().startswith("{"):
-        raise ValueError("expected a grammar in Lark or GBNF, got JSON")
-    return grammar_from("grammar", "".join(_with_options(text)))
+    def allowed(self, rows: Sequence[int], constraints: Sequence[Constraint], device: torch.device) -> Allowed:
+        """The masks of constraints that are ready, which are of these rows."""
+        size = (self._vocab_size + 7) // 8
+        masks = bytearray().join(one.mask[:size] for one in constraints)
+        bits = torch.frombuffer(masks, dtype=torch.uint8).view(len(rows), size).to(device)
+        powers = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=device)
+        tokens = (bits[:, :, None] & powers).bool().flatten(1)
+        return Allowed(rows, tokens[:, : self._vocab_size])
 
+    def trim(self) -> None:
+        """End the compilers of grammars that are kept beyond the bounds. Call it when all sequences that may follow a
+        grammar do."""
+        followed = {one.compilation for one in self._constraints}
+        kept = [one for one in self._compilations.values() if one.first is not None and one not in followed]
+        size_bytes = sum(one.first.size_bytes for one in kept if one.first is not None)
+        for count, one in zip(range(len(kept), 0, -1), kept, strict=True):
+            if count <= KEPT and size_bytes <= KEPT_BYTES:
+                return
+            assert one.first is not None
+            assert one.process is not None
+            size_bytes -= one.first.size_bytes
+            self.forget(one)
+            self._processes.release(one.process)
 
-def _unforced(source: str) -> str:
-    """A grammar that leaves it to the model with which tokens it writes a text that has no alternative.
+    def shut(self) -> None:
+        """End all processes."""
+        self._processes.close()
 
-    The library would tokenize such a text, and take what looks like a special token for that token, which it then
-    refuses because it stands for no text.
-    """
-    grammars = json.loads(source)["grammars"] if source.startswith("{") else [{"lark_grammar": source}]
-    return json.dumps({"grammars": [*grammars, _NOT_FORCING]})
+    # Called by compilations.
 
+    def queue(self, compilation: Compilation) -> None:
+        """Let a grammar wait for its turn."""
+        self._queues[compilation.lane].add(compilation.scope, compilation)
+        self._start()
 
-def _with_options(lark: str) -> Iterator[str]:
-    """The parts of a grammar in Lark, whose JSON schemas have our options."""
-    begin = 0
-    while (found := _JSON.search(lark, begin)) is not None:
-        end = found.end()
-        yield lark[begin:end]
-        if found[0].startswith("%"):
-            schema, end = json.JSONDecoder().raw_decode(lark, end)
-            _check_multiples(schema)
-            yield json.dumps({**_with_exact_numbers(schema), "x-guidance": _JSON_OPTIONS})
-        begin = end
-    yield lark[begin:]
+    def end_compiling(self, compilation: Compilation) -> None:
+        """Note that a process is free."""
+        self._queues[compilation.lane].end()
+        self._start()
 
+    def refuse(self, compilation: Compilation, reason: str) -> None:
+        """Remember that a grammar can't be compiled."""
+        compilation.error = reason
+        self.forget(compilation)
+        self._refused[_digest(compilation)] = reason
+        if len(self._refused) > REFUSED:
+            self._refused.popitem(last=False)
 
-def _check_multiples(schema: dict[str, Any]) -> None:
-    """Refuse a schema whose automaton would be too large.
+    def forget(self, compilation: Compilation) -> None:
+        """Have the next sequence compile a grammar anew."""
+        compilation.has_ended = True
+        key = (compilation.kind, compilation.text)
+        if self._compilations.get(key) is compilation:
+            del self._compilations[key]
 
-    Raises:
-        ValueError: it is.
-    """
-    steps = [Fraction(str(one)) for one in _multiples(schema)]
-    scale = math.lcm(*[step.denominator for step in steps])
-    if math.lcm(*[int(step * scale) for step in steps]) > MOST_MULTIPLE:
-        raise ValueError(f"multipleOf: expected numbers with a common multiple of at most {MOST_MULTIPLE} steps")
-
-
-def _multiples(schema: object) -> Iterator[Any]:
-    if isinstance(schema, dict):
-        if isinstance(one := schema.get("multipleOf"), (int, float)):
-            yield one
-        for value in schema.values():
-            yield from _multiples(value)
-    elif isinstance(schema, list):
-        for value in schema:
-            yield from _multiples(value)
+    def _start(self) -> None:
+        for lane, queue in zip(LANES, self._queues, strict=True):
+            while (compilation := queue.take()) is not None:
+                compilation.is_running = True
+                compilation.process = self._processes.compile(
+                    compilation.kind, compilation.text, lane.cpu_s, compilation
+                )
 
 
-def _with_exact_numbers(schema: Any) -> Any:
-    """A schema, or a part of one, whose bounds doubles hold, as which the library reads them: those of no double are
-    moved inwards to the next one.
-
-    Raises:
-        ValueError: a constant is an integer that no double holds.
-    """
-    if isinstance(schema, list):
-        return [_with_exact_numbers(one) for one in schema]
-    if not isinstance(schema, dict):
-        return schema
-    found: dict[str, Any] = {}
-    for key, value in schema.items():
-        if key in _BY_NAME and isinstance(value, dict):  # whose keys are no keywords
-            found[key] = {name: _with_exact_numbers(one) for name, one in value.items()}
-            continue
-        if key in ("const", "enum") and (wrong := next(_inexact(value), None)) is not None:
-            raise ValueError(f"{key}: expected integers that doubles hold exactly, got {wrong}; write it as a string")
-        inwards = _INWARDS.get(key)
-        if inwards is not None and next(_inexact(value), _LARGEST) != _LARGEST:
-            found[key] = _inner_double(value, inwards)
-        else:
-            found[key] = _with_exact_numbers(value)
-    return found
+def refusal(grammar: Grammar, reason: str) -> str:
+    """The message of a request that is rejected for its grammar."""
+    return f"{grammar.field}: expected {_EXPECTED[grammar.kind]} that answers can be held to, but {reason}"
 
 
-def _inexact(value: object) -> Iterator[int]:
-    """The integers in a value that no double holds."""
-    if isinstance(value, int) and int(_double(value)) != value:
-        yield value
-    elif isinstance(value, (list, dict)):
-        for one in value.values() if isinstance(value, dict) else value:
-            yield from _inexact(one)
+def _digest(compilation: Compilation) -> bytes:
+    return hashlib.sha256(f"{compilation.kind} {compilation.text}".encode("utf-8", "surrogatepass")).digest()
 
 
-def _inner_double(bound: int, inwards: float) -> int:
-    nearest = _double(bound)
-    return int(nearest if (nearest < bound) == (inwards < 0) else math.nextafter(nearest, inwards))
-
-
-def _double(value: int) -> float:
-    return float(max(-_HUGE, min(value, _HUGE)))
-
-
-def _reason(error: str) -> str:
-    return " ".join(error.replace("<non-verbose/>", "").split())[:400]
+def _cause(status: int) -> str | None:
+    """Why the library ended a process: ``time``, ``memory`` or ``depth``; None: something else did."""
+    if status < 0:
+        return None
+    if os.WIFSIGNALED(status):
+        return _CAUSES.get(os.WTERMSIG(status))
+    return "memory" if os.WEXITSTATUS(status) == OUT_OF_MEMORY else None

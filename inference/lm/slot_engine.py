@@ -5,19 +5,18 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from inference.engine import EngineFull, EngineLimits, Finish, Grammar, SequenceRequest, TokenEvent
+from inference.engine import EngineFull, EngineLimits, Finish, SequenceRequest, TokenEvent
 from inference.lm.admission import Admission
 from inference.lm.batch_invariance import KEYS, check_invariance
 from inference.lm.cached_model import CachedModel
-from inference.lm.grammars import KINDS, Constraint, Grammars, Masks, refusal
+from inference.lm.grammars import KINDS, Compilation, Constraint, Grammars, refusal
 from inference.lm.model_folder import context_length_of
 from inference.lm.prefix_index import BLOCK, NEWEST, Chain, PrefixIndex, chain_of
 from inference.lm.rotary import fix_frequencies
@@ -26,9 +25,6 @@ from inference.lm.slot_cache import SlotCache
 from inference.runtime.capacity import Capacity
 from inference.runtime.device import breaks_device, free_memory, is_out_of_memory
 from inference.runtime.failure_log import FailureLog, text_of
-
-if TYPE_CHECKING:
-    from llguidance import LLMatcher
 
 __all__ = ["SlotEngine"]
 
@@ -40,8 +36,8 @@ KEPT_TOKENS: Final = 16_384
 """How large the cache may grow only to keep prefixes, unless its size was given."""
 SCORED_LOGITS: Final = 2**24
 """The most logits of prompts' tokens at once: with 128,000 tokens in the vocabulary, those of 131 tokens."""
-COMPILE_WAIT_S: Final = 0.005
-"""How long a step without other work waits for a grammar."""
+GRAMMAR_WAIT_S: Final = 0.005
+"""How long a step without other work waits for a grammar or a mask."""
 LEAST_CHUNK: Final = 16
 """Tokens of prompts in a step that are not halved further where memory is short."""
 NAME: Final = "the engine"
@@ -146,10 +142,12 @@ class SlotEngine(Admission):
         self._eos_ids = eos_ids
         self._grammars = grammars
         self._biases = Biases()
-        self._matchers: dict[str, tuple[Grammar, Future[LLMatcher]]] = {}
+        self._compilations: dict[str, tuple[SequenceRequest, Compilation]] = {}
         """The grammars of sequences that have not started."""
+        self._uncompiled: dict[str, SequenceRequest] = {}
+        """Sequences that wait for their grammar before they wait for admission: meanwhile they take no capacity."""
         self._held: list[SequenceRequest] = []
-        """Admitted sequences whose grammar is being compiled."""
+        """Admitted sequences whose grammar was not kept while they waited, and is compiled again."""
         self._prefill_chunk = prefill_chunk
         self._prefix_cache = prefix_cache
         self._on_broken = on_broken
@@ -169,27 +167,36 @@ class SlotEngine(Admission):
         self._failures = FailureLog()
 
     @property
+    def waiting(self) -> int:
+        return len(self._waiting) + len(self._uncompiled)
+
+    @property
     def has_work(self) -> bool:
         return bool(self._pending or self.active or self.waiting)
 
     def submit(self, request: SequenceRequest) -> None:
         """As `Engine.submit`."""
-        grammar, grammars = request.grammar, self._grammars
-        if grammar is not None and grammars is not None and grammars.is_busy:
+        grammars = self._grammars
+        if request.grammar is None or grammars is None:
+            super().submit(request)
+            return
+        self._check(request)
+        if self.waiting >= self.limits.max_waiting + self.limits.max_sequences - self.active:
+            raise self._full()
+        if grammars.is_full(request.cache_scope):
             raise EngineFull("too many grammars wait to be compiled")
-        super().submit(request)
-        if grammar is not None and grammars is not None:
-            self._matchers[request.id] = grammar, grammars.compile(grammar)
+        self._compilations[request.id] = request, grammars.compile(request.grammar, request.cache_scope)
+        self._uncompiled[request.id] = request
 
     @torch.inference_mode()
     def cancel(self, id: str) -> bool:
         """As `Engine.cancel`."""
-        if not self.release(id):
+        if self._uncompiled.pop(id, None) is None and not self.release(id):
             return False
         self._forget_grammar(id)
         found = [one for one in (*self._generating, *self._prompts, *self._put_off) if one.request.id == id]
         for sequence in found:
-            sequence.has_ended = True
+            self._drop(sequence)
         self._put_off = deque(one for one in self._put_off if not one.has_ended)
         self._compact()
         self._pending.append(TokenEvent(id, len(found[0].answer) if found else 0, None, finish="cancelled"))
@@ -199,12 +206,14 @@ class SlotEngine(Admission):
     def step(self) -> list[TokenEvent]:
         """As `Engine.step`."""
         events, self._pending = self._pending, []
-        if self._generating:
+        if self._grammars is not None:
+            self._grammars.poll()
+        if any(one.constraint is None or not one.constraint.is_late for one in self._generating):
             self._attempt(self._generating, 0, self._decode, events)
         self._start(events)
-        if self._held and not (events or self.active > len(self._held)):
-            wait([self._matchers[one.id][1] for one in self._held], COMPILE_WAIT_S, FIRST_COMPLETED)
         group, start = self._group()
+        if self._grammars is not None and not (group or events):
+            self._grammars.poll(GRAMMAR_WAIT_S if self.has_work else 0)
         if group:
             self._attempt(group, len(self._generating), lambda: self._prefill(group, start, events), events)
         return events
@@ -212,12 +221,16 @@ class SlotEngine(Admission):
     def close(self) -> None:
         """As `Engine.close`."""
         self.clear()
+        for sequence in (*self._generating, *self._prompts, *self._put_off):
+            self._drop(sequence)
+        for id in list(self._compilations):
+            self._forget_grammar(id)
         self._generating.clear()
         self._prompts.clear()
         self._put_off.clear()
         self._pending.clear()
         self._prefixes = PrefixIndex()
-        self._matchers.clear()
+        self._uncompiled.clear()
         self._held.clear()
         self._cache = self._blank_cache()
 
@@ -239,25 +252,28 @@ class SlotEngine(Admission):
     def _start(self, events: list[TokenEvent]) -> None:
         """Start the newly admitted sequences that don't wait for a grammar."""
         self._reject(events)
+        for id, request in list(self._uncompiled.items()):
+            if self._compilations[id][1].is_done:
+                del self._uncompiled[id]
+                self._enqueue(request)
         self._held.extend(iter(self.take, None))
         held, self._held = self._held, []
         for request in held:
-            _, matcher = self._matchers.get(request.id, (None, None))
-            if matcher is not None and not matcher.done():
+            if request.grammar is not None and not self._is_compiled(request):
                 self._held.append(request)
                 continue
-            self._matchers.pop(request.id, None)
             if request.max_tokens == 0 and request.prompt_logprobs is None:
+                self._forget_grammar(request.id)
                 self.release(request.id)
                 events.append(TokenEvent(request.id, 0, None, finish="length"))
                 continue
-            ignores_eos = request.ignore_eos and matcher is None
+            ignores_eos = request.ignore_eos and request.grammar is None
             stops = request.stop_ids if ignores_eos else request.stop_ids | self._eos_ids
             try:
-                constraint = None if matcher is None else Constraint(request, matcher.result())
                 vocab_size = self.limits.vocab_size
                 sampler = Sampler(request.sampling, request.prompt, vocab_size, self._device, stops, self._biases)
             except Exception as error:
+                self._forget_grammar(request.id)
                 self.release(request.id)
                 text = self._report(error)
                 finish: Finish = "out_of_memory" if is_out_of_memory(text) else "error"
@@ -265,7 +281,9 @@ class SlotEngine(Admission):
                 continue
             # The tokens of a copied prefix have no logits.
             chain = self._chain(request.prompt, request) if request.prompt_logprobs is None else []
-            self._put_off.append(_Sequence(request, stops, sampler, chain, constraint))
+            self._put_off.append(_Sequence(request, stops, sampler, chain, self._constraint(request)))
+        if self._grammars is not None:
+            self._grammars.trim()
         begun: list[_Sequence] = []
         most = self._capacity.most(NAME) or self.limits.max_sequences
         while self._put_off and len(self._generating) + len(self._prompts) < most:
@@ -276,29 +294,66 @@ class SlotEngine(Admission):
 
     def _reject(self, events: list[TokenEvent]) -> None:
         """End the sequences, admitted or waiting, whose grammars could not be compiled."""
-        for id, (grammar, matcher) in list(self._matchers.items()):
-            if matcher.done() and (error := matcher.exception()) is not None:
+        for id, (request, compilation) in list(self._compilations.items()):
+            if compilation.error and request.grammar is not None:
                 self._forget_grammar(id)
+                self._uncompiled.pop(id, None)
                 self.release(id)
-                events.append(TokenEvent(id, 0, None, finish="rejected", error=refusal(grammar, text_of(error))))
+                finish: Finish = "error" if compilation.is_lost else "rejected"
+                error = refusal(request.grammar, compilation.error)
+                events.append(TokenEvent(id, 0, None, finish=finish, error=error))
+
+    def _is_compiled(self, request: SequenceRequest) -> bool:
+        """Whether a sequence's grammar can be followed now. It is compiled again if it was not kept."""
+        assert self._grammars is not None
+        assert request.grammar is not None
+        _, compilation = self._compilations[request.id]
+        if compilation.has_ended:
+            self._grammars.leave(compilation)
+            compilation = self._grammars.compile(request.grammar, request.cache_scope)
+            self._compilations[request.id] = request, compilation
+        return compilation.first is not None
+
+    def _constraint(self, request: SequenceRequest) -> Constraint | None:
+        """What holds a sequence to its grammar, which is compiled."""
+        if request.grammar is None:
+            return None
+        assert self._grammars is not None
+        _, compilation = self._compilations.pop(request.id)
+        return self._grammars.follow(request, compilation)
 
     def _forget_grammar(self, id: str) -> None:
-        if self._matchers.pop(id, None) is not None:
+        _, compilation = self._compilations.pop(id, (None, None))
+        if compilation is not None and self._grammars is not None:
+            self._grammars.leave(compilation)
             self._held = [one for one in self._held if one.id != id]
 
-    def _begin_masks(self, sequences: Sequence[_Sequence]) -> Masks | None:
-        """Start to compute which tokens may come next."""
-        return None if self._grammars is None else self._grammars.begin([one.constraint for one in sequences])
-
-    def _choose(self, logits: Tensor, sequences: Sequence[_Sequence], masks: Masks | None) -> list[Choice]:
-        allowed = None if masks is None else masks.allowed(logits.device)
-        return choose(logits, [one.sampler for one in sequences], allowed)
+    def _choose(self, logits: Tensor, sequences: Sequence[_Sequence]) -> list[Choice | None]:
+        """Choose the next token of each sequence; None where it is not known yet which may come next."""
+        constraints = [one.constraint for one in sequences]
+        given = [one for one in constraints if one is not None]
+        if self._grammars is None or not given:
+            return [*choose(logits, [one.sampler for one in sequences])]
+        self._grammars.wait(given, is_needed=not any(one is None or one.is_ready for one in constraints))
+        rows = [row for row, one in enumerate(constraints) if one is None or one.mask]
+        choices: list[Choice | None] = [None] * len(sequences)
+        if not rows:
+            return choices
+        held = [(place, one) for place, row in enumerate(rows) if (one := constraints[row]) is not None]
+        allowed = None
+        if held:
+            allowed = self._grammars.allowed([place for place, _ in held], [one for _, one in held], logits.device)
+        if len(rows) < len(sequences):
+            logits = logits[rows]
+        for row, choice in zip(rows, choose(logits, [sequences[row].sampler for row in rows], allowed), strict=True):
+            choices[row] = choice
+        return choices
 
     def _attempt(
         self,
         sequences: Sequence[_Sequence],
         first_row: int,
-        compute: Callable[[], Sequence[Choice]],
+        compute: Callable[[], Sequence[Choice | None]],
         events: list[TokenEvent],
     ) -> bool:
         """Compute tokens of sequences in successive rows, and return whether that succeeded. If it fails, only these
@@ -314,8 +369,11 @@ class SlotEngine(Admission):
         if not failure:
             # A partly computed prompt has no choice yet.
             for row, (sequence, choice) in enumerate(zip(sequences, choices, strict=False), first_row):
-                if sequence.constraint is not None and sequence.constraint.error:
-                    self._end(sequence, "rejected", events, sequence.constraint.error)
+                constraint = sequence.constraint
+                if constraint is not None and constraint.finish is not None:
+                    self._end(sequence, constraint.finish, events, constraint.error)
+                elif choice is None:  # its mask comes in a later step
+                    continue
                 elif choice.is_valid:
                     self._advance(sequence, choice, events)
                 else:
@@ -374,21 +432,20 @@ class SlotEngine(Admission):
         except Exception as error:
             self._report(error)
 
-    def _make_room(self) -> list[Choice]:
+    def _make_room(self) -> list[Choice | None]:
         """Grow the cache for the prompts, before prefixes are looked for: growing may lose some."""
         self._fit(0, 0)
         return []
 
-    def _decode(self) -> list[Choice]:
+    def _decode(self) -> list[Choice | None]:
         """Compute the next token of each sequence that generates."""
         sequences = self._generating
-        masks = self._begin_masks(sequences)
         positions = [one.cached for one in sequences]
         self._fit(len(sequences), max(positions) + 1)
         logits = self._model.forward_each(self._cache, [one.answer[-1] for one in sequences], positions)
-        choices = self._choose(logits, sequences, masks)
-        for one in sequences:
-            one.cached += 1
+        choices = self._choose(logits, sequences)
+        for one, choice in zip(sequences, choices, strict=True):
+            one.cached += choice is not None
         return choices
 
     def _group(self) -> tuple[list[_Sequence], int]:
@@ -420,14 +477,12 @@ class SlotEngine(Admission):
             return most
         return min(most, max(SCORED_LOGITS // self.limits.vocab_size, 1))
 
-    def _prefill(self, group: Sequence[_Sequence], start: int, events: list[TokenEvent]) -> list[Choice]:
+    def _prefill(self, group: Sequence[_Sequence], start: int, events: list[TokenEvent]) -> list[Choice | None]:
         """Compute prompts from this token on; returns the first tokens of those that are complete."""
         if not group[0].cached:
             self._begin(group, start)
         end = start + self._chunk(group)
         chunks = [one.prompt[start:end] for one in group]
-        is_last = end >= len(group[0].prompt)
-        masks = self._begin_masks(group) if is_last else None
         first = len(self._generating)
         scored = {row: one for row, one in enumerate(group) if one.request.prompt_logprobs is not None}
         kept, logits = self._model.forward(self._cache, first, chunks, start, keeps_all=bool(scored))
@@ -444,11 +499,12 @@ class SlotEngine(Admission):
             one.cached = start + len(chunk)
         if group[0].cached < len(group[0].prompt):
             return []
-        choices = self._choose(logits, group, masks)
-        for row, one in enumerate(group, first):
+        choices = self._choose(logits, group)
+        for row, (one, choice) in enumerate(zip(group, choices, strict=True), first):
             self._prompts.remove(one)
             self._generating.append(one)
             self._prefixes.learn(row, one.chain)
+            one.cached -= choice is None  # then the prompt ends with an answer's token, which the next step computes
         return choices
 
     def _begin(self, group: Sequence[_Sequence], start: int) -> None:
@@ -507,8 +563,6 @@ class SlotEngine(Admission):
             self._end(sequence, "length", events)
             return
         sequence.answer.append(choice.token)
-        if sequence.constraint is not None:
-            sequence.constraint.token = choice.token
         finish: Finish | None = None
         if choice.token in sequence.stops:
             finish = "stop"
@@ -517,12 +571,20 @@ class SlotEngine(Admission):
         reused = 0 if index else sequence.reused
         events.append(TokenEvent(request.id, index, choice.token, choice.logprob, choice.top, finish, cached=reused))
         if finish:
-            sequence.has_ended = True
+            self._drop(sequence)
             self.release(request.id)
+        elif sequence.constraint is not None:
+            sequence.constraint.advance(choice.token)
+
+    def _drop(self, sequence: _Sequence) -> None:
+        """Note that a sequence has ended."""
+        sequence.has_ended = True
+        if sequence.constraint is not None and self._grammars is not None:
+            self._grammars.close(sequence.constraint)
 
     def _end(self, sequence: _Sequence, finish: Finish, events: list[TokenEvent], error: str = "") -> None:
         """End a sequence without a token."""
-        sequence.has_ended = True
+        self._drop(sequence)
         sequence.cached = 0  # nothing of it is kept
         self.release(sequence.request.id)
         events.append(TokenEvent(sequence.request.id, len(sequence.answer), None, finish=finish, error=error))

@@ -6,7 +6,6 @@ import functools
 import json
 import shutil
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from benchmarks.json_schemas import is_valid, schemas
-from inference.engine import EngineFull, Grammar, GrammarKind, RequestRejected, Sampling, SequenceRequest, TokenEvent
+from inference.engine import Grammar, GrammarKind, RequestRejected, Sampling, TokenEvent
 from inference.errors import ReplicaError
 from inference.lm import grammars as module
 from inference.lm.grammars import Grammars
@@ -259,18 +258,15 @@ def test_an_engine_without_grammars_refuses() -> None:
 
 
 class Slow(Grammars):
-    """Compiles only when told to."""
+    """Hears nothing of its processes until it is told to."""
 
     def __init__(self) -> None:
         super().__init__(FOLDER / "tokenizer.json", VOCAB_SIZE, EOS_IDS)
-        self.futures: list[Future[Any]] = []
+        self.is_deaf = True
 
-    def compile(self, grammar: Grammar) -> Future[Any]:
-        self.futures.append(Future())
-        return self.futures[-1]
-
-    def finish(self, place: int, grammar: Grammar) -> None:
-        self.futures[place].set_result(super().compile(grammar).result())
+    def poll(self, timeout_s: float = 0) -> None:
+        if not self.is_deaf:
+            super().poll(timeout_s)
 
 
 def test_others_go_on_while_a_grammar_is_compiled() -> None:
@@ -281,7 +277,7 @@ def test_others_go_on_while_a_grammar_is_compiled() -> None:
     engine.submit(request("free", PROMPT, 30))
     events = [event for _ in range(4) for event in engine.step()]
     assert [event.id for event in events] == ["free"] * 4
-    slow.finish(0, DIGITS)
+    slow.is_deaf = False
     while engine.has_work:
         events += engine.step()
     assert text_of(by_id(events)["held"]).isdecimal()
@@ -295,7 +291,7 @@ def test_a_sequence_whose_grammar_is_compiled_can_be_cancelled_and_leaves_nothin
     engine.step()
     assert engine.cancel("a")
     assert [event.finish for event in engine.step()] == ["cancelled"]
-    slow.finish(0, DIGITS)
+    slow.is_deaf = False
     assert (engine.has_work, engine.step(), engine.cache_used) == (False, [], 0)
 
 
@@ -320,18 +316,16 @@ def test_closing_forgets_what_is_compiled() -> None:
 
 
 def test_compiled_grammars_are_shared_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "KEPT", 3)
     grammars = Grammars(FOLDER / "tokenizer.json", VOCAB_SIZE, EOS_IDS)
-    assert grammars.compile(DIGITS) is grammars.compile(Grammar("regex", DIGITS.text, "another.field"))
-    for count in range(module.CACHED + 5):
-        grammars.compile(DIGITS).result()
-        grammars.compile(Grammar("regex", f"[0-9]{{{count + 4}}}", "form")).result()
-    assert len(grammars._cache) == module.CACHED
-    assert ("regex", DIGITS.text) in grammars._cache  # used all along
-    monkeypatch.setattr(module, "MOST_COMPILING", 0)
     engine = engine_of(grammars)
-    with pytest.raises(EngineFull, match="too many grammars"):
-        engine.submit(request("a", PROMPT, 5, grammar=DIGITS))
-    assert not engine.has_work
+    first = grammars.compile(DIGITS, "")
+    assert first is grammars.compile(Grammar("regex", DIGITS.text, "another.field"), "another scope")
+    for count in range(6):
+        run(engine, request("a", PROMPT, 2, grammar=DIGITS))
+        run(engine, request("a", PROMPT, 2, grammar=Grammar("regex", f"[0-9]{{{count + 4}}}", "form")))
+    assert len(grammars._compilations) == 3
+    assert grammars._compilations["regex", DIGITS.text] is first  # used all along
 
 
 def test_tokenizers_that_the_library_does_not_know_are_named() -> None:
@@ -351,17 +345,3 @@ def test_a_model_with_such_a_tokenizer_is_served_without_grammars(
     engine = plan_language_model(f"lm:{folder}", {}).load("cpu", pytest.fail)
     assert engine.limits.grammars == frozenset()
     assert "requests can't ask for a form of the answer" in caplog.text
-
-
-def test_a_failing_library_ends_the_sequences_that_need_it_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    grammars = Grammars(FOLDER / "tokenizer.json", VOCAB_SIZE, EOS_IDS)
-
-    class Broken:
-        def unsafe_compute_mask_ptr(self, *arguments: object) -> None:
-            raise BaseException("on purpose")  # as Rust's panics
-
-    monkeypatch.setattr(grammars, "_executor", Broken())
-    requests: list[SequenceRequest] = [request("a", PROMPT, 5, grammar=DIGITS), request("b", PROMPT, 5)]
-    answers = run(engine_of(grammars), *requests)
-    assert (answers["a"][-1].finish, answers["b"][-1].finish) == ("rejected", "length")
-    assert "on purpose" in answers["a"][-1].error
