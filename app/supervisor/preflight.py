@@ -10,6 +10,7 @@ import socket
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Final
 
 import psutil
 
@@ -49,6 +50,10 @@ VLLM_SOCKET_BYTES = len("/r99999/xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx")
 """The longest path of a socket of vLLM's processes."""
 
 
+VANISHED_AFTER_MS: Final = 120_000
+"""A client is gone if what was sent to it stays unacknowledged for so long."""
+
+
 def open_listener(host: str, port: int) -> socket.socket:
     """Listen on a TCP address.
 
@@ -63,6 +68,12 @@ def open_listener(host: str, port: int) -> socket.socket:
         listener = stack.enter_context(socket.socket(family, kind, protocol))
         # An earlier server's connections that are still closing don't matter.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Accepted connections inherit these: one whose client vanished without a word ends after a minute or two, also
+        # while its request computes or its stream goes on.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 15)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, VANISHED_AFTER_MS)
         listener.bind(address)
         listener.listen(2048)
         stack.pop_all()
