@@ -66,6 +66,11 @@ class OperatorGuard:
         for name in FORWARDED:
             if name in headers:
                 raise Forbidden(f"header {name}: expected none, since only requests from this machine may do this")
+        if "origin" in headers:
+            raise Forbidden(
+                f"header Origin: expected none, got {headers['origin'][:100]!r}: without API keys no web page may do "
+                "this, not even the server's own /docs; use `headwater` or curl"
+            )
         if _without_port(host) not in LOCAL_NAMES:
             raise Forbidden(
                 f"header Host: expected localhost, 127.0.0.1 or [::1], got {host[:100]!r}: only requests addressed to "
