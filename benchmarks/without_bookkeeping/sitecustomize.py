@@ -16,7 +16,7 @@ def _nothing(*arguments: Any, **keywords: Any) -> None:
 
 if "app.gateway.worker" in sys.orig_argv:
     from app.dispatch import dispatcher as dispatch
-    from app.gateway.http import connection as connections
+    from app.gateway.http import connections
     from app.gateway.http import entry as middleware
     from app.gateway.routes import infer
     from app.telemetry import instruments, recorder

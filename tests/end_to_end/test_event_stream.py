@@ -22,7 +22,8 @@ from app.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, Sta
 from app.dispatch.protocol import Dispatcher, Fail
 from app.errors import BadRequest, CallableFailed, DeadlineExceeded, QueueFull, ReplicaLost, Unavailable
 from app.gateway.app import create_app
-from app.gateway.http.connection import BoundedConnection, Connections
+from app.gateway.http.connection import BoundedConnection
+from app.gateway.http.connections import Connections
 from app.gateway.http.entry import Entry, RequestRecords
 from app.gateway.http.event_stream import StreamLimits
 from app.gateway.models import Models

@@ -79,7 +79,8 @@ class Pure(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         dropped: torch.Tensor = self.drop(self.norm(x))
-        return dropped + self.lstm(x)[0]
+        added: torch.Tensor = dropped + self.lstm(x)[0]
+        return added
 
 
 class Buffers(torch.nn.Module):
