@@ -33,8 +33,8 @@ __all__ = [
 ]
 
 CAUSE_CHARACTERS = 300
-_FOLDERS = re.compile(r"(?<![\w/:.~-])~?/(?:[^\s/:'\"]+/)*(?=[^\s/])")
-"""Matches all but the last part of absolute paths."""
+_PATH = re.compile(r"(?<![\w/:.~-])~?/[^\s:'\"]*")
+"""An absolute path. Whatever follows the first slash, it matches: a search is linear in the text."""
 
 
 class ModelError(Exception):
@@ -111,4 +111,8 @@ def is_permanent(error: ModelError) -> bool:
 def text_for_clients(text: str) -> str:
     """The first line of an error's text, with paths cut to their last part; at most so long that it can be shown."""
     first_line = text.partition("\n")[0]
-    return _FOLDERS.sub("", first_line)[:CAUSE_CHARACTERS]
+    return _PATH.sub(_last_part, first_line)[:CAUSE_CHARACTERS]
+
+
+def _last_part(path: re.Match[str]) -> str:
+    return path[0][path[0].rstrip("/").rfind("/") + 1 :]

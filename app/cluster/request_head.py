@@ -11,7 +11,7 @@ __all__ = ["MOST_HEAD_BYTES", "Refusal", "RequestHead"]
 
 MOST_HEAD_BYTES: Final = 16 * 1024
 _LINE: Final = re.compile(rb"([A-Z]{1,16}) ([\x21-\x7e]+) HTTP/1\.1")
-_HEADER: Final = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([\t\x20-\x7e\x80-\xff]*)")
+_HEADER: Final = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):([\t\x20-\x7e\x80-\xff]*)")
 _NUMBER: Final = re.compile(r"[0-9]{1,15}")
 _PAIR: Final = re.compile(r"([0-9]{1,15}) ([0-9]{1,15})")
 
@@ -63,7 +63,7 @@ class RequestHead:
             name = header[1].decode().lower()
             if name in self._headers:
                 raise _bad("headers: expected each once, got one more than once")
-            self._headers[name] = header[2].decode("latin-1").rstrip()
+            self._headers[name] = header[2].decode("latin-1").strip(" \t")
 
     def header(self, name: str) -> str:
         """A header's value; empty: there is none."""

@@ -26,8 +26,8 @@ __all__ = ["GraphDispatcher"]
 logger = logging.getLogger("headwater.graph")
 
 _BAD_OUTPUT: Final = re.compile(
-    r"(?:row \d+: )?output '(?P<name>[^']+)': expected \w+ \[(?P<asked>\d+)[^]]*\], "
-    r"got (?P<datatype>\w+) \[(?P<rows>\d+)(?P<shape>[^]]*)\](?:: \d+ rows went in)?\Z"
+    r"(?:row \d+: )?output '(?P<name>[^']+)': expected \w+ \[(?P<asked>\d+)(?:[^]\d][^]]*)?\], "
+    r"got (?P<datatype>\w+) \[(?P<rows>\d+)(?P<shape>(?:[^]\d][^]]*)?)\](?:: \d+ rows went in)?\Z"
 )
 """The words of `inference.wire.arrays.wire` for an output that isn't as declared, perhaps of some of the rows only."""
 

@@ -19,10 +19,10 @@ __all__ = ["MOST_DEPTH", "check_depth", "check_schema_depth"]
 MOST_DEPTH: Final = 256
 """Objects, arrays and references of a schema, or parentheses and rules of a grammar, within each other."""
 _END: Final = object()
-_REGEX: Final = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]?|[()]", re.DOTALL)
+_REGEX: Final = re.compile(r"\\.|\[\^?\]?(?:\\.?|[^\]\\])*\]?|[()]", re.DOTALL)
 """A parenthesis, or what may contain the same character: an escape, or a class."""
 _LARK: Final = re.compile(
-    r'"(?:\\.|[^"\\\n])*"?|(?://|#)[^\n]*|/(?:\\.|[^/\\\n])*/?|%json\s*(?=\{)|[()\[\]{}]|[A-Za-z_][\w-]*|::=|:'
+    r'"(?:\\.?|[^"\\\n])*"?|(?://|#)[^\n]*|/(?:\\.?|[^/\\\n])*/?|%json\s*(?=\{)|[()\[\]{}]|[A-Za-z_][\w-]*|::=|:'
 )
 """What is read of Lark and GBNF. A string or an expression without an end lasts to the end of its line."""
 

@@ -63,7 +63,7 @@ RECENT_S: Final = 30.0
 USAGE_ERROR: Final = 2
 """The exit status of a program that refuses its arguments."""
 ERROR_CHARACTERS: Final = 500
-_METRIC: Final = re.compile(rb"^vllm:([a-z_]+)(?:\{[^}]*\})? ([0-9.e+-]+)$", re.MULTILINE)
+_METRIC: Final = re.compile(rb"\nvllm:([a-z_]+)(?:\{[^}\n]*\})? ([0-9.e+-]+)")
 _COUNTED: Final = frozenset(
     {
         b"generation_tokens_total", b"prompt_tokens_total", b"kv_cache_usage_perc", b"num_requests_running",
@@ -72,7 +72,7 @@ _COUNTED: Final = frozenset(
 )  # fmt: skip
 """What the engine reports after each step. The cache fills while a long prompt is read, of which no token is counted
 before its end."""
-_BLOCKS: Final = re.compile(rb"^vllm:cache_config_info\{([^\n]*)\}", re.MULTILINE)
+_BLOCKS: Final = re.compile(rb"\nvllm:cache_config_info\{([^\n]*)\}")
 _PREFIX: Final = re.compile(r"\([\w-]+ pid=\d+\) (?:[A-Z]+ \S+ \S+ \[[^\]]*\] )?")
 """Of a line of vLLM's processes, the server's own traceback excepted."""
 _ERROR: Final = re.compile(r"(?:\S+: error: |(?:\w+\.)*(?=\w*(?:Error|Exception)(?:: |$)))(.+)")
@@ -278,8 +278,8 @@ class Host:
 
     def _capacity(self, install: VllmInstall, max_lora_rank: int) -> VllmSpec:
         models = json.loads(self._ask("GET", "/v1/models")[1])
-        found = _BLOCKS.search(self._ask("GET", "/metrics")[1])
-        labels = dict(re.findall(rb'([a-z_]+)="(\d+)"', found[1])) if found is not None else {}
+        found = _BLOCKS.search(b"\n" + self._ask("GET", "/metrics")[1])
+        labels = dict(re.findall(rb',([a-z_]+)="(\d+)"', b"," + found[1])) if found is not None else {}
         blocks, size = (int(labels.get(name, 0)) for name in (b"num_gpu_blocks", b"block_size"))
         return VllmSpec(
             max_sequences=self._spec.options["max_num_seqs"],
@@ -326,7 +326,7 @@ class Host:
         """Look what the engine has counted; without an answer, the last one stays."""
         with contextlib.suppress(OSError, http.client.HTTPException):
             text = self._ask("GET", "/metrics", timeout_s=min(ASK_TIMEOUT_S, timeout_s))[1]
-            self._counted = tuple(float(value) for name, value in _METRIC.findall(text) if name in _COUNTED)
+            self._counted = tuple(float(value) for name, value in _METRIC.findall(b"\n" + text) if name in _COUNTED)
 
     def _check_alive(self, when: str) -> None:
         status = self._server.poll()

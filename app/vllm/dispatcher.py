@@ -33,7 +33,7 @@ MOST_SAMPLED: Final = 50
 """So many replicas' metrics are read in this time at most. With more replicas all readings are older, and serve gauges
 and scaling only: to choose by what other workers had then is worse than to choose by one's own requests."""
 _METRIC: Final = re.compile(
-    rb"\nvllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc)\{[^}]*\} ([0-9.eE+-]+)"
+    rb"\nvllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc)\{[^}\n]*\} ([0-9.eE+-]+)"
 )
 """Begins with the line before, since `re` looks for ``^`` at every place, which takes six times as long."""
 

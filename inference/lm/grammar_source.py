@@ -40,8 +40,9 @@ _LIMITS: Final[dict[str, Any]] = {"max_lexer_states": 10_000, "max_grammar_size"
 _NOT_FORCING: Final = {"name": "not_forcing", "lark_grammar": '%llguidance {"no_forcing": true}\nstart: ""'}
 """A grammar that is not used, but whose option holds for those beside it: see `_unforced`."""
 _ESCAPED: Final = re.compile(r"\\u((?!d[89a-f])[0-9a-f]{4})", re.IGNORECASE)
-_JSON: Final = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|(?://|#).*|%json\s*(?=\{)')
-"""A JSON schema in Lark, or something that may contain the same characters: a string, expression or comment."""
+_JSON: Final = re.compile(r'"(?:\\.?|[^"\\\n])*"?|/(?:\\.?|[^/\\\n])+/?|(?://|#).*|%json\s*(?=\{)')
+"""A JSON schema in Lark, or something that may contain the same characters: a string, expression or comment. A string
+or expression without an end ends with its line, so that a search is linear; the library refuses the grammar."""
 
 
 def compiled(tokenizer: LLTokenizer, special: Sequence[str], kind: str, text: str) -> tuple[LLMatcher, bytes]:

@@ -17,7 +17,7 @@ __all__ = ["breaks_device", "choose_device", "free_memory", "is_out_of_memory", 
 _OUT_OF_MEMORY: Final = re.compile(
     r"(?:\w+\.)*OutOfMemoryError\b|.*(?:"
     r"CUDA (?:(?:driver )?error: |failure 2: )?out of memory|Triton Error \[CUDA\]: out of memory|"
-    r"CU(?:BLAS|DNN|SOLVER|SPARSE)_STATUS_\w*ALLOC\w*_FAILED|CUFFT_ALLOC_FAILED|"
+    r"CU(?:BLAS|DNN|SOLVER|SPARSE)_STATUS_(?:INTERNAL_ERROR_(?:HOST|DEVICE)_)?ALLOC(?:ATION)?_FAILED|CUFFT_ALLOC_FAILED|"
     r"DefaultCPUAllocator: can't allocate memory|"
     r"Failed to allocate memory for requested buffer|Available memory of \d+ is smaller than requested bytes)",
     re.DOTALL,

@@ -10,13 +10,13 @@ import re
 
 __all__ = ["is_ending", "is_process_lost"]
 
-_LOST = re.compile(r"Stub process .*is not healthy|the callable's process has ended")
 _ENDING = re.compile(r"Request for unknown model\b|Server is stopping\b")
 
 
 def is_process_lost(message: str) -> bool:
     """Whether a call failed because a process of the model is gone: Triton's, or the callable's."""
-    return _LOST.search(message) is not None
+    _, stub, rest = message.partition("Stub process ")
+    return (stub != "" and "is not healthy" in rest) or "the callable's process has ended" in message
 
 
 def is_ending(message: str) -> bool:

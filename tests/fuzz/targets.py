@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from tests.fuzz import operations, tensors, texts, wires
+from tests.fuzz import expressions, operations, tensors, texts, wires
 
 __all__ = ["TARGETS", "WORDS", "Target", "seeds_of"]
 
@@ -19,6 +19,7 @@ TARGETS: Final[dict[str, Target]] = {
         *(tensors.infer, tensors.binary, tensors.generate, tensors.pieces, tensors.response),
         *(texts.chat, texts.completion, texts.responses, texts.lm_generate, texts.text_stream, texts.sse),
         *(wires.frame, wires.lm_wire, wires.report),
+        expressions.expression,
         *(operations.overlay, operations.repository),
     )
 }

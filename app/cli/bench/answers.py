@@ -15,7 +15,7 @@ import msgspec
 __all__ = ["LONGEST_REASON", "EventParser", "Fault", "Sample", "TokenReader", "answer_fault", "failed_status"]
 
 LONGEST_REASON: Final = 160
-_ID: Final = re.compile(r"\b[0-9a-f]{16,}\b")
+_ID: Final = re.compile(r"[0-9a-f]{16,}")
 _UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 

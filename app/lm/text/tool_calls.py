@@ -31,7 +31,7 @@ __all__ = ["FORMATS", "CallFinder", "CallFormat", "CallPart", "ToolUse", "call_f
 _MAX_HEAD: Final = 256
 """Characters between ``[TOOL_CALLS]`` and the arguments."""
 
-_HEAD: Final = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*\w*\s*)?(?:\[ARGS\]\s*)?", re.ASCII)
+_HEAD: Final = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*(?:\w+\s*)?)?(?:\[ARGS\]\s*)?", re.ASCII)
 
 
 class CallFormat(NamedTuple):

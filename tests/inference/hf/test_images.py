@@ -75,6 +75,11 @@ def test_base64_and_data_urls_are_the_same(model: Model) -> None:
     assert np.ptp(got, axis=0).max() < 1e-6
 
 
+def test_a_text_of_spaces_is_refused_at_once(model: Model) -> None:
+    with pytest.raises(BadInput, match="PNG or JPEG file, got 4000017 bytes"):
+        scores(model, b"A" * 16 + b" " * 4_000_000 + b"!")  # hours, if its work were quadratic
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [(b"no image", "PNG or JPEG file, got 8 bytes"), (b"data:image/png;base64,x", "in base64")],
