@@ -266,6 +266,9 @@ class Losses:
         id = replica.route.id
         if part.losses > 1:
             self._accused.setdefault(id, []).append((part, part.lost_with))
+            if replica.losses > 1:  # it was out of order before it had the request, and the supervisor ends it for that
+                self._acquit(id)
+                return
             self._loop.call_later(LOST_RETRY_S, self._acquit, id)
             self.judge()
             return

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Final
 
 from app.process.priority import set_session_priority
+from app.process.probe import Probe
 from app.process.sweep import Journal, kill_group, process_stat, process_stats, segments_mapped_by, sweep_replica
 
 __all__ = ["CallWatch", "main"]
@@ -51,6 +52,8 @@ class CallWatch:
         self._path = directory / WATCHDOG_FILE
         self._late: set[int] = set()
         """Start times of the calls that were late at the last look."""
+        self.is_busy = False
+        """Whether a call was under way at the last look."""
 
     def look(self, now_ns: int) -> str | None:
         """Why the replica hangs; None if it doesn't. The time is on the monotonic clock.
@@ -58,11 +61,14 @@ class CallWatch:
         A call must be late at two looks: once may be due to a pause of the machine.
         """
         slots = array("q")
-        with contextlib.suppress(OSError):  # without the file, calls have no limit
+        with contextlib.suppress(OSError):  # vLLM's host has no such file
             slots.frombytes(self._path.read_bytes())
         if not slots:
             return None
         limit_ns = slots[0]
+        self.is_busy = any(slots[1:])
+        if not limit_ns:
+            return None
         late = {began_ns for began_ns in slots[1:] if began_ns and now_ns - began_ns > limit_ns}
         is_hanging = bool(late & self._late)
         self._late = late
@@ -122,6 +128,7 @@ class Guardian:
         self._suspects: dict[int, float] = {}
         """Members in a bad state, and since when."""
         self._watchdog = CallWatch(directory)
+        self._probe = Probe(directory)
         self._next_look_s = 0.0
         """When to look at the calls next; wake-ups in between may come at any rate."""
         self._checks = 0
@@ -205,6 +212,8 @@ class Guardian:
         if now_s >= self._next_look_s:
             self._next_look_s = now_s + CHECK_INTERVAL_S / 2
             if (reason := self._watchdog.look(time.monotonic_ns())) is not None:
+                return reason
+            if (reason := self._probe.look(is_busy=self._watchdog.is_busy)) is not None:
                 return reason
         current = self._states()
         for pid, (name, _) in current.items():

@@ -33,10 +33,6 @@ class KeyLosses:
         if len(self._had) > REPLICAS:
             del self._had[next(iter(self._had))]
 
-    def acquit(self, replica: str) -> None:
-        """The replica's end is no request's fault."""
-        self.note(replica, ("",))
-
     def convict(self, replicas: Collection[str], key: str) -> None:
         """These replicas were lost with a request of the key, of which the last computed nothing else."""
         for replica in replicas:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
 from app.config.schema import Config
+from app.control.messages import ReplicaLoss
 from app.control.server import ControlServer
 from app.supervisor.front import Front
 from app.supervisor.host import Host
@@ -15,6 +17,10 @@ from app.supervisor.replica_memory import ReplicaMemory
 from inference.signature import Signature
 
 __all__ = ["Supervisor"]
+
+OUT_OF_ORDER: Final = 2
+"""A replica that a worker loses so often in a row, without an answer in between, is ended. The worker waits before it
+tries a replica again that it lost (`app.dispatch.pool.LOST_RETRY_S`), in which time a replica that ended is gone."""
 
 
 class Supervisor(Front):
@@ -36,14 +42,20 @@ class Supervisor(Front):
         read: Callable[[], Config] | None = None,
         config_file: Path | None = None,
     ) -> None:
-        control = ControlServer(
-            lambda command: self.orchestrator.answer(command), on_lost=lambda loss: self.orchestrator.note_loss(loss)
-        )
+        control = ControlServer(lambda command: self.orchestrator.answer(command), on_lost=self._note_loss)
         host = Host(ReplicaMemory.of(config.server), user_paths, control.drain, lambda: self.on_change())
         self.orchestrator = Orchestrator(
             config, host, control, lambda shares: self.observer.see_utilization(shares), read, config_file
         )
         super().__init__(config, on_serving, control, host, self.orchestrator)
+
+    def _note_loss(self, loss: ReplicaLoss) -> None:
+        """A worker lost a replica. One that is still there when it is lost again is out of order, and ends."""
+        self.orchestrator.note_loss(loss)
+        replica = self._host.replicas.get(loss.replica)
+        if loss.times >= OUT_OF_ORDER and replica is not None and not replica.ending.is_set():
+            replica.reason = f"a gateway worker lost it {loss.times} times in a row, although it ran"
+            replica.kill()
 
     async def run(self) -> int:
         """See `Front`."""

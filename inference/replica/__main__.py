@@ -26,7 +26,7 @@ from inference import reference, tuning
 from inference.environment import package_versions, require
 from inference.errors import LoadError, ModelError, is_permanent, text_for_clients
 from inference.replica.imported import imported_files
-from inference.runtime.watchdog import WATCHDOG_FILE, WatchCall, Watchdog
+from inference.runtime.watchdog import WATCHDOG_FILE, Watchdog
 from inference.signature import Signature
 from inference.tuning import keep_freed_memory
 from inference.wire.handshake import ReplicaSpec, ReplicaStatus
@@ -95,13 +95,12 @@ def _serve(
     os.chdir(spec.working_dir)
 
     # Heavy imports come after the check of the environment, whose message is clearer than an import error.
+    from inference.replica.probe_call import write_probe
     from inference.replica.served import load_served
     from inference.replica.triton import EmbeddedTriton
     from inference.runtime.capacity import Capacity
 
-    watch: WatchCall = contextlib.nullcontext
-    if spec.max_compute_s is not None:
-        watch = Watchdog(directory / WATCHDOG_FILE, spec.max_compute_s).call
+    watch = Watchdog(directory / WATCHDOG_FILE, spec.max_compute_s or 0).call
     capacity = Capacity(lambda text, rows: report(ReplicaStatus("limited", text, batch_limit=rows)))
     triton = EmbeddedTriton(directory, spec.token)
 
@@ -116,6 +115,7 @@ def _serve(
     triton.start(served.handlers, served.loop)
     served.warm_up(triton, spec, progress)
     tuning.settle()
+    write_probe(directory, signature, spec.token)
     (directory / READY_FILE).touch()  # for the guardian: every process of the group counts from now on
     if len(msgspec.json.encode(signature.example)) > LARGE_EXAMPLE_BYTES:  # too long to show; the warm-up has used it
         signature = msgspec.structs.replace(signature, example=None)

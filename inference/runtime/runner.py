@@ -76,6 +76,9 @@ class Runner:
             except (DeclarationError, OSError) as error:
                 rows = len(next(iter(request.data.values())))
                 answers[index] = self._answer(self._blank(rows), [refusal(error)] * rows, 0)
+                continue
+            if part.note.cancel:  # the guardian's call, which only shows that the replica answers
+                answers[index] = self._answer(self._blank(part.rows), [_OK] * part.rows, 0)
             else:
                 groups.setdefault(_group_key(part), []).append((index, part))
         held = sum(part.rows for members in groups.values() for _, part in members)

@@ -1,8 +1,9 @@
 """The replica's side of the watchdog: a small file of when each call of the user's code began.
 
-The guardian reads the file and ends a replica whose call takes too long. The replica need not answer, since a callable
-may hold the interpreter's lock for ever. The file is an array of int64: first the limit of a call in nanoseconds, then
-slots, each with the start of its call on the monotonic clock, or 0 while it is free.
+The guardian reads the file. It ends a replica whose call takes too long, and one that computes nothing and answers
+nothing. The replica need not answer, since a callable may hold the interpreter's lock for ever. The file is an array of
+int64: first the limit of a call in nanoseconds, 0 for no limit, then slots, each with the start of its call on the
+monotonic clock, or 0 while it is free.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Watchdog:
 
     Args:
         path: the file to create.
-        limit_s: the longest that a call may take.
+        limit_s: the longest that a call may take; 0: no limit.
     """
 
     def __init__(self, path: Path, limit_s: float) -> None:

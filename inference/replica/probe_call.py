@@ -1,0 +1,61 @@
+"""The call with which a replica's guardian finds out whether the replica answers; see `app.process.probe`."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from inference.datatypes import DATATYPES
+from inference.signature import Signature
+from inference.wire.report import HEADWATER, REPORT, CallNote
+from inference.wire.shared_memory import stand_in_shape
+
+__all__ = ["PROBE_FILE", "probe_request", "write_probe"]
+
+PROBE_FILE: Final = "probe"
+"""The file's name in the replica's folder."""
+
+
+def probe_request(signature: Signature, token: str) -> bytes:
+    """A whole HTTP request to Triton, which the runner answers without calling the model.
+
+    Args:
+        signature: of a model that answers whole.
+        token: what Triton's requests must carry.
+    """
+    inputs, data = [], []
+    for spec in signature.inputs:
+        if spec.optional:
+            continue
+        datatype, shape = DATATYPES[spec.datatype], stand_in_shape(spec, 1)
+        data.append(bytes(math.prod(shape) * (datatype.size_bytes or 4)))  # of BYTES: empty elements
+        size = {"binary_data_size": len(data[-1])}
+        inputs.append({"name": spec.name, "datatype": datatype.wire, "shape": shape, "parameters": size})
+    note = msgspec.json.encode(CallNote(cancel="-")).decode()
+    outputs = [{"name": REPORT, "parameters": {"binary_data": True}}]
+    head = json.dumps({"inputs": inputs, "outputs": outputs, "parameters": {HEADWATER: note}}).encode()
+    body = b"".join((head, *data))
+    lines = (
+        f"POST /v2/models/{signature.name}/infer HTTP/1.1",
+        "Host: localhost",
+        "Connection: close",
+        f"Inference-Header-Content-Length: {len(head)}",
+        f"Content-Length: {len(body)}",
+        f"triton-access-token: {token}",
+        "",
+        "",
+    )
+    return "\r\n".join(lines).encode() + body
+
+
+def write_probe(directory: Path, signature: Signature, token: str) -> None:
+    """Write the request to a replica's folder, unless the model answers in frames, which takes gRPC."""
+    if signature.streams or signature.heads:
+        return
+    path = directory / PROBE_FILE
+    path.touch(mode=0o600)
+    path.write_bytes(probe_request(signature, token))
