@@ -114,12 +114,13 @@ class Agent:
             folder = self._host.folder / "r"
             replica = ReplicaProcess(spec.name, spec.id, spec.deployment, folder, spec.user_paths, self._note)
             replica.token = spec.token
+            self._host.adopt_orphans()
             guardian = replica.start()
             exited = self._host.follow(guardian, f"the guardian of {spec.id}", replica)
             pidfd = os.pidfd_open(guardian.pid)  # uvloop keeps SIGCHLD to itself
             loop.add_reader(pidfd, self._host.reap)
             exited.add_done_callback(lambda _: loop.remove_reader(pidfd))
-            replica.exited = self._host.spawn(replica.follow(exited))
+            replica.exited = self._host.spawn(replica.follow(exited, self._host.end_orphans))
             self._replica = replica
             sockets = ReplicaRoute(spec.id, f"unix:{folder / 'h'}", spec.token, f"unix:{folder / 'g:1'}")
             is_vllm = spec.deployment.is_vllm

@@ -98,6 +98,7 @@ class RemoteReplica:
         self.ending = asyncio.Event()
         self.exited: asyncio.Future[None]
         self.is_reachable = True
+        self.is_cut_off = False  # its agent watches the folder
         self.state: State | None = None
         """What its agent said last."""
         self.heard = asyncio.Event()

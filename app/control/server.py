@@ -142,7 +142,9 @@ class ControlServer:
         self._server: asyncio.AbstractServer | None = None
 
     async def start(self, path: Path) -> None:
-        """Listen on a unix socket; its folder must be closed to others (0700)."""
+        """Listen on a unix socket; its folder must be closed to others (0700). Called again, listen on a new one."""
+        if self._server is not None:
+            self._server.close()
         self._server = await asyncio.start_unix_server(self._serve, path, limit=messages.MAX_MESSAGE_BYTES)
 
     async def start_for_gateways(

@@ -132,6 +132,10 @@ def _check_file(path: str) -> None:
         raise InterpreterError(path, "there is no such file", fix)
 
 
+asked: Final[set[int]] = set()
+"""The processes that `ask_interpreter` waits for."""
+
+
 def ask_interpreter(path: str, environ: Mapping[str, str], question: str) -> dict[str, Any]:
     """What a short program reports when a Python runs it.
 
@@ -159,6 +163,7 @@ def ask_interpreter(path: str, environ: Mapping[str, str], question: str) -> dic
         raise InterpreterError(
             path, reason, "name a Python interpreter built for this machine", is_permanent=False
         ) from None
+    asked.add(process.pid)
     try:
         output, errors = process.communicate(timeout=ASK_TIMEOUT_S)
     except subprocess.TimeoutExpired:
@@ -168,6 +173,7 @@ def ask_interpreter(path: str, environ: Mapping[str, str], question: str) -> dic
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        asked.discard(process.pid)
         for pipe in (process.stdout, process.stderr):
             assert pipe is not None
             pipe.close()

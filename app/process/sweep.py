@@ -24,6 +24,7 @@ from typing import NamedTuple
 __all__ = [
     "Journal",
     "kill_group",
+    "lock_instance_folder",
     "make_instance_folder",
     "process_stat",
     "process_stats",
@@ -127,6 +128,7 @@ class ProcessStat(NamedTuple):
     """One letter."""
     parent: int
     group: int
+    session: int
 
 
 def process_stat(pid: int) -> ProcessStat | None:
@@ -136,8 +138,8 @@ def process_stat(pid: int) -> ProcessStat | None:
     except OSError:
         return None
     name, _, rest = text.partition("(")[2].rpartition(") ")
-    fields = rest.split(maxsplit=3)
-    return ProcessStat(name, fields[0], int(fields[1]), int(fields[2]))
+    fields = rest.split(maxsplit=4)
+    return ProcessStat(name, fields[0], int(fields[1]), int(fields[2]), int(fields[3]))
 
 
 def process_stats() -> Iterator[tuple[int, ProcessStat]]:
@@ -148,15 +150,19 @@ def process_stats() -> Iterator[tuple[int, ProcessStat]]:
 
 
 def _end_strays(directory: Path) -> set[str]:
-    """Kill what is left of a replica whose guardian was killed: a Triton without a host, whose command line has the
-    folder, or processes of a vLLM, which work in it.
+    """Kill what is left of a replica whose guardian and supervisor were killed: a Triton without a host, whose command
+    line has the folder, processes of a vLLM, which work in it, and what has the folder in its environment.
 
     Returns the names of the segments that they had.
     """
     segments: set[str] = set()
     group = Journal(directory).host_pid
     deadline = time.monotonic() + STRAYS_TIMEOUT_S
-    while strays := [pid for pid, stat in process_stats() if stat.group == group and _is_of(pid, directory)]:
+    while strays := [
+        pid
+        for pid, stat in process_stats()
+        if (stat.group == group and _is_of(pid, directory)) or _has_in_environment(pid, directory)
+    ]:
         segments |= segments_mapped_by(strays)
         _kill(strays)
         if time.monotonic() > deadline:
@@ -170,6 +176,14 @@ def _is_of(pid: int, directory: Path) -> bool:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
         return f"{directory}/".encode() in command or Path(f"/proc/{pid}/cwd").readlink() == directory.resolve()
     except OSError:
+        return False
+
+
+def _has_in_environment(pid: int, directory: Path) -> bool:
+    """Whether a process inherited the replica's folder for temporary files."""
+    try:
+        return f"\0TMPDIR={directory}/tmp\0".encode() in b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:  # it has ended, or is another user's
         return False
 
 
@@ -232,9 +246,14 @@ def make_instance_folder(parent: Path | None) -> tuple[Path, int]:
     root = Path(parent or tempfile.gettempdir())
     root.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f"headwater-{os.getuid()}-", dir=root))
+    return folder, lock_instance_folder(folder)
+
+
+def lock_instance_folder(folder: Path) -> int:
+    """Lock an instance's folder, so that no `sweep_stale` removes it. Returns the lock, which ends with the process."""
     lock = os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
-    return folder, lock
+    return lock
 
 
 def sweep_stale(parent: Path | None) -> list[Path]:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import logging
-import os
-import shutil
 import signal
 import socket
 from collections.abc import Callable, Iterable
@@ -16,11 +13,12 @@ from app.config.schema import Config
 from app.control.routing import DeploymentRoute, RoutingTable
 from app.control.server import ControlServer
 from app.errors import StartError
-from app.process.sweep import make_instance_folder, sweep_stale
+from app.process.sweep import sweep_stale
 from app.security.keys_file import keys_are_wanted
 from app.security.operator import is_loopback
 from app.supervisor import preflight
 from app.supervisor.host import Host, until
+from app.supervisor.runtime_folder import RuntimeFolder
 from app.supervisor.workers import Workers
 from app.telemetry.observer import Observer, ReplicaView, deployment_view
 from inference.errors import Problem
@@ -30,7 +28,10 @@ __all__ = ["Backend", "Front"]
 
 logger = logging.getLogger("headwater")
 
-PR_SET_CHILD_SUBREAPER = 36
+CONTROL = "control"
+"""The control socket's name in the runtime folder."""
+FOLDER_EVERY_S = 1.0
+"""How often to see whether somebody has removed the runtime folder, or something in it."""
 WORKER_END_TIMEOUT_S = 5.0
 """How long a gateway worker may take to end once nothing is under way in it."""
 
@@ -118,14 +119,13 @@ class Front:
         Raises:
             StartError: the address can't be bound, or the runtime folder can't be made.
         """
-        # The supervisor adopts the orphans of children that die unexpectedly, and reaps them; as PID 1 it does anyway.
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+        self._host.adopt_orphans()  # as PID 1 it does anyway
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGCHLD, self._host.reap)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_stop_signal, number)
         listener = self._listen()
-        lock = self._make_folder()
+        folder = self._make_folder()
         watching: list[asyncio.Task[None]] = []
         try:
             host, port = listener.getsockname()[:2]
@@ -135,12 +135,17 @@ class Front:
             if not is_loopback(listener.getsockname()) and not keys_are_wanted(self._config.security.keys_file):
                 text = "other machines reach %s; without API keys, anyone may use every model: see security.keys_file"
                 logger.warning(text, host)
-            await self._control.start(self._host.folder / "control")
+            await self._control.start(self._host.folder / CONTROL)
             await self._backend.prepare()
             self._publish()
             workers = Workers(self._config, self._host, self._control, self.observer)
             workers.start(listener)
-            for watch in (self._host.watch(), workers.watch(), self.observer.watch(self._backend.replica_views)):
+            for watch in (
+                self._host.watch(),
+                workers.watch(),
+                self.observer.watch(self._backend.replica_views),
+                self._watch_folder(folder, workers),
+            ):
                 watching.append(asyncio.create_task(watch))
                 watching[-1].add_done_callback(self._host.note_done)
             self._backend.start()
@@ -152,8 +157,7 @@ class Front:
                 task.cancel()
             listener.close()
             await self._control.close()
-            shutil.rmtree(self._host.folder, ignore_errors=True)
-            os.close(lock)
+            folder.close()
         if self._failure:  # last, where the operator looks first
             logger.critical("every deployment has failed: %s", self._failure)
         return self._host.status
@@ -168,7 +172,28 @@ class Front:
                 "is another server running there? Choose another with --port"
             ) from error
 
-    def _make_folder(self) -> int:
+    async def _watch_folder(self, folder: RuntimeFolder, workers: Workers) -> None:
+        """Make again what somebody removes of the runtime folder, and replace what can't do without."""
+        while True:
+            await asyncio.sleep(FOLDER_EVERY_S)
+            try:
+                if is_lost := folder.is_lost:
+                    text = "the runtime folder %s was removed; it is made again, and workers and replicas are replaced"
+                    logger.critical(text, folder.path)
+                    logger.critical("keep cleaners of temporary files away from it, or set server.runtime_dir")
+                    folder.make_again()
+                if is_lost or not (folder.path / CONTROL).exists():
+                    logger.error("the control socket is made again")
+                    await self._control.start(folder.path / CONTROL)
+                if is_lost or self.observer.is_damaged:
+                    logger.error("metrics: counts of running workers were removed, and begin anew")
+                    self.observer.restore()
+                workers.replace_those_without_files(all=is_lost)
+                self._host.end_cut_off()
+            except OSError as error:
+                logger.error("server.runtime_dir: what was removed of %s can't be made again: %s", folder.path, error)
+
+    def _make_folder(self) -> RuntimeFolder:
         # Without these checks some problems would show late; a socket's path that is too long, only in a call.
         for problem in (
             *preflight.security_problems(self._config),
@@ -183,11 +208,12 @@ class Front:
             # Triton's own message for it is a bus error.
             for problem in self._backend.problems():
                 raise StartError(str(problem))
-            self._host.folder, lock = make_instance_folder(parent)
+            folder = RuntimeFolder(parent)
+            self._host.folder = folder.path
             self.observer = Observer(self._host.folder / "metrics" if "metrics" in self._config.server.pages else None)
         except OSError as error:
             raise StartError(f"server.runtime_dir: can't make a folder there: {error}") from error
-        return lock
+        return folder
 
     def on_change(self) -> None:
         """Pass on to the workers what has changed."""

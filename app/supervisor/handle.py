@@ -46,6 +46,11 @@ class ReplicaHandle(Protocol):
         ...
 
     @property
+    def is_cut_off(self) -> bool:
+        """Whether its folder or its socket in it is missing, on this machine, although it has not ended."""
+        ...
+
+    @property
     def has_place(self) -> bool:
         """Whether it has been placed on a machine; until then no start has failed, if it ends."""
         ...

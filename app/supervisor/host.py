@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import logging
 import os
 import signal
@@ -17,7 +18,9 @@ import psutil
 
 from app.config.schema import Deployment
 from app.control.messages import Drained
+from app.process.interpreter import asked
 from app.process.machine import cpu_count
+from app.process.sweep import process_stats
 from app.supervisor.handle import ReplicaHandle
 from app.supervisor.replica_memory import ReplicaMemory
 from app.supervisor.replica_process import Child, Fork, ReplicaProcess
@@ -26,6 +29,9 @@ __all__ = ["Backoff", "Forks", "Host", "kill", "until"]
 
 logger = logging.getLogger("headwater")
 
+PR_SET_CHILD_SUBREAPER: Final = 36
+ORPHANS_TIMEOUT_S: Final = 5.0
+"""How long what a killed guardian left behind may take to be gone."""
 WATCH_EVERY_S: Final = 0.5
 UNTIL_POLL_S: Final = 0.02
 FIRST_BACKOFF_S: Final = 0.5
@@ -102,6 +108,9 @@ class Host:
         self._stopped: set[int] = set()
         """Children that were stopped at the last look."""
         self._tasks: set[asyncio.Task[None]] = set()
+        self._is_adopting = False
+        self._cut_off: set[str] = set()
+        """Replicas whose files were missing at the last look."""
 
     @property
     def search(self) -> list[str]:
@@ -158,7 +167,7 @@ class Host:
         replica = ReplicaProcess(name, f"{name}-{self._launched}", config, folder, self._user_paths, on_progress)
         fork = None if self.forks is None else self.forks.fork_of(config)
         exited = self.follow(replica.start(fork), f"the guardian of {replica.id}", replica)
-        replica.exited = self.spawn(replica.follow(exited))
+        replica.exited = self.spawn(replica.follow(exited, self.end_orphans))
         self.replicas[replica.id] = replica
         replica.ready.add_done_callback(lambda _: self.imported.setdefault(name, set()).update(replica.imported))
         replica.exited.add_done_callback(lambda _: self.replicas.pop(replica.id))
@@ -176,6 +185,37 @@ class Host:
         exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._children[process.pid] = _Child(process, role, replica, exited)
         return exited
+
+    def adopt_orphans(self) -> None:
+        """Have the kernel make this process the parent of what a killed guardian leaves behind."""
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+        self._is_adopting = True
+
+    async def end_orphans(self) -> None:
+        """End what killed guardians left behind, in whatever session it runs, with all its descendants.
+
+        Those become children of this process as their parents end.
+        """
+        deadline = time.monotonic() + ORPHANS_TIMEOUT_S
+        while (orphans := self._orphans()) and time.monotonic() < deadline:
+            for pid in orphans:
+                kill(pid)
+            await asyncio.sleep(UNTIL_POLL_S)
+            self.reap()
+        for pid in orphans:
+            logger.error("process %d, which a replica started, doesn't end", pid)
+
+    def _orphans(self) -> list[int]:
+        """Children that this process adopted. It starts some that it doesn't follow, in its own session or as `asked`;
+        an orphan of a replica has the session of a guardian's child, or one of its own."""
+        if not self._is_adopting:
+            return []
+        own, session = os.getpid(), os.getsid(0)
+        return [
+            pid
+            for pid, stat in process_stats()
+            if stat.parent == own and stat.session != session and pid not in self._children and pid not in asked
+        ]
 
     def reap(self) -> None:
         """Reap all children that have ended, adopted orphans included; call this at SIGCHLD."""
@@ -203,6 +243,15 @@ class Host:
                 logger.error("%s (%d) is stopped: killing it", child.role, pid)
                 kill(pid)
             await asyncio.sleep(WATCH_EVERY_S)
+
+    def end_cut_off(self) -> None:
+        """End replicas whose folder or socket was removed at the last two looks: nothing new reaches them."""
+        before, self._cut_off = self._cut_off, {one.id for one in self.replicas.values() if one.is_cut_off}
+        for id in before & self._cut_off:
+            replica = self.replicas[id]
+            replica.reason = replica.reason or "its folder was removed, or its socket in it"
+            logger.error("%s: %s: replacing it", id, replica.reason)
+            replica.kill()
 
     def stopped(self) -> list[int]:
         """The followed children that are stopped (SIGSTOP), and were already stopped at the last call."""

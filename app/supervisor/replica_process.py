@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -136,6 +136,12 @@ class ReplicaProcess:
         return self._group
 
     @property
+    def is_cut_off(self) -> bool:
+        """See `ReplicaHandle.is_cut_off`."""
+        serves = self.ready.done() and self.ready.result()
+        return not self.ending.is_set() and not (self.directory / "h" if serves else self.directory).exists()
+
+    @property
     def has_place(self) -> bool:
         """See `ReplicaHandle.has_place`."""
         return True
@@ -220,8 +226,15 @@ class ReplicaProcess:
             os.close(self._command_fd)
             self._command_fd = None
 
-    async def follow(self, exited: asyncio.Future[int]) -> None:
-        """Wait until the guardian has exited, read its last words, and sweep the replica if the guardian was killed."""
+    async def follow(
+        self, exited: asyncio.Future[int], end_orphans: Callable[[], Awaitable[None]] | None = None
+    ) -> None:
+        """Wait until the guardian has exited, read its last words, and sweep the replica if the guardian was killed.
+
+        Args:
+            exited: of the guardian.
+            end_orphans: ends what a killed guardian left behind in sessions of its own.
+        """
         await exited
         # A guardian says why it ends, unless it is killed: its last lines come first.
         asyncio.get_running_loop().call_later(LAST_LINES_S, self.mark_ending, GUARDIAN_LOST)
@@ -232,7 +245,9 @@ class ReplicaProcess:
             segments: set[str] = set()
             if host_pid:
                 segments = await asyncio.to_thread(kill_group, host_pid)
-            # A process that the callable started in a session of its own may hold the pipes open for ever.
+            if end_orphans is not None:
+                await end_orphans()
+            # A process that doesn't end may hold the pipes open for ever.
             await asyncio.wait(self._tasks, timeout=PIPES_TIMEOUT_S)
             for task in self._tasks:
                 task.cancel()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -35,6 +37,8 @@ class Workers:
     def __init__(self, config: Config, host: Host, control: ControlServer, observer: Observer) -> None:
         self.pids: dict[int, int] = {}
         """Process ids of the running workers, by index."""
+        self._leaving: set[int] = set()
+        """Process ids of workers that were asked to end."""
         self._config = config
         self._host = host
         self._control = control
@@ -56,6 +60,15 @@ class Workers:
         """Kill all workers that still run."""
         for pid in self.pids.values():
             kill(pid)
+
+    def replace_those_without_files(self, *, all: bool = False) -> None:
+        """Have others take the places of workers whose file of counts was removed, or of all."""
+        for index, pid in self.pids.items():
+            if (all or not self._observer.has_file(index)) and pid not in self._leaving:
+                self._leaving.add(pid)
+                logger.warning("gateway worker %d (%d) is replaced, since files of it were removed", index, pid)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
 
     async def watch(self) -> None:
         """Kill workers whose event loop hangs; others take their places."""
@@ -88,6 +101,7 @@ class Workers:
                 self._observer.end_worker(index)
                 if self._host.is_stopping:
                     return
+                self._leaving.discard(process.pid)
                 logger.error("gateway worker %d ended with %d; starting another", index, code)
                 recorder().count("headwater_worker_restarts")
             await self._host.wait_for_stop(backoff.after(time.monotonic() - began_s))

@@ -71,6 +71,25 @@ class Ledger:
         self._unread: list[Path] = []
         """Files of ended workers that could not be booked because the disk was full."""
 
+    @property
+    def is_damaged(self) -> bool:
+        """Whether the supervisor's own file was removed."""
+        return not (self._folder / _SUPERVISOR).exists()
+
+    def restore(self) -> None:
+        """Make what was removed again. What the supervisor counted and booked stays.
+
+        Raises:
+            OSError: it can't be made.
+        """
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        if self.is_damaged:
+            own = self.store.snapshot().records
+            Store.create(self._folder / _SUPERVISOR)
+            self.store = Store(self._folder / _SUPERVISOR)
+            self._ended.records = _added_up([self._ended.records, own])
+        self._replace(_ENDED, self._ended)
+
     def add_worker(self, index: int) -> Path:
         """Create the file for a new gateway worker with this index.
 
@@ -88,7 +107,10 @@ class Ledger:
         lost = 0
         try:
             while self._unread:
-                lost += self._book(self._unread[0])
+                try:
+                    lost += self._book(self._unread[0])
+                except FileNotFoundError:
+                    logger.error("metrics: %s was removed, and the worker's counts with it", self._unread[0])
                 del self._unread[0]
         except OSError as error:
             logger.error("metrics: can't book the counts of an ended worker yet: %s: %s", self._unread[0], error)
@@ -141,7 +163,10 @@ def read_totals(folder: Path) -> Totals:
     ended = _read_message(folder / _ENDED, _Ended)
     for name in ended.names:
         workers.pop(name, None)
-    supervisor = read_store(folder / _SUPERVISOR)
+    try:
+        supervisor = read_store(folder / _SUPERVISOR)
+    except FileNotFoundError:  # removed by somebody; the supervisor makes it again
+        supervisor = Snapshot(0, {})
     records = merged([*(one.records for one in workers.values()), ended.records, supervisor.records])
     for key, value in _read_message(folder / _STATE, dict[Key, int]).items():
         records[key] = [value]

@@ -66,6 +66,27 @@ class Observer:
         self._utilization: dict[Key, int] = {}
         self._replicas: dict[Key, int] = {}
 
+    def restore(self) -> None:
+        """Make files again that somebody removed.
+
+        Raises:
+            OSError: they can't be made.
+        """
+        if self._ledger is not None:
+            self._ledger.restore()
+            use(self._ledger.store)
+            self._write()
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether somebody removed the supervisor's file."""
+        return self._ledger is not None and self._ledger.is_damaged
+
+    def has_file(self, index: int) -> bool:
+        """Whether the file of the gateway worker with this index is there, if it has one."""
+        path = self._workers.get(index)
+        return path is None or path.exists()
+
     def start_worker(self, index: int) -> str:
         """Prepare for a new gateway worker with this index. Returns the path of the file that it counts in.
 

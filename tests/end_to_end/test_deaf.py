@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -18,6 +19,11 @@ def server() -> Iterator[Running]:
         yield running
 
 
+def _ready(server: Running) -> int:
+    replicas: Any = server.index("two")["replicas"]
+    return int(replicas["ready"])
+
+
 def ask(server: Running, model: str, value: float) -> httpx.Response:
     return server.infer(model, [value], shape=[1, 1])
 
@@ -25,7 +31,7 @@ def ask(server: Running, model: str, value: float) -> httpx.Response:
 def test_replicas_whose_files_were_closed_are_replaced_and_no_other_request_is_told_that_it_did_it(
     server: Running,
 ) -> None:
-    wait_for(lambda: server.index("two")["replicas"]["ready"] == 2, 120, "both replicas")
+    wait_for(lambda: _ready(server) == 2, 120, "both replicas")
     before = set(server.replica_folders("two"))
     assert ask(server, "two", CLOSE).status_code == 503
     answers: list[httpx.Response] = []

@@ -56,6 +56,7 @@ def mortal(folder: Path) -> Iterator[Running]:
             **{way: slow(way) for way in WAYS},
             "two": slow("two", replicas=2),
             "exits": {"model": "faulty:Faulty"},
+            "parent": {"model": "daemons:Parent", "warmup_batch_sizes": []},
         }
     }
     with serve(config) as running:
@@ -104,6 +105,23 @@ def test_a_callable_that_ends_the_process_takes_only_its_own_replica(mortal: Run
     wait_for(lambda: mortal.is_ready("exits"), 180, "a new replica")
     assert not old.exists()
     assert mortal.infer("exits", [1.0], shape=[1, 1]).status_code == 200
+
+
+def test_what_a_callable_started_in_sessions_of_its_own_ends_with_its_replica_even_if_the_guardian_is_killed(
+    mortal: Running,
+) -> None:
+    pids = [int(mortal.infer("parent", [value], shape=[1, 1]).json()["outputs"][0]["data"][0]) for value in (0, 1, 0)]
+    assert all(_runs(pid) for pid in pids)
+    os.kill(mortal.process("parent", "guardian"), signal.SIGKILL)
+    wait_for(lambda: not any(_runs(pid) for pid in pids), 60, "the end of what the callable started")
+    wait_for(lambda: mortal.is_ready("parent"), 180, "a new replica")
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 def test_the_other_replica_of_a_deployment_goes_on_answering(mortal: Running) -> None:

@@ -64,7 +64,7 @@ class Replica:
         self.leftovers: list[str] = []
         self.group = 0
         self.is_reachable = self.has_place = True
-        self.is_lost_with_node = False
+        self.is_lost_with_node = self.is_cut_off = False
         self.is_stubborn = self.is_permanent = False
         self.config: Deployment | None = None
         """What it was started with."""
