@@ -54,7 +54,7 @@ def probe_request(signature: Signature, token: str) -> bytes:
 
 def write_probe(directory: Path, signature: Signature, token: str) -> None:
     """Write the request to a replica's folder, unless the model answers in frames, which takes gRPC."""
-    if signature.streams or signature.heads:
+    if signature.is_framed:
         return
     path = directory / PROBE_FILE
     path.touch(mode=0o600)
