@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 import numpy as np
 import torch
@@ -16,13 +17,21 @@ from inference.hf.texts import as_rows
 from inference.model import Model, Parameter, Tensor, Transcription
 from inference.wire.arrays import Array
 
-__all__ = ["SpeechRecognition"]
+__all__ = ["SpeechRecognition", "read"]
+
+LEAST_RATE: Final = 4_000
+MOST_RATE: Final = 192_000
+"""Hz. The filter that resamples has 20 coefficients for each Hz of the larger of two rates without a common divisor."""
+MOST_SECONDS: Final = 3_600
+MOST_SAMPLES: Final = 2**27
+"""Of all channels of a recording: 512 MiB as FP32. A file of zeros is packed a thousandfold by some formats."""
 
 
 class SpeechRecognition(Model):
     """Writes what is said in a recording, as transformers' pipeline does.
 
-    Recordings are computed one after the other, since padding would change what some networks hear.
+    Recordings are computed one after the other, since padding would change what some networks hear. Only one of them is
+    unpacked at a time.
 
     Args:
         folder: with weights of a CTC network such as Wav2Vec2's, or of Whisper's, and its feature extractor.
@@ -30,7 +39,8 @@ class SpeechRecognition(Model):
 
     Inputs:
         audio: BYTES [1], a WAV file, or whatever the package soundfile reads if it is installed; or this file in
-            base64. It is mixed to one channel and resampled to the network's rate.
+            base64. It is mixed to one channel and resampled to the network's rate. It has 4,000 to 192,000 samples a
+            second, 3,600 seconds and 2^27 samples of all channels at most.
 
     Outputs:
         text: BYTES [1], UTF-8.
@@ -73,14 +83,20 @@ class SpeechRecognition(Model):
 
     @torch.inference_mode()
     def __call__(self, audio: Array, parameters: Mapping[str, Sequence[str]] | None = None) -> dict[str, Array]:
-        recordings = [_read(raw) for raw in audio[:, 0].tolist()]
-        languages = [""] * len(recordings) if parameters is None else parameters["language"]
-        texts = [
-            self._hear(_resampled(samples, rate, self._rate), language)
-            for (samples, rate), language in zip(recordings, languages, strict=True)
-        ]
-        seconds = [[len(samples) / rate] for samples, rate in recordings]
-        return {"text": as_rows(texts), "duration": np.array(seconds, np.float32)}
+        files = audio[:, 0].tolist()
+        for raw in files:
+            read(raw)  # what is wrong with one costs no computation of the others
+        languages = [""] * len(files) if parameters is None else parameters["language"]
+        heard = [self._heard(raw, language) for raw, language in zip(files, languages, strict=True)]
+        return {
+            "text": as_rows([text for text, _ in heard]),
+            "duration": np.array([[seconds] for _, seconds in heard], np.float32),
+        }
+
+    def _heard(self, raw: bytes, language: str) -> tuple[str, float]:
+        """A file's text, and its length in seconds."""
+        samples, rate = read(raw)
+        return self._hear(_resampled(samples, rate, self._rate), language), len(samples) / rate
 
     def _hear(self, samples: Array, language: str) -> str:
         more = {"generate_kwargs": {"language": language}} if language else {}
@@ -93,7 +109,7 @@ class SpeechRecognition(Model):
         return str(said["text"])
 
 
-def _read(raw: bytes) -> tuple[Array, int]:
+def read(raw: bytes) -> tuple[Array, int]:
     """A file's samples as one channel, FP32 [n], and its rate in Hz; raises `BadInput` if it can't be read."""
     file = file_of("audio", raw)
     try:
@@ -103,8 +119,6 @@ def _read(raw: bytes) -> tuple[Array, int]:
     except Exception as error:  # these readers raise errors of many classes
         raise BadInput(f"input 'audio': the file can't be read: {error}") from error
     mono = samples if samples.ndim == 1 else samples.mean(axis=1)
-    if not len(mono) or rate <= 0:
-        raise BadInput(f"input 'audio': expected a recording, got {len(mono)} samples at {rate} Hz")
     return mono.astype(np.float32), rate
 
 
@@ -113,7 +127,8 @@ def _decoded(file: bytes) -> tuple[Array, int]:
     if file[:4] == b"RIFF" and file[8:12] == b"WAVE":
         from scipy.io import wavfile
 
-        rate, samples = wavfile.read(io.BytesIO(file))
+        rate, samples = wavfile.read(io.BytesIO(file))  # as packed, so no larger than twice the file
+        _check_size(rate, len(samples), samples.size)
         if samples.dtype.kind == "f":
             return samples, int(rate)
         if samples.dtype == np.uint8:  # the only integers of a WAV file without a sign
@@ -127,8 +142,30 @@ def _decoded(file: bytes) -> tuple[Array, int]:
             f"input 'audio': expected a WAV file, got one that begins with {start!r}; for other formats the server "
             "needs the package soundfile"
         ) from None
-    samples, rate = soundfile.read(io.BytesIO(file), dtype="float32")
-    return samples, int(rate)
+    with soundfile.SoundFile(io.BytesIO(file)) as opened:
+        _check_size(opened.samplerate, opened.frames, opened.frames * opened.channels)
+        return opened.read(dtype="float32"), int(opened.samplerate)
+
+
+def _check_size(rate: int, length: int, samples: int) -> None:
+    """Refuse a recording that is too large to be unpacked.
+
+    Args:
+        rate: in Hz.
+        length: samples of one channel.
+        samples: of all channels.
+
+    Raises:
+        BadInput: it is, or it is empty.
+    """
+    if not length:
+        raise BadInput(f"input 'audio': expected a recording, got 0 samples at {rate} Hz")
+    if not LEAST_RATE <= rate <= MOST_RATE:
+        raise BadInput(f"input 'audio': expected {LEAST_RATE} to {MOST_RATE} samples a second, got {rate}")
+    if length > MOST_SECONDS * rate:
+        raise BadInput(f"input 'audio': expected at most {MOST_SECONDS} seconds, got {length / rate:.1f}")
+    if samples > MOST_SAMPLES:
+        raise BadInput(f"input 'audio': expected at most {MOST_SAMPLES} samples of all channels, got {samples}")
 
 
 def _resampled(samples: Array, rate: int, wanted: int) -> Array:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 from scipy.signal import resample_poly
 
 from inference.errors import BadInput, LoadError
+from inference.hf.speech import LEAST_RATE, MOST_RATE, MOST_SAMPLES, MOST_SECONDS, read
 from inference.model import Model
 from inference.runtime.loader import load_model
 from tests.inference.hf.folders import RATE, pipeline, wav, wav2vec2, whisper
@@ -79,6 +82,54 @@ def test_what_is_no_recording_is_refused(
     monkeypatch.setitem(__import__("sys").modules, "soundfile", None)
     with pytest.raises(BadInput, match=f"input 'audio': {message}"):
         heard(model, file)
+
+
+@pytest.mark.parametrize("rate", [LEAST_RATE, 191_999, MOST_RATE])
+def test_a_rate_within_bounds_is_taken(model: Model, rate: int) -> None:
+    assert heard(model, wav(np.zeros(rate // 10, np.int16), rate))[1] == [pytest.approx(0.1, abs=1e-3)]
+
+
+@pytest.mark.parametrize("rate", [1, LEAST_RATE - 1, MOST_RATE + 1, 20_000_003])
+def test_a_rate_beyond_bounds_is_refused(model: Model, rate: int) -> None:
+    expected = f"input 'audio': expected {LEAST_RATE} to {MOST_RATE} samples a second, got {rate}"
+    with pytest.raises(BadInput, match=expected):
+        heard(model, wav(np.zeros(1_500, np.int16), rate))
+
+
+def test_a_recording_of_the_most_seconds_is_read() -> None:
+    samples, rate = read(wav(np.zeros(MOST_SECONDS * LEAST_RATE, np.uint8), LEAST_RATE))
+    assert len(samples) / rate == MOST_SECONDS
+
+
+def test_a_longer_recording_is_refused(model: Model) -> None:
+    length = MOST_SECONDS * LEAST_RATE + LEAST_RATE // 10
+    with pytest.raises(BadInput, match=f"input 'audio': expected at most {MOST_SECONDS} seconds, got 3600.1"):
+        heard(model, wav(np.zeros(length, np.uint8), LEAST_RATE))
+
+
+def test_a_packed_recording_is_refused_before_it_is_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Opened:
+        samplerate, channels = 48_000, 8
+        frames = MOST_SAMPLES // 8
+
+        def __init__(self, file: object) -> None:
+            pass
+
+        def __enter__(self) -> Opened:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def read(self, dtype: str) -> Any:
+            assert self.frames * self.channels <= MOST_SAMPLES
+            return np.zeros((4, self.channels), dtype)
+
+    monkeypatch.setitem(sys.modules, "soundfile", SimpleNamespace(SoundFile=Opened))
+    assert read(b"fLaC")[1] == 48_000
+    Opened.frames += 1
+    with pytest.raises(BadInput, match=f"at most {MOST_SAMPLES} samples of all channels, got {MOST_SAMPLES + 8}"):
+        read(b"fLaC")
 
 
 def test_the_example_is_a_recording(model: Model) -> None:
