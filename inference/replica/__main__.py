@@ -115,7 +115,7 @@ def _serve(
     triton.start(served.handlers, served.loop)
     served.warm_up(triton, spec, progress)
     tuning.settle()
-    write_probe(directory, signature, spec.token)
+    write_probe(directory, signature, spec.token, spec.load_timeout_s)
     (directory / READY_FILE).touch()  # for the guardian: every process of the group counts from now on
     if len(msgspec.json.encode(signature.example)) > LARGE_EXAMPLE_BYTES:  # too long to show; the warm-up has used it
         signature = msgspec.structs.replace(signature, example=None)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import socket
+import sys
 from pathlib import Path
 from typing import Final
 
@@ -18,6 +20,8 @@ __all__ = ["PROBE_FILE", "probe_request", "write_probe"]
 
 PROBE_FILE: Final = "probe"
 """The file's name in the replica's folder."""
+HTTP_SOCKET: Final = "h"
+"""Triton's, in the same folder."""
 
 
 def probe_request(signature: Signature, token: str) -> bytes:
@@ -52,10 +56,23 @@ def probe_request(signature: Signature, token: str) -> bytes:
     return "\r\n".join(lines).encode() + body
 
 
-def write_probe(directory: Path, signature: Signature, token: str) -> None:
-    """Write the request to a replica's folder, unless the model answers in frames, which takes gRPC."""
+def write_probe(directory: Path, signature: Signature, token: str, timeout_s: float) -> None:
+    """Write the request to a replica's folder, if the replica answers it: the guardian ends no replica for a request
+    that its model never answers so. Models that answer in frames take gRPC."""
     if signature.is_framed:
+        return
+    request = probe_request(signature, token)
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(timeout_s)
+            connection.connect(str(directory / HTTP_SOCKET))
+            connection.sendall(request)
+            line = connection.makefile("rb").readline().decode("latin-1").strip()
+        if line.split(" ")[1:2] != ["200"]:
+            raise OSError(line or "the connection was closed")
+    except OSError as error:
+        print(f"the guardian can't see whether this replica answers: {error}", file=sys.stderr, flush=True)
         return
     path = directory / PROBE_FILE
     path.touch(mode=0o600)
-    path.write_bytes(probe_request(signature, token))
+    path.write_bytes(request)

@@ -50,6 +50,6 @@ def test_replicas_whose_files_were_closed_are_replaced_and_no_other_request_is_t
 def test_a_replica_that_nobody_asks_is_replaced_too(server: Running, value: float) -> None:
     before = server.replica_folder("one")
     ask(server, "one", value)
-    wait_for(lambda: before not in server.replica_folders("one"), 120, "the replica's end")
+    wait_for(lambda: before not in server.replica_folders("one"), 240, "the replica's end")
     wait_for(lambda: ask(server, "one", 1).status_code == 200, 60, "an answer")
     assert "it answers nothing" in server.log.read_text()

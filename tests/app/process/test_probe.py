@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import tempfile
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from app.process.probe import HTTP_SOCKET, PATIENCE_LOOKS, PAUSE_LOOKS, PROBE_FILE, REFUSALS, Probe
+from app.process.probe import HTTP_SOCKET, PATIENCE_LOOKS, PAUSE_LOOKS, PROBE_FILE, REFUSALS, RETRY_LOOKS, Probe
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
 
@@ -70,13 +71,13 @@ def test_a_replica_that_computes_may_take_its_time(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 500 Internal Server Error\r\n\r\n", b""])
-def test_a_replica_whose_calls_fail_is_out_of_order_at_the_third(bench: Bench, answer: bytes) -> None:
+def test_a_replica_whose_calls_fail_is_out_of_order_in_the_end(bench: Bench, answer: bytes) -> None:
     for count in range(1, REFUSALS + 1):
         with bench.begin() as connection:
             connection.sendall(answer)
         found = bench.probe.look(is_busy=False)
         assert (found is None) is (count < REFUSALS)
-    assert "3 calls of its guardian's through Triton failed, the last: " in str(found)
+    assert f"{REFUSALS} calls of its guardian's through Triton failed, the last: " in str(found)
 
 
 def test_a_call_that_is_answered_makes_up_for_those_that_failed(bench: Bench) -> None:
@@ -88,9 +89,29 @@ def test_a_call_that_is_answered_makes_up_for_those_that_failed(bench: Bench) ->
 
 def test_a_replica_whose_triton_refuses_connections_is_out_of_order(bench: Bench) -> None:
     bench.listener.close()
-    found = [bench.probe.look(is_busy=False) for _ in range(PAUSE_LOOKS + REFUSALS)]
-    assert found.index(next(filter(None, found))) == PAUSE_LOOKS + REFUSALS - 2
-    assert "Connection refused" in str(found[PAUSE_LOOKS + REFUSALS - 2])
+    found = [bench.probe.look(is_busy=False) for _ in range(PAUSE_LOOKS + (REFUSALS - 1) * RETRY_LOOKS)]
+    assert found[:-1] == [None] * (len(found) - 1)
+    assert "Connection refused" in str(found[-1])
+
+
+def test_a_call_that_waits_for_a_place_among_other_connections_has_not_failed(bench: Bench) -> None:
+    others = []
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            others.append(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK))
+            others[-1].connect(bench.listener.getsockname())
+    looks = PAUSE_LOOKS + PATIENCE_LOOKS // 2
+    assert {bench.probe.look(is_busy=False) for _ in range(looks)} == {None}
+    for other in others:
+        other.close()
+    bench.listener.settimeout(20)
+    for _ in others[:-1]:
+        bench.listener.accept()[0].close()
+    assert bench.probe.look(is_busy=False) is None
+    with bench.listener.accept()[0] as connection:
+        assert connection.recv(100) == b"POST / HTTP/1.1\r\n\r\n"
+        connection.sendall(OK)
+        assert bench.probe.look(is_busy=False) is None
 
 
 def test_a_replica_that_can_not_be_called_so_is_left_alone(tmp_path: Path) -> None:
