@@ -14,7 +14,7 @@ import re
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -23,8 +23,6 @@ if sys.version_info >= (3, 11):
     from re import _parser as parser
 else:
     import sre_parse as parser
-
-_parse: Callable[..., Any] = parser.parse
 
 __all__ = ["EXEMPT", "MODULES", "Automaton", "Expression", "expressions", "expressions_of"]
 
@@ -83,7 +81,7 @@ class Automaton:
         self._is_bytes = isinstance(expression.pattern, bytes)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
-            tree = _parse(expression.pattern, expression.flags)
+            tree = parser.parse(expression.pattern, expression.flags)  # type: ignore[arg-type]
         self._flags |= tree.state.flags
         self._start = self._state()
         end = self._sequence(tree, self._start)
@@ -197,16 +195,15 @@ class Automaton:
     @property
     @cache  # noqa: B019
     def steps(self) -> dict[int, list[tuple[frozenset[str], int]]]:
-        """By state: characters, and the state behind each; all states have a step or are in one."""
+        """By state: characters, and the state behind each. A state that is certain to match has none."""
         return {
             state: [
                 (letters, end)
-                for at in self._reached(state)
+                for at in (() if state in self._matched else self._reached(state))
                 for letters, end in self._moves[at]
                 if letters and end not in self._matched
             ]
             for state in range(self._size)
-            if state not in self._matched
         }
 
     def paths(self, text: str) -> int:
@@ -242,11 +239,11 @@ class Automaton:
         """A word whose repetition makes the paths grow faster than the text; None: no word does."""
         reachable = self._reachable(self._start)
         for p in sorted(reachable):
-            for (x, x_end), (y, y_end) in itertools.combinations(self.steps.get(p, []), 2):
+            for (x, x_end), (y, y_end) in itertools.combinations(self.steps[p], 2):
                 if x_end == y_end and x & y and p in self._reachable(x_end):  # two ways without a character
                     return min(x & y)
             loop = {q for q in self._reachable(p) if p in self._reachable(q)}
-            if not any(end in loop for _, end in self.steps.get(p, [])):
+            if not any(end in loop for _, end in self.steps[p]):
                 continue
             for q in sorted(self._reachable(p) - {p}):
                 if any(True for _ in self._cycles(q)) and (word := self._word((p, p, q), (p, q, q))) is not None:
@@ -254,13 +251,13 @@ class Automaton:
         return None
 
     def _cycles(self, state: int) -> Iterator[int]:
-        return (end for _, end in self.steps.get(state, []) if state in self._reachable(end))
+        return (end for _, end in self.steps[state] if state in self._reachable(end))
 
     @cache  # noqa: B019
     def _reachable(self, state: int) -> frozenset[int]:
         found, new = {state}, [state]
         while new:
-            for _, end in self.steps.get(new.pop(), []):
+            for _, end in self.steps[new.pop()]:
                 if end not in found:
                     found.add(end)
                     new.append(end)
@@ -271,7 +268,7 @@ class Automaton:
         words, new = {begin: ""}, [begin]
         while new:
             triple = new.pop()
-            a, b, c = (self.steps.get(state, []) for state in triple)
+            a, b, c = (self.steps[state] for state in triple)
             for x, x_end in a:
                 for y, y_end in b:
                     if not (both := x & y):
@@ -313,6 +310,8 @@ def expressions_of(path: Path) -> Iterator[Expression]:
             uses[owner.id].add(node.func.attr)
         if not (isinstance(owner, ast.Name) and owner.id == "re" and node.func.attr in _CALLS | {"compile"}):
             continue
+        if ast.unparse(node.args[0]).startswith("'|'.join(map(re.escape, "):
+            continue  # words: at each place of the text it reads at most their length
         pattern = _constant(node.args[0], tree)
         flags = _flags(node)
         if node.func.attr != "compile":

@@ -14,9 +14,10 @@ from transformers import PreTrainedModel
 
 from inference.engine import EngineFull, EngineLimits, Finish, SequenceRequest, TokenEvent
 from inference.lm.admission import Admission
-from inference.lm.batch_invariance import KEYS, check_invariance
+from inference.lm.batch_invariance import KEYS
 from inference.lm.cached_model import CachedModel
 from inference.lm.grammars import KINDS, Compilation, Constraint, Grammars, refusal
+from inference.lm.invariance_check import check_invariance
 from inference.lm.model_folder import context_length_of
 from inference.lm.prefix_index import BLOCK, NEWEST, Chain, PrefixIndex, chain_of
 from inference.lm.rotary import fix_frequencies
