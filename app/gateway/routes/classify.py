@@ -74,6 +74,7 @@ class ClassifyEndpoint(Endpoint):
         rows = [_content(item, spec.media, place) for place, item in items]
         wanted = [spec.scores] if spec.tokens is None else [spec.scores, spec.tokens]
         found, cache = await compute(scope, receive, model, {spec.input: rows}, wanted, "input")
+        scores = floats(found[spec.scores], spec.scores, lambda row: items[row][0])
         labels = next(output.labels for output in signature.outputs if output.name == spec.scores)
         tokens = 0 if spec.tokens is None else token_sum(found[spec.tokens])
         content = {
@@ -81,10 +82,7 @@ class ClassifyEndpoint(Endpoint):
             "object": "list",
             "created": int(time.time()),
             "model": body.model,
-            "data": [
-                _classified(index, labels, scores, body.top_k)
-                for index, scores in enumerate(floats(found[spec.scores]).tolist())
-            ],
+            "data": [_classified(index, labels, row, body.top_k) for index, row in enumerate(scores.tolist())],
             "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
         }
         return Reply(200, [orjson.dumps(content)], [JSON, *cache_headers(cache)])

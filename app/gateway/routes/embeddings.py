@@ -21,7 +21,7 @@ from app.gateway.http.endpoint import Endpoint
 from app.gateway.http.exchange import DisconnectWatch
 from app.gateway.http.replies import JSON, Reply, cache_headers
 from app.gateway.models import Models
-from app.gateway.routes.mapped import chosen_model, computed, joined, model_request, row_defaults, rows_at_once
+from app.gateway.routes.mapped import chosen_model, computed, floats, joined, model_request, row_defaults, rows_at_once
 from app.gateway.routes.relay import answer_embeddings
 from app.vllm.dispatcher import VllmDispatcher
 from inference.datatypes import pack_bytes
@@ -120,7 +120,10 @@ class EmbeddingsEndpoint(Endpoint):
                 tokens += _tokens(answer, signature.embedding)
                 caches.add(answer.cache)
         scope["state"]["note"] = f"rows={len(inputs)}"
-        return Reply(200, [_answer(body, vectors, tokens)], [JSON, *cache_headers(joined(caches))])
+        # Rows that share a call are as long as the longest that any of them asked for.
+        place = "input[{}]".format
+        array = floats(vectors, signature.embedding.output, place, length=body.dimensions)
+        return Reply(200, [_answer(body, array, tokens)], [JSON, *cache_headers(joined(caches))])
 
 
 def _read(raw: bytes) -> tuple[EmbeddingsRequest, _Inputs]:
@@ -227,13 +230,9 @@ def _tokens(answer: Answer, spec: Embedding) -> int:
     return 0 if spec.tokens is None else int(np.frombuffer(answer.outputs[spec.tokens].data, "<i4").sum())
 
 
-def _answer(body: EmbeddingsRequest, parts: Sequence[RawTensor], tokens: int) -> bytes:
-    embeddings: list[object] = []
-    for vectors in parts:
-        # Rows that share a call are as long as the longest that any of them asked for.
-        array = np.frombuffer(vectors.data, "<f4").reshape(vectors.shape)[:, : body.dimensions]
-        as_base64 = body.encoding_format == "base64"
-        embeddings += [base64.b64encode(row.tobytes()).decode() for row in array] if as_base64 else list(array)
+def _answer(body: EmbeddingsRequest, array: np.ndarray[Any, np.dtype[np.float32]], tokens: int) -> bytes:
+    as_base64 = body.encoding_format == "base64"
+    embeddings = [base64.b64encode(row.tobytes()).decode() for row in array] if as_base64 else list(array)
     return orjson.dumps(
         {
             "object": "list",

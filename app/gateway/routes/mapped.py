@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope
 
 from app.codecs.tensors import Answer, InferRequest, OutputWish, RawTensor
 from app.dispatch.protocol import Dispatcher
-from app.errors import BadRequest
+from app.errors import BadRequest, CallableFailed
 from app.gateway.http.exchange import DisconnectWatch
 from app.gateway.models import Models, ServedModel
 from app.telemetry.catalogue import Route
@@ -158,9 +158,28 @@ async def compute(
     return Computed(found, joined(caches))
 
 
-def floats(parts: Sequence[RawTensor]) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """An FP32 output of several calls as one array."""
-    return np.concatenate([np.frombuffer(part.data, "<f4").reshape(part.shape) for part in parts])
+def floats(
+    parts: Sequence[RawTensor], output: str, place: Callable[[int], str], *, length: int | None = None
+) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """An FP32 output of several calls as one array.
+
+    Args:
+        parts: of each call, with the same shape but for the number of rows.
+        output: the output's name.
+        place: where the request has the item of a row.
+        length: how many numbers of a row the answer takes; default: all.
+
+    Raises:
+        CallableFailed: a number is NaN or infinite: it would put others in a wrong order, and JSON has no such number.
+    """
+    pieces = [np.frombuffer(part.data, np.float32).reshape(part.shape)[:, :length] for part in parts]
+    array: np.ndarray[Any, np.dtype[np.float32]] = np.concatenate(pieces)
+    if not np.isfinite(array).all():
+        row, column = np.argwhere(~np.isfinite(array))[0].tolist()
+        value = float(array[row, column])
+        message = f"{place(row)}: expected finite numbers in the model's output `{output}`, got {value}"
+        raise CallableFailed(message)
+    return array
 
 
 def token_sum(parts: Sequence[RawTensor]) -> int:

@@ -57,7 +57,7 @@ class RerankEndpoint(Endpoint):
         columns = {spec.query: [body.query.encode()] * len(texts), spec.document: [text.encode() for text in texts]}
         wanted = [spec.score] if spec.tokens is None else [spec.score, spec.tokens]
         found, cache = await compute(scope, receive, model, columns, wanted, "documents")
-        scores = floats(found[spec.score])[:, 0].tolist()
+        scores = floats(found[spec.score], spec.score, "documents[{}]".format)[:, 0].tolist()
         tokens = 0 if spec.tokens is None else token_sum(found[spec.tokens])
         order = sorted(range(len(texts)), key=lambda index: -scores[index])[: body.top_n]
         content = {

@@ -69,7 +69,7 @@ class TranscriptionsEndpoint(Endpoint):
             return Reply(200, [f"{text}\n".encode()], [_PLAIN, *cache_headers(cache)])
         content: dict[str, object] = {"text": text}
         if spec.duration is not None:
-            seconds = float(floats(found[spec.duration])[0, 0])
+            seconds = float(floats(found[spec.duration], spec.duration, lambda row: "file")[0, 0])
             content["usage"] = {"type": "duration", "seconds": seconds}
             if kind == "verbose_json":
                 content["duration"] = seconds

@@ -53,6 +53,18 @@ def test_one_input_needs_no_list() -> None:
     assert [one["label"] for one in ask({"text": "abc"}).json()["data"]] == ["long"]
 
 
+@pytest.mark.parametrize(("given", "place"), [("abc", "input"), (["abc", "abc"], "input[1]")])
+def test_a_score_that_is_no_number_is_an_error_and_no_label(given: Any, place: str) -> None:
+    rows = len(given) if isinstance(given, list) else 1
+    scores = np.full((rows, 2), 0.5, "<f4")
+    scores[-1, 1] = np.nan
+    found = MappedModel(model().signature, lambda columns: {"s": scores, "n": np.ones((rows, 1), "<i4")})
+    answer = found.post("/v1/classify", json={"model": "m", "input": given})
+    assert answer.status_code == 500
+    expected = f"{place}: expected finite numbers in the model's output `s`, got nan"
+    assert answer.json()["error"]["message"] == expected
+
+
 def test_top_k_bounds_the_predictions_only() -> None:
     (one,) = ask("abc", top_k=1).json()["data"]
     assert one["predictions"] == [{"label": "long", "score": 0.75}]

@@ -97,6 +97,26 @@ def test_texts_and_token_ids_of_every_form(given: Any, expected: list[int]) -> N
     assert Embedder(IDS).lengths(given) == expected
 
 
+class Unsound(Embedder):
+    """A model whose vectors of empty texts are not numbers."""
+
+    async def infer(self, request: InferRequest) -> Answer:
+        answer = await super().infer(request)
+        vectors = answer.outputs["v"]
+        lengths = np.frombuffer(vectors.data, "<f4")
+        data = np.where(lengths == 0, np.inf, lengths).astype("<f4").tobytes()
+        return Answer({**answer.outputs, "v": RawTensor("FP32", vectors.shape, data)})
+
+
+@pytest.mark.parametrize("encoding", ["float", "base64"])
+@pytest.mark.parametrize("queue", [1024, 2])
+def test_a_vector_that_is_no_number_is_an_error(encoding: str, queue: int) -> None:
+    answer = Unsound(max_queue_size=queue).ask(["ab", "abc", "a", ""], encoding_format=encoding)
+    assert answer.status_code == 500
+    expected = "input[3]: expected finite numbers in the model's output `v`, got inf"
+    assert answer.json()["error"]["message"] == expected
+
+
 def test_2048_inputs_go_in_parts_that_the_queue_holds() -> None:
     model = Embedder(IDS, max_queue_size=1000)
     given = ["x" * (n % 7) for n in range(2048)]

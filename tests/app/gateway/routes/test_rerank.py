@@ -56,6 +56,16 @@ def test_top_n_and_the_documents_themselves() -> None:
     assert [one["document"] for one in results] == [{"text": "the boat sleeps"}, {"text": "a boat"}]
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_score_that_is_no_number_is_an_error_and_no_order(bad: float) -> None:
+    scores = np.array([[1], [bad], [3], [2], [bad], [4]], "<f4")
+    model = MappedModel(SIGNATURE, lambda columns: {"s": scores, "n": np.ones((6, 1), "<i4")})
+    answer = model.post("/v1/rerank", json={"model": "m", "query": "q", "documents": list("abcdef"), "top_n": 2})
+    assert answer.status_code == 500
+    expected = f"documents[1]: expected finite numbers in the model's output `s`, got {bad}"
+    assert answer.json()["error"]["message"] == expected
+
+
 def test_more_documents_than_the_queue_holds_go_in_parts() -> None:
     documents = ["boat " * (n % 2) for n in range(25)]
     model = MappedModel(SIGNATURE, compute, 10)
