@@ -5,6 +5,7 @@ An answer is whole, or a stream of server-sent events whose last one is ``[DONE]
 
 from __future__ import annotations
 
+import base64
 import re
 import time
 from abc import abstractmethod
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Protocol
 
 import msgspec
+import numpy as np
 import orjson
 
 from app.errors import (
@@ -422,10 +424,15 @@ class EmbeddingsAnswer(WholeAnswer):
         self._data: list[_Embedding] = []
 
     def whole(self, body: bytes) -> bytes:
-        """Take one of vLLM's answers. Returns nothing: `body` has all of them."""
+        """Take one of vLLM's answers. Returns nothing: `body` has all of them.
+
+        Raises:
+            CallableFailed: an embedding has a number that is not finite.
+        """
         found = _embeddings.decode(body)
-        for one in found.data:
-            one.index += len(self._data)
+        for item in found.data:
+            item.index += len(self._data)
+            _check_finite(item)
         self._data += found.data
         self.count.total(self.count.usage.prompt_tokens + found.usage.prompt_tokens, 0, 0, len(found.data))
         return b""
@@ -435,6 +442,18 @@ class EmbeddingsAnswer(WholeAnswer):
         tokens = self.count.usage.prompt_tokens
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         return msgspec.json.encode({"object": "list", "data": self._data, "model": self._model, "usage": usage})
+
+
+def _check_finite(item: _Embedding) -> None:
+    """Raise `CallableFailed` if an embedding, as numbers or as base64 of FP32, has NaN or an infinity."""
+    raw = bytes(item.embedding)
+    if raw.startswith(b'"'):
+        data = base64.b64decode(raw)
+        is_finite = bool(np.isfinite(np.frombuffer(data, "<f4", len(data) // 4)).all())
+    else:  # vLLM writes them as null
+        is_finite = b"null" not in raw
+    if not is_finite:
+        raise CallableFailed(f"input[{item.index}]: expected finite numbers in vLLM's embedding, got NaN or infinities")
 
 
 def _check_finished(reasons: Sequence[str | None]) -> None:

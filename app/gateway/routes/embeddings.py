@@ -48,6 +48,7 @@ _RELAYED: Final = ("model", "encoding_format", "dimensions", _TRUNCATE)
 _TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 _TokenIds: TypeAlias = Annotated[list[_TokenId], Meta(min_length=1)]
 _Inputs: TypeAlias = list[str] | list[list[int]]
+_Vector: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
 _SYNONYMS: Final = {
     **dict.fromkeys(("query", "search_query"), ("query",)),
     **dict.fromkeys(("document", "passage", "search_document"), ("document", "passage")),
@@ -110,20 +111,21 @@ class EmbeddingsEndpoint(Endpoint):
         request = _Request(body, signature, signature.embedding, scope["state"].get("key", ""))
         route = model.route
         ends_s = time.monotonic() + route.timeout_s
-        vectors, tokens, caches = [], 0, set()
+        rows: list[_Vector] = []
+        tokens, caches = 0, set()
         with DisconnectWatch(scope, receive):
             for part in _parts(inputs, rows_at_once(len(inputs), route.max_queue_size)):
                 left_us = int(1e6 * (ends_s - time.monotonic()))
                 timeout_us = 0 if len(part) == len(inputs) else max(1, left_us)
                 answer = await computed(model.dispatcher, request.of(part, timeout_us), "input")
-                vectors.append(answer.outputs[signature.embedding.output])
+                place = [f"input[{index}]" for index in range(len(rows), len(rows) + len(part))].__getitem__
+                # Rows that share a call are as long as the longest that any of them asked for.
+                found = answer.outputs[signature.embedding.output]
+                rows.extend(floats([found], signature.embedding.output, place, length=body.dimensions))
                 tokens += _tokens(answer, signature.embedding)
                 caches.add(answer.cache)
         scope["state"]["note"] = f"rows={len(inputs)}"
-        # Rows that share a call are as long as the longest that any of them asked for.
-        place = "input[{}]".format
-        array = floats(vectors, signature.embedding.output, place, length=body.dimensions)
-        return Reply(200, [_answer(body, array, tokens)], [JSON, *cache_headers(joined(caches))])
+        return Reply(200, [_answer(body, rows, tokens)], [JSON, *cache_headers(joined(caches))])
 
 
 def _read(raw: bytes) -> tuple[EmbeddingsRequest, _Inputs]:
@@ -230,9 +232,9 @@ def _tokens(answer: Answer, spec: Embedding) -> int:
     return 0 if spec.tokens is None else int(np.frombuffer(answer.outputs[spec.tokens].data, "<i4").sum())
 
 
-def _answer(body: EmbeddingsRequest, array: np.ndarray[Any, np.dtype[np.float32]], tokens: int) -> bytes:
+def _answer(body: EmbeddingsRequest, rows: list[_Vector], tokens: int) -> bytes:
     as_base64 = body.encoding_format == "base64"
-    embeddings = [base64.b64encode(row.tobytes()).decode() for row in array] if as_base64 else list(array)
+    embeddings = [base64.b64encode(row.tobytes()).decode() for row in rows] if as_base64 else rows
     return orjson.dumps(
         {
             "object": "list",

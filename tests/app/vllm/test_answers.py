@@ -302,3 +302,12 @@ def test_embeddings_of_several_answers_follow_each_other() -> None:
     assert found["usage"] == {"prompt_tokens": 8, "total_tokens": 8}
     counts = counts_of("m")
     assert (counts.total("headwater_sequences"), counts.total("headwater_prompt_tokens")) == (3, 8)
+
+
+@pytest.mark.parametrize("bad", ["[null,1.0]", '"AADAfw=="', '"AACAfw=="'])  # base64: NaN, infinity
+def test_an_embedding_that_is_not_finite_is_an_error(bad: str) -> None:
+    form = EmbeddingsAnswer("m", count())
+    form.whole(encoded({"data": [{"index": 0, "embedding": [1.0]}], "usage": {"prompt_tokens": 1}}))
+    body = f'{{"data": [{{"index": 0, "embedding": {bad}}}], "usage": {{"prompt_tokens": 1}}}}'
+    with pytest.raises(CallableFailed, match=r"input\[1\]: expected finite numbers in vLLM's embedding"):
+        form.whole(body.encode())

@@ -48,6 +48,14 @@ def test_the_three_forms_of_the_answer() -> None:
     assert (text.text, text.headers["content-type"]) == ("hällo\n", "text/plain; charset=utf-8")
 
 
+def test_a_duration_that_is_no_number_is_an_error() -> None:
+    sound = MappedModel(model().signature, lambda columns: {"t": ["a"], "d": np.array([[np.nan]], "<f4")})
+    answer = sound.post("/v1/audio/transcriptions", data={"model": "m"}, files={"file": ("x.wav", FILE)})
+    assert answer.status_code == 500
+    expected = "file: expected finite numbers in the model's output `d`, got nan"
+    assert answer.json()["error"]["message"] == expected
+
+
 def test_the_language_goes_to_a_model_that_takes_one() -> None:
     asked = model("lang")
     fields = {"model": "m", "language": "de"}
