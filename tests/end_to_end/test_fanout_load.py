@@ -51,7 +51,8 @@ def server() -> Iterator[Running]:
 def test_the_index_and_the_log_say_what_does_not_fit(server: Running, name: str, reason: str) -> None:
     wait_for(lambda: reason in server.index(name)["reason"], 180, f"the reason, not {server.index(name)}")
     assert server.index(name)["state"] in ("FAILED", "LOADING")
-    assert any(reason in line and name in line for line in server.log.read_text().splitlines())
+    lines = server.log.read_text
+    wait_for(lambda: any(reason in line and name in line for line in lines().splitlines()), 30, "its line in the log")
 
 
 @pytest.mark.parametrize("name", ["fused-wide", "graph-wide", "graph-streams"])
