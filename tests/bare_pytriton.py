@@ -29,7 +29,7 @@ from tests.running import wait_for
 
 __all__ = ["Bare", "serve_bare"]
 
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 300.0
 
 
 class Bare(NamedTuple):
