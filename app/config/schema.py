@@ -310,9 +310,6 @@ class Server(Section):
     """The certificate and private key for HTTPS; default: HTTP."""
     max_body_bytes: Annotated[int, Field(ge=1_000)] = 64 * 1024 * 1024
     """Size of a request's body, also after decompression."""
-    max_bodies_bytes: Annotated[int, Field(ge=1_000)] = 1024 * 1024 * 1024
-    """Bytes of the bodies of all requests together, read and unpacked, until their answers end. A worker's share is at
-    least twice ``max_body_bytes``."""
     max_queue_size: Annotated[int, Field(ge=1)] = 8192
     """Rows that may wait over all deployments, each of which is guaranteed an equal part."""
     max_queue_bytes: Annotated[int, Field(ge=1_000)] = 1024 * 1024 * 1024

@@ -15,7 +15,7 @@ import app
 from app.config.schema import Server
 from app.errors import CallableFailed, HeadwaterError, MethodNotAllowed, NotFound
 from app.gateway.http.bodies import BodyReader
-from app.gateway.http.body_budget import BodyBudget
+from app.gateway.http.body_budget import ALL_BODIES_BYTES, BodyBudget
 from app.gateway.http.endpoint import EndpointRoute, HeadAsGet
 from app.gateway.http.entry import INFER_PATH, Entry, RequestRecords
 from app.gateway.http.event_stream import StreamLimits
@@ -70,7 +70,7 @@ def create_app(
         cors_origins: origins of web pages whose scripts may send requests.
         records: begins and ends each request; by default as ``server`` says.
     """
-    share_bytes = max(server.max_body_bytes * 2, -(-server.max_bodies_bytes // server.workers))
+    share_bytes = max(server.max_body_bytes * 2, ALL_BODIES_BYTES // server.workers)
     reader = BodyReader(server.max_body_bytes, server.client_timeout_s, BodyBudget(share_bytes))
     if records is None:
         is_full = server.access_log == "full"

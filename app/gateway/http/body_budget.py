@@ -9,8 +9,10 @@ from starlette.types import Scope
 
 from app.errors import BodyTooLarge, Unavailable
 
-__all__ = ["BodyBudget", "BodyLease", "release_body"]
+__all__ = ["ALL_BODIES_BYTES", "BodyBudget", "BodyLease", "release_body"]
 
+ALL_BODIES_BYTES: Final = 1024 * 1024 * 1024
+"""What the workers of a server may hold together."""
 SMALL_BYTES: Final = 256 * 1024
 """Bodies up to this size may use the whole budget, larger ones three quarters of it: large bodies don't keep the small
 ones of ordinary requests out."""
@@ -74,8 +76,8 @@ class BodyLease:
             )
         if not self._budget.take(size, self._held):
             raise Unavailable(
-                "body: the bodies of all requests together need more memory than they may have "
-                "(server.max_bodies_bytes)",
+                f"body: the bodies of all requests together may hold {self._budget.limit} bytes of memory here, "
+                "which are in use",
                 retry_after_s=RETRY_AFTER_S,
             )
         self._held += size

@@ -112,8 +112,8 @@ def serving(models: ScriptedModels) -> Iterator[str]:
 
 @cache
 def without_template() -> LanguageText:
-    text = LanguageText.__new__(LanguageText)
-    text.tokenizer, text.template = tiny_text().tokenizer, None
+    text = copy.copy(tiny_text())
+    text.template = None
     return text
 
 

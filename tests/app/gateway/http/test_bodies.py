@@ -216,7 +216,7 @@ def test_more_than_the_budget_is_refused_and_all_of_it_comes_back() -> None:
     async def receive() -> Any:
         return {"type": "http.request", "body": gzip.compress(bytes(1500))}
 
-    with pytest.raises(Unavailable, match="max_bodies_bytes") as caught:
+    with pytest.raises(Unavailable, match="1000 bytes of memory") as caught:
         asyncio.run(reader.read(scope, receive))
     assert caught.value.retry_after_s == 2
     assert budget.used > 0
