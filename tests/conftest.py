@@ -6,7 +6,7 @@ import functools
 import os
 import re
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +122,15 @@ SERVED = {
     },
     "server": {"max_body_bytes": 20_000_000, "client_timeout_s": 5},
 }
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Has torch keep what it compiles in this run's own folder: by default all runs of a user share it, and torch then
+    takes code for another instruction set from it (seen with ``ATEN_CPU_CAPABILITY``)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
+        yield
 
 
 @pytest.fixture(scope="module")
