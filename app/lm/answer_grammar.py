@@ -15,7 +15,6 @@ from app.lm.grammar_depth import check_depth
 from inference.engine import MAX_GRAMMAR, EngineLimits, Grammar, GrammarKind
 
 __all__ = [
-    "MAX_OPTIONAL_IN_LARK",
     "JsonSchemaFormat",
     "ResponseFormat",
     "Schema",
@@ -26,10 +25,8 @@ __all__ = [
 
 MAX_BEGINNINGS: Final = 9_000
 """The engine's automaton has a state for each beginning of a label, and at most 10,000 states."""
-MAX_OPTIONAL: Final = 250
-"""Optional properties of an object in a JSON schema: the engine's parser has four items for each, and at most 1,000."""
-MAX_OPTIONAL_IN_LARK: Final = 50
-"""The same in a grammar, such as that of tool calls, whose parser has at most 200 items."""
+MAX_OPTIONAL: Final = 500
+"""Optional properties of an object in a JSON schema: the engine's parser has four items for each, and at most 2,000."""
 _ANY_OBJECT: Final = '{"type":"object"}'
 
 Schema = Annotated[dict[str, Any], Meta(description="JSON Schema")]
@@ -117,12 +114,11 @@ def checked_grammar(
     return grammar
 
 
-def check_optional(schema: object, most: int, path: str) -> None:
+def check_optional(schema: object, path: str) -> None:
     """Refuse a schema of which the engine could not follow an object to its end.
 
     Args:
         schema: the schema.
-        most: the optional properties of an object that it can follow.
         path: the request's field.
 
     Raises:
@@ -136,11 +132,11 @@ def check_optional(schema: object, most: int, path: str) -> None:
         elif isinstance(part, dict):
             left += part.values()
             properties, required = part.get("properties"), part.get("required")
-            if isinstance(properties, dict) and len(properties) > most:
+            if isinstance(properties, dict) and len(properties) > MAX_OPTIONAL:
                 needed = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
                 optional = len(properties.keys() - needed)
-                if optional > most:
-                    expected = f"expected objects with at most {most} optional properties, got {optional}"
+                if optional > MAX_OPTIONAL:
+                    expected = f"expected objects with at most {MAX_OPTIONAL} optional properties, got {optional}"
                     raise at(path, None, f"{expected}; require more of them, or group them in objects")
 
 
@@ -148,9 +144,9 @@ def _schema_grammar(schema: dict[str, Any] | str, path: str) -> Grammar:
     grammar = _grammar("json_schema", schema if isinstance(schema, str) else _text(schema), path)
     if isinstance(schema, str):
         with contextlib.suppress(msgspec.DecodeError, RecursionError):  # the engine says what is wrong with the text
-            check_optional(msgspec.json.decode(schema), MAX_OPTIONAL, path)
+            check_optional(msgspec.json.decode(schema), path)
     else:
-        check_optional(schema, MAX_OPTIONAL, path)
+        check_optional(schema, path)
     return grammar
 
 

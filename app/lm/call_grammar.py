@@ -9,7 +9,7 @@ import msgspec
 import orjson
 
 from app.codecs.faults import at
-from app.lm.answer_grammar import MAX_OPTIONAL_IN_LARK, check_optional
+from app.lm.answer_grammar import check_optional
 from app.lm.grammar_depth import check_schema_depth
 from app.lm.text.tool_calls import CallFormat
 from inference.engine import MAX_GRAMMAR, Grammar
@@ -52,13 +52,13 @@ def call_grammar(
         calls = f'{mark("[TOOL_CALLS]")} "[" {calls} "]"'
     rules = [f"start: {calls}" if content is None else f"start: {calls} | content"]
     if content is not None:
-        check_optional(msgspec.json.decode(content.text), MAX_OPTIONAL_IN_LARK, content.field)
+        check_optional(msgspec.json.decode(content.text), content.field)
         rules.append(f"content: %json {content.text}")
     functions = []
     for n, tool in enumerate(tools):
         function = tool["function"]
         name, schema = function["name"], {"type": "object", **function["parameters"]}
-        check_optional(schema, MAX_OPTIONAL_IN_LARK, "tools")
+        check_optional(schema, "tools")
         check_schema_depth(schema, "tools")
         if format.has_names:
             begin = f'{mark("[TOOL_CALLS]")} "{name}" {mark("[ARGS]")}'

@@ -33,10 +33,13 @@ _HUGE: Final = 2**1023
 _JSON_OPTIONS: Final[JsonCompileOptions] = {"lenient": False, "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,20}"}
 """Refuse what can't be followed, and bound the space between elements, because weak models write nothing else."""
 
-_SCHEMA_LIMITS: Final[dict[str, Any]] = {"max_items_in_row": 1000, "step_max_items": 20_000}
-_LARK_LIMITS: Final[dict[str, Any]] = {"max_items_in_row": 200, "step_max_items": 5000}
-"""An ambiguous grammar takes time quadratic in these."""
-_LIMITS: Final[dict[str, Any]] = {"max_lexer_states": 10_000, "max_grammar_size": 100_000, "verbose_errors": False}
+_LIMITS: Final = LLParserLimits(
+    max_items_in_row=2000,  # see `app.lm.answer_grammar.MAX_OPTIONAL`; an ambiguous grammar takes time quadratic in it
+    step_max_items=50_000,
+    max_lexer_states=10_000,
+    max_grammar_size=100_000,
+    verbose_errors=False,
+)
 _NOT_FORCING: Final = {"name": "not_forcing", "lark_grammar": '%llguidance {"no_forcing": true}\nstart: ""'}
 """A grammar that is not used, but whose option holds for those beside it: see `_unforced`."""
 _ESCAPED: Final = re.compile(r"\\u((?!d[89a-f])[0-9a-f]{4})", re.IGNORECASE)
@@ -58,11 +61,10 @@ def compiled(tokenizer: LLTokenizer, special: Sequence[str], kind: str, text: st
         ValueError: the grammar is wrong, unsupported or too complex.
     """
     try:
-        limits = _SCHEMA_LIMITS if kind == "json_schema" else _LARK_LIMITS
         source = _source(kind, text)
         if _writes_special(text, special):
             source = _unforced(source)
-        matcher = LLMatcher(tokenizer, source, log_level=0, limits=LLParserLimits(**limits, **_LIMITS))
+        matcher = LLMatcher(tokenizer, source, log_level=0, limits=_LIMITS)
         mask = b"" if matcher.is_error() else matcher.compute_bitmask()  # finds what only use shows
         error = matcher.get_error()
     except MemoryError:

@@ -167,7 +167,7 @@ HOSTILE: Final = (
         ANSWERED,
     ),
     Hostile("many choices", _choices, (200, 2_000), ANSWERED),
-    Hostile("many optional properties", _properties, (250, 1_000), ANSWERED),
+    Hostile("many optional properties", _properties, (500, 1_000), ANSWERED),
     Hostile(
         "form with an endless name",
         lambda size: _form(b'--b\r\nContent-Disposition: form-data; name="' + b"a" * size),

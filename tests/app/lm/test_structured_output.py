@@ -142,7 +142,7 @@ def properties(count: int, **rest: Any) -> dict[str, Any]:
 
 
 def test_an_object_may_have_many_optional_properties() -> None:
-    for schema in (properties(250), properties(300, required=[f"p{n}" for n in range(100)])):
+    for schema in (properties(500), properties(600, required=[f"p{n}" for n in range(100)])):
         (choice,) = chat(response_format=schema_format(schema), max_tokens=20)["choices"]
         assert choice["message"]["content"].startswith("{")
 
@@ -154,22 +154,22 @@ TOO_MANY: list[Any] = [
         "expected labels with at most 9000",
     ),
     (
-        {"response_format": schema_format(properties(251))},
+        {"response_format": schema_format(properties(501))},
         "response_format.json_schema",
-        "expected objects with at most 250 optional",
+        "expected objects with at most 500 optional",
     ),
     (
-        {"structured_outputs": {"json": json.dumps({"items": properties(251)})}},
+        {"structured_outputs": {"json": json.dumps({"items": properties(501)})}},
         "structured_outputs.json",
-        "got 251; require more of them",
+        "got 501; require more of them",
     ),
     (
         {
-            "tools": [{"type": "function", "function": {"name": "f", "parameters": properties(51)}}],
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": properties(501)}}],
             "tool_choice": "required",
         },
         "tools",
-        "at most 50 optional properties, got 51",
+        "at most 500 optional properties, got 501",
     ),
 ]
 

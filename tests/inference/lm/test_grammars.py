@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from app.lm.answer_grammar import MAX_OPTIONAL
 from benchmarks.json_schemas import is_valid, schemas
 from inference.engine import Grammar, GrammarKind, RequestRejected, Sampling, TokenEvent
 from inference.errors import ReplicaError
@@ -216,6 +217,18 @@ def test_what_cannot_be_followed_is_rejected(kind: GrammarKind, text: str, reaso
 def test_any_json_value() -> None:
     events = answer(Grammar("json_schema", "true", "form"))
     assert events[-1].finish == "length" or json.loads(text_of(events)) is not ...
+
+
+@pytest.mark.parametrize("is_lark", [False, True])
+def test_an_object_with_the_most_optional_properties_is_followed_to_its_end(is_lark: bool) -> None:
+    names = [f"p{n}" for n in range(MAX_OPTIONAL)]
+    schema = {"type": "object", "properties": {name: {"type": "null"} for name in names}, "additionalProperties": False}
+    grammar = schema_grammar(schema)
+    if is_lark:
+        grammar = Grammar("lark", f"start: %json {grammar.text}", "form")
+    events = answer(grammar, Sampling(logit_bias=TO_END, seed=1), CONTEXT - len(PROMPT))
+    assert events[-1].finish == "stop"
+    assert set(json.loads(text_of(events))) < set(names)
 
 
 def test_a_grammar_that_becomes_too_complex_ends_its_own_sequence_only() -> None:
