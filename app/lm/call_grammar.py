@@ -67,7 +67,7 @@ def call_grammar(
             key = "parameters" if format.name == "llama3" else "arguments"
             begin, end = _string(f'{{"name": "{name}", "{key}": '), '"}"'
         functions.append(f"f{n}")
-        rules += [f"f{n}: {begin} a{n} {end}", f"a{n}: %json {orjson.dumps(schema).decode()}"]
+        rules += [f"f{n}: {begin} a{n} {end}", f"a{n}: %json {msgspec.json.encode(schema).decode()}"]
     rules.append(f"call: {opening} ({' | '.join(functions)}) {closing}")
     text = "\n".join(rules)
     if len(text) > MAX_GRAMMAR:

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+import msgspec
 import orjson
 
 from app.errors import HeadwaterError
@@ -57,7 +58,7 @@ class ResponsesAnswer(AnswerForm):
         (text,) = texts
         self.piece(0, text)
         self._end_items()
-        return orjson.dumps(self._response(self._status, usage))
+        return msgspec.json.encode(self._response(self._status, usage))
 
     def begin(self) -> list[Event]:
         events = self._begin()
@@ -134,7 +135,7 @@ class ResponsesAnswer(AnswerForm):
     def _event(self, kind: str, **fields: Any) -> Event:
         event = {"type": kind, "sequence_number": self._number, **fields}
         self._number += 1
-        return kind.encode(), orjson.dumps(event)
+        return kind.encode(), msgspec.json.encode(event)
 
     @property
     def _status(self) -> str:
@@ -210,7 +211,7 @@ class _Message(_Item):
         ]
 
     def _part(self) -> _Fields:
-        logprobs = orjson.Fragment(b"[%b]" % b",".join(self.logprobs))
+        logprobs = msgspec.Raw(b"[%b]" % b",".join(self.logprobs))
         return {"type": "output_text", "text": "".join(self.text), "annotations": [], "logprobs": logprobs}
 
 

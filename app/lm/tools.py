@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any, Final, NamedTuple
 
-import orjson
+import msgspec
 
 from app.codecs.faults import at, key_text, shown
 from app.errors import BadRequest
@@ -94,7 +94,7 @@ def checked_tools(tools: object) -> list[dict[str, Any]]:
         raise at("tools", None, f"expected at most {MAX_TOOLS}, got {len(tools)}")
     if not _is_shallow(tools):
         raise at("tools", None, f"expected at most {MAX_DEPTH} objects and arrays within each other, got more")
-    size = len(orjson.dumps(tools))
+    size = len(msgspec.json.encode(tools))
     if size > MAX_BYTES:
         raise at("tools", None, f"expected at most {MAX_BYTES} bytes as JSON, got {size}; shorten the descriptions")
     checked: dict[str, dict[str, Any]] = {}

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 from hypothesis import given
@@ -16,8 +17,9 @@ from app.errors import ReplicaLost
 from app.lm.responses_answer import ResponsesAnswer
 from app.lm.text.tool_calls import FORMATS, ToolUse
 from app.lm.text_stream import TextPiece, Usage
+from inference.lm.grammars import KINDS
 from tests.app.lm.response_events import said, told
-from tests.app.lm.scripted import Script, ScriptedDispatcher, ScriptedModels, ids_of, tiny_text
+from tests.app.lm.scripted import LIMITS, Script, ScriptedDispatcher, ScriptedModels, ids_of, tiny_text
 from tests.app.lm.test_answers import data
 from tests.app.lm.test_openai_routes import Gateway, serving
 from tests.app.lm.test_tools import ARGUMENTS, CALL, PIECES, TOOLS
@@ -122,6 +124,21 @@ def test_a_call(gateway: Gateway) -> None:
         FLAT[0], {"type": "function", "name": "clock", "description": None, "parameters": None, "strict": False},
     ]  # fmt: skip
     Response.model_validate_json(response.to_json())  # the client itself checks nothing
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_schema_may_have_an_integer_of_any_size(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    gateway.says(text=CALL)
+    monkeypatch.setattr(gateway.tiny, "limits", msgspec.structs.replace(LIMITS, grammars=KINDS))
+    schema = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 2**70}}}
+    tools = [{"type": "function", "name": "count", "parameters": schema}]
+    form = {"format": {"type": "json_schema", "name": "count", "schema": schema}}
+    for fields in ({"tools": tools}, {"tools": tools, "tool_choice": "required"}, {"text": form}):
+        answer = gateway.post("/v1/responses", model="tiny", input="hi", stream=stream, **fields)
+        assert answer.status_code == 200, answer.text
+        assert str(2**70) in answer.text
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
