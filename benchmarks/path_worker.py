@@ -117,7 +117,7 @@ def main() -> None:
     threading.setprofile(recorder)
     sys.setprofile(recorder)
     print(listener.getsockname()[1], flush=True)
-    sys.argv[1:] = [sys.argv[1], str(listener.fileno())]
+    sys.argv[1:] = [sys.argv[1], str(listener.fileno()), "2"]
     app.gateway.worker.main()
 
 

@@ -159,6 +159,10 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     """The configuration's `app.config.sections.SecuritySection`."""
     cluster_tls: str = ""
     """The folder with the cluster's certificates; empty: there is no cluster, or it is on this machine."""
+    kept_tls: list[str] = []
+    """Paths of copies of the server's certificate and key, for when the files can't be used."""
+    kept_cluster_tls: list[str] = []
+    """The same of the cluster's."""
     index: int = 0
     """This worker's index."""
     metrics: str = ""

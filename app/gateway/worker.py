@@ -1,7 +1,7 @@
 """A gateway worker's process: FastAPI on uvicorn, on the socket that the supervisor listens on.
 
-Run by `app.supervisor.workers` as ``python -m app.gateway.worker SETTINGS_FILE LISTENER_FD``. It ends when the
-supervisor does.
+Run by `app.supervisor.workers` as ``python -m app.gateway.worker SETTINGS_FILE LISTENER_FD REASON_FD``. It ends when
+the supervisor does. If it ends with 1, it has written the reason to the last argument's file.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 import atexit
 import functools
 import logging
+import os
 import socket
 import sys
 import time
@@ -22,10 +23,11 @@ import msgspec
 import uvicorn
 
 from app.config.schema import Server
-from app.config.sections import SecuritySection
+from app.config.sections import SecuritySection, Tls
 from app.control.link import SupervisorLink
 from app.control.messages import WorkerSettings
 from app.dispatch.admission import QueueBudget
+from app.errors import ConfigError
 from app.gateway.app import create_app
 from app.gateway.http.connection import BoundedConnection
 from app.gateway.http.connections import Closable, Connections, allow_open_files
@@ -61,7 +63,7 @@ LAST_ANSWERS_TIMEOUT_S = 2
 
 async def serve_beside(
     serve: Callable[[], Awaitable[None]], tasks: Sequence[Callable[[], Awaitable[None]]], stop: Callable[[], None]
-) -> bool:
+) -> str:
     """Serve, and run background tasks meanwhile. A task that fails is logged, and ends the worker.
 
     Args:
@@ -70,17 +72,17 @@ async def serve_beside(
         stop: ends ``serve`` soon; called after a task has failed.
 
     Returns:
-        Whether no task has failed.
+        Why the first task has failed that did; empty: none has failed.
     """
-    has_failed = False
+    reason = ""
 
     async def supervised(task: Callable[[], Awaitable[None]]) -> None:
-        nonlocal has_failed
+        nonlocal reason
         try:
             await task()
-        except Exception:
+        except Exception as error:
             logger.exception("a background task of the gateway worker failed: the worker ends")
-            has_failed = True
+            reason = reason or f"a background task failed: {_named(error)}"
             stop()
 
     async with anyio.create_task_group() as group:
@@ -88,15 +90,17 @@ async def serve_beside(
             group.start_soon(supervised, task)
         await serve()
         group.cancel_scope.cancel()
-    return not has_failed
+    return reason
 
 
-async def _run(settings: WorkerSettings, listener: socket.socket) -> int:
-    """Run the worker; return the exit status."""
+async def _run(settings: WorkerSettings, listener: socket.socket) -> str:
+    """Run the worker. Returns why it ends; empty: it was asked to."""
     options = Server.model_validate(settings.server)
     budget = QueueBudget(-(-options.max_queue_size // options.workers), -(-options.max_queue_bytes // options.workers))
     tasks: list[Callable[[], Awaitable[None]]] = []
-    peer_tls = PeerTls(Path(settings.cluster_tls)) if settings.cluster_tls else None
+    peer_tls = None
+    if settings.cluster_tls:
+        peer_tls = PeerTls(Path(settings.cluster_tls), list(map(Path, settings.kept_cluster_tls)))
     if peer_tls is not None:
         tasks.append(functools.partial(FileWatch(peer_tls.paths).run, peer_tls.renew))
     models = Models(budget=budget, tls=peer_tls)
@@ -114,7 +118,8 @@ async def _run(settings: WorkerSettings, listener: socket.socket) -> int:
     certificate: Certificate | None = None
     if options.tls is not None:
         certificate_watch = FileWatch([options.tls.certificate, options.tls.key])
-        certificate = Certificate(options.tls)
+        kept = dict(zip(("certificate", "key"), settings.kept_tls, strict=False))
+        certificate = Certificate(options.tls, Tls.model_validate(kept) if kept else None)
         tasks.append(functools.partial(certificate_watch.run, certificate.renew))
     connections = Connections(allow_open_files(-(-options.max_connections // options.workers)))
     operator = OperatorGuard(is_loopback(listener.getsockname()), has_keys=keys is not None)
@@ -214,28 +219,43 @@ async def _run(settings: WorkerSettings, listener: socket.socket) -> int:
     if settings.metrics:
         tasks.append(sample)
     try:
-        is_sound = await serve_beside(serve, tasks, stop)
+        return await serve_beside(serve, tasks, stop)
     finally:
         models.close()
         if (traced := tracing.current()) is not None:
             traced.close()
-    return 0 if is_sound else 1
+
+
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def main() -> None:
     """Entry point; see the module's docstring."""
+    path, listener_fd, reason_fd = sys.argv[1:]
+    try:
+        reason = _main(Path(path), int(listener_fd))
+    except ConfigError as error:
+        reason = str(error)
+    except Exception as error:
+        logger.exception("the gateway worker can't go on")
+        reason = _named(error)
+    os.write(int(reason_fd), reason.encode())
+    sys.exit(1 if reason else 0)
+
+
+def _main(settings_file: Path, listener_fd: int) -> str:
+    """Returns what `_run` does."""
     keep_freed_memory()
     switch_soon()
-    settings = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=WorkerSettings)
+    settings = msgspec.json.decode(settings_file.read_bytes(), type=WorkerSettings)
     set_up_logging(settings.server["log_format"])
-    listener = socket.socket(fileno=int(sys.argv[2]))
+    listener = socket.socket(fileno=listener_fd)
     try:
         import uvloop
     except ImportError:
-        status = asyncio.run(_run(settings, listener))
-    else:
-        status = uvloop.run(_run(settings, listener))
-    sys.exit(status)
+        return asyncio.run(_run(settings, listener))
+    return uvloop.run(_run(settings, listener))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import json
 import os
-import stat
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ import yaml
 
 from app.errors import ConfigError
 from app.security.keys import Key, read_keys
+from app.security.regular_file import read_regular
 
 __all__ = ["ENVIRONMENT_NAME", "change_file", "keys_are_wanted", "known_keys", "read_file"]
 
@@ -55,11 +55,7 @@ def read_file(path: Path) -> tuple[Key, ...]:
     """
     where = f"security.keys_file: {path}"
     try:
-        # Opening a FIFO would wait for a writer.
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-            status = os.fstat(file.fileno())
-            mode = stat.S_IMODE(status.st_mode)
-            raw = file.read() if stat.S_ISREG(status.st_mode) else None
+        raw, mode = read_regular(path)
     except OSError as error:
         raise ConfigError(
             f"{where}: can't be read: {error.strerror}; `headwater keys add NAME --file {path}` creates it"

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import ssl
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from app.errors import ConfigError
-from app.security.tls import load_pair
+from app.security.tls import load_pair, read_pem
 
-__all__ = ["PeerTls"]
+__all__ = ["PeerTls", "check_peer_files", "peer_files"]
 
 logger = logging.getLogger("headwater")
 
@@ -29,6 +29,8 @@ class PeerTls:
 
     Args:
         folder: with the three files.
+        kept: copies of the files as they last were usable, in the order of `paths`, which are read if the files can't
+            be used.
 
     Raises:
         ConfigError: a file can't be read, others may read the key, or peers would refuse the certificate.
@@ -37,16 +39,21 @@ class PeerTls:
     server_name: Final = "headwater"
     """The DNS name that each certificate must have."""
 
-    def __init__(self, folder: Path) -> None:
-        self.paths = [folder / name for name in (AUTHORITY, CERTIFICATE, KEY)]
+    def __init__(self, folder: Path, kept: Sequence[Path] = ()) -> None:
+        self.paths = peer_files(folder)
         """The files, for a `FileWatch`."""
-        self._loaded = _Loaded(folder)
-        self._folder = folder
+        try:
+            self._loaded = _Loaded(self.paths)
+        except ConfigError as error:
+            if not kept:
+                raise
+            logger.error("can't load the cluster's certificate, using the previous one: %s", error)
+            self._loaded = _Loaded(kept)
 
     def renew(self) -> None:
         """Read the files again, for new connections; if they are unusable, keep what was read before."""
         try:
-            self._loaded = _Loaded(self._folder)
+            self._loaded = _Loaded(self.paths)
         except ConfigError as error:
             logger.error("can't reload the cluster's certificate, keeping the previous one: %s", error)
         else:
@@ -72,10 +79,25 @@ class PeerTls:
         return certificate is not None and ("DNS", self.server_name) in certificate.get("subjectAltName", ())
 
 
+def peer_files(folder: Path) -> list[Path]:
+    """The certificate of the authority, the peer's, and its key."""
+    return [folder / name for name in (AUTHORITY, CERTIFICATE, KEY)]
+
+
+def check_peer_files(paths: Sequence[Path]) -> None:
+    """Check such files.
+
+    Raises:
+        ConfigError: see `PeerTls`.
+    """
+    _Loaded(paths)
+
+
 class _Loaded:
     """The files' content, once they have been found good."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, paths: Sequence[Path]) -> None:
+        authority, certificate, key = paths
         self.server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self.server.verify_mode = ssl.CERT_REQUIRED
         self.server.num_tickets = 0  # sessions aren't resumed
@@ -84,15 +106,15 @@ class _Loaded:
         self.client.set_alpn_protocols(["http/1.1"])
         for context in (self.server, self.client):
             context.minimum_version = ssl.TLSVersion.TLSv1_3
-            load_pair(context, (FIELD, folder / CERTIFICATE), (FIELD, folder / KEY))
-            _trust(context, folder / AUTHORITY)
-        self._try(folder)
+            load_pair(context, (FIELD, certificate), (FIELD, key))
+            _trust(context, authority)
+        self._try(authority, certificate)
         try:
-            self.raw = tuple((folder / name).read_bytes() for name in (AUTHORITY, CERTIFICATE, KEY))
+            self.raw = tuple(path.read_bytes() for path in paths)
         except OSError as error:  # replaced just now
-            raise ConfigError(f"{FIELD}: {folder}: can't be read: {error.strerror}") from error
+            raise ConfigError(f"{FIELD}: {error.filename}: can't be read: {error.strerror}") from error
 
-    def _try(self, folder: Path) -> None:
+    def _try(self, authority: Path, certificate: Path) -> None:
         """Let the certificate be checked as peers will."""
         to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
         sides = [
@@ -110,15 +132,15 @@ class _Loaded:
         except ssl.SSLError as error:
             why = getattr(error, "verify_message", "") or error.reason or "no TLS 1.3"
             raise ConfigError(
-                f"{FIELD}: {folder / CERTIFICATE}: expected a certificate that {folder / AUTHORITY} has signed, for "
+                f"{FIELD}: {certificate}: expected a certificate that {authority} has signed, for "
                 f"the DNS name `{PeerTls.server_name}`, for servers and clients, and valid now, got one that peers "
                 f"refuse: {why}; issue it again"
             ) from error
 
 
 def _trust(context: ssl.SSLContext, path: Path) -> None:
+    read_pem(FIELD, path)
     try:
-        path.read_bytes()
         context.load_verify_locations(path)
     except ssl.SSLError as error:
         why = error.reason or "no PEM"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import ssl
-import stat
 from pathlib import Path
 
 from app.config.sections import Tls
 from app.errors import ConfigError
+from app.security.regular_file import read_regular
 
-__all__ = ["Certificate", "load_pair"]
+__all__ = ["Certificate", "load_pair", "read_pem"]
 
 logger = logging.getLogger("headwater")
 
@@ -18,20 +18,31 @@ logger = logging.getLogger("headwater")
 class Certificate:
     """A certificate with its key, and the TLS context that uses them.
 
+    Args:
+        section: names the files.
+        kept: copies of the files as they last were usable, which are read if the files can't be used.
+
     Raises:
         ConfigError: a file can't be read, others may read the key, or certificate and key don't match.
     """
 
-    def __init__(self, section: Tls) -> None:
+    def __init__(self, section: Tls, kept: Tls | None = None) -> None:
         self._section = section
         self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self.context.minimum_version = ssl.TLSVersion.TLSv1_2
+        try:
+            _load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), section)  # a try: a failure may spoil a context
+        except ConfigError as error:
+            if kept is None:
+                raise
+            logger.error("can't load the certificate, using the previous one: %s", error)
+            section = kept
         _load(self.context, section)
 
     def renew(self) -> None:
         """Read the files again, for new connections; if they are unusable, keep the present certificate."""
         try:
-            _load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), self._section)  # a try: a failure may spoil a context
+            _load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), self._section)  # a try, as above
             _load(self.context, self._section)
         except ConfigError as error:
             logger.error("can't reload the certificate, keeping the previous one: %s", error)
@@ -54,13 +65,9 @@ def load_pair(context: ssl.SSLContext, certificate: tuple[str, Path], key: tuple
     Raises:
         ConfigError: a file can't be read, others may read the key, or certificate and key don't match.
     """
-    for field, path in (certificate, key):
-        try:
-            path.read_bytes()
-        except OSError as error:
-            raise ConfigError(f"{field}: {path}: can't be read: {error.strerror}") from error
+    read_pem(*certificate)
+    mode = read_pem(*key)
     field, path = key
-    mode = stat.S_IMODE(path.stat().st_mode)
     if mode & 0o027:
         raise ConfigError(
             f"{field}: {path}: expected a private key that only its owner may write and at most its "
@@ -80,3 +87,22 @@ def load_pair(context: ssl.SSLContext, certificate: tuple[str, Path], key: tuple
             f"{field.removesuffix('.key')}: {certificate[1]} and {path}: expected a certificate and its private key, "
             f"both in PEM, got files that can't be used together: {error.reason or 'no PEM'}"
         ) from error
+
+
+def read_pem(field: str, path: Path) -> int:
+    """See that a file can be read, and return its mode bits.
+
+    Args:
+        field: of the configuration, which names the file.
+        path: the file.
+
+    Raises:
+        ConfigError: it can't be read, or is no regular file.
+    """
+    try:
+        content, mode = read_regular(path)
+    except OSError as error:
+        raise ConfigError(f"{field}: {path}: can't be read: {error.strerror}") from error
+    if content is None:
+        raise ConfigError(f"{field}: {path}: expected a regular file, got a FIFO, a socket or a device")
+    return mode

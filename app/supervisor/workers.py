@@ -11,13 +11,18 @@ import socket
 import subprocess
 import sys
 import time
+from io import FileIO
 from typing import Final
 
 import msgspec
 
 from app.config.schema import Config
+from app.config.sections import Tls
 from app.control.messages import WorkerSettings
 from app.control.server import ControlServer
+from app.security.kept_files import KeptFiles
+from app.security.peer_tls import check_peer_files, peer_files
+from app.security.tls import Certificate
 from app.supervisor.host import Backoff, Host, kill
 from app.telemetry.observer import Observer
 from app.telemetry.recorder import recorder
@@ -43,6 +48,13 @@ class Workers:
         self._host = host
         self._control = control
         self._observer = observer
+        self._kept: dict[str, KeptFiles] = {}
+        """Copies of the certificates that a worker reads when it starts, by the field of its settings."""
+        if (tls := config.server.tls) is not None:
+            pair = [tls.certificate, tls.key]
+            self._kept["kept_tls"] = KeptFiles(pair, lambda paths: Certificate(Tls(certificate=paths[0], key=paths[1])))
+        if config.cluster is not None and config.cluster.tls is not None:
+            self._kept["kept_cluster_tls"] = KeptFiles(peer_files(config.cluster.tls), check_peer_files)
 
     def start(self, listener: socket.socket) -> None:
         """Start the workers, which accept connections from the listener; replace them until the server stops."""
@@ -71,9 +83,11 @@ class Workers:
                     os.kill(pid, signal.SIGTERM)
 
     async def watch(self) -> None:
-        """Kill workers whose event loop hangs; others take their places."""
+        """Kill workers whose event loop hangs; others take their places. Copy certificates that are new."""
         while True:
             self.end_silent()
+            for kept in self._kept.values():
+                kept.renew()
             await asyncio.sleep(PING_EVERY_S)
 
     def end_silent(self) -> None:
@@ -88,31 +102,44 @@ class Workers:
 
     async def _keep(self, index: int, listener: socket.socket, settings: WorkerSettings) -> None:
         backoff = Backoff()
-        while not self._host.is_stopping:
-            began_s = time.monotonic()
-            try:
-                process = self._start(index, listener, settings)
-            except OSError as error:
-                logger.error("gateway worker %d can't be started: %s", index, error)
-            else:
-                self.pids[index] = process.pid
-                code = await self._host.follow(process, f"gateway worker {index}")
-                del self.pids[index]
-                self._observer.end_worker(index)
-                if self._host.is_stopping:
-                    return
-                self._leaving.discard(process.pid)
-                logger.error("gateway worker %d ended with %d; starting another", index, code)
-                recorder().count("headwater_worker_restarts")
-            await self._host.wait_for_stop(backoff.after(time.monotonic() - began_s))
+        with open(os.memfd_create("reason"), "w+b", buffering=0) as reason:  # noqa: ASYNC230 - it is in memory
+            while not self._host.is_stopping:
+                began_s = time.monotonic()
+                try:
+                    process = self._start(index, listener, settings, reason)
+                except OSError as error:
+                    logger.error("gateway worker %d can't be started: %s", index, error)
+                else:
+                    self.pids[index] = process.pid
+                    code = await self._host.follow(process, f"gateway worker {index}")
+                    del self.pids[index]
+                    self._observer.end_worker(index)
+                    if self._host.is_stopping:
+                        return
+                    self._leaving.discard(process.pid)
+                    reason.seek(0)
+                    why = signal.strsignal(-code) if code < 0 else reason.read().decode()
+                    logger.error("gateway worker %d ended with %d%s; starting another", index, code, why and f": {why}")
+                    recorder().count("headwater_worker_restarts")
+                await self._host.wait_for_stop(backoff.after(time.monotonic() - began_s))
 
-    def _start(self, index: int, listener: socket.socket, settings: WorkerSettings) -> subprocess.Popen[bytes]:
+    def _start(
+        self, index: int, listener: socket.socket, settings: WorkerSettings, reason: FileIO
+    ) -> subprocess.Popen[bytes]:
+        """Start a worker, which writes to ``reason`` why it ends, if it ends by itself."""
+        reason.seek(0)
+        reason.truncate()
         path = self._host.folder / f"worker-{index}.json"
         path.touch(mode=0o600)
-        own = msgspec.structs.replace(settings, index=index, metrics=self._observer.start_worker(index))
+        kept = {}
+        for field, files in self._kept.items():
+            files.renew()
+            kept[field] = list(map(str, files.copies))
+        own = msgspec.structs.replace(settings, index=index, metrics=self._observer.start_worker(index), **kept)
         path.write_bytes(msgspec.json.encode(own))
+        fds = (listener.fileno(), reason.fileno())
         return subprocess.Popen(
-            [sys.executable, "-m", "app.gateway.worker", str(path), str(listener.fileno())],
+            [sys.executable, "-m", "app.gateway.worker", str(path), *map(str, fds)],
             cwd=self._host.folder,
             env={
                 **os.environ,
@@ -120,7 +147,7 @@ class Workers:
                 "OPENBLAS_NUM_THREADS": "1",
                 "TOKENIZERS_PARALLELISM": "false",  # batches of one
             },
-            pass_fds=(listener.fileno(),),
+            pass_fds=fds,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -192,6 +193,25 @@ def test_no_key_is_told_by_logs_or_command_lines(secured: Secured) -> None:
         assert text not in shown, name
     assert "hw_wrong" not in shown
     assert 'Add an API key to these commands: -H "X-API-Key: $HEADWATER_KEY"' in shown
+
+
+def test_a_worker_that_ends_while_the_certificate_is_missing_is_replaced(secured: Secured, tmp_path: Path) -> None:
+    before = secured.running.workers()
+    pair = [secured.keys_file.with_name(name) for name in ("server.pem", "server.key")]
+    for path in pair:
+        shutil.move(path, tmp_path)
+    try:
+        for pid in before:
+            os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: len(set(secured.running.workers()) - set(before)) == 2, 60, "two other workers")
+        answered = wait_for(lambda: secured.running.is_ready() and secured.get("/v2", "alice"), 60, "an answer")
+        assert answered.status_code == 200
+        log = secured.running.log.read_text()
+        assert "ended with -9: Killed; starting another" in log
+        assert f"using the previous one: server.tls.certificate: {pair[0]}: can't be read: No such file" in log
+    finally:
+        for path in pair:
+            shutil.move(tmp_path / path.name, path)
 
 
 SOMEBODY_ELSE = """

@@ -32,7 +32,7 @@ def test_a_background_task_that_fails_is_logged_and_ends_the_worker(caplog: pyte
         finally:
             stopped.append("cancelled")
 
-    async def scenario() -> bool:
+    async def scenario() -> str:
         ended = asyncio.Event()
 
         async def serve() -> None:
@@ -41,7 +41,7 @@ def test_a_background_task_that_fails_is_logged_and_ends_the_worker(caplog: pyte
         return await asyncio.wait_for(serve_beside(serve, [fails, goes_on], ended.set), 10)
 
     with caplog.at_level(logging.ERROR):
-        assert not asyncio.run(scenario())
+        assert asyncio.run(scenario()) == "a background task failed: ValueError: a date that there is not"
     assert stopped == ["cancelled"]
     assert "a date that there is not" in caplog.text
 
@@ -57,10 +57,10 @@ def test_background_tasks_end_with_the_server(caplog: pytest.LogCaptureFixture) 
         for _ in range(3):
             await asyncio.sleep(0)
 
-    async def scenario() -> bool:
+    async def scenario() -> str:
         return await asyncio.wait_for(serve_beside(serve, [ends, goes_on], lambda: None), 10)
 
-    assert asyncio.run(scenario())
+    assert asyncio.run(scenario()) == ""
     assert not caplog.records
 
 
@@ -73,7 +73,7 @@ def test_a_request_that_the_end_cuts_off_is_in_the_access_log() -> None:
         (folder / "settings.json").write_bytes(msgspec.json.encode(settings))
         with socket.create_server(("127.0.0.1", 0)) as listener:
             worker = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "app.gateway.worker", str(folder / "settings.json"), str(listener.fileno()),
+                sys.executable, "-m", "app.gateway.worker", str(folder / "settings.json"), str(listener.fileno()), "2",
                 pass_fds=(listener.fileno(),), stderr=asyncio.subprocess.PIPE,
             )  # fmt: skip
             try:

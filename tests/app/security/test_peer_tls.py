@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from app.errors import ConfigError
-from app.security.peer_tls import PeerTls
+from app.security.kept_files import KeptFiles
+from app.security.peer_tls import PeerTls, check_peer_files, peer_files
 from benchmarks.certificates import authority, issue
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl")
@@ -63,6 +64,17 @@ def test_files_that_changed_count_for_new_connections_and_broken_ones_do_not(
     issue(new, client)
     asking.renew()
     assert asyncio.run(shown(peer, asking))[0] != first
+
+
+def test_while_files_are_missing_what_is_kept_of_them_is_shown(tmp_path: Path) -> None:
+    signer = authority(tmp_path)
+    folder = issue(signer, tmp_path / "peer")
+    kept = KeptFiles(peer_files(folder), check_peer_files)
+    asking = PeerTls(issue(signer, tmp_path / "client"))
+    first, _ = asyncio.run(shown(PeerTls(folder), asking))
+    shutil.rmtree(folder)
+    kept.renew()
+    assert asyncio.run(shown(PeerTls(folder, kept.copies), asking)) == (first, True)
 
 
 @pytest.mark.parametrize("missing", ["ca.crt", "tls.crt", "tls.key"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import ssl
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 
 from app.config.sections import Tls
 from app.errors import ConfigError
+from app.security.kept_files import KeptFiles
 from app.security.tls import Certificate
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl")
@@ -66,6 +68,40 @@ def test_a_new_certificate_is_shown_without_a_restart_and_a_broken_one_is_not(
         assert b"second" in await shown_name(certificate)
 
     asyncio.run(run())
+
+
+def test_while_the_files_are_missing_or_broken_what_is_kept_of_them_is_shown(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    section = make(tmp_path, "first")
+    kept = KeptFiles(
+        [section.certificate, section.key], lambda paths: Certificate(Tls(certificate=paths[0], key=paths[1]))
+    )
+    certificate, key = paths = kept.copies
+    make(tmp_path, "second").certificate.replace(section.certificate)
+    kept.renew()  # the key is another one's
+    for content in (b"broken", None):
+        section.certificate.unlink()
+        if content is not None:
+            section.certificate.write_bytes(content)
+        kept.renew()
+        started = Certificate(section, Tls(certificate=certificate, key=key))
+        assert "first" in asyncio.run(shown_name(started)).decode("latin-1")
+        assert "using the previous one: server.tls" in caplog.text
+    third = make(tmp_path, "third")
+    third.certificate.replace(section.certificate)
+    third.key.replace(section.key)
+    kept.renew()
+    assert kept.copies == paths
+    assert b"third" in asyncio.run(shown_name(Certificate(Tls(certificate=certificate, key=key))))
+
+
+def test_a_fifo_in_place_of_a_file_is_refused_and_nobody_waits(tmp_path: Path) -> None:
+    section = make(tmp_path, "one")
+    section.key.unlink()
+    os.mkfifo(section.key, 0o600)
+    with pytest.raises(ConfigError, match=r"server\.tls\.key: .*one\.key: expected a regular file"):
+        Certificate(section)
 
 
 def test_what_cannot_be_used_is_named(tmp_path: Path) -> None:

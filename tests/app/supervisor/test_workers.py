@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import cast
 
 import pytest
 
 from app.config.schema import Config
 from app.control.server import ControlServer
-from app.supervisor.host import Host
+from app.supervisor.host import Host, until
 from app.supervisor.replica_memory import ReplicaMemory
 from app.supervisor.workers import Workers
 from app.telemetry.observer import Observer
@@ -63,3 +65,25 @@ def test_a_worker_that_gives_no_sign_of_life_is_killed_and_no_other(
     assert silent.wait(10) == -signal.SIGKILL
     assert (alive.poll(), stranger.poll()) == (None, None)
     assert f"gateway worker 0 ({silent.pid}) has given no sign of life for 4 s" in caplog.text
+
+
+def test_the_log_says_why_a_worker_ended(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tls = {"certificate": str(tmp_path / "server.pem"), "key": str(tmp_path / "server.key")}
+    config = Config.model_validate({"server": {"tls": tls}, "deployments": {"m": {"model": "m:M"}}})
+
+    async def scenario() -> None:
+        control = ControlServer()
+        host = Host(ReplicaMemory(), (), control.drain, lambda: None)
+        host.folder = tmp_path
+        asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, host.reap)
+        workers = Workers(config, host, control, Observer(None))
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            workers.start(listener)
+            await until(lambda: "starting another" in caplog.text, 60)
+            host.stop()
+            workers.kill()
+            await host.finish()
+
+    asyncio.run(scenario())
+    reason = f"server.tls.certificate: {tls['certificate']}: can't be read: No such file or directory"
+    assert f"gateway worker 0 ended with 1: {reason}; starting another" in caplog.text
