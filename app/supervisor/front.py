@@ -114,7 +114,7 @@ class Front:
         """Why the server stops by itself: every deployment has failed."""
 
     async def run(self) -> int:
-        """Serve until SIGTERM or SIGINT. Returns the exit status.
+        """Serve until SIGTERM, SIGINT or SIGHUP; `nohup` has SIGHUP ignored. Returns the exit status.
 
         Raises:
             StartError: the address can't be bound, or the runtime folder can't be made.
@@ -122,7 +122,10 @@ class Front:
         self._host.adopt_orphans()  # as PID 1 it does anyway
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGCHLD, self._host.reap)
-        for number in (signal.SIGTERM, signal.SIGINT):
+        numbers = [signal.SIGTERM, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
+        for number in numbers:
             loop.add_signal_handler(number, self._on_stop_signal, number)
         listener = self._listen()
         folder = self._make_folder()
@@ -236,11 +239,13 @@ class Front:
         return routes
 
     def _on_stop_signal(self, number: int) -> None:
+        if number == signal.SIGHUP and (self._is_leaving or self._host.is_stopping):
+            return  # one terminal that closes sends several: the kernel's, and the shell's
         if self._host.is_stopping:
             self.is_hurried = True
             return
         name, delay_s = signal.Signals(number).name, self._config.server.drain_delay_s
-        if number == signal.SIGTERM and delay_s and not self._is_leaving:
+        if number != signal.SIGINT and delay_s and not self._is_leaving:
             logger.info("%s: not ready from now on; stopping in %g s", name, delay_s)
             self._is_leaving = True
             self._publish()

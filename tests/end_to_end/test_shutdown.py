@@ -54,16 +54,23 @@ def _takes_nothing_new(running: Running) -> bool:
     return False
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
-def test_a_signal_drains_then_nobody_listens_and_nothing_is_left(tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    "numbers",
+    [(signal.SIGINT,), (signal.SIGTERM,), (signal.SIGHUP, signal.SIGHUP)],
+    ids=lambda numbers: numbers[0].name,
+)
+def test_a_signal_drains_then_nobody_listens_and_nothing_is_left(
+    tmp_path: Path, numbers: tuple[signal.Signals, ...]
+) -> None:
     with serve(slow(tmp_path / "marker")) as running:
         segments = segments_of(running.folder)
         assert segments
         gate = running.gate()
         with in_background(lambda: sleep(running, gate.value), lambda: running.popen.wait(60)) as ends:
             wait_for(gate.has_begun, what="the call")
-            running.popen.send_signal(number)
-            wait_for(lambda: running.get("/v2/health/ready").status_code == 503, 20, "not to be ready")
+            for number in numbers:
+                running.popen.send_signal(number)
+                wait_for(lambda: running.get("/v2/health/ready").status_code == 503, 20, "not to be ready")
             assert running.get("/v2/health/live").status_code == 200
             refused = sleep(running, 0.0)
             assert (refused.status_code, "stopping" in refused.text) == (503, True)
@@ -75,6 +82,14 @@ def test_a_signal_drains_then_nobody_listens_and_nothing_is_left(tmp_path: Path,
         assert answer.json()["outputs"][0]["data"] == [gate.value]
         assert status == 0
         assert leftovers(running.folder, segments) == []
+
+
+def test_under_nohup_the_end_of_the_terminal_ends_nothing(tmp_path: Path) -> None:
+    with serve(slow(tmp_path / "marker"), prefix=("nohup",)) as running:
+        running.popen.send_signal(signal.SIGHUP)
+        running.popen.send_signal(signal.SIGTERM)
+        assert running.popen.wait(60) == 0
+        assert "SIGHUP" not in running.log.read_text()
 
 
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
@@ -146,9 +161,11 @@ def test_before_it_drains_the_server_says_everywhere_that_it_is_not_ready_and_se
 
 
 @pytest.mark.parametrize(
-    ("number", "delay_s", "least_s"), [(signal.SIGTERM, 1, 1), (signal.SIGINT, 600, 0)], ids=["SIGTERM", "SIGINT"]
+    ("number", "delay_s", "least_s"),
+    [(signal.SIGTERM, 1, 1), (signal.SIGHUP, 1, 1), (signal.SIGINT, 600, 0)],
+    ids=["SIGTERM", "SIGHUP", "SIGINT"],
 )
-def test_only_sigterm_is_followed_by_a_delay(
+def test_only_sigint_is_followed_by_no_delay(
     tmp_path: Path, number: signal.Signals, delay_s: float, least_s: float
 ) -> None:
     with serve(slow(tmp_path / "marker", drain_delay_s=delay_s)) as running:
