@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import socket
 from typing import Any
 
 import pytest
 
-from tests.running import Running, wait_for
+from tests.running import Raw, Running, wait_for
 
 MAX_BODY_BYTES = 20_000_000  # of `services`
 
@@ -217,6 +218,41 @@ def test_a_body_whose_client_hangs_up_harms_nobody(services: Running, sent: int)
         return next((line for line in lines if f"hung-up-{sent}" in line), "")
 
     assert json.loads(wait_for(line, 60, "the access log"))["status"] == 499
+
+
+def ask_and_end(services: Running, model: str, *inputs: Any, request_id: str = "ended") -> Raw:
+    """Send a request, and nothing after it."""
+    body = request(*inputs)
+    head = f"POST /v2/models/{model}/infer HTTP/1.1\r\nHost: here\r\nContent-Length: {len(body)}\r\n"
+    connection = services.raw()
+    connection.send(f"{head}Content-Type: application/json\r\nX-Request-Id: {request_id}\r\n\r\n".encode() + body)
+    connection.socket.shutdown(socket.SHUT_WR)
+    return connection
+
+
+def test_a_client_that_ends_its_sending_side_after_its_request_is_answered(services: Running) -> None:
+    for _ in range(10):
+        with ask_and_end(services, "matrix", tensor()) as connection:
+            status, headers, content = connection.answer()
+            assert (status, headers["connection"]) == (200, "close"), content
+    gate = services.gate()
+    with ask_and_end(services, "slow", tensor(name="x", shape=[1, 1], data=[gate.value])) as connection:
+        assert connection.socket.recv(12, socket.MSG_PEEK) == b"HTTP/1.1 100"
+        gate.open()
+        assert connection.answer()[0] == 200
+
+
+def test_a_client_that_leaves_before_its_answer_is_logged_as_gone(services: Running) -> None:
+    gate = services.gate()
+    with ask_and_end(services, "slow", tensor(name="x", shape=[1, 1], data=[gate.value]), request_id="left"):
+        wait_for(gate.has_begun, what="the call")
+
+    def line() -> str:
+        lines = services.log.read_text().splitlines()
+        return next((line for line in lines if '"left"' in line), "")
+
+    assert json.loads(wait_for(line, 60, "the access log"))["status"] == 499
+    gate.open()
 
 
 @pytest.mark.parametrize("path", ["/v2/models/matrix/infer", "/v1/embeddings"])

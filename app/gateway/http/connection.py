@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import re
+import select
 import sys
 import termios
 from typing import Any, Final, cast
@@ -47,6 +48,12 @@ _TRANSFER_ENCODING_CHARS: Final = len("transfer-encoding")
 _PIECE_BYTES: Final = 16 * 1024
 """Bytes parsed at once. As many requests as fit into them may wait behind the one under way."""
 
+_FIRST_PROBE_S: Final = 0.25
+"""From the end of what a client sends to the first probe whether it is there; each further wait is twice as long."""
+
+_RESET_AFTER_S: Final = 0.05
+"""From a probe to the look whether the client has answered with a reset."""
+
 
 class BoundedConnection(HttpToolsProtocol):
     """One connection.
@@ -63,7 +70,8 @@ class BoundedConnection(HttpToolsProtocol):
     # Without slots the instance has more attributes than a shared-key dict holds: 1 KB more per connection.
     __slots__ = (
         "_accepted", "_head_bytes", "_head_timeout_s", "_head_timer", "_idle_since_s", "_idle_timer", "_in_head",
-        "_others", "_records", "_refusal", "_rest_timer", "_running", "_unparsed", "_unread_timer", "_waiting",
+        "_others", "_probe_timer", "_records", "_refusal", "_rest_timer", "_running", "_unparsed", "_unread_timer",
+        "_waiting",
     )  # fmt: skip
 
     cycle: Exchange
@@ -87,6 +95,8 @@ class BoundedConnection(HttpToolsProtocol):
         self._unread_timer: asyncio.TimerHandle | None = None
         self._head_timer: asyncio.TimerHandle | None = None
         self._idle_timer: asyncio.TimerHandle | None = None
+        self._probe_timer: asyncio.TimerHandle | None = None
+        """Runs from the end of what the client sends."""
         self._idle_since_s: float | None = None
         self._running: Exchange | None = None
         """The request that the application handles."""
@@ -115,7 +125,7 @@ class BoundedConnection(HttpToolsProtocol):
         """Cancel all timers and the request under way."""
         self._end_head()
         self._end_rest()
-        for timer in (self._unread_timer, self._idle_timer):
+        for timer in (self._unread_timer, self._idle_timer, self._probe_timer):
             if timer is not None:
                 timer.cancel()
         self._others.remove(self)
@@ -129,6 +139,40 @@ class BoundedConnection(HttpToolsProtocol):
         """Parse the data, unless requests wait already."""
         if self._refusal is None:
             self._parse(data if not self._unparsed else bytes(self._unparsed) + data)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client sends nothing more: it has left, or it waits for its answer. Returns whether the connection stays.
+
+        Both look the same until something is sent to the client. TLS has no connection with one direction, and in
+        HTTP/1.0 nothing may precede an answer: these clients count as gone.
+        """
+        running = self._running
+        if self._probe_timer is not None or self.transport.get_extra_info("ssl_object") is not None:
+            return self._probe_timer is not None
+        if running is None or running.more_body or running.scope["http_version"] != "1.1":
+            return False
+        self._probe_timer = self.loop.call_later(_FIRST_PROBE_S, self._probe, _FIRST_PROBE_S)
+        if self._in_head or self.cycle.more_body:
+            self._refuse(BadRequest("request: expected all of it, got the end of what the client sends"))
+        elif not self._unparsed:
+            self.cycle.keep_alive = False
+        return True
+
+    def _probe(self, waited_s: float) -> None:
+        """See whether a client that sends nothing more is there."""
+        if not self._has_left() and self._running is not None:
+            self._running.probe()
+            self._probe_timer = self.loop.call_later(_RESET_AFTER_S, self._probe_later, 2 * waited_s)
+
+    def _probe_later(self, wait_s: float) -> None:
+        if not self._has_left():
+            self._probe_timer = self.loop.call_later(wait_s, self._probe, wait_s)
+
+    def _has_left(self) -> bool:
+        """End the connection if the client has reset it."""
+        if is_reset := _is_reset(self.transport):
+            self.abort()
+        return is_reset
 
     def _parse(self, data: bytes | memoryview) -> None:
         """Parse piece by piece as long as no request waits; start the timer of a head that is still incomplete."""
@@ -287,6 +331,8 @@ class BoundedConnection(HttpToolsProtocol):
                 self._start(self._waiting.pop(0))
             elif self._refusal is not None:
                 self._write_refusal(self._refusal)
+            elif self._probe_timer is not None and not self._unparsed:
+                self.transport.close()
             else:
                 self._note_idle()
         if self._unread_timer is None and self.transport.get_write_buffer_size():
@@ -428,3 +474,10 @@ def _unacknowledged(transport: asyncio.Transport) -> int:
     except OSError:
         return 0
     return int.from_bytes(found, sys.byteorder)
+
+
+def _is_reset(transport: asyncio.Transport) -> bool:
+    """Whether the other side has ended both directions, as the kernel says."""
+    poll = select.poll()
+    poll.register(transport.get_extra_info("socket").fileno(), 0)
+    return bool(poll.poll(0))

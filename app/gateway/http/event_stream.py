@@ -70,6 +70,8 @@ class _Client:
     async def begin(self) -> None:
         """Send the response's head; comments follow. Raises: as `send`."""
         await self._send_in_time({**_START})
+        if self._exchange is not None:
+            self._exchange.comment = PING
         self._comment_later()
 
     def takes(self, piece: bytes) -> bool:

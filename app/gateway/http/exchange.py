@@ -52,6 +52,8 @@ class Exchange(RequestResponseCycle):
     """Runs the application."""
     on_gone: Callable[[], None] | None = None
     """Called when the client leaves before its answer is complete."""
+    comment = b""
+    """What clients ignore between two pieces of the answer; empty: there is no such thing."""
     _buffer: io.BytesIO | None = None
     """The body so far, while `gather_body` waits."""
     _take: Callable[[int, int], None] | None = None
@@ -86,6 +88,13 @@ class Exchange(RequestResponseCycle):
     def is_writable(self) -> bool:
         """Whether the client has read enough of what was written for more."""
         return not self.flow.write_paused
+
+    def probe(self) -> None:
+        """Send something that a client which waits ignores, and that a client which has left answers with a reset."""
+        if not self.response_started:
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        elif self.comment:
+            self.write(self.comment)
 
     def abort(self) -> None:
         """Drop the connection, and with it what the client has not read."""

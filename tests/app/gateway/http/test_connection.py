@@ -7,13 +7,16 @@ import functools
 import io
 import json
 import socket
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from app.errors import ClientGone
 from app.gateway.http.connections import SPARE_PLACES
-from app.gateway.http.exchange import EXTENSION
+from app.gateway.http.event_stream import PING, EventStream, StreamLimits
+from app.gateway.http.exchange import EXTENSION, DisconnectWatch, exchange_of
 from app.telemetry.logs import AccessLog
 from tests.app.serving import TIMEOUT_S, connect, run_with, serving, until, until_closed
 
@@ -450,6 +453,119 @@ def test_a_refusal_has_an_id_and_a_line_of_the_access_log_and_no_warning(caplog:
 
     run(scenario, access_log=log)
     assert caplog.records == []
+
+
+# Clients that send nothing more
+
+
+class Waiting:
+    """Answers with the path when its gate is open, in a stream on ``/stream``; notes clients that leave before."""
+
+    def __init__(self) -> None:
+        self.begun = asyncio.Event()
+        self.gate = asyncio.Event()
+        self.gone = asyncio.Event()
+
+    async def _events(self, path: str) -> AsyncGenerator[bytes, None]:
+        yield b"0"
+        self.begun.set()
+        await self.gate.wait()
+        yield path.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        while (await receive()).get("more_body"):
+            pass
+        if scope["path"] == "/stream":
+            scope["state"]["stream_limits"] = StreamLimits()
+            await EventStream(self._events(scope["path"]), lambda error: [], self.gone.set)(scope, receive, send)
+            return
+        self.begun.set()
+        try:
+            with DisconnectWatch(scope, receive):
+                await self.gate.wait()
+        except ClientGone:
+            self.gone.set()
+            return
+        exchange = exchange_of(scope)
+        assert exchange is not None
+        exchange.answer(200, [], [scope["path"].encode()])
+
+
+POST = b"POST /a HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n\r\nabc"
+ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n/a"
+GOES_ON = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("sent", "answers"),
+    [(POST, 1), (POST + POST, 2), (POST + POST[:-1], 1), (POST + POST[:20], 1)],
+    ids=["one request", "two requests", "one request and a part of another", "one request and a part of a head"],
+)
+def test_a_client_that_ends_its_sending_side_gets_its_answers(sent: bytes, answers: int) -> None:
+    application = Waiting()
+
+    async def scenario(port: int) -> None:
+        reader, writer = await connect(port)
+        writer.write(sent)
+        writer.write_eof()
+        await asyncio.wait_for(application.begun.wait(), 10)
+        application.gate.set()
+        received = (await until_closed(reader)).replace(b"connection: close\r\n", b"")
+        for _ in range(answers):
+            answer, received = received[: len(ANSWER)], received[len(ANSWER) :]
+            assert answer == ANSWER
+        assert received == b"" or received.startswith(b"HTTP/1.1 400 Bad Request\r\n")
+        writer.close()
+
+    run_with(application, scenario)
+
+
+@pytest.mark.parametrize(
+    ("request_", "meanwhile", "end"),
+    [
+        (POST, GOES_ON, b"\r\nconnection: close\r\n\r\n/a"),
+        (POST.replace(b"/a", b"/stream"), PING, b"data: /stream\n\n\r\n0\r\n\r\n"),
+    ],
+    ids=["whole", "stream"],
+)
+def test_a_client_that_waits_gets_what_it_ignores_until_its_answer(
+    request_: bytes, meanwhile: bytes, end: bytes
+) -> None:
+    application = Waiting()
+
+    async def scenario(port: int) -> None:
+        reader, writer = await connect(port)
+        writer.write(request_)
+        writer.write_eof()
+        for _ in range(2):
+            await asyncio.wait_for(reader.readuntil(meanwhile), 10)
+        application.gate.set()
+        assert (await until_closed(reader)).endswith(end)
+        writer.close()
+
+    run_with(application, scenario)
+
+
+@pytest.mark.parametrize("path", [b"/a", b"/stream"])
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+@pytest.mark.parametrize("ends_its_side_before", [False, True])
+def test_a_client_that_leaves_before_its_answer_is_noticed(
+    path: bytes, version: bytes, ends_its_side_before: bool
+) -> None:
+    application = Waiting()
+
+    async def scenario(port: int) -> None:
+        reader, writer = await connect(port)
+        writer.write(POST.replace(b"/a", path).replace(b"1.1", version))
+        await asyncio.wait_for(application.begun.wait(), 10)
+        if ends_its_side_before:
+            writer.write_eof()
+            if version == b"1.1":
+                await reader.readuntil(PING if path == b"/stream" else GOES_ON)
+        writer.close()
+        await asyncio.wait_for(application.gone.wait(), 10)
+
+    run_with(application, scenario)
 
 
 # Upgrades, which nobody has to take (RFC 9110, 7.8)
