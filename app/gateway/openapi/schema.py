@@ -9,7 +9,7 @@ import msgspec
 
 from app.gateway.http.replies import OPENAI_PATHS
 from app.gateway.models import Models, ServedModel
-from app.gateway.openapi.operations import STRING, error_response, object_schema
+from app.gateway.openapi.operations import EVENTS, JSON, STRING, error_response, object_schema, operation, response
 from app.gateway.openapi.tensors import tensor_operations
 from app.gateway.openapi.texts import body_schemas, mapped_paths, shared_paths, text_operations
 from app.security.keys import OPEN, scopes_for
@@ -48,12 +48,41 @@ def _version_paths(versions: list[ServedModel]) -> dict[str, Any]:
     for one in versions:
         if (signature := one.route.signature) is not None:
             named = msgspec.structs.replace(signature, name=one.name)
-            for route, operation in tensor_operations(named).items():
+            for route, described in tensor_operations(named).items():
                 told = {
-                    "operationId": f"{operation['operationId']}_version_{one.version}",
-                    "summary": f"{operation['summary']}, version {one.version}",
+                    "operationId": f"{described['operationId']}_version_{one.version}",
+                    "summary": f"{described['summary']}, version {one.version}",
                 }
-                paths[f"/v2/models/{one.name}/versions/{one.version}/{route}"] = {"post": {**operation, **told}}
+                paths[f"/v2/models/{one.name}/versions/{one.version}/{route}"] = {"post": {**described, **told}}
+    return paths
+
+
+def _paths_by_name() -> dict[str, Any]:
+    """The paths of the protocol for any name: a model that is not there, or that came after this schema, has no other.
+
+    A model's own paths come first (OpenAPI, "Paths Object").
+    """
+    paths: dict[str, Any] = {}
+    for route, summary in (
+        ("infer", "Infer with a model"),
+        ("generate", "Ask a model about one row, or have it continue a text"),
+        ("generate_stream", "The same, and get it piece by piece"),
+    ):
+        answer = {EVENTS: STRING} if route == "generate_stream" else {JSON: {"type": "object"}}
+        for names in (("model",), ("model", "version")):
+            described = operation(
+                "inference",
+                "_".join((route, *names[1:])),
+                f"{summary}, by the names in the path",
+                {"schema": {"type": "object"}},
+                response("As the model's own path has it", answer),
+                error_response("The request was cancelled by its id"),
+            )
+            described["parameters"] = [
+                {"name": name, "in": "path", "required": True, "schema": STRING} for name in names
+            ]
+            where = "".join(f"/{name}s/{{{name}}}" for name in names)
+            paths[f"/v2{where}/{route}"] = {"post": described}
     return paths
 
 
@@ -62,6 +91,7 @@ def openapi_schema(generated: dict[str, Any], models: Models, *, has_keys: bool)
     schema = copy.deepcopy(generated)
     schema["info"]["description"] = "PyTorch models over HTTP: the Open Inference Protocol and OpenAI's API."
     paths = schema["paths"]
+    paths |= _paths_by_name()
     bodies, components = body_schemas()
     embedders = []
     language_models: list[str] = []
@@ -81,8 +111,8 @@ def openapi_schema(generated: dict[str, Any], models: Models, *, has_keys: bool)
             operations = text_operations(signature, bodies["GenerateRequest"])
         else:
             operations = tensor_operations(signature)
-        for route, operation in operations.items():
-            paths[f"/v2/models/{signature.name}/{route}"] = {"post": operation}
+        for route, described in operations.items():
+            paths[f"/v2/models/{signature.name}/{route}"] = {"post": described}
         if model.route.traffic is not None and not model.route.is_language_model:
             paths |= _version_paths(models.versions_of(model))
     signatures = [model.route.signature for model in models if model.route.signature is not None]
@@ -91,18 +121,18 @@ def openapi_schema(generated: dict[str, Any], models: Models, *, has_keys: bool)
         for mapping in ("reranking", "classification", "transcription")
     )
     shared = shared_paths(embedders, language_models, vllm_models, bodies)
-    for path, operation in {**shared, **mapped_paths(rerankers, classifiers, transcribers, bodies)}.items():
-        paths[path] = {"post": operation}
+    for path, described in {**shared, **mapped_paths(rerankers, classifiers, transcribers, bodies)}.items():
+        paths[path] = {"post": described}
     for path, by_method in paths.items():
         kind = "OpenAIError" if path.startswith(OPENAI_PATHS) else "Error"
-        for method, operation in by_method.items():
-            responses = operation["responses"]
+        for method, described in by_method.items():
+            responses = described["responses"]
             responses.pop("422", None)
             for status, description in _ERRORS.items():
-                responses.setdefault(str(status), error_response(description, kind))
+                responses[str(status)] = {**error_response(description, kind), **responses.get(str(status), {})}
             if has_keys:
                 scopes = scopes_for(method.upper(), path)
-                operation["security"] = [] if scopes == OPEN else [{"bearer": []}, {"header": []}]
+                described["security"] = [] if scopes == OPEN else [{"bearer": []}, {"header": []}]
                 if scopes != OPEN:
                     responses["401"] = {"description": "No API key, or none that is good here"}
                     responses.setdefault("403", {"description": f"The API key has no scope of {', '.join(scopes)}"})

@@ -96,7 +96,20 @@ def shared_paths(
         found += [_vllm_body(route, asked, vllm_models)] if vllm_models else []
         return found[0] if len(found) == 1 else {"anyOf": found}
 
-    paths = {}
+    cancel = {
+        "tags": ["inference"],
+        "summary": "Cancel a stream, or a request to a language model",
+        "description": "Whoever knows a request's id, its `X-Request-Id`, can end it; it is answered with status 409.",
+        "operationId": "cancel_request",
+        "parameters": [{"name": "request_id", "in": "path", "required": True, "schema": STRING}],
+        "responses": {
+            "200": response(
+                "How many sequences and streams were cancelled",
+                {JSON: object_schema({"request_id": STRING, "cancelled": {"type": "integer", "minimum": 1}})},
+            )
+        },
+    }
+    paths = {"/v2/requests/{request_id}/cancel": cancel}
     text_models = [*language_models, *vllm_models]
     if embedders:
         texts = ["The harbour lay still.", "Boats slept in the port."]
@@ -130,20 +143,6 @@ def shared_paths(
             of_both("ResponsesRequest", "responses", "input"),
             {"model": text_models[0], "input": messages[0]["content"], "max_output_tokens": 64},
         )
-        paths["/v2/requests/{request_id}/cancel"] = {
-            "tags": ["inference"],
-            "summary": "Cancel a stream, or a request to a language model",
-            "description": "Whoever knows a request's id, its `X-Request-Id`, can end it; it is answered with status "
-            "409.",
-            "operationId": "cancel_request",
-            "parameters": [{"name": "request_id", "in": "path", "required": True, "schema": STRING}],
-            "responses": {
-                "200": response(
-                    "How many sequences and streams were cancelled",
-                    {JSON: object_schema({"request_id": STRING, "cancelled": {"type": "integer", "minimum": 1}})},
-                )
-            },
-        }
     if language_models:
         strings = {"type": ["array", "null"], "items": {"type": ["string", "null"]}}
         tokens = {"type": "array", "items": INTEGER}

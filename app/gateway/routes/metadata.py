@@ -71,8 +71,8 @@ def health_routes(models: Models, *, has_keys: bool = False) -> APIRouter:
         return JSONResponse({"live": True})
 
     @router.get("/v2/health/ready", summary="Whether every model is ready, or those named")
-    @router.get("/health", include_in_schema=False)
-    @router.get("/health/ready", include_in_schema=False)
+    @router.get("/health", summary="The same, as vLLM has it")
+    @router.get("/health/ready", summary="The same, as Triton's OpenAI frontend has it")
     async def ready(
         request: Request, model: Annotated[tuple[str, ...], Query(description=_READY_MODEL)] = ()
     ) -> JSONResponse:
@@ -91,7 +91,7 @@ def health_routes(models: Models, *, has_keys: bool = False) -> APIRouter:
         return _readiness(None)
 
     @router.get("/v2/models/{model}/ready", summary="Whether the model is ready")
-    @router.get("/v2/models/{model}/versions/{version}/ready", include_in_schema=False)
+    @router.get("/v2/models/{model}/versions/{version}/ready", summary="Whether the version is ready")
     async def model_ready(request: Request, model: str, version: str | None = None) -> JSONResponse:
         return _readiness(why_not(request, find(request, model, version)), name=model)
 
@@ -117,6 +117,10 @@ class _IndexRequest(msgspec.Struct, forbid_unknown_fields=True):
     """Only models that are ready."""
 
 
+_INDEX_SCHEMA: Final = msgspec.json.schema_components((_IndexRequest,))[1][_IndexRequest.__name__]
+_INDEX_BODY: Final = {"requestBody": {"content": {"application/json": {"schema": _INDEX_SCHEMA}}}}
+
+
 def metadata_routes(models: Models, reader: BodyReader) -> APIRouter:
     """The Open Inference Protocol's metadata routes and Triton's extensions of them."""
     router = APIRouter(tags=["models"])
@@ -126,7 +130,7 @@ def metadata_routes(models: Models, reader: BodyReader) -> APIRouter:
         return counts_by_deployment(await read_records(recorder().folder))
 
     @router.get("/v2", summary="The server's name, version and protocol extensions")
-    @router.get("/v2/", include_in_schema=False)
+    @router.get("/v2/", summary="The same")
     async def server() -> JSONResponse:
         return JSONResponse({"name": "headwater", "version": app.__version__, "extensions": EXTENSIONS})
 
@@ -136,17 +140,17 @@ def metadata_routes(models: Models, reader: BodyReader) -> APIRouter:
         return JSONResponse({"model_stats": [_statistics(one, counts[one.route.name]) for one in models.by_version()]})
 
     @router.get("/v2/models/{model}", summary="The model's inputs and outputs")
-    @router.get("/v2/models/{model}/versions/{version}", include_in_schema=False)
+    @router.get("/v2/models/{model}/versions/{version}", summary="The version's inputs and outputs")
     async def metadata(model: str, version: str | None = None) -> JSONResponse:
         return JSONResponse(_metadata(models.get(model, version), models.get(model).versions))
 
     @router.get("/v2/models/{model}/config", summary="The model's configuration, in Triton's form")
-    @router.get("/v2/models/{model}/versions/{version}/config", include_in_schema=False)
+    @router.get("/v2/models/{model}/versions/{version}/config", summary="The version's configuration")
     async def config(model: str, version: str | None = None) -> JSONResponse:
         return JSONResponse(_config(models.get(model, version)))
 
     @router.get("/v2/models/{model}/stats", summary="The model's statistics")
-    @router.get("/v2/models/{model}/versions/{version}/stats", include_in_schema=False)
+    @router.get("/v2/models/{model}/versions/{version}/stats", summary="The version's statistics")
     async def statistics(model: str, version: str | None = None) -> JSONResponse:
         those = models.versions_of(models.get(model, version))
         counts = await counted()
@@ -156,7 +160,7 @@ def metadata_routes(models: Models, reader: BodyReader) -> APIRouter:
     async def index() -> JSONResponse:
         return JSONResponse([index_entry(model, models) for model in models.by_version()])
 
-    @router.post("/v2/repository/index", include_in_schema=False)  # Triton's form of the same
+    @router.post("/v2/repository/index", summary="The same, as Triton has it", openapi_extra=_INDEX_BODY)
     async def index_by_post(request: Request) -> JSONResponse:
         body, _ = await reader.read(request.scope, request.receive)
         hint = 'expected {"ready": true or false} or an empty body'
