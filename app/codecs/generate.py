@@ -214,6 +214,7 @@ class GenerateEncoder:
             spec.name: (DATATYPES[spec.datatype], b",%b:" % orjson.dumps(spec.name)) for spec in signature.outputs
         }
         self._heads = {head.name: head.outputs for head in signature.heads}
+        self._gives_text = any((spec.name, spec.datatype) == ("text_output", "BYTES") for spec in signature.outputs)
 
     def whole(self, request: InferRequest, answer: Answer) -> bytes:
         """The JSON of a whole answer: a scalar for an output of one element, a flat array otherwise.
@@ -260,7 +261,9 @@ class GenerateEncoder:
             statuses: by head; empty for a model without heads.
         """
         heads = b',"heads":%b' % orjson.dumps(dict(statuses)) if self._heads else b""
-        return b'%b,"final":true%b}' % (self._begin(request), heads)
+        # The Open Inference Protocol (`generate_rest.yaml`) has a text in every event.
+        text = b',"text_output":""' if self._gives_text else b""
+        return b'%b%b,"final":true%b}' % (self._begin(request), text, heads)
 
     def _begin(self, request: InferRequest) -> bytes:
         return b'%b,"id":%b' % (self._model, orjson.dumps(request.id)) if request.id else self._model

@@ -1,6 +1,7 @@
 """Requests and answers of Triton's generate extension for a language model.
 
-The field names are those of Triton's backends for vLLM and TensorRT-LLM. No chat template is applied to the text.
+The field names are those of Triton's backends for vLLM and TensorRT-LLM; `details` is that of the Open Inference
+Protocol (`generate_rest.yaml`). No chat template is applied to the text.
 """
 
 from __future__ import annotations
@@ -18,16 +19,17 @@ from app.codecs.faults import at, read_json, shown
 from app.codecs.parameters import MAX_UINT64, RequestId, integer
 from app.errors import BadRequest, HeadwaterError
 from app.lm.answer_grammar import checked_grammar
-from app.lm.answers import AnswerForm
+from app.lm.answers import AnswerForm, shown_logprob
 from app.lm.sampling_fields import DEFAULT_TOKENS, Flag, SamplingFields, TextEnd
 from app.lm.text_plan import Prompt, TextPlan, answer_tokens, plan, text_ids
-from app.lm.text_stream import TextPiece, Usage
+from app.lm.text_stream import TextPiece, TokenLogprob, Usage
 from inference.engine import EngineLimits, Sampling, Seed
 
 if TYPE_CHECKING:
     from app.lm.text.language import LanguageText
+    from app.lm.text.token_texts import TokenTexts
 
-__all__ = ["GenerateAnswer", "GenerateRequest"]
+__all__ = ["NO_DETAILS", "GenerateAnswer", "GenerateRequest"]
 
 
 class GenerateAnswer(AnswerForm):
@@ -42,18 +44,23 @@ class GenerateAnswer(AnswerForm):
 
     def __init__(self, model: str, id: str = "", version: str = "1", *, in_one_event: bool = False) -> None:
         about = {"model_name": model, "model_version": version, **({"id": id} if id else {})}
+        self.texts: TokenTexts | None = None
+        """Those of the tokenizer; then the answer has `details`, and pieces must have log probabilities."""
         self._head = orjson.dumps(about)[:-1]
         self._text_head = self._head + b',"text_output":'
         self._finish: str | None = None
+        self._is_cut = False
+        self._tokens: list[TokenLogprob] = []
         self._held: list[str] | None = [] if in_one_event else None
 
     def whole(self, texts: Sequence[TextPiece], usage: Usage) -> bytes:
         (text,) = texts
         parameters = orjson.dumps(_facts(text.finish, usage))
-        return b'%b%b,"parameters":%b}' % (self._text_head, orjson.dumps(text.text), parameters)
+        self._note(text)
+        return b'%b%b,"parameters":%b%b}' % (self._text_head, orjson.dumps(text.text), parameters, self._details())
 
     def piece(self, place: int, piece: TextPiece) -> list[bytes]:
-        self._finish = piece.finish
+        self._note(piece)
         if self._held is not None:
             self._held.append(piece.text)
             return []
@@ -64,10 +71,33 @@ class GenerateAnswer(AnswerForm):
         if self._held is not None and error is None:
             before = [self._event("".join(self._held))]
         facts = orjson.dumps(_facts(self._finish if error is None else "error", usage))
-        return [*before, b'%b"","final":true,%b' % (self._text_head, facts[1:])]
+        details = b"" if error is not None else self._details(is_stream=True)
+        return [*before, b'%b"","final":true,%b%b}' % (self._text_head, facts[1:-1], details)]
+
+    def _note(self, piece: TextPiece) -> None:
+        """Note what `details` has of a piece."""
+        self._finish, self._is_cut = piece.finish, piece.is_cut
+        if self.texts is not None:
+            self._tokens += piece.logprobs
+
+    def _details(self, *, is_stream: bool = False) -> bytes:
+        """The field, with the last token by itself if it is a stream's."""
+        if self.texts is None:
+            return b""
+        tokens = [_token(entry, self.texts) for entry in self._tokens]
+        reason = "length" if self._finish == "length" else "stop_sequence" if self._is_cut else "eos_token"
+        last = {"token": tokens[-1]} if is_stream and tokens else {}
+        return b',"details":%b' % orjson.dumps({"finish_reason": reason, **last, "logprobs": tokens})
 
     def _event(self, text: str) -> bytes:
         return b"%b%b}" % (self._text_head, orjson.dumps(text))
+
+
+def _token(entry: TokenLogprob, texts: TokenTexts) -> dict[str, Any]:
+    """A token as the protocol describes it."""
+    text, _ = texts.shown(entry.token)
+    is_special = entry.token in texts.special_ids
+    return {"id": entry.token, "text": text, "logprob": shown_logprob(entry.logprob), "special": is_special}
 
 
 def _facts(finish: str | None, usage: Usage) -> dict[str, Any]:
@@ -79,6 +109,7 @@ _MAX_JSON: Final = 65_536
 _BANNED: Final = -100.0
 """The bias of a token that must not be chosen, as in OpenAI's API."""
 _NO_EFFECT: Final = "Without effect"
+NO_DETAILS: Final = "this model has no log probabilities; expected false, got true; leave it out"
 
 _Word: TypeAlias = Annotated[str, Meta(max_length=1024)]
 _Words: TypeAlias = Annotated[list[_Word], Meta(max_length=16, extra={"expected": "at most 16 words"})]
@@ -107,7 +138,10 @@ class BackendSampling(SamplingFields, kw_only=True):
     num_return_sequences: Literal[1] | None = None
     min_length: Annotated[int, Meta(ge=0)] | None = None
     use_beam_search: Flag | None = None
-    details: Flag | None = None
+    details: (
+        Annotated[Flag, Meta(description="The answer says why it ended, and each token with its log probability")]
+        | None
+    ) = None
     return_log_probs: Flag | None = None
     return_logprobs: Flag | None = None
     return_cumulative_logprob: Flag | None = None
@@ -119,7 +153,7 @@ class BackendSampling(SamplingFields, kw_only=True):
 
 
 _UNSUPPORTED: Final = (
-    "details", "use_beam_search", "return_log_probs", "return_logprobs", "return_cumulative_logprob",
+    "use_beam_search", "return_log_probs", "return_logprobs", "return_cumulative_logprob",
     "return_context_logits", "return_generation_logits",
 )  # fmt: skip
 _FACTS: Final = {
@@ -249,7 +283,9 @@ def _listed(words: str | list[str] | None) -> list[str]:
 
 def _sampling(given: GenerateParameters, text: LanguageText, limits: EngineLimits) -> Sampling:
     """How tokens are chosen; words that must not be get a bias."""
-    sampling = given.sampling(limits, text.sampling)
+    if given.details and "logprobs" not in limits.sampling:
+        raise at("details", None, NO_DETAILS)
+    sampling = given.sampling(limits, text.sampling, logprobs=0 if given.details else None)
     banned: dict[int, float] = {}
     for place, word in enumerate(_listed(given.bad_words)):
         if not word:

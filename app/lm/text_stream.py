@@ -38,6 +38,8 @@ class TextPiece(NamedTuple):
     """The tokens whose text begins in this piece; empty if the request didn't ask for them."""
     finish: str | None = None
     """Set in the last piece: ``stop`` (a stop token or a stop string) or ``length``."""
+    is_cut: bool = False
+    """Whether a stop string has ended the text."""
 
 
 class TextStream:
@@ -108,7 +110,7 @@ class TextStream:
             end = self._offsets[self._told] if self._told < len(self._offsets) else len(self._prefix)
             text = self._prefix[self._sent : end] + text
         self._sent += len(text)
-        return TextPiece(text, [*echoed, *self._released()] if self._has_logprobs else (), self.finish)
+        return TextPiece(text, [*echoed, *self._released()] if self._has_logprobs else (), self.finish, self._is_cut)
 
     def _echoed(self, news: Tokens) -> list[TokenLogprob]:
         """The prompt's next tokens."""
@@ -283,4 +285,4 @@ class TextGeneration:
 
 def _joined(pieces: Sequence[TextPiece]) -> TextPiece:
     text = "".join([piece.text for piece in pieces])
-    return TextPiece(text, [entry for piece in pieces for entry in piece.logprobs], pieces[-1].finish)
+    return pieces[-1]._replace(text=text, logprobs=[entry for piece in pieces for entry in piece.logprobs])

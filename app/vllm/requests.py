@@ -14,7 +14,7 @@ import msgspec
 
 from app.codecs.faults import at, key_text, shown
 from app.errors import BadRequest
-from app.lm.generate import GenerateRequest
+from app.lm.generate import NO_DETAILS, GenerateRequest
 from app.lm.tools import NO_PARAMETERS
 from app.telemetry.catalogue import Route
 from inference.errors import did_you_mean
@@ -184,6 +184,8 @@ def from_generate(model: str, request: GenerateRequest, *, streams: bool) -> Vll
     """
     given = request.merged()
     asked: dict[str, Any] = {name: getattr(given, name) for name in given.__struct_fields__}
+    if given.details:
+        raise at("details", None, NO_DETAILS)
     timeout_us, end_id = asked["timeout"], asked["end_id"]
     body = {name: value for name, value in asked.items() if name in _FIELDS["completions"] and value is not None}
     if isinstance(body.get("bad_words"), str):

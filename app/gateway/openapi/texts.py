@@ -301,9 +301,17 @@ def text_operations(signature: Signature, schema: dict[str, Any]) -> dict[str, d
     about = {"model_name": {"type": "string", "enum": [name]}, "model_version": STRING}
     about |= {"id": STRING, "text_output": STRING}
     facts = {"finish_reason": _FINISH, "prompt_tokens": INTEGER, "completion_tokens": INTEGER}
-    whole = object_schema({**about, "parameters": object_schema(facts)}, "id")
+    token = object_schema(
+        {"id": INTEGER, "text": STRING, "logprob": {"type": "number"}, "special": {"type": "boolean"}}
+    )
+    reason = {"type": "string", "enum": ["length", "eos_token", "stop_sequence"]}
+    detailed = {"finish_reason": reason, "logprobs": {"type": "array", "items": token}}
+    whole = object_schema(
+        {**about, "parameters": object_schema(facts), "details": object_schema(detailed)}, "id", "details"
+    )
     finish = {"type": "string", "enum": ["stop", "length", "error"]}
     end = {"final": {"type": "boolean"}, "error": STRING, "status": INTEGER}
+    end["details"] = object_schema({**detailed, "token": token}, "token")
     event = {"type": "object", "properties": {**about, **facts, "finish_reason": finish, **end}}
     summary = f"Have {name} continue a text"
     description = f"{signature.description}\n\nThe text is taken as it is: no chat template is applied. Parameters may "

@@ -7,7 +7,7 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
-from typing import TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from starlette.types import ASGIApp, Receive, Scope
 
@@ -23,13 +23,17 @@ from app.gateway.models import Models, ServedModel
 from app.gateway.routes.relay import answer_relayed
 from app.gateway.routes.streams import open_stream
 from app.gateway.routes.texts import answer_text
-from app.lm.generate import GenerateRequest
+from app.lm.generate import GenerateAnswer, GenerateRequest
 from app.lm.text_pool import TextPool
 from app.security.key_check import owned_id
 from app.telemetry.recorder import accept
 from app.vllm.answers import GenerateRelay
 from app.vllm.dispatcher import VllmDispatcher
 from app.vllm.requests import from_generate
+
+if TYPE_CHECKING:
+    from app.lm.text.token_texts import TokenTexts
+    from app.lm.text_plan import TextPlan
 
 __all__ = ["GenerateEndpoint"]
 
@@ -65,8 +69,13 @@ class GenerateEndpoint(Endpoint):
             raw, _ = await self._reader.read(scope, receive)
             asked = await decoded(GenerateRequest.read, raw)
             form = asked.answer_form(model.name, model.version, streams=self._streams)
+
+            def formed(plan: TextPlan, texts: TokenTexts) -> GenerateAnswer:
+                form.texts = texts if plan.specs[0].sampling.logprobs is not None else None
+                return form
+
             return await answer_text(
-                self._models, scope, receive, dispatcher, asked, lambda *_: form, pool=self._pool,
+                self._models, scope, receive, dispatcher, asked, formed, pool=self._pool,
                 size_bytes=len(raw), streams=self._streams,
             )  # fmt: skip
         signature = model.dispatcher.check_ready()

@@ -249,6 +249,11 @@ class TestAnswers:
         piece = json.loads(ENCODER.piece(decoded(), HeadAnswer("", OUTPUTS, took_ms=1)))
         assert piece == {"model_name": "m", "model_version": "1", "y": [1.5, 2.0], "label": "grün"}
 
+    def test_every_event_of_a_model_with_a_text_output_has_a_text(self) -> None:
+        encoder = GenerateEncoder(Signature("m", (), (TensorSpec("text_output", "BYTES", (1,)),), streams=True))
+        end = json.loads(encoder.end(decoded(), {}))
+        assert end == {"model_name": "m", "model_version": "1", "text_output": "", "final": True}
+
     def test_the_end_of_a_plain_model(self) -> None:
         assert json.loads(ENCODER.end(decoded(id="i"), {"": "ok"})) == {
             "model_name": "m",

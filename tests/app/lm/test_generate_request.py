@@ -135,6 +135,16 @@ def test_the_answer_begins_with_the_input_if_asked() -> None:
     assert planned(text_input="x", parameters={"exclude_input_in_output": True}).prefixes == [""]
 
 
+def test_details_are_for_engines_that_have_log_probabilities() -> None:
+    (spec,) = planned(text_input="x", parameters={"details": True}).specs
+    assert spec.sampling.logprobs == 0
+    assert planned(text_input="x", details=False).specs[0].sampling.logprobs is None
+    engine = msgspec.structs.replace(LIMITS, sampling=LIMITS.sampling - {"logprobs"})
+    request = GenerateRequest.read(b'{"text_input": "x", "parameters": {"details": true}}')
+    with pytest.raises(BadRequest, match=r"^parameters\.details: this model has no log probabilities; expected false"):
+        request.plan(tiny_text(), engine)
+
+
 def test_a_stream_in_one_event() -> None:
     request = GenerateRequest.read(b'{"text_input": "x", "parameters": {"stream": false}}')
     form = request.answer_form("m", streams=True)

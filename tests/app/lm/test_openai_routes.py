@@ -602,6 +602,27 @@ def test_generate(gateway: Gateway) -> None:
     assert last == {**named, "text_output": "", "final": True, **facts}
 
 
+@pytest.mark.parametrize("where", [{"details": True}, {"parameters": {"sampling_parameters": '{"details": "true"}'}}])
+@pytest.mark.parametrize(
+    ("end", "reason"), [({}, "eos_token"), ({"max_tokens": 2}, "length"), ({"stop": "a"}, "stop_sequence")]
+)
+def test_the_details_of_generate_are_those_of_the_protocols_file(
+    gateway: Gateway, where: dict[str, Any], end: dict[str, Any], reason: str
+) -> None:
+    body = {"text_input": "x", "max_tokens": 100, **end, **where}
+    answer = gateway.post("/v2/models/tiny/generate", **body).json()
+    details = answer["details"]
+    assert details.keys() == {"finish_reason", "logprobs"}
+    assert details["finish_reason"] == reason
+    assert answer["text_output"].startswith(details["logprobs"][0]["text"])
+    assert [token["id"] for token in details["logprobs"]] == ids_of(TEXT)[: len(details["logprobs"])]
+    assert {(type(token["logprob"]), token["special"]) for token in details["logprobs"]} == {(float, False)}
+    *pieces, last = [json.loads(frame) for frame in gateway.frames("/v2/models/tiny/generate_stream", **body)]
+    assert not any("details" in piece for piece in pieces)
+    assert last["text_output"] == ""
+    assert last["details"] == {**details, "token": details["logprobs"][-1]}
+
+
 def test_generate_stops_at_strings_and_says_what_is_wrong(gateway: Gateway) -> None:
     answer = gateway.post("/v2/models/tiny/generate", text_input="x", stop="a", max_tokens=9).json()
     assert answer["text_output"] == TEXT.partition("a")[0]

@@ -24,7 +24,7 @@ def test_a_sequence_is_dropped_at_its_stop_string_and_the_others_go_on() -> None
         specs = [SequenceSpec([5], 100), SequenceSpec([5], 100)]
         generation = ScriptedGeneration(specs, Script(text="a = 1; b = 2; c = 3"))
         job = TextGeneration(generation, [stream(";"), stream()], 1)
-        assert await job.whole() == [TextPiece("a = 1", [], "stop"), TextPiece("a = 1; b = 2; c = 3", [], "stop")]
+        assert await job.whole() == [TextPiece("a = 1", [], "stop", True), TextPiece("a = 1; b = 2; c = 3", [], "stop")]
         assert generation.dropped == [0]
         assert job.usage.prompt_tokens == 1
         both = len(ids_of("a = 1; b = 2; c = 3")) + 1 + len(ids_of("a = 1;"))
@@ -38,7 +38,7 @@ def test_a_sequence_is_dropped_at_its_stop_string_and_the_others_go_on() -> None
 def test_a_stop_string_in_the_last_tokens_needs_no_drop() -> None:
     async def scenario() -> None:
         generation = ScriptedGeneration([SequenceSpec([5], 100)], Script(text="a = 1; b", chunk=100))
-        assert await TextGeneration(generation, [stream(";")], 1).whole() == [TextPiece("a = 1", [], "stop")]
+        assert await TextGeneration(generation, [stream(";")], 1).whole() == [TextPiece("a = 1", [], "stop", True)]
         assert generation.dropped == []
 
     asyncio.run(scenario())

@@ -238,6 +238,11 @@ def test_names_of_tritons_backends_become_vllms(fields: dict[str, Any], told: di
     assert generate(**fields) == {"model": "m", "prompt": "x", "echo": False, **told}
 
 
+def test_the_details_of_an_answer_are_not_for_vllm() -> None:
+    with pytest.raises(BadRequest, match=r"^details: this model has no log probabilities; expected false"):
+        generate(parameters={"details": True})
+
+
 def test_tritons_timeout_is_in_microseconds() -> None:
     asked = GenerateRequest.read(orjson.dumps({"text_input": "x", "timeout": 2_500_000}))
     assert from_generate("m", asked, streams=True).timeout_s == 2.5
