@@ -25,8 +25,10 @@ from app.supervisor.preflight import (
     address_problems,
     free_shared_memory_problems,
     needed_shared_memory_bytes,
+    open_files_problems,
     runtime_dir_problems,
     security_problems,
+    temporary_folder_problems,
     tracing_problems,
 )
 from inference.errors import DeclarationError, LoadError, Problem
@@ -98,6 +100,8 @@ def check(
         problems += free_shared_memory_problems(needed_shared_memory_bytes(computed, signatures))
         problems += address_problems(config.server.host, config.server.port)
         problems += runtime_dir_problems(config.server, computed)
+        problems += temporary_folder_problems(computed.values())
+        problems += open_files_problems()
         problems += tracing_problems(config.server)
         problems += security_problems(config)
     if as_json:

@@ -22,6 +22,7 @@ from app.cli.init import KINDS, write_template
 from app.cli.keys import add_key_commands
 from app.cli.options import add_set_option, config_flags
 from app.cli.plan.options import add_plan_command
+from app.cli.surroundings import complete, require_folders
 from app.errors import CommandError, ConfigError, StartError
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ __all__ = ["main"]
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command and exit with its status."""
+    complete()
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
@@ -157,6 +159,7 @@ def _serve(options: argparse.Namespace) -> int:
     if os.getpid() == 1:
         # The kernel drops signals that process 1 has no handler for; the supervisor installs its own a second later.
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+    require_folders()
     import asyncio
 
     from app.cli.scripts import load_with_scripts
@@ -224,6 +227,7 @@ def _stop(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
+    require_folders()
     from app.cli.check import check
 
     return check(options.what, as_json=options.json, flags=config_flags(options), loads=options.load)

@@ -202,6 +202,7 @@ class Front:
             *preflight.security_problems(self._config),
             *preflight.runtime_dir_problems(self._config.server, self._config.all_deployments()),
             *preflight.tracing_problems(self._config.server),
+            *preflight.open_files_problems(),
         ):
             raise StartError(str(problem))
         parent = self._config.server.runtime_dir

@@ -127,8 +127,9 @@ class Orchestrator:
 
     def problems(self) -> Iterable[Problem]:
         """What on this machine is in the way of replicas."""
+        deployments = self._config.all_deployments().values()
         # Triton's own message for it is a bus error.
-        return preflight.region_problems(self._config.all_deployments().values())
+        return [*preflight.region_problems(deployments), *preflight.temporary_folder_problems(deployments)]
 
     def warnings(self) -> Iterable[Problem]:
         """What on this machine is less than replicas should have."""

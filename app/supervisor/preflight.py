@@ -6,6 +6,7 @@ import contextlib
 import errno
 import importlib.util
 import os
+import resource
 import socket
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -17,7 +18,7 @@ import psutil
 from app.config.schema import Config, Deployment, Server
 from app.errors import ConfigError
 from app.process.machine import size_text
-from app.process.sweep import SHARED_MEMORY
+from app.process.sweep import BACKEND_FOLDERS, SHARED_MEMORY
 from app.security.keys_file import known_keys
 from app.security.tls import Certificate
 from inference.errors import Problem
@@ -28,6 +29,7 @@ __all__ = [
     "address_problems",
     "free_shared_memory_problems",
     "needed_shared_memory_bytes",
+    "open_files_problems",
     "open_listener",
     "region_problems",
     "runtime_dir_problems",
@@ -35,6 +37,7 @@ __all__ = [
     "shared_memory_bytes",
     "shared_memory_problems",
     "shared_memory_warnings",
+    "temporary_folder_problems",
     "tracing_problems",
 ]
 
@@ -50,6 +53,8 @@ VLLM_SOCKET_BYTES = len("/r99999/xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx")
 """The longest path of a socket of vLLM's processes."""
 
 
+LEAST_OPEN_FILES: Final = 256
+"""Triton has 70 files open without any request; a connection, a call and a replica are a few more each."""
 VANISHED_AFTER_MS: Final = 120_000
 """A client is gone if what was sent to it stays unacknowledged for so long."""
 
@@ -134,6 +139,32 @@ def _socket_bytes(name: str, deployment: Deployment) -> int:
     return VLLM_SOCKET_BYTES if deployment.is_vllm else len(name) + REPLICA_SOCKET_BYTES
 
 
+def temporary_folder_problems(deployments: Iterable[Deployment]) -> list[Problem]:
+    """Whether Triton, if any deployment has one, can write where it does so whatever TMPDIR says."""
+    if all(one.is_vllm for one in deployments):
+        return []
+    try:
+        with tempfile.TemporaryDirectory(prefix="headwater-check-", dir=BACKEND_FOLDERS):
+            return []
+    except OSError as error:
+        reason = f"can't write in {BACKEND_FOLDERS}, where Triton does whatever TMPDIR says: {error.strerror}"
+        return [
+            Problem("temporary folder", reason, f"mount a tmpfs there: docker run --tmpfs {BACKEND_FOLDERS}:rw,exec")
+        ]
+
+
+def open_files_problems() -> list[Problem]:
+    """Whether each process may open as many files as it needs; raises the soft limit if only that is lower."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < LEAST_OPEN_FILES:
+        reason = f"a process may open {hard} files here; expected {LEAST_OPEN_FILES} at least, since Triton needs 70"
+        fix = "raise the hard limit, best to 4,096 or more: ulimit -Hn, LimitNOFILE=, docker run --ulimit nofile=..."
+        return [Problem("open files", reason, fix)]
+    if soft != resource.RLIM_INFINITY and soft < LEAST_OPEN_FILES:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (LEAST_OPEN_FILES, hard))
+    return []
+
+
 def security_problems(config: Config) -> list[Problem]:
     """Whether the API keys and the certificate can be used, if there are any."""
     problems = []
@@ -208,6 +239,9 @@ def free_shared_memory_problems(needed_bytes: int) -> list[Problem]:
     """Whether so much fits into what is free of /dev/shm."""
     if not SHARED_MEMORY.is_dir():
         return [Problem("shared memory", f"there is no {SHARED_MEMORY}", f"mount a tmpfs at {SHARED_MEMORY}")]
+    if not os.access(SHARED_MEMORY, os.W_OK):
+        fix = f"mount a tmpfs at {SHARED_MEMORY} that this user may write"
+        return [Problem("shared memory", f"can't write in {SHARED_MEMORY}, where Triton keeps tensors", fix)]
     space = os.statvfs(SHARED_MEMORY)
     return shared_memory_problems(needed_bytes, space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize)
 

@@ -21,6 +21,7 @@ from app.cli.plan.subject import Subject, choose_deployment, make_subject
 from app.cli.plan.vllm import NOT_HELD, plan_vllm
 from app.cli.report.plots import check_plots
 from app.cli.scripts import load_with_scripts
+from app.cli.surroundings import require_folders
 from app.errors import CommandError
 from app.process.gpu import gpu_capacities, gpu_name
 from app.process.machine import cpu_count, host_capacity
@@ -44,6 +45,7 @@ def run(options: argparse.Namespace) -> int:
         return _from_sizes(options)
     if options.what is None:
         raise CommandError("CONFIG: expected a YAML file or a model, got none")
+    require_folders()
     if options.html is not None:
         check_plots()
     config, user_paths, _ = load_with_scripts(options.what, flags=config_flags(options))
