@@ -24,6 +24,7 @@
     ├── CallableFailed             500  the user's callable raised, or broke its declaration
     │   ├── ContractBroken              an engine's tokens are not in sequence
     │   └── OutOfMemory                 the device's memory does not suffice for the request
+    ├── SharedMemoryFull           503  /dev/shm has no room for the call's tensors; Retry-After
     ├── Unavailable                503  loading, draining or crashed; Retry-After
     │   └── ReplicaLost                 the replica ended while it had the request
     │       └── ReplicaUnreachable      the replica ended before it had it
@@ -67,6 +68,7 @@ __all__ = [
     "ReplicaLost",
     "ReplicaUnreachable",
     "ScopeMissing",
+    "SharedMemoryFull",
     "StartError",
     "Unauthorized",
     "Unavailable",
@@ -196,6 +198,10 @@ class ContractBroken(CallableFailed):
 
 class OutOfMemory(CallableFailed, code="out_of_memory"):
     """The memory of the replica's device does not suffice for the request, even alone; the replica goes on."""
+
+
+class SharedMemoryFull(HeadwaterError, status=503, may_quote=False, code="unavailable"):
+    """/dev/shm has no room for the tensors of the call; the replica goes on."""
 
 
 class Unavailable(HeadwaterError, status=503, may_quote=False, code="unavailable"):

@@ -14,7 +14,7 @@ from app.dispatch.frame_call import FrameCall
 from app.dispatch.losses import Losses
 from app.dispatch.pending import Part, Pending, hand_out
 from app.dispatch.pool import ReplicaCalls
-from app.errors import CallableFailed, HeadwaterError, ReplicaLost, ReplicaUnreachable
+from app.errors import CallableFailed, HeadwaterError, ReplicaLost, ReplicaUnreachable, SharedMemoryFull
 from app.telemetry.recorder import DeploymentMeter
 from app.transport.batch import encode_batch, replica_loss, sliced
 from app.transport.protocol import FrameReplicaClient, ReplicaClient
@@ -94,6 +94,12 @@ class Calls:
             self._losses.lose(replica)
             for part in parts:
                 self._losses.take(part, replica, error)
+        except SharedMemoryFull as error:
+            for part in parts:  # each may fit alone
+                if len(parts) > 1 and part.pending.signature.idempotent:
+                    self._losses.retries.push(part)
+                else:
+                    part.fail(error)
         except HeadwaterError as error:
             for part in parts:
                 part.fail(error)

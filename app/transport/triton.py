@@ -14,10 +14,17 @@ import httptools
 import msgspec
 
 from app.codecs.tensors import RawTensor
-from app.errors import CallableFailed, HeadwaterError, ReplicaLost, ReplicaUnreachable
+from app.errors import (
+    RETRY_AFTER_LOST_S,
+    CallableFailed,
+    HeadwaterError,
+    ReplicaLost,
+    ReplicaUnreachable,
+    SharedMemoryFull,
+)
 from app.transport.address import TOKEN_HEADER, UNSENT_HEADER, PeerTls, dial
 from app.transport.segments import KEPT_FOR_S, RemoteSegment
-from inference.wire.triton_words import is_ending, is_process_lost
+from inference.wire.triton_words import SHARED_MEMORY_FULL, is_ending, is_process_lost, is_shared_memory_full
 
 __all__ = ["TritonClient", "refusal"]
 
@@ -239,6 +246,8 @@ def refusal(reason: str) -> HeadwaterError:
         return ReplicaLost("the replica ended while it had the request")
     if is_ending(first_line):
         return ReplicaUnreachable("the replica is ending")
+    if is_shared_memory_full(first_line):
+        return SharedMemoryFull(SHARED_MEMORY_FULL, retry_after_s=RETRY_AFTER_LOST_S)
     return CallableFailed(f"the replica refused the call: {first_line}")
 
 

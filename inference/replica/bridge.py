@@ -144,12 +144,17 @@ class TritonPythonModel:
         try:
             while True:
                 answer = self._receive()
+                if answer.call not in self._open:  # it has ended, since an answer could not be sent
+                    continue
                 if not isinstance(answer.content, list):
                     self._end(answer.call, answer.content)
                     continue
                 senders, wanted = self._open[answer.call]
-                for sender, response in zip(senders, self._responses(answer, wanted), strict=True):
-                    sender.send(response)
+                try:
+                    for sender, response in zip(senders, self._responses(answer, wanted), strict=True):
+                        sender.send(response)
+                except Exception as error:  # Triton's, whose tensors don't fit into /dev/shm, for one
+                    self._end(answer.call, str(error))
         except OSError:
             for call in list(self._open):
                 self._end(call, _ENDED)

@@ -31,6 +31,7 @@ from inference.wire.shared_memory import (
     batch_bytes,
     stand_in_shape,
 )  # fmt: skip
+from inference.wire.triton_words import SHARED_MEMORY_FULL, is_shared_memory_full
 
 __all__ = ["batch_sizes", "call_over_grpc", "call_over_http", "example_rows", "grpc_outputs", "warm_up"]
 
@@ -129,8 +130,12 @@ def call_over_http(
         except OSError as error:
             raise ReplicaError(f"warm-up with a batch of {rows}: no answer: {error}") from error
     if response.status != 200:
-        raise ReplicaError(f"warm-up with a batch of {rows}: Triton said {answer.decode(errors='replace')}")
+        raise ReplicaError(f"warm-up with a batch of {rows}: {_said(answer.decode(errors='replace'))}")
     return decode_reports(answer[int(response.headers["Inference-Header-Content-Length"]) :], rows).rows
+
+
+def _said(error: str) -> str:
+    return SHARED_MEMORY_FULL if is_shared_memory_full(error) else f"Triton said {error}"
 
 
 def _share(
@@ -201,7 +206,7 @@ def grpc_outputs(
         try:
             for answer in stub.ModelStreamInfer(requests, metadata=metadata, timeout=spec.load_timeout_s):
                 if answer.error_message:
-                    raise ReplicaError(f"{what}: Triton said {answer.error_message}")
+                    raise ReplicaError(f"{what}: {_said(answer.error_message)}")
                 yield from answer.infer_response.raw_output_contents
         except grpc.RpcError as error:
             raise ReplicaError(f"{what}: no answer: {error}") from error

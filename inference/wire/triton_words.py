@@ -8,7 +8,13 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["is_ending", "is_process_lost"]
+__all__ = ["SHARED_MEMORY_FULL", "is_ending", "is_process_lost", "is_shared_memory_full"]
+
+SHARED_MEMORY_FULL = (
+    "/dev/shm is full: the tensors of the call don't fit into what is free of it; expected fewer or smaller rows in a "
+    "request, or a larger /dev/shm (docker run --shm-size, in Kubernetes the `sizeLimit` of an emptyDir in memory)"
+)
+"""What to say in place of Triton's own words."""
 
 _ENDING = re.compile(r"Request for unknown model\b|Server is stopping\b")
 
@@ -17,6 +23,11 @@ def is_process_lost(message: str) -> bool:
     """Whether a call failed because a process of the model is gone: Triton's, or the callable's."""
     _, stub, rest = message.partition("Stub process ")
     return (stub != "" and "is not healthy" in rest) or "the callable's process has ended" in message
+
+
+def is_shared_memory_full(message: str) -> bool:
+    """Whether a call failed because its tensors don't fit into /dev/shm, through which Triton's backend passes them."""
+    return "shared memory pool size" in message
 
 
 def is_ending(message: str) -> bool:

@@ -25,6 +25,7 @@ from app.errors import (
     RateLimited,
     ReplicaLost,
     ReplicaUnreachable,
+    SharedMemoryFull,
 )
 from app.gateway.models import Models
 from inference.wire.frame import Piece
@@ -81,6 +82,27 @@ def test_each_request_of_a_lost_batch_is_computed_alone_by_another_replica() -> 
         assert [numbers(await task) for task in tasks] == [[2], [4, 6]]
         assert counts_of("m").total("headwater_retries") == 2
         assert counts_of("m").total("headwater_failures") == 0
+
+    run(scenario)
+
+
+def test_requests_that_do_not_fit_into_shared_memory_together_are_computed_alone() -> None:
+    async def scenario() -> None:
+        bench = Bench(replicas=1)
+        tasks = [bench.send(1), bench.send(2)]
+        await settle()
+        (together,) = bench.calls
+        together.answered.set_exception(SharedMemoryFull("/dev/shm is full"))
+        await settle()
+        assert bench.calls[-1].values == [1]
+        bench.calls[-1].answered.set_exception(SharedMemoryFull("/dev/shm is full"))
+        await settle()
+        assert bench.calls[-1].values == [2]
+        bench.calls[-1].answer()
+        with pytest.raises(SharedMemoryFull, match="/dev/shm is full"):
+            await tasks[0]
+        assert numbers(await tasks[1]) == [4]
+        assert len(bench.calls) == 3
 
     run(scenario)
 

@@ -255,6 +255,25 @@ def test_an_error_ends_the_frames(serve: Any) -> None:
     assert "ValueError: no more numbers" in error.error
 
 
+def test_a_frame_that_triton_cannot_send_ends_its_call_and_no_other(serve: Any) -> None:
+    class Full(Request):
+        def get_response_sender(self) -> Any:
+            def send(response: Any = None, flags: int = 0) -> None:
+                if isinstance(response, dict):
+                    raise Failed("no space left")
+                self.frames.put((response, flags))
+
+            return SimpleNamespace(send=send)
+
+    model = serve(counting, frames=True)
+    large, small = Full(parameters={"to": 3}, x=[1]), Request(parameters={"to": 2}, x=[1])
+    model.execute([large])
+    (error,) = large.heard()
+    assert error.error == "no space left"
+    model.execute([small])
+    assert small.heard() == [{"y": [1]}, {"y": [2]}]
+
+
 @pytest.mark.parametrize("frames", [False, True])
 def test_the_end_of_the_callable_s_process_fails_what_is_under_way(workspace: str, serve: Any, frames: bool) -> None:
     async def hangs_up(requests: list[Any]) -> Outputs:

@@ -1,0 +1,55 @@
+"""A /dev/shm of 16 MiB: what does not fit gets an error that says so, and all else is answered."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.running import Running, serve
+
+NAMESPACE = ("unshare", "--map-root-user", "--mount", "sh", "-c")
+SMALL = "mount -t tmpfs -o size=16m none /dev/shm"
+LARGE_BYTES = 12_000_000
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Running]:
+    try:
+        subprocess.run([*NAMESPACE, SMALL], check=True, capture_output=True, timeout=30)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("this system allows no mount namespaces")
+    names = ("Texts", "Waits", "Streams")
+    deployments = {name.lower(): {"model": f"lengthy:{name}", "warmup_batch_sizes": [1]} for name in names}
+    config = {"deployments": deployments, "server": {"max_body_bytes": 50_000_000}}
+    with serve(config, prefix=(*NAMESPACE, f'{SMALL} && exec "$@"', "sh")) as server:
+        yield server
+
+
+def ask(running: Running, model: str, length: int, text: str = "") -> httpx.Response:
+    if model == "streams":
+        return running.client.post(f"{running.url}/v2/models/streams/generate_stream", json={"n": length, "text": text})
+    inputs: list[dict[str, Any]] = [
+        {"name": "n", "datatype": "INT32", "shape": [1, 1], "data": [length]},
+        {"name": "text", "datatype": "BYTES", "shape": [1, 1], "data": [text]},
+    ]
+    return running.client.post(f"{running.url}/v2/models/{model}/infer", json={"inputs": inputs})
+
+
+@pytest.mark.parametrize("model", ["texts", "waits", "streams"])
+@pytest.mark.parametrize("side", ["input", "output"])
+def test_tensors_that_do_not_fit_get_an_error_that_says_so_and_the_next_request_is_answered(
+    running: Running, model: str, side: str
+) -> None:
+    large = ask(running, model, LARGE_BYTES) if side == "output" else ask(running, model, 1, "a" * LARGE_BYTES)
+    assert large.status_code == 503
+    assert "/dev/shm is full" in large.json()["error"]
+    assert "--shm-size" in large.json()["error"]
+    assert "Triton" not in large.text
+    assert large.headers["retry-after"]
+    small = ask(running, model, 3)
+    assert small.status_code == 200
+    assert "zzz" in small.text
