@@ -45,6 +45,9 @@ _FLAG_PART = re.compile(r'"[^"]+"|[^".]+')
 
 DEFAULT_MEMORY_PART: Final = 0.8
 
+EXPANDED_CHARACTERS: Final = 256 * 1024
+"""The most characters of a YAML document without its aliases, unless its own text has more."""
+
 FORMER_FIELDS: Final = {
     "body_timeout_s": "it is `client_timeout_s` now",
     "crash_window_s": "it is fixed now, at 300 s",
@@ -454,6 +457,12 @@ class _UniqueKeys(yaml.SafeLoader):
                 seen.add(key.value)
         return node
 
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """See `yaml.SafeLoader`. Of pairs that a mapping merges several times it keeps the last."""
+        super().flatten_mapping(node)
+        last = {key.value if isinstance(key, yaml.ScalarNode) else id(key): (key, value) for key, value in node.value}
+        node.value = list(last.values())
+
 
 def load_config(path: Path, *, environment: Mapping[str, str] | None = None, flags: Mapping[str, Any]) -> Config:
     """Read a YAML file, overridden by the environment and the flags.
@@ -523,12 +532,50 @@ def read_yaml(path: Path) -> Any:
 
 def _parse_yaml(text: str, *, where: str) -> Any:
     try:
-        return _copy(yaml.load(text, Loader=_UniqueKeys))
+        content = yaml.load(text, Loader=_UniqueKeys)
+        _check_expanded(content, max(EXPANDED_CHARACTERS, len(text)), where)
+        return _copy(content)
     except (yaml.YAMLError, ValueError) as error:  # ValueError: an impossible date
         raise ConfigError(f"{where}: not valid YAML: {' '.join(str(error).split())}") from error
     except RecursionError as error:
         reason = "an anchor that contains itself, or too many levels of nesting"
         raise ConfigError(f"{where}: not valid YAML: {reason}") from error
+
+
+def _check_expanded(content: Any, limit: int, where: str) -> None:
+    """Check how large a YAML document is with each alias (``*name``) replaced by what it stands for.
+
+    Raises:
+        ConfigError: it has more characters than the limit.
+        RecursionError: an anchor contains itself.
+    """
+    sizes: dict[int, int] = {}
+    if _expanded_size(content, sizes) <= limit:
+        return
+    path: list[str] = []
+    while isinstance(content, (dict, list)):
+        items = content.items() if isinstance(content, dict) else enumerate(content)
+        large = next(((key, item) for key, item in items if _expanded_size(item, sizes) > limit), None)
+        if large is None:
+            break
+        path.append(str(large[0]))
+        content = large[1]
+    raise ConfigError(
+        f"{where}: `{'.'.join(path)}`: expected at most {limit} characters with every alias replaced by what it stands "
+        f"for, got {_expanded_size(content, sizes)}; write fewer aliases (*name) of aliases"
+    )
+
+
+def _expanded_size(value: Any, sizes: dict[int, int]) -> int:
+    """The characters that a value has at least, written without aliases; ``sizes`` has known ones, by identity."""
+    if isinstance(value, str):
+        return 1 + len(value)
+    if not isinstance(value, (dict, list)):
+        return 1
+    if id(value) not in sizes:
+        items = (*value.keys(), *value.values()) if isinstance(value, dict) else value
+        sizes[id(value)] = 1 + sum([_expanded_size(item, sizes) for item in items])
+    return sizes[id(value)]
 
 
 class Unparsed(str):

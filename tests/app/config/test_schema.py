@@ -304,6 +304,55 @@ def test_an_anchor_that_holds_itself_is_refused(tmp_path: Path) -> None:
         load_config(path, environment={}, flags={})
 
 
+@pytest.mark.parametrize(
+    "text", ["deployments: {m: {options: &o [*o]}}\n", "&all {deployments: {m: {options: {a: *all}}}}\n"]
+)
+def test_options_that_hold_themselves_are_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "loop.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"loop\.yaml: not valid YAML: an anchor that contains itself"):
+        load_config(path, environment={}, flags={})
+
+
+def laughs(levels: int, form: str) -> str:
+    """A document whose last level stands for 10 to the power of ``levels`` values."""
+    lines = ["deployments: {m: {model: m:M, options: {", "a0: &a0 {x: ha},"]
+    for level in range(1, levels + 1):
+        aliases = ", ".join([f"*a{level - 1}"] * 10)
+        mapping = ", ".join(f"k{index}: *a{level - 1}" for index in range(10))
+        lines.append(f"a{level}: &a{level} {form.format(aliases=aliases, mapping=mapping)},")
+    return "\n".join([*lines, "}}}"])
+
+
+@pytest.mark.parametrize("levels", [8, 100])
+@pytest.mark.parametrize("form", ["[{aliases}]", "{{{mapping}}}"])
+def test_aliases_of_aliases_that_stand_for_too_much_are_refused_at_once(tmp_path: Path, levels: int, form: str) -> None:
+    path = tmp_path / "laughs.yaml"
+    path.write_text(laughs(levels, form))
+    with pytest.raises(ConfigError, match=r"laughs\.yaml: `deployments\.m\.options\.a\d+`: expected at most 262144 "):
+        load_config(path, environment={}, flags={})
+
+
+def test_aliases_that_stand_for_little_are_taken(tmp_path: Path) -> None:
+    path = tmp_path / "few.yaml"
+    path.write_text(laughs(3, "[{aliases}]"))
+    options = load_config(path, environment={}, flags={}).deployments["m"].options
+    assert options["a2"][9][9] == {"x": "ha"}
+
+
+def test_mappings_that_merge_each_other_again_and_again_stay_small(tmp_path: Path) -> None:
+    path = tmp_path / "merged.yaml"
+    path.write_text(laughs(30, "{{<<: [{aliases}]}}"))
+    options = load_config(path, environment={}, flags={}).deployments["m"].options
+    assert options["a30"] == {"x": "ha"}
+
+
+def test_a_long_file_without_aliases_is_taken(tmp_path: Path) -> None:
+    path = tmp_path / "long.yaml"
+    path.write_text("deployments: {m: {model: m:M, options: {labels: [" + ", ".join(["''"] * 150_000) + "]}}}")
+    assert len(load_config(path, environment={}, flags={}).deployments["m"].options["labels"]) == 150_000
+
+
 NAMES = ["my.model", "my__model", "my-model", "My_Model", "v1.2__b-"]
 
 
