@@ -8,12 +8,15 @@
     ├── BadOutput                a callable returned something other than it declared (500)
     └── ReplicaError             the replica can't start or go on; its message is for the operator
         ├── EnvironmentUnfit     the Python installation or the machine lacks what every replica needs
-        └── LoadError            a model can't be imported or constructed
+        ├── LoadError            a model can't be imported or constructed
+        └── Shortage             the machine lacks processes, space or descriptors for now
 """
 
 from __future__ import annotations
 
 import difflib
+import errno
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -27,12 +30,24 @@ __all__ = [
     "ModelError",
     "Problem",
     "ReplicaError",
+    "Shortage",
     "did_you_mean",
     "is_permanent",
+    "shortage_in",
+    "shortage_of",
     "text_for_clients",
 ]
 
 CAUSE_CHARACTERS = 300
+SHORT_OF = {
+    errno.EAGAIN: "processes or threads (ulimit -u, or the pids limit of a container)",
+    errno.ENOSPC: "space on a disk",
+    errno.EDQUOT: "space on a disk (its quota)",
+    errno.EMFILE: "file descriptors (ulimit -n)",
+    errno.ENFILE: "file descriptors",
+    errno.ENOMEM: "memory",
+}
+"""What a system call that failed with an error lacked."""
 _PATH = re.compile(r"(?<![\w/:.~-])~?/[^\s:'\"]*")
 """An absolute path. Whatever follows the first slash, it matches: a search is linear in the text."""
 
@@ -99,6 +114,38 @@ class LoadError(ReplicaError):
         super().__init__(str(problem))
         self.problem = problem
         """The message in parts."""
+
+
+class Shortage(ReplicaError):
+    """The machine lacks something for now.
+
+    Args:
+        error: the number of the system call's error, one of `SHORT_OF`.
+        text: what failed.
+    """
+
+    def __init__(self, error: int, text: str) -> None:
+        super().__init__(f"the machine lacks {SHORT_OF[error]}: {text}")
+
+
+def shortage_of(error: BaseException) -> Shortage | None:
+    """The shortage that an error of the system or the interpreter shows; None: it is another error."""
+    if isinstance(error, Shortage):
+        return error
+    if isinstance(error, OSError) and error.errno in SHORT_OF:
+        return Shortage(error.errno, f"{type(error).__name__}: {error}")
+    if isinstance(error, RuntimeError) and str(error) == "can't start new thread":
+        return Shortage(errno.EAGAIN, f"{type(error).__name__}: {error}")
+    return None
+
+
+def shortage_in(lines: Iterable[str], what: str = "") -> Shortage | None:
+    """The shortage that a line of a log tells of, in the system's words, after ``what`` failed; None: no line does."""
+    for line in lines:
+        for number in SHORT_OF:
+            if os.strerror(number) in line:
+                return Shortage(number, what + line)
+    return None
 
 
 def is_permanent(error: ModelError) -> bool:

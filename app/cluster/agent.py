@@ -215,6 +215,7 @@ class Agent:
             batch_limit=replica.batch_limit,
             reason=replica.reason,
             is_permanent=replica.is_permanent,
+            is_shortage=replica.is_shortage,
             account=replica.account(),
             cause=replica.cause(),
             leftovers=replica.leftovers,

@@ -75,6 +75,7 @@ class State(msgspec.Struct, frozen=True, tag="state"):
     batch_limit: int = 0
     reason: str = ""
     is_permanent: bool = False
+    is_shortage: bool = False
     account: str = ""
     cause: str = ""
     leftovers: list[str] = []

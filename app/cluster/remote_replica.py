@@ -93,7 +93,7 @@ class RemoteReplica:
         self.facts: dict[str, str] = {}
         self.batch_limit = 0
         self.reason = ""
-        self.is_permanent = False
+        self.is_permanent = self.is_shortage = False
         self.ready: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self.ending = asyncio.Event()
         self.exited: asyncio.Future[None]
@@ -308,6 +308,7 @@ class RemoteReplica:
         self.facts = state.facts
         self.batch_limit = state.batch_limit
         self.is_permanent = state.is_permanent
+        self.is_shortage = state.is_shortage
         self.reason = self.reason if state.is_let_go else state.reason or self.reason
         self._leftovers = state.leftovers
         if state.signature is not None and self.signature is None:

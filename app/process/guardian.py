@@ -144,9 +144,14 @@ class Guardian:
         if isinstance(self._replica, int):
             self._host = _Child(self._replica)
         else:
-            self._host = subprocess.Popen(
-                self._replica, pass_fds=(self._status_fd,), stdin=subprocess.DEVNULL, start_new_session=True
-            )
+            try:
+                self._host = subprocess.Popen(
+                    self._replica, pass_fds=(self._status_fd,), stdin=subprocess.DEVNULL, start_new_session=True
+                )
+            except OSError as error:
+                self._fail("its process can't be started", error)
+                self._send(event="ended", leftovers=sweep_replica(self._directory))
+                return 1
         set_session_priority(self._host.pid, self._session_nice)
         # Only the supervisor ends the guardian, over the pipe. Set after the start: children inherit ignored signals.
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -154,7 +159,7 @@ class Guardian:
         try:
             self._journal.note(self._host.pid, ())
         except OSError as error:
-            reason = f"its folder can't be written: {error}"
+            reason = self._fail("its folder can't be written", error)
         else:
             reason = self._watch(wakeup_read)
         self._send(event="ending", text=reason)
@@ -263,6 +268,13 @@ class Guardian:
                 os.wait()
             except ChildProcessError:
                 return
+
+    def _fail(self, what: str, error: OSError) -> str:
+        """Report why the replica can't start, and return that."""
+        reason = f"{what}: {error}"
+        lacks = not isinstance(error, (FileNotFoundError, PermissionError))  # processes, space or descriptors
+        self._send(event="failed", text=reason, cause=f"{what}: {error.strerror}", is_shortage=lacks)
+        return reason
 
     def _send(self, **status: object) -> None:
         with contextlib.suppress(OSError):  # the supervisor may be gone

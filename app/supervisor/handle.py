@@ -28,6 +28,8 @@ class ReplicaHandle(Protocol):
     """Why it failed or ended, as far as known."""
     is_permanent: bool
     """Whether another start would fail in the same way."""
+    is_shortage: bool
+    """Whether its start failed because the machine lacked something."""
     ready: asyncio.Future[bool]
     """True once it serves; False if it ends before."""
     ending: asyncio.Event

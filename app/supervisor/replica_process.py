@@ -28,6 +28,7 @@ from app.process.vllm import ask_vllm
 from app.supervisor.replica_log import ReplicaLog
 from app.telemetry.logs import REPLICA_LOGGER
 from inference.environment import library_path
+from inference.errors import shortage_in
 from inference.signature import Signature
 from inference.wire.handshake import COMMAND, GO, HOST, STATUS, ForkRequest, ReplicaSpec, ReplicaStatus
 
@@ -108,7 +109,7 @@ class ReplicaProcess:
         """The files of the user's modules, once it is ready or has failed."""
         self.batch_limit = 0
         self.reason = ""
-        self.is_permanent = False
+        self.is_permanent = self.is_shortage = False
         self.leftovers: list[str] = []
         """What could not be swept."""
         self.ready: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
@@ -256,6 +257,8 @@ class ReplicaProcess:
         else:
             await asyncio.gather(*self._tasks)
         self._log.flush()
+        if not self._has_explained:
+            self.is_shortage = shortage_in(self._lines) is not None
         self.mark_ending()
         self.kill()
         for leftover in self.leftovers:
@@ -414,6 +417,7 @@ class ReplicaProcess:
             self.imported = status.imported
             self.reason = status.text
             self.is_permanent = status.is_permanent
+            self.is_shortage = status.is_shortage
             self._cause = status.cause
             self._has_explained = True
         elif status.event == "ending":

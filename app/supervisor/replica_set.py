@@ -28,7 +28,8 @@ __all__ = ["ReplicaSet"]
 logger = logging.getLogger("headwater")
 
 FAILED_STARTS_LIMIT: Final = 5
-"""After so many starts in a row that end before the replica is ready, the deployment has failed."""
+"""After so many starts in a row that end before the replica is ready, the deployment has failed. Starts for which the
+machine lacks something don't count."""
 GROW_RETRY_S: Final = 300.0
 """For how long load adds no replica after one could not be started."""
 
@@ -391,11 +392,11 @@ class ReplicaSet(Served):
         reason = replica.account() or "ended before it was ready"
         is_tried = slot.is_slow and not replica.is_permanent
         tries = "not tried again" if replica.is_permanent else f"{failed_starts} of {FAILED_STARTS_LIMIT}"
-        tries = "tried again slowly" if is_tried else tries
+        tries = "tried again slowly" if is_tried else "tried again" if replica.is_shortage else tries
         logger.error("%s: did not start (%s): %s", replica.id, tries, reason)
         if is_tried:
             self._try_slowly(slot, f"a replica did not start: {reason}")
-        elif replica.is_permanent or failed_starts >= FAILED_STARTS_LIMIT:
+        elif replica.is_permanent or (failed_starts >= FAILED_STARTS_LIMIT and not replica.is_shortage):
             self.failure = replica.cause()
             self._give_up(slot, reason, f"another replica did not start: {reason}")
         else:

@@ -163,7 +163,7 @@ class Slot:
             self._owner.note_no_capacity(self, replica.account())
             return
         else:
-            self._failed_starts += 1
+            self._failed_starts += not replica.is_shortage
             recorder().count("headwater_replica_start_failures", self._owner.name)
             self._owner.note_failed_start(self, replica, self._failed_starts)
         if self.is_kept:

@@ -24,7 +24,7 @@ import msgspec
 
 from inference import reference, tuning
 from inference.environment import package_versions, require
-from inference.errors import LoadError, ModelError, is_permanent, text_for_clients
+from inference.errors import LoadError, ModelError, is_permanent, shortage_of, text_for_clients
 from inference.replica.imported import imported_files
 from inference.runtime.watchdog import WATCHDOG_FILE, Watchdog
 from inference.signature import Signature
@@ -134,6 +134,8 @@ def _serve(
 
 def failure_of(error: Exception) -> ReplicaStatus:
     """The status that reports an error which keeps the replica from serving."""
+    if (shortage := shortage_of(error)) is not None:
+        return ReplicaStatus("failed", str(shortage), cause=text_for_clients(str(shortage)), is_shortage=True)
     if not isinstance(error, ModelError):
         return ReplicaStatus("failed", f"{type(error).__name__}: {error}", cause=_cause(error))
     text = str(error)

@@ -20,6 +20,7 @@ import http.client
 import os
 import re
 import socket
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,7 +31,7 @@ from pytriton.model_config import DynamicBatcher, ModelConfig, Tensor
 from pytriton.triton import Triton, TritonConfig, TritonLifecyclePolicy, TritonSecurityConfig
 
 from inference.datatypes import DATATYPES
-from inference.errors import ReplicaError
+from inference.errors import ReplicaError, shortage_in, shortage_of
 from inference.replica import callee
 from inference.replica.bridge import install, socket_path
 from inference.replica.callee import Answers
@@ -155,6 +156,7 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
 
         Raises:
             ReplicaError: Triton ended or was not ready in time; the message includes the relevant lines of its log.
+            Shortage: the machine lacks what Triton needs.
         """
         (model,) = self._model_manager.models
         for instance, answers in enumerate(infer):
@@ -182,10 +184,11 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
         while not self._is_ready():
             # The log says so at once, while Triton may take its time to end.
             if "Failed to create instance" in "".join(lines := self._log_lines()):
-                raise ReplicaError(_not_started("an instance failed", lines))
+                raise _not_started("an instance failed", lines)
             if not self._triton_server.is_alive() or time.monotonic() > deadline:
                 ended = "it ended" if not self._triton_server.is_alive() else f"not ready after {START_TIMEOUT_S:g} s"
-                raise ReplicaError(_not_started(ended, self._log_lines()))
+                raise _not_started(ended, self._log_lines())
+            _check_threads()
             time.sleep(0.02)
 
     def _is_ready(self) -> bool:
@@ -206,8 +209,22 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
         return lines
 
 
-def _not_started(why: str, lines: Sequence[str]) -> str:
-    return f"Triton did not start ({why}); from its log:\n" + "\n".join(telling_lines(lines))
+def _check_threads() -> None:
+    """Check that a thread can be started: a Triton that can't start any may wait for it for ever.
+
+    Raises:
+        Shortage: it can't.
+    """
+    try:
+        threading.Thread(target=lambda: None, daemon=True).start()
+    except RuntimeError as error:
+        shortage = shortage_of(error)
+        raise shortage or error from error
+
+
+def _not_started(why: str, lines: Sequence[str]) -> ReplicaError:
+    why = f"Triton did not start ({why}); from its log:\n"
+    return shortage_in(lines, why) or ReplicaError(why + "\n".join(telling_lines(lines)))
 
 
 def telling_lines(lines: Sequence[str]) -> list[str]:

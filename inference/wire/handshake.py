@@ -53,6 +53,8 @@ class ReplicaStatus(msgspec.Struct, omit_defaults=True):
     """In ``failed``: the reason for clients: the error's class and message, with paths cut to their last part."""
     is_permanent: bool = False
     """In ``failed``: whether another start would fail in the same way."""
+    is_shortage: bool = False
+    """In ``failed``: whether the machine lacked something: processes, space, descriptors."""
     signature: dict[str, Any] | None = None
     """In ``ready``: an `inference.signature.Signature`."""
     facts: dict[str, str] = {}

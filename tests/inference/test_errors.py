@@ -1,10 +1,12 @@
-"""What clients are shown of an error's text."""
+"""What clients are shown of an error's text, and which errors show that the machine lacks something."""
 
 from __future__ import annotations
 
+import errno
+
 import pytest
 
-from inference.errors import CAUSE_CHARACTERS, text_for_clients
+from inference.errors import CAUSE_CHARACTERS, shortage_in, shortage_of, text_for_clients
 
 
 @pytest.mark.parametrize(
@@ -24,3 +26,22 @@ def test_paths_are_cut_to_their_last_part(text: str, shown: str) -> None:
 
 def test_a_long_text_is_cut() -> None:
     assert len(text_for_clients("/a " * 100_000)) == CAUSE_CHARACTERS
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "lacks space on a disk"),
+        (BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), "lacks processes or threads"),
+        (RuntimeError("can't start new thread"), "lacks processes or threads"),
+    ],
+)
+def test_a_shortage_says_what_the_machine_lacks(error: Exception, text: str) -> None:
+    assert text in str(shortage_of(error))
+    assert text in str(shortage_in(["one line", f"another: {error}"])) or isinstance(error, RuntimeError)
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError(errno.ENOENT, "none"), RuntimeError("no weights"), ValueError()])
+def test_other_errors_are_no_shortage(error: Exception) -> None:
+    assert shortage_of(error) is None
+    assert shortage_in([str(error)]) is None

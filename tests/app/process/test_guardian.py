@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -342,3 +343,28 @@ def test_a_segment_that_nobody_has_mapped_goes_with_the_resource_tracker(tmp_pat
     if held:  # by a process of another session, for which no tracker waits for ever
         segment.unlink()
     assert not segment.exists()
+
+
+@pytest.mark.parametrize(("number", "lacks"), [(errno.EAGAIN, True), (errno.ENOSPC, True), (errno.ENOENT, False)])
+def test_a_host_that_cannot_be_started_is_reported_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, lacks: bool
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("app.process.guardian.subprocess.Popen", fails)
+    monkeypatch.setattr("app.process.guardian.signal.set_wakeup_fd", lambda *_, **__: None)
+    monkeypatch.setattr("app.process.guardian.signal.signal", lambda *_: None)
+    monkeypatch.setattr("app.process.guardian.ctypes.CDLL", lambda _: SimpleNamespace(prctl=lambda *_: 0))
+    directory = tmp_path / "m-1"
+    directory.mkdir()
+    status_read, status_write = os.pipe()
+    assert Guardian(directory, status_write, -1, 0, ["nothing"]).run() == 1
+    failed, ended = (json.loads(line) for line in os.read(status_read, 65536).splitlines())
+    assert failed["event"] == "failed"
+    assert failed["is_shortage"] is lacks
+    assert os.strerror(number) in failed["text"]
+    assert (ended["event"], ended["leftovers"]) == ("ended", [])
+    assert not directory.exists()
+    os.close(status_read)
+    os.close(status_write)

@@ -65,7 +65,7 @@ class Replica:
         self.group = 0
         self.is_reachable = self.has_place = True
         self.is_lost_with_node = self.is_cut_off = False
-        self.is_stubborn = self.is_permanent = False
+        self.is_stubborn = self.is_permanent = self.is_shortage = False
         self.config: Deployment | None = None
         """What it was started with."""
         self.device = "auto"

@@ -50,6 +50,12 @@ if mode == "wrong":
     say(event="failed", text="model m:M: there is no module 'm'; looked in /srv/models", cause="there is no module 'm'",
         is_permanent=True)
     sys.exit(1)
+if mode == "lacks":
+    say(event="failed", text="the machine lacks space on a disk: no", cause="no space", is_shortage=True)
+    sys.exit(1)
+if mode == "lacks threads":
+    print("OpenBLAS blas_thread_init: pthread_create failed: Resource temporarily unavailable", flush=True)
+    sys.exit(1)
 if mode == "fails later":
     say(event="progress", text="loading on cpu")
     say(event="failed", text="model m:M: load() raised OSError: no weights at /srv/m.py:3", cause="OSError: no weights")
@@ -299,6 +305,23 @@ def test_what_cannot_change_by_trying_again_fails_at_once(caplog: pytest.LogCapt
         assert any("m-1: did not start (not tried again): model m:M" in text for text in caplog.messages)
 
     run(scenario, options={"mode": "wrong"})
+
+
+@pytest.mark.parametrize("mode", ["lacks", "lacks threads"])
+def test_starts_for_which_the_machine_lacks_something_are_tried_again_without_end(
+    mode: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("app.supervisor.replica_set.FAILED_STARTS_LIMIT", 1)
+
+    async def scenario(host: Host, replicas: ReplicaSet) -> None:
+        replicas.start()
+        while len(host.launched) < 3:  # noqa: ASYNC110 - as above
+            await asyncio.sleep(0.01)
+        assert replicas.state is State.LOADING
+        assert ("space on a disk" if mode == "lacks" else "Resource temporarily unavailable") in replicas.reason
+        assert any("m-2: did not start (tried again): " in text for text in caplog.messages)
+
+    run(scenario, options={"mode": mode})
 
 
 def test_while_it_tries_again_operators_and_clients_are_told_why_it_failed() -> None:
