@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 import yaml
 
 from benchmarks.servers import stop
@@ -32,6 +33,7 @@ __all__ = [
     "Running",
     "Shared",
     "in_background",
+    "in_mount_namespace",
     "leaves_nothing",
     "leftovers",
     "processes_of",
@@ -288,6 +290,16 @@ def serve(
         finally:
             running.client.close()
             stop(process)
+
+
+def in_mount_namespace(mount: str) -> tuple[str, ...]:
+    """A command that runs another in a mount namespace of its own, after mounting something there."""
+    namespace = ("unshare", "--map-root-user", "--mount", "sh", "-c")
+    try:
+        subprocess.run([*namespace, mount], check=True, capture_output=True, timeout=30)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("this system allows no mount namespaces")
+    return (*namespace, f'{mount} && exec "$@"', "sh")
 
 
 class Shared:

@@ -149,7 +149,8 @@ def encode_line(message: msgspec.Struct) -> bytes:
 
 
 class WorkerSettings(msgspec.Struct, frozen=True):
-    """What `app.gateway.worker` is started with. The supervisor writes it to a file, since command lines are public."""
+    """What `app.gateway.worker` is started with. The supervisor writes it to a file in memory, since command lines
+    are public."""
 
     control: str
     """The control socket's path."""

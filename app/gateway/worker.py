@@ -1,7 +1,7 @@
 """A gateway worker's process: FastAPI on uvicorn, on the socket that the supervisor listens on.
 
-Run by `app.supervisor.workers` as ``python -m app.gateway.worker SETTINGS_FILE LISTENER_FD REASON_FD``. It ends when
-the supervisor does. If it ends with 1, it has written the reason to the last argument's file.
+Run by `app.supervisor.workers` as ``python -m app.gateway.worker CONTROL_SOCKET SETTINGS_FD LISTENER_FD REASON_FD``. It
+ends when the supervisor does. If it ends with 1, it has written the reason to the last argument's file.
 """
 
 from __future__ import annotations
@@ -232,23 +232,23 @@ def _named(error: Exception) -> str:
 
 def main() -> None:
     """Entry point; see the module's docstring."""
-    path, listener_fd, reason_fd = sys.argv[1:]
+    settings_fd, listener_fd, reason_fd = map(int, sys.argv[2:])
     try:
-        reason = _main(Path(path), int(listener_fd))
+        reason = _main(settings_fd, listener_fd)
     except ConfigError as error:
         reason = str(error)
     except Exception as error:
         logger.exception("the gateway worker can't go on")
         reason = _named(error)
-    os.write(int(reason_fd), reason.encode())
+    os.write(reason_fd, reason.encode())
     sys.exit(1 if reason else 0)
 
 
-def _main(settings_file: Path, listener_fd: int) -> str:
+def _main(settings_fd: int, listener_fd: int) -> str:
     """Returns what `_run` does."""
     keep_freed_memory()
     switch_soon()
-    settings = msgspec.json.decode(settings_file.read_bytes(), type=WorkerSettings)
+    settings = msgspec.json.decode(Path(f"/proc/self/fd/{settings_fd}").read_bytes(), type=WorkerSettings)
     set_up_logging(settings.server["log_format"])
     listener = socket.socket(fileno=listener_fd)
     try:

@@ -129,25 +129,25 @@ class Workers:
         """Start a worker, which writes to ``reason`` why it ends, if it ends by itself."""
         reason.seek(0)
         reason.truncate()
-        path = self._host.folder / f"worker-{index}.json"
-        path.touch(mode=0o600)
         kept = {}
         for field, files in self._kept.items():
             files.renew()
             kept[field] = list(map(str, files.copies))
         own = msgspec.structs.replace(settings, index=index, metrics=self._observer.start_worker(index), **kept)
-        path.write_bytes(msgspec.json.encode(own))
-        fds = (listener.fileno(), reason.fileno())
-        return subprocess.Popen(
-            [sys.executable, "-m", "app.gateway.worker", str(path), *map(str, fds)],
-            cwd=self._host.folder,
-            env={
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                "OPENBLAS_NUM_THREADS": "1",
-                "TOKENIZERS_PARALLELISM": "false",  # batches of one
-            },
-            pass_fds=fds,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        # In memory: a worker must start while the disk is full, too.
+        with open(os.memfd_create("settings", os.MFD_CLOEXEC), "wb", buffering=0) as file:
+            file.write(msgspec.json.encode(own))
+            fds = (file.fileno(), listener.fileno(), reason.fileno())
+            return subprocess.Popen(
+                [sys.executable, "-m", "app.gateway.worker", settings.control, *map(str, fds)],
+                cwd=self._host.folder,
+                env={
+                    **os.environ,
+                    "OMP_NUM_THREADS": "1",
+                    "OPENBLAS_NUM_THREADS": "1",
+                    "TOKENIZERS_PARALLELISM": "false",  # batches of one
+                },
+                pass_fds=fds,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )

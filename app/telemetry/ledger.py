@@ -3,7 +3,7 @@
 The folder contains
 
 - ``worker-I.N``, one for each gateway worker, by its index and a unique number, and ``supervisor``:
-  `app.telemetry.store` files;
+  `app.telemetry.store` files. A worker that starts while the disk is full has a link to a file in memory;
 - ``ended``: the counts of workers that ended, and their names. It is replaced as a whole before a worker's file is
   removed. A reader counts everything exactly once if it reads the workers' files first, then this one, and leaves out
   the workers that it names;
@@ -68,6 +68,8 @@ class Ledger:
         """The supervisor's own counts."""
         self._next = 0
         self._ended = _Ended()
+        self._in_memory: dict[Path, int] = {}
+        """Descriptors of workers' files that are in memory."""
         self._unread: list[Path] = []
         """Files of ended workers that could not be booked because the disk was full."""
 
@@ -91,14 +93,18 @@ class Ledger:
         self._replace(_ENDED, self._ended)
 
     def add_worker(self, index: int) -> Path:
-        """Create the file for a new gateway worker with this index.
+        """Create the file for a new gateway worker with this index; in memory if the disk is full.
 
         Raises:
             OSError: the file can't be created.
         """
         path = self._folder / f"{_WORKER_PREFIX}{index}.{self._next}"
         self._next += 1
-        Store.create(path)
+        try:
+            Store.create(path)
+        except OSError as error:
+            logger.warning("metrics: a worker counts in memory: %s: %s", path, error.strerror)
+            self._in_memory[path] = Store.create_in_memory(path)
         return path
 
     def end_worker(self, path: Path) -> int:
@@ -129,6 +135,8 @@ class Ledger:
         self._replace(_ENDED, ended)
         self._ended = ended
         path.unlink()
+        if (fd := self._in_memory.pop(path, None)) is not None:
+            os.close(fd)
         return lost
 
     def write_state(self, values: Mapping[Key, int]) -> None:

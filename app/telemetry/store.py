@@ -89,13 +89,31 @@ class Store:
         """
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
-            os.ftruncate(fd, SIZE_BYTES)
-            os.posix_fallocate(fd, 0, GROWTH_BYTES)
+            _allocate(fd)
         except OSError:
             path.unlink()
             raise
         finally:
             os.close(fd)
+
+    @staticmethod
+    def create_in_memory(path: Path) -> int:
+        """Create an empty file in memory, and a link to it at the path, which needs no space on a disk.
+
+        Returns:
+            The file's descriptor, with which the file ends.
+
+        Raises:
+            OSError: the link can't be created.
+        """
+        fd = os.memfd_create("counts", os.MFD_CLOEXEC)
+        try:
+            _allocate(fd)
+            path.symlink_to(f"/proc/{os.getpid()}/fd/{fd}")
+        except OSError:
+            os.close(fd)
+            raise
+        return fd
 
     def record(self, key: Key, numbers: int) -> int:
         """The slot of a record's first number; a missing record is appended, with zeros.
@@ -165,6 +183,11 @@ class Store:
         """The present content."""
         self.write()
         return _snapshot(self.slots)
+
+
+def _allocate(fd: int) -> None:
+    os.ftruncate(fd, SIZE_BYTES)
+    os.posix_fallocate(fd, 0, GROWTH_BYTES)
 
 
 def read_store(path: Path) -> Snapshot:

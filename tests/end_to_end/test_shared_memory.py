@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.running import Running, serve
+from tests.running import Running, in_mount_namespace, serve
 
-NAMESPACE = ("unshare", "--map-root-user", "--mount", "sh", "-c")
 SMALL = "mount -t tmpfs -o size=16m none /dev/shm"
 LARGE_BYTES = 12_000_000
 
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[Running]:
-    try:
-        subprocess.run([*NAMESPACE, SMALL], check=True, capture_output=True, timeout=30)
-    except (OSError, subprocess.CalledProcessError):
-        pytest.skip("this system allows no mount namespaces")
     names = ("Texts", "Waits", "Streams")
     deployments = {name.lower(): {"model": f"lengthy:{name}", "warmup_batch_sizes": [1]} for name in names}
     config = {"deployments": deployments, "server": {"max_body_bytes": 50_000_000}}
-    with serve(config, prefix=(*NAMESPACE, f'{SMALL} && exec "$@"', "sh")) as server:
+    with serve(config, prefix=in_mount_namespace(SMALL)) as server:
         yield server
 
 

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
-from tests.running import serve, wait_for
+from tests.running import in_mount_namespace, processes_of, serve, wait_for
 
 ONE: dict[str, Any] = {"deployments": {"one": {"model": "faulty:Faulty", "warmup_batch_sizes": [1]}}}
 CAPABILITY = "+dac_override"
@@ -60,4 +67,66 @@ def test_a_start_that_meets_a_process_limit_says_so_soon_and_the_next_one_serves
             assert others.wait(30) == 0
             wait_for(lambda: running.is_ready("one"), 120, "the model to be ready")
             assert running.infer("one", [1.0], shape=[1, 1]).status_code == 200
+            assert running.stop() == 0
+
+
+@contextlib.contextmanager
+def filled(folder: Path) -> Iterator[None]:
+    """A context in which the folder's disk is full, whatever becomes free."""
+    stop = threading.Event()
+
+    def fill() -> None:
+        with open(folder / "fill", "ab", buffering=0) as file:
+            while not stop.is_set():
+                try:
+                    file.write(bytes(4096))
+                except OSError:
+                    has_begun.set()
+                    stop.wait(0.001)
+
+    has_begun = threading.Event()
+    thread = threading.Thread(target=fill)
+    thread.start()
+    try:
+        assert has_begun.wait(30)
+        yield
+    finally:
+        stop.set()
+        thread.join()
+        (folder / "fill").unlink()
+
+
+def test_workers_and_replicas_that_end_while_the_runtime_folder_is_full_are_replaced() -> None:
+    with tempfile.TemporaryDirectory(prefix="hw-") as name:
+        mount = f"mount -t tmpfs -o size=80m none {name}"
+        with serve({**ONE, "server": {"runtime_dir": name, "workers": 1}}, prefix=in_mount_namespace(mount)) as running:
+            seen_from_here = Path(f"/proc/{running.pid}/root{name}")
+
+            def answer() -> httpx.Response:
+                return running.infer("one", [1.0], shape=[1, 1])
+
+            with filled(seen_from_here):
+                (worker,) = running.workers()
+                os.kill(worker, signal.SIGKILL)
+                assert answer().status_code == 200
+                (worker,) = running.workers()
+                os.kill(worker, signal.SIGKILL)
+                assert answer().status_code == 200
+                assert running.get("/metrics").status_code == 200
+                commands = processes_of(Path(name))
+                (host,) = (
+                    pid for pid, command in commands.items() if command.split()[1:3] == ["-m", "inference.replica"]
+                )
+                os.kill(host, signal.SIGKILL)
+                wait_for(lambda: not running.is_ready(), what="the replica's end to be noticed")
+                wait_for(lambda: "No space left on device" in answer().text, 60, "a failed start's reason")
+                refused = answer()
+                assert refused.status_code == 503
+                assert not running.is_ready()
+                wait_for(lambda: running.log.read_text().count("No space left on device") > 1, 60, "the log")
+            wait_for(running.is_ready, 120, "the model to be ready again")
+            assert answer().status_code == 200
+            line = r'^headwater_requests_total\{.*deployment="one".*outcome="ok".*\} (\d+)'
+            counts = re.findall(line, running.get("/metrics").text, re.MULTILINE)
+            assert sum(map(int, counts)) >= 3  # with those of workers that counted in memory
             assert running.stop() == 0

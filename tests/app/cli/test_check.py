@@ -37,6 +37,7 @@ from inference.errors import Problem
 from inference.replica.probe import Finding, Request
 from inference.signature import Signature, TensorSpec, text_signature
 from tests.inference.lm.llamas import tiny
+from tests.running import in_mount_namespace
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "inference" / "zoo" / "weights" / "tiny_lm"
@@ -74,13 +75,8 @@ def only(report: dict[str, Any]) -> dict[str, str]:
 
 def in_namespace(mount: str, command: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
     """Run a command in a mount namespace of its own, after mounting something there."""
-    namespace = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
-    try:
-        subprocess.run([*namespace, mount], check=True, capture_output=True, timeout=30)
-    except (OSError, subprocess.CalledProcessError):
-        pytest.skip("this system allows no mount namespaces")
     return subprocess.run(
-        [*namespace, f'{mount} && exec "$@"', "sh", *command],
+        [*in_mount_namespace(mount), *command],
         cwd=cwd,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,

@@ -71,10 +71,11 @@ def test_a_request_that_the_end_cuts_off_is_in_the_access_log() -> None:
         control.publish(RoutingTable(()))
         settings = WorkerSettings(str(folder / "control"), Server(log_format="json").model_dump(mode="json"))
         (folder / "settings.json").write_bytes(msgspec.json.encode(settings))
-        with socket.create_server(("127.0.0.1", 0)) as listener:
+        with socket.create_server(("127.0.0.1", 0)) as listener, (folder / "settings.json").open() as file:
+            descriptors = file.fileno(), listener.fileno()
             worker = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "app.gateway.worker", str(folder / "settings.json"), str(listener.fileno()), "2",
-                pass_fds=(listener.fileno(),), stderr=asyncio.subprocess.PIPE,
+                sys.executable, "-m", "app.gateway.worker", settings.control, *map(str, descriptors), "2",
+                pass_fds=descriptors, stderr=asyncio.subprocess.PIPE,
             )  # fmt: skip
             try:
                 reader, writer = await asyncio.open_connection(*listener.getsockname())
