@@ -9,6 +9,7 @@
     └── ReplicaError             the replica can't start or go on; its message is for the operator
         ├── EnvironmentUnfit     the Python installation or the machine lacks what every replica needs
         ├── LoadError            a model can't be imported or constructed
+        ├── ModelUnfit           a model fails with its own example
         └── Shortage             the machine lacks processes, space or descriptors for now
 """
 
@@ -22,12 +23,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 __all__ = [
+    "FAULTS",
     "BadInput",
     "BadOutput",
     "DeclarationError",
     "EnvironmentUnfit",
     "LoadError",
     "ModelError",
+    "ModelUnfit",
     "Problem",
     "ReplicaError",
     "Shortage",
@@ -116,6 +119,10 @@ class LoadError(ReplicaError):
         """The message in parts."""
 
 
+class ModelUnfit(ReplicaError):
+    """A model fails with its own example, and would again."""
+
+
 class Shortage(ReplicaError):
     """The machine lacks something for now.
 
@@ -148,11 +155,25 @@ def shortage_in(lines: Iterable[str], what: str = "") -> Shortage | None:
     return None
 
 
-def is_permanent(error: ModelError) -> bool:
-    """Whether another start of the replica would raise it again; not what the user's code raised while it ran."""
+FAULTS = (
+    AssertionError, AttributeError, IndexError, KeyError, NameError, NotImplementedError, TypeError, UnboundLocalError,
+    ValueError, ZeroDivisionError,
+)  # fmt: skip
+"""What the user's code raises because of a fault in it or its options, if it raises exactly this and no subclass. Other
+errors (of connections, files, memory, CUDA, other libraries) may pass."""
+
+
+def is_permanent(error: Exception) -> bool:
+    """Whether another start of the replica would raise it again."""
     if isinstance(error, LoadError):
-        return isinstance(error.__cause__, (type(None), ImportError, SyntaxError, DeclarationError))
-    return isinstance(error, (DeclarationError, EnvironmentUnfit))
+        cause = error.__cause__
+        return isinstance(cause, (type(None), ImportError, SyntaxError, DeclarationError)) or _is_fault(cause)
+    return isinstance(error, (DeclarationError, EnvironmentUnfit, ModelUnfit)) or _is_fault(error)
+
+
+def _is_fault(error: BaseException) -> bool:
+    """Whether it is one of `FAULTS` that was not raised because of an error that may pass."""
+    return type(error) in FAULTS and not isinstance(error.__cause__ or error.__context__, (OSError, MemoryError))
 
 
 def text_for_clients(text: str) -> str:

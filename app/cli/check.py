@@ -33,7 +33,7 @@ from app.supervisor.preflight import (
 )
 from inference.errors import DeclarationError, LoadError, Problem
 from inference.pipeline import make_plan
-from inference.reference import find_folder
+from inference.reference import find_folder, is_vllm
 from inference.signature import Signature, VllmSpec, text_signature
 
 __all__ = ["check", "model_request"]
@@ -51,7 +51,7 @@ def check(
             flags.
         as_json: print ``{"ok", "versions", "machine", "deployments", "problems"}`` rather than text.
         flags: override the file, as in `load_config`.
-        loads: load the models, too, and call those that answer whole, each deployment in turn.
+        loads: load the models, too, and call them, each deployment in turn, but not those of vLLM.
 
     Returns:
         The exit status: 0 if ready to serve, 1 if there is a problem.
@@ -335,11 +335,23 @@ def _print(
     if not problems:
         print(f"{green}ready to serve{plain}")
         if deployments:
-            print("loaded, not served" if loads else "imported, not loaded: `--load` tries that, too")
+            untried = [text for one in deployments if (text := _untried(one))]
+            done = (
+                "loaded and called with one row each, not served" + "; not tried: " * bool(untried) + ", ".join(untried)
+            )
+            print(done if loads else "imported, not loaded: `--load` tries that, too")
         return
     print(f"{red}{len(problems)} problem{'' if len(problems) == 1 else 's'}{plain}")
     for problem in problems:
         print(f"\n{bold}{problem.title}{plain}\n  why   {problem.reason}\n  fix   {problem.fix}")
+
+
+def _untried(deployment: Mapping[str, Any]) -> str:
+    """What `--load` does not try of a deployment; empty: nothing."""
+    name, pipeline = deployment["name"], deployment.get("pipeline")
+    if deployment["model"] and is_vllm(deployment["model"]):
+        return f"{name} (vLLM)"
+    return f"{name} as a whole (its steps were)" if pipeline and pipeline["placement"] == "graph" else ""
 
 
 def _python(python: Mapping[str, Any]) -> str:

@@ -24,7 +24,7 @@ import msgspec
 
 from inference import reference, tuning
 from inference.environment import package_versions, require
-from inference.errors import LoadError, ModelError, is_permanent, shortage_of, text_for_clients
+from inference.errors import DeclarationError, LoadError, ModelError, is_permanent, shortage_of, text_for_clients
 from inference.replica.imported import imported_files
 from inference.runtime.watchdog import WATCHDOG_FILE, Watchdog
 from inference.signature import Signature
@@ -60,7 +60,8 @@ def main() -> None:
         _serve(spec, directory, report, stop)
     except Exception as error:
         status = failure_of(error)
-        if not status.is_permanent and (not isinstance(error, ModelError) or error.__cause__ is not None):
+        told = (type(None), ImportError, SyntaxError, DeclarationError)
+        if not isinstance(error, ModelError) or not isinstance(error.__cause__, told):
             traceback.print_exc()  # shows where in the user's code the error arose
         report(msgspec.structs.replace(status, imported=imported_files(spec.user_paths, error)))
         sys.stderr.flush()
@@ -137,7 +138,8 @@ def failure_of(error: Exception) -> ReplicaStatus:
     if (shortage := shortage_of(error)) is not None:
         return ReplicaStatus("failed", str(shortage), cause=text_for_clients(str(shortage)), is_shortage=True)
     if not isinstance(error, ModelError):
-        return ReplicaStatus("failed", f"{type(error).__name__}: {error}", cause=_cause(error))
+        text = f"{type(error).__name__}: {error}"
+        return ReplicaStatus("failed", text, cause=_cause(error), is_permanent=is_permanent(error))
     text = str(error)
     if isinstance(error, LoadError):
         cause = error.problem.reason if error.__cause__ is None else _cause(error.__cause__)

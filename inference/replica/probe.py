@@ -49,7 +49,7 @@ class Request(msgspec.Struct, frozen=True):
     working_dir: str | None = None
     """The working folder of the user's code."""
     loads: bool = False
-    """Whether to load the models, too, and to call those that answer whole."""
+    """Whether to load the models, too, and to call them."""
 
     def enter(self) -> None:
         """Prepare this process for the user's code: ``sys.path`` and the working folder."""

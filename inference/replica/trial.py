@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +15,11 @@ from inference.datatypes import DATATYPES
 from inference.errors import ReplicaError
 from inference.replica.served import Served, load_served
 from inference.replica.warmup import example_rows
+from inference.runtime.fused import FusedPipeline
 from inference.runtime.runner import Runner
 from inference.signature import TensorSpec
 from inference.wire.arrays import Array
+from inference.wire.frame import FRAME, decode_frame
 from inference.wire.handshake import ReplicaSpec
 from inference.wire.report import HEADWATER, REPORT, CallNote, Status, decode_reports
 
@@ -24,8 +27,8 @@ __all__ = ["try_loading"]
 
 
 def try_loading(spec: ReplicaSpec) -> None:
-    """Load a deployment's models and unload them. A language model checks itself; a model that answers whole is called
-    with its example.
+    """Load a deployment's models, call them with their example, and unload them. Of a stream the first result is
+    computed; a language model checks itself.
 
     Raises:
         ModelError: loading or the call failed; the message says what and why.
@@ -33,7 +36,9 @@ def try_loading(spec: ReplicaSpec) -> None:
     """
     served = load_served(spec, lambda stage: None, lambda reason: None)
     try:
-        if isinstance(served.runner, Sequence):
+        if isinstance(served.runner, FusedPipeline):
+            served.loop.wait(_call_in_frames(served, served.runner))
+        elif isinstance(served.runner, Sequence):
             for runner in served.runner:
                 asyncio.run(_call(served, runner))
     finally:
@@ -41,14 +46,31 @@ def try_loading(spec: ReplicaSpec) -> None:
 
 
 async def _call(served: Served, runner: Runner) -> None:
+    (answer,) = await runner.handle([_request(served, CallNote(warmup=True))])
+    (report,) = decode_reports(answer[REPORT].tobytes(), 1).rows
+    _check(report.status, report.message)
+
+
+async def _call_in_frames(served: Served, runner: FusedPipeline) -> None:
+    note = CallNote(warmup=True, stream="trial" if served.signature.streams else "")
+    async with contextlib.aclosing(runner.handle([_request(served, note)])) as answers:
+        async for (answer,) in answers:
+            for piece in decode_frame(answer[FRAME].tobytes())[0].pieces:
+                for _, status, message in piece.failures:
+                    _check(Status(status), message)
+            if served.signature.streams:
+                return
+
+
+def _request(served: Served, note: CallNote) -> Any:
     row = served.signature.example_row()
     inputs = {one.name: _example(one, row[one.name]) for one in served.signature.inputs if one.name in row}
-    note = {HEADWATER: msgspec.json.encode(CallNote(warmup=True)).decode()}
-    request: Any = SimpleNamespace(data=inputs, parameters=note)
-    (answer,) = await runner.handle([request])
-    (report,) = decode_reports(answer[REPORT].tobytes(), 1).rows
-    if report.status is not Status.OK:
-        raise ReplicaError(f"warm-up with a batch of 1: {report.message}")
+    return SimpleNamespace(data=inputs, parameters={HEADWATER: msgspec.json.encode(note).decode()})
+
+
+def _check(status: Status, message: str) -> None:
+    if status is not Status.OK:
+        raise ReplicaError(f"warm-up with a batch of 1: {message}")
 
 
 def _example(tensor: TensorSpec, value: object) -> Array:

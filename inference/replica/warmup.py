@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from inference.datatypes import DATATYPES, float32_to_bf16, pack_bytes
-from inference.errors import DeclarationError, ReplicaError
+from inference.errors import FAULTS, DeclarationError, ModelUnfit, ReplicaError
 from inference.pipeline import tensor_text
 from inference.replica.triton import EmbeddedTriton, UnixConnection
 from inference.signature import Signature, TensorSpec
@@ -34,6 +35,9 @@ from inference.wire.shared_memory import (
 from inference.wire.triton_words import SHARED_MEMORY_FULL, is_shared_memory_full
 
 __all__ = ["batch_sizes", "call_over_grpc", "call_over_http", "example_rows", "grpc_outputs", "warm_up"]
+
+_RAISED = re.compile(r"(?:(?:step|model) `[^`]*`: )?(\w+)(?::|\Z)")
+"""Begins the message of a row whose call raised: the exception's class."""
 
 Input = tuple[TensorSpec, bytes, list[int]]
 """A tensor's declaration, bytes and shape with the batch axis."""
@@ -81,7 +85,7 @@ def warm_up(
     """Call the model once with each of these numbers of rows; a pipeline with all its heads.
 
     Raises:
-        ReplicaError: a call failed; the message includes the callable's own.
+        ReplicaError: a call failed; the message includes the callable's own. `ModelUnfit`: it would fail again.
     """
     row = signature.example_row()
     for number, rows in enumerate(sizes, start=1):
@@ -94,7 +98,16 @@ def warm_up(
             if report.status in (Status.RAISED, Status.BAD_INPUT):
                 tried = json.dumps(row, default=str)[:300]
                 hint = f". The values tried were {tried}; if the model can't take these, declare `example` in it"
-            raise ReplicaError(f"warm-up with a batch of {rows}: {report.message}{hint}")
+            kind = ModelUnfit if _is_permanent(report) else ReplicaError
+            raise kind(f"warm-up with a batch of {rows}: {report.message}{hint}")
+
+
+def _is_permanent(report: RowReport) -> bool:
+    """Whether a model would fail again with the same row: its errors of memory and of the device are other ones."""
+    if report.status is not Status.RAISED:
+        return report.status in (Status.BAD_INPUT, Status.BAD_OUTPUT)
+    raised = _RAISED.match(report.message)
+    return raised is not None and raised[1] in {"RuntimeError", *(fault.__name__ for fault in FAULTS)}
 
 
 def call_over_http(

@@ -181,6 +181,23 @@ def test_a_server_that_can_serve_nothing_ends_and_says_so() -> None:
         assert leftovers(running.folder) == []
 
 
+@pytest.mark.parametrize(
+    ("when", "says"),
+    [
+        ("load", "TypeError: load() can't do this"),
+        ("call", "warm-up with a batch of 1: RuntimeError: shapes cannot be multiplied"),
+    ],
+)
+def test_a_start_that_fails_because_of_a_fault_in_the_model_is_not_tried_again(when: str, says: str) -> None:
+    config = {"deployments": {"bad": {"model": "faulty:AlwaysFails", "options": {"when": when}}}}
+    with serve(config, ready=False) as running:
+        assert running.popen.wait(90) == 1
+        log = running.log.read_text()
+        assert f"bad-1: did not start (not tried again): {says}" in log
+        assert "bad-2" not in log
+        assert "in __call__" in log or "in load" in log  # the traceback
+
+
 def test_a_server_of_a_class_that_is_missing_ends_at_the_first_try() -> None:
     config = {"deployments": {"bad": {"model": "faulty:Fault", "warmup_batch_sizes": []}}}
     with serve(config, ready=False) as running:

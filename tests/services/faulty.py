@@ -92,6 +92,27 @@ class FailsToLoad(Model):
         raise RuntimeError("no weights here")
 
 
+class AlwaysFails(Model):
+    """Has a fault.
+
+    Args:
+        when: ``load`` or ``call``.
+    """
+
+    inputs = (Tensor("x", "FP32", [1]),)
+    outputs = (Tensor("y", "FP32", [1]),)
+
+    def __init__(self, when: str) -> None:
+        self.when = when
+
+    def load(self, device: str) -> None:
+        if self.when == "load":
+            raise TypeError("load() can't do this")
+
+    def __call__(self, *, x: Any) -> Any:
+        raise RuntimeError("shapes cannot be multiplied")
+
+
 class DiesOfSignal(Faulty):
     """Ends by a signal while it loads, once the file named in the options exists."""
 

@@ -34,6 +34,7 @@ from app.supervisor.preflight import (
     shared_memory_warnings,
 )
 from inference.errors import Problem
+from inference.pipeline import PipelineSpec, StepSpec
 from inference.replica.probe import Finding, Request
 from inference.signature import Signature, TensorSpec, text_signature
 from tests.inference.lm.llamas import tiny
@@ -755,18 +756,49 @@ class TestWhatCannotStart:
         (problem,) = finding(tmp_path, "models:Unloadable", loads=True).problems
         assert "OSError: no weights" in problem["reason"]
 
+    def test_a_stream_that_fails_is_found_by_loading_and_one_that_goes_on_for_ever_is_not_waited_for(
+        self, tmp_path: Path
+    ) -> None:
+        (tmp_path / "models.py").write_text(STREAMS)
+        (problem,) = finding(tmp_path, "models:Breaks", loads=True).problems
+        assert "model `name`: RuntimeError: no such operator" in problem["reason"]
+        assert finding(tmp_path, "models:Endless", loads=True).problems == ()
+
+    def test_a_pipeline_whose_head_fails_is_found_by_loading(self, tmp_path: Path) -> None:
+        (tmp_path / "models.py").write_text(FAILING)
+        steps = (StepSpec("trunk", "inference.zoo.scale:Scale"), StepSpec("head", "models:Head"))
+        pipeline = PipelineSpec(steps, heads=("head",), trunk="trunk")
+        (problem,) = finding(tmp_path, "", loads=True, pipeline=pipeline).problems
+        assert "step `head`: RuntimeError: no such operator" in problem["reason"]
+
     @pytest.mark.parametrize("model", ["inference.zoo.scale:Scale", f"lm:{FOLDER}"])
     def test_what_can_start_is_loaded_and_called(self, tmp_path: Path, model: str) -> None:
         assert finding(tmp_path, model, loads=True).problems == ()
 
 
-def finding(folder: Path, model: str, *, loads: bool = False) -> Finding:
-    """What a probe in a process of its own says."""
-    request = Request("name", model, device="cpu", path=(str(folder),), working_dir=str(folder), loads=loads)
+def finding(folder: Path, model: str, *, loads: bool = False, pipeline: PipelineSpec | None = None) -> Finding:
+    """What a probe in a process of its own says last."""
+    request = Request(
+        "name", model, pipeline=pipeline, device="cpu", path=(str(folder),), working_dir=str(folder), loads=loads
+    )
     with ModelSide({}) as side:
         status, output, errors = side.run("inference.replica.probe", msgspec.json.encode([request]))
     assert status == 0, errors
-    return msgspec.json.decode(output, type=Finding)
+    return msgspec.json.decode(output.splitlines()[-1], type=Finding)
+
+
+def test_what_loading_does_not_try_is_in_the_last_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "config.yaml"
+    (tmp_path / "models.py").write_text(FAILING)
+    graph = {"placement": "graph", "trunk": {"model": SCALE["model"]}, "heads": {"sum": {"model": "models:Sum"}}}
+    path.write_text(yaml.safe_dump({"deployments": {"double": SCALE, "digits": {"pipeline": graph}}}))
+    assert check(path, as_json=False, flags={"server.port": 0}, loads=True) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "loaded and called with one row each, not served; not tried: digits as a whole (its steps were)"
+    )
 
 
 def test_the_operator_is_told_what_was_chosen(run: Run, tmp_path: Path) -> None:
@@ -803,4 +835,32 @@ class Failing(Model):
 class Unloadable(Failing):
     def load(self, device):
         raise OSError("no weights")
+
+class Head(Failing):
+    inputs = [Tensor("y", "FP32", (-1,))]
+    outputs = [Tensor("z", "FP32", (1,))]
+
+    def __call__(self, y):
+        raise RuntimeError("no such operator")
+
+class Sum(Head):
+    def __call__(self, y):
+        return {"z": y.sum(axis=1, keepdims=True)}
+"""
+
+STREAMS = """
+from inference import Model, Tensor
+
+class Endless(Model):
+    inputs = [Tensor("x", "FP32", (1,))]
+    outputs = [Tensor("y", "FP32", (1,))]
+
+    def __call__(self, x):
+        while True:
+            yield {"y": x}
+
+class Breaks(Endless):
+    def __call__(self, x):
+        raise RuntimeError("no such operator")
+        yield
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from inference.errors import DeclarationError, LoadError, Problem, ReplicaError
+from inference.errors import DeclarationError, LoadError, ModelUnfit, Problem, ReplicaError
 from inference.replica.__main__ import failure_of
 
 
@@ -17,6 +17,17 @@ def wrapped() -> LoadError:
         except OSError as error:
             raise LoadError(problem) from error
     except LoadError as error:
+        return error
+
+
+def after(first: Exception, second: Exception) -> Exception:
+    """The second error, raised while the first one was handled."""
+    try:
+        try:
+            raise first
+        except Exception:
+            raise second  # noqa: B904
+    except Exception as error:
         return error
 
 
@@ -33,7 +44,11 @@ def wrapped() -> LoadError:
             False,
         ),
         (ReplicaError("see https://example.org/a/b"), "see https://example.org/a/b", False),
-        (ValueError(), "ValueError", False),
+        (ValueError(), "ValueError", True),
+        (after(ConnectionError("refused"), ValueError("no weights")), "ValueError: no weights", False),
+        (MemoryError("no memory"), "MemoryError: no memory", False),
+        (type("Gone", (ValueError,), {})("a library's"), "Gone: a library's", False),
+        (ModelUnfit("warm-up with a batch of 1: TypeError: no"), "warm-up with a batch of 1: TypeError: no", True),
     ],
 )
 def test_a_failure_has_class_and_message_for_clients(error: Exception, cause: str, is_permanent: bool) -> None:
