@@ -93,7 +93,13 @@ def no_json_form(path: str, tensor: str, datatype: str) -> BadRequest:
 
 
 def read_json(
-    text: bytes | msgspec.Raw, kind: type[_Value] | Any, path: str = "", *, hint: str = "", strict: bool = True
+    text: bytes | msgspec.Raw,
+    kind: type[_Value] | Any,
+    path: str = "",
+    *,
+    hint: str = "",
+    strict: bool = True,
+    is_checked: bool = False,
 ) -> _Value:
     """Decode JSON that has no tensors.
 
@@ -104,6 +110,7 @@ def read_json(
         path: the field whose value the JSON is; empty: the body.
         hint: added to an error's message.
         strict: whether a number or a boolean may not be written as a string.
+        is_checked: whether the text is a part of a text that this function has read, and so has no duplicate key.
 
     Raises:
         BadRequest: the text isn't JSON, is too large, or has a duplicate key; or a field is unknown, missing,
@@ -113,7 +120,8 @@ def read_json(
     try:
         check_size(text)
         value: _Value = msgspec.json.decode(text, type=kind, strict=strict)
-        check_keys(text)
+        if not is_checked:
+            check_keys(text)
     except BadRequest as error:
         raise _hinted(error, hint) from None
     except PARSE_ERRORS as error:

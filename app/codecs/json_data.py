@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import re
 import struct
@@ -128,7 +129,7 @@ class JsonData:
         if not text.lstrip().startswith(b"["):
             raise self._bad(index, "", f"expected an array of {self._elements()}, got a single value")
         # The text is known to be valid JSON, and in a flat array of numbers every comma separates two.
-        pieces: list[bytes] = []
+        packed = io.BytesIO()
         begin, end, got = text.index(b"[") + 1, text.rindex(b"]"), 0
         while begin < end:
             cut = text.find(b",", begin + _PIECE_BYTES, end)
@@ -140,12 +141,12 @@ class JsonData:
                 if nested and not isinstance(error, msgspec.ValidationError):
                     raise self._nested_otherwise(index, shape) from None
                 values = self._with_floats(piece, error, index, got)
-            pieces.append(self._pack(values, index, got))
+            packed.write(self._pack(values, index, got))
             got += len(values)
             begin = cut + 1
         if got != count:
             raise self._miscounted(index, shape, count, got)
-        return b"".join(pieces)
+        return packed.getvalue()
 
     def _with_floats(self, text: bytes | memoryview, error: Exception, index: int | None, start: int) -> list[Any]:
         """The elements of a flat array that can't be read because of an error, unless only floats among integers."""

@@ -9,8 +9,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.hostile.table import HOSTILE
-from tests.hostile.watch import measure, serve_target
+from tests.hostile.table import HOSTILE, TOGETHER
+from tests.hostile.watch import MEMORY_BYTES, measure, send_all, serve_target
 
 
 def main() -> None:
@@ -25,12 +25,19 @@ def main() -> None:
             for size in hostile.sizes if options.only in hostile.name else ():
                 harm = measure(target, hostile, size, attempts=options.attempts)
                 seen = f"longest gap {harm.gap_s:.2f} s, health {harm.health_s:.2f} s"
-                grown = f"memory {harm.grown_bytes / 1e6:+.0f} MB"
-                print(f"{hostile}, {size:,}: {harm.status} after {harm.took_s:.2f} s; {seen}, {grown}", flush=True)
+                growth = f"memory {harm.grown_bytes / 1e6:+.0f} MB"
+                print(f"{hostile}, {size:,}: {harm.status} after {harm.took_s:.2f} s; {seen}, {growth}", flush=True)
                 print(f"  {harm.said[:200]}", flush=True)
                 for fault in harm.faults:
                     print(f"  FAILED: {fault}", flush=True)
                 failed += bool(harm.faults)
+        for together in TOGETHER:
+            if options.only in together.name:
+                before = target.memory_bytes()
+                statuses = send_all(target, together.request(), together.count, missing=together.missing)
+                grown = target.grown_bytes(before)
+                print(f"{together.count} times {together}: {statuses}; memory {grown / 1e6:+.0f} MB", flush=True)
+                failed += not (statuses <= together.statuses and grown <= MEMORY_BYTES)
     print(f"{failed} requests harmed others" if failed else "no request harmed others")
     sys.exit(1 if failed else 0)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-__all__ = ["HOSTILE", "Hostile", "Request"]
+__all__ = ["HOSTILE", "TOGETHER", "Hostile", "Request", "Together"]
 
 CHAT: Final = "/v1/chat/completions"
 COMPLETIONS: Final = "/v1/completions"
@@ -43,6 +43,28 @@ class Hostile:
     make: Callable[[int], Request]
     sizes: tuple[int, int]
     statuses: frozenset[int] = frozenset({400, 413, 422, 429})
+
+    def __str__(self) -> str:
+        return self.name.replace(" ", "-")
+
+
+@dataclass(frozen=True)
+class Together:
+    """Many requests at once.
+
+    Attributes:
+        name: what is hostile in them.
+        request: makes one of them.
+        count: how many.
+        missing: bytes of each body that are never sent.
+        statuses: of answers that are right; 0: a connection that is refused while it sends.
+    """
+
+    name: str
+    request: Callable[[], Request]
+    count: int
+    missing: int = 0
+    statuses: frozenset[int] = frozenset({0, 400, 503})
 
     def __str__(self) -> str:
         return self.name.replace(" ", "-")
@@ -140,6 +162,37 @@ def _gzip(size: int) -> Request:
     return Request(COMPLETIONS, body, {**JSON, "Content-Encoding": "gzip"})
 
 
+def _tool_of(elements: bytes) -> Request:
+    tool = b'{"type":"function","function":{"name":"f","parameters":{"enum":[%b0]}}}' % elements
+    message = b'{"role":"user","content":"x"}'
+    return Request(CHAT, b'{"model":"tiny","max_tokens":1,"messages":[%b],"tools":[%b]}' % (message, tool))
+
+
+def _embeddings(elements: str) -> Request:
+    return Request("/v1/embeddings", b'{"model":"tiny","input":[%b"x"]}' % elements.encode())
+
+
+def _metadata(count: int) -> Request:
+    return _json(CHAT, model="tiny", messages=[], metadata={f"{at:x}": "0" for at in range(count)})
+
+
+def _wide(size: int) -> str:
+    return f'"\N{GRINNING FACE}{"a" * size}",'
+
+
+def _tensor(elements: bytes) -> Request:
+    data = b'{"name":"image","datatype":"FP32","shape":[1,%d],"data":[%b7]}' % (elements.count(b",") + 1, elements)
+    return Request("/v2/models/pictures/infer", b'{"inputs":[%b]}' % data)
+
+
+def _binary(elements: bytes) -> Request:
+    count = len(elements) // 4
+    shape, size = [count, 1], {"binary_data_size": len(elements)}
+    head = json.dumps({"inputs": [{"name": "image", "datatype": "BYTES", "shape": shape, "parameters": size}]}).encode()
+    headers = {"Content-Type": "application/octet-stream", "Inference-Header-Content-Length": str(len(head))}
+    return Request("/v2/models/pictures/infer", head + elements, headers)
+
+
 def _choices(count: int) -> Request:
     return _completion(structured_outputs={"choice": [f"label number {at}" for at in range(count)]})
 
@@ -150,6 +203,8 @@ def _properties(count: int) -> Request:
 
 ANSWERED: Final = frozenset({200, 400, 413, 429})
 """Either is right: the answer itself is bounded."""
+NO_EMBEDDINGS: Final = frozenset({400, 404, 422})
+"""The model has none, which is found after the body is decoded."""
 HOSTILE: Final = (
     Hostile("schema of nested references", lambda size: _schema(_references(size)), (350, 1_400), ANSWERED),
     Hostile("tool of nested references", _tool, (350, 1_400), ANSWERED),
@@ -181,5 +236,28 @@ HOSTILE: Final = (
     Hostile("sound of an absurd rate", lambda size: _upload(_wav(size, 1_500)), (5_000_011, 20_000_003)),
     Hostile("images that unpack large", _pictures, (6_500, 13_000)),
     Hostile("gzip that unpacks large", _gzip, (2**26, 2**28)),
+    Hostile("JSON of empty arrays", lambda size: _tool_of(b"[]," * (size // 3)), (290_000, 12_000_000), ANSWERED),
+    Hostile(
+        "JSON of short strings",
+        lambda size: _embeddings('"\N{GRINNING FACE}",' * (size // 7)),
+        (700_000, 6_900_000),
+        NO_EMBEDDINGS,
+    ),
+    Hostile(
+        "JSON of a long string with a wide character",
+        lambda size: _embeddings(_wide(size)),
+        (6_000_000, 60_000_000),
+        NO_EMBEDDINGS,
+    ),
+    Hostile("JSON of many keys", lambda size: _metadata(size // 11), (900_000, 9_000_000), ANSWERED),
+    Hostile("tensor of short numbers", lambda size: _tensor(b"7," * (size // 2)), (6_000_000, 60_000_000)),
+    Hostile("binary tensor of empty elements", lambda size: _binary(bytes(size)), (6_000_000, 60_000_000)),
     Hostile("deep JSON", lambda size: Request(COMPLETIONS, b"[" * size), (1_000_000, 60_000_000)),
 )  # fmt: skip
+
+TOGETHER: Final = (
+    Together("bodies that never end", lambda: Request(COMPLETIONS, bytes(60_000_001)), 24, 1),
+    Together("gzip that unpacks large", lambda: _gzip(60 << 20), 32),
+    Together("JSON of wide characters", lambda: _embeddings(_wide(20_000_000)), 24),
+    Together("JSON of short strings", lambda: _embeddings('"\N{GRINNING FACE}",' * 980_000), 24),
+)

@@ -20,7 +20,7 @@ from tests.hostile.table import Hostile, Request
 from tests.inference.hf.folders import vit, wav2vec2
 from tests.running import Running, serve, wait_for
 
-__all__ = ["GAP_S", "MEMORY_BYTES", "Harm", "Target", "measure", "serve_target"]
+__all__ = ["GAP_S", "MEMORY_BYTES", "Harm", "Target", "measure", "send_all", "serve_target"]
 
 GAP_S: Final = 0.5
 """The longest that a neighbour's stream may pause, and a health request may take."""
@@ -65,6 +65,13 @@ class Target:
             with contextlib.suppress(psutil.NoSuchProcess):
                 total += process.memory_full_info().pss
         return total
+
+    def grown_bytes(self, before: int) -> int:
+        """What the server has more than before, after a while in which memory may return."""
+        deadline = time.monotonic() + RETURNS_WITHIN_S
+        while (grown := self.memory_bytes() - before) > MEMORY_BYTES and time.monotonic() < deadline:
+            time.sleep(0.2)
+        return grown
 
 
 @dataclass
@@ -134,10 +141,7 @@ def measure(target: Target, hostile: Hostile, size: int, *, attempts: int = 1) -
             harm.faults.append(f"expected the status {sorted(hostile.statuses)}, got {harm.status}: {harm.said}")
         if lost := before.keys() - target.processes().keys():
             harm.faults.append(f"processes ended: {[before[pid] for pid in lost]}")
-        deadline = time.monotonic() + RETURNS_WITHIN_S
-        while (grown := target.memory_bytes() - memory) > MEMORY_BYTES and time.monotonic() < deadline:
-            time.sleep(0.2)
-        harm.grown_bytes = grown
+        harm.grown_bytes = grown = target.grown_bytes(memory)
         if grown > MEMORY_BYTES:
             harm.faults.append(f"the server grew by {grown / 1e6:.0f} MB, expected at most {MEMORY_BYTES / 1e6:.0f}")
         if harm.faults or max(harm.gap_s, harm.health_s) <= GAP_S or attempt + 1 == attempts:
@@ -146,6 +150,36 @@ def measure(target: Target, hostile: Hostile, size: int, *, attempts: int = 1) -
         if seconds > GAP_S:
             harm.faults.append(f"{what} {seconds:.2f} s, expected at most {GAP_S:g}")
     return harm
+
+
+def send_all(target: Target, request: Request, count: int, *, missing: int = 0) -> set[int]:
+    """Send the same request on many connections at once, and close them after the answers.
+
+    Args:
+        target: the server.
+        request: what to send.
+        count: how many.
+        missing: bytes of each body that are never sent. If there are any, no answer is awaited.
+
+    Returns:
+        The answers' statuses; 0: the server ended the connection while the body was sent.
+    """
+
+    async def send() -> set[int]:
+        address = target.running.url.removeprefix("http://").split(":")
+        connections = [await asyncio.open_connection(*address) for _ in range(count)]
+        try:
+            await asyncio.gather(*(_write(writer, request, target.mallory, missing) for _, writer in connections))
+            heads = (reader.readline() for reader, _ in connections if not missing)
+            return {
+                _status(head) if isinstance(head, bytes) else 0
+                for head in await asyncio.gather(*heads, return_exceptions=True)
+            }
+        finally:
+            for _, writer in connections:
+                writer.transport.abort()
+
+    return asyncio.run(asyncio.wait_for(send(), 4 * DEADLINE_S))
 
 
 async def _observe(target: Target, request: Request) -> Harm:
@@ -177,18 +211,28 @@ async def _observe(target: Target, request: Request) -> Harm:
 async def _post(address: list[str], request: Request, key: str) -> tuple[int, str]:
     """Send all at once, and read the answer as soon as there is one."""
     reader, writer = await asyncio.open_connection(*address)
-    headers = {**request.headers, "Host": "test", "X-API-Key": key, "Content-Length": str(len(request.body))}
-    head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+    writing = asyncio.create_task(_write(writer, request, key))
     try:
-        writer.write(f"POST {request.path} HTTP/1.1\r\n{head}Connection: close\r\n\r\n".encode() + request.body)
         answer = await reader.read()
-        return (
-            (int(answer.split(b" ", 2)[1]), answer.partition(b"\r\n\r\n")[2][:400].decode(errors="replace"))
-            if answer
-            else (0, "")
-        )
+        return _status(answer), answer.partition(b"\r\n\r\n")[2][:400].decode(errors="replace")
     finally:
         writer.transport.abort()
+        await writing
+
+
+async def _write(writer: asyncio.StreamWriter, request: Request, key: str, missing: int = 0) -> None:
+    """Send a request without the last bytes of its body, unless the server ends the connection."""
+    headers = {**request.headers, "Host": "test", "X-API-Key": key, "Content-Length": str(len(request.body))}
+    head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+    body = memoryview(request.body)[: len(request.body) - missing]
+    with contextlib.suppress(ConnectionError):
+        writer.write(f"POST {request.path} HTTP/1.1\r\n{head}Connection: close\r\n\r\n".encode())
+        writer.write(body)
+        await writer.drain()
+
+
+def _status(answer: bytes) -> int:
+    return int(answer.split(b" ", 2)[1]) if answer else 0
 
 
 async def _stream(

@@ -1,4 +1,4 @@
-"""Reads request bodies: bounded in size, in time, and in what they unpack to."""
+"""Reads request bodies: bounded in size, in time, and in what they unpack and decode to."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Any, Final, TypeVar
 import anyio
 from starlette.types import Receive, Scope
 
+from app.codecs.memory import object_bytes
 from app.errors import BadRequest, BodyTooLarge, BodyTooSlow, ClientGone, UnsupportedMediaType
-from app.gateway.http.body_budget import BodyBudget, BodyLease
+from app.gateway.http.body_budget import BodyBudget, BodyLease, take_for_objects
 from app.gateway.http.exchange import exchange_of
 
 __all__ = ["LARGE_BYTES", "BodyReader", "decoded"]
@@ -32,9 +33,27 @@ _WINDOW_BITS = {b"gzip": 31, b"x-gzip": 31, b"deflate": 15}
 _Request = TypeVar("_Request")
 
 
-async def decoded(decode: Callable[[bytes], _Request], body: bytes) -> _Request:
-    """Decode a body, in a thread if it is large."""
-    return decode(body) if len(body) < LARGE_BYTES else await asyncio.to_thread(decode, body)
+async def decoded(
+    decode: Callable[[bytes], _Request], body: bytes, scope: Scope, memory: Callable[[bytes], int] = object_bytes
+) -> _Request:
+    """Decode a body, in a thread if it is large.
+
+    Args:
+        decode: reads the JSON.
+        body: of the request, as `BodyReader.read` returned it.
+        scope: of the request, which is charged for what is made of the body.
+        memory: how many bytes that takes; see `app.codecs.memory`.
+
+    Raises:
+        Unavailable: the bodies of all requests together are over the budget.
+        HeadwaterError: from ``decode``.
+    """
+
+    def take_and_decode() -> _Request:
+        take_for_objects(scope, memory(body))
+        return decode(body)
+
+    return take_and_decode() if len(body) < LARGE_BYTES else await asyncio.to_thread(take_and_decode)
 
 
 class BodyReader:

@@ -1,4 +1,5 @@
-"""The memory of bodies: what all requests of a worker may hold together while they are read, unpacked and answered."""
+"""The memory of bodies: what all requests of a worker may hold together while they are read, unpacked, decoded and
+answered."""
 
 from __future__ import annotations
 
@@ -7,9 +8,9 @@ from typing import Final
 
 from starlette.types import Scope
 
-from app.errors import BodyTooLarge, Unavailable
+from app.errors import BodyTooLarge, ClientGone, Unavailable
 
-__all__ = ["ALL_BODIES_BYTES", "BodyBudget", "BodyLease", "release_body"]
+__all__ = ["ALL_BODIES_BYTES", "BodyBudget", "BodyLease", "release_body", "take_for_objects"]
 
 ALL_BODIES_BYTES: Final = 1024 * 1024 * 1024
 """What the workers of a server may hold together."""
@@ -58,6 +59,8 @@ class BodyLease:
         self._budget = budget
         self._max_bytes = max_bytes
         self._held = 0
+        self._is_over = False
+        self._lock = threading.Lock()
 
     def take(self, size: int, total: int) -> None:
         """Take bytes before they are kept.
@@ -69,23 +72,51 @@ class BodyLease:
         Raises:
             BodyTooLarge: the total is over the limit of one body.
             Unavailable: the bodies of all requests together are over the budget.
+            ClientGone: the request has ended.
         """
         if total > self._max_bytes:
             raise BodyTooLarge(
                 f"body: expected at most {self._max_bytes} bytes (server.max_body_bytes), got {total} or more"
             )
-        if not self._budget.take(size, self._held):
-            raise Unavailable(
-                f"body: the bodies of all requests together may hold {self._budget.limit} bytes of memory here, "
-                "which are in use",
-                retry_after_s=RETRY_AFTER_S,
-            )
-        self._held += size
+        self._take(size)
+
+    def take_for_objects(self, size: int) -> None:
+        """Take bytes before a body is decoded, for what is made of it.
+
+        A request is charged for half of the budget at most, so that the largest body can be decoded where workers have
+        small shares. Since large bodies may use three quarters, one request at a time can be over its charge.
+
+        Raises:
+            Unavailable: the bodies of all requests together are over the budget.
+            ClientGone: the request has ended.
+        """
+        self._take(max(min(size, self._budget.limit // 2 - self._held), 0))
+
+    def _take(self, size: int) -> None:
+        with self._lock:  # a thread may take while the request ends
+            if self._is_over:
+                raise ClientGone("the request ended before its body was read")
+            if not self._budget.take(size, self._held):
+                raise Unavailable(
+                    f"body: the bodies of all requests together may hold {self._budget.limit} bytes of memory here, "
+                    "which are in use",
+                    retry_after_s=RETRY_AFTER_S,
+                )
+            self._held += size
 
     def release(self) -> None:
-        """Give everything back."""
-        held, self._held = self._held, 0
+        """Give everything back, for good."""
+        with self._lock:
+            self._is_over = True
+            held, self._held = self._held, 0
         self._budget.give_back(held)
+
+
+def take_for_objects(scope: Scope, size: int) -> None:
+    """Take bytes of the budget for what is made of a request's body; see `BodyLease.take_for_objects`."""
+    lease: BodyLease | None = scope.get("state", {}).get("body")
+    if lease is not None:
+        lease.take_for_objects(size)
 
 
 def release_body(scope: Scope) -> None:

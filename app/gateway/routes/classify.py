@@ -66,7 +66,7 @@ class ClassifyEndpoint(Endpoint):
     async def answer(self, scope: Scope, receive: Receive) -> Reply:
         """See `Endpoint.answer`."""
         raw, _ = await self._reader.read(scope, receive)
-        body, items = await decoded(_read, raw)
+        body, items = await decoded(_read, raw, scope)
         model = chosen_model(self._models, scope, body.model, "classify", "classification")
         signature = model.dispatcher.check_ready()
         spec = signature.classification
@@ -91,7 +91,7 @@ class ClassifyEndpoint(Endpoint):
 def _read(raw: bytes) -> tuple[ClassifyRequest, list[tuple[str, str | _Item]]]:
     """The body, and its inputs with their places."""
     body: ClassifyRequest = read_json(raw, ClassifyRequest)
-    value: Any = read_json(body.input, str | _Item | list[str | _Item], "input")
+    value: Any = read_json(body.input, str | _Item | list[str | _Item], "input", is_checked=True)
     if not isinstance(value, list):
         return body, [("input", value)]
     if not 0 < len(value) <= _MAX_INPUTS:

@@ -96,7 +96,7 @@ class EmbeddingsEndpoint(Endpoint):
     async def answer(self, scope: Scope, receive: Receive) -> Reply:
         """See `Endpoint.answer`."""
         raw, _ = await self._reader.read(scope, receive)
-        body, inputs = await decoded(_read, raw)
+        body, inputs = await decoded(_read, raw, scope)
         model = chosen_model(self._models, scope, body.model, "embeddings", "embedding")
         signature = model.dispatcher.check_ready()
         assert signature.embedding is not None
@@ -131,20 +131,20 @@ class EmbeddingsEndpoint(Endpoint):
 def _read(raw: bytes) -> tuple[EmbeddingsRequest, _Inputs]:
     """The body, and its texts or token ids."""
     body: EmbeddingsRequest = read_json(raw, EmbeddingsRequest)
-    value: str | list[Any] = read_json(body.input, str | list[Any], "input", hint=_HINT)
+    value: str | list[Any] = read_json(body.input, str | list[Any], "input", hint=_HINT, is_checked=True)
     if isinstance(value, str):
         return body, [value]
     if not value:
         raise BadRequest("input: expected at least one string, got an empty list", field="input")
     if type(value[0]) is int:
-        return body, [read_json(body.input, _TokenIds, "input")]
+        return body, [read_json(body.input, _TokenIds, "input", is_checked=True)]
     if len(value) > _MAX_INPUTS:
         message = f"input: expected at most {_MAX_INPUTS} inputs, got {len(value)}; send them in several requests"
         raise BadRequest(message, field="input")
     if isinstance(value[0], list):
-        return body, read_json(body.input, list[_TokenIds], "input")
+        return body, read_json(body.input, list[_TokenIds], "input", is_checked=True)
     try:
-        return body, read_json(body.input, list[str], "input")
+        return body, read_json(body.input, list[str], "input", is_checked=True)
     except BadRequest as error:
         raise BadRequest(f"{error.message}; {_HINT}", field="input") from None
 

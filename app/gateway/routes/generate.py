@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 from starlette.types import ASGIApp, Receive, Scope
 
 from app.codecs.generate import GenerateEncoder
+from app.codecs.memory import tensor_bytes
 from app.codecs.tensors import Answer, HeadAnswer, InferRequest, Outputs
 from app.errors import BadRequest, HeadwaterError
 from app.gateway.http.bodies import LARGE_BYTES, BodyReader, decoded
@@ -67,7 +68,7 @@ class GenerateEndpoint(Endpoint):
             dispatcher = self._models.language_model(model)
             dispatcher.check_ready()
             raw, _ = await self._reader.read(scope, receive)
-            asked = await decoded(GenerateRequest.read, raw)
+            asked = await decoded(GenerateRequest.read, raw, scope)
             form = asked.answer_form(model.name, model.version, streams=self._streams)
 
             def formed(plan: TextPlan, texts: TokenTexts) -> GenerateAnswer:
@@ -84,7 +85,7 @@ class GenerateEndpoint(Endpoint):
         decoder, encoder = model.generate_codecs()
         body, _ = await self._reader.read(scope, receive)
         began_ns = time.perf_counter_ns()
-        request = await decoded(decoder.decode, body)
+        request = await decoded(decoder.decode, body, scope, tensor_bytes)
         request.owner = scope["state"].get("key", "")
         decoded_ns = time.perf_counter_ns()
         if self._streams or signature.streams:
@@ -102,7 +103,7 @@ class GenerateEndpoint(Endpoint):
     async def _relay(self, scope: Scope, receive: Receive, dispatcher: VllmDispatcher, name: str) -> ASGIApp:
         dispatcher.check_generates()
         raw, _ = await self._reader.read(scope, receive)
-        asked = await decoded(GenerateRequest.read, raw)
+        asked = await decoded(GenerateRequest.read, raw, scope)
         form = asked.answer_form(name, streams=self._streams)
         request = from_generate(name, asked, streams=self._streams)
         return await answer_relayed(

@@ -7,8 +7,12 @@ import time
 
 from starlette.types import Receive, Scope
 
+from app.codecs.infer_request import RequestDecoder
+from app.codecs.memory import tensor_bytes
+from app.codecs.tensors import InferRequest
 from app.errors import BadRequest
 from app.gateway.http.bodies import LARGE_BYTES, BodyReader
+from app.gateway.http.body_budget import take_for_objects
 from app.gateway.http.endpoint import Endpoint
 from app.gateway.http.exchange import DisconnectWatch
 from app.gateway.http.replies import Reply, cache_headers
@@ -38,9 +42,9 @@ class InferEndpoint(Endpoint):
         header_length = _header_length(headers)
         began_ns = time.perf_counter_ns()
         if len(body) < LARGE_BYTES or (header_length is not None and decoder.is_light(header_length)):
-            request = decoder.decode(body, header_length)
+            request = _decoded(decoder, body, header_length, scope)
         else:
-            request = await asyncio.to_thread(decoder.decode, body, header_length)
+            request = await asyncio.to_thread(_decoded, decoder, body, header_length, scope)
         request.owner = scope["state"].get("key", "")
         decoded_ns = time.perf_counter_ns()
         with DisconnectWatch(scope, receive):
@@ -62,6 +66,11 @@ class InferEndpoint(Endpoint):
             return Reply(200, pieces, [_JSON, *cache_headers(answer.cache)])
         length = (b"inference-header-content-length", b"%d" % json_length)
         return Reply(200, pieces, [_OCTETS, length, *cache_headers(answer.cache)])
+
+
+def _decoded(decoder: RequestDecoder, body: bytes, header_length: int | None, scope: Scope) -> InferRequest:
+    take_for_objects(scope, tensor_bytes(body, header_length))
+    return decoder.decode(body, header_length)
 
 
 def _header_length(headers: dict[bytes, bytes]) -> int | None:

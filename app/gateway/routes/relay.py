@@ -55,7 +55,7 @@ async def answer_openai(
     accept(scope, dispatcher.route.name, route)
     dispatcher.check_generates()
     read: Callable[[bytes], dict[str, Any]] = _read_object
-    request = read_request(route, await decoded(read, raw))
+    request = read_request(route, await decoded(read, raw, scope))
 
     def form(count: TokenCount) -> Answer:
         return ResponsesAnswer(count) if route == "responses" else ChunkAnswer(request, count)

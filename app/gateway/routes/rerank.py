@@ -49,7 +49,7 @@ class RerankEndpoint(Endpoint):
     async def answer(self, scope: Scope, receive: Receive) -> Reply:
         """See `Endpoint.answer`."""
         raw, _ = await self._reader.read(scope, receive)
-        body = await decoded(_read, raw)
+        body = await decoded(_read, raw, scope)
         model = chosen_model(self._models, scope, body.model, "rerank", "reranking")
         spec = model.dispatcher.check_ready().reranking
         assert spec is not None

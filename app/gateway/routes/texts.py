@@ -215,7 +215,7 @@ class OpenAITextEndpoint(Endpoint):
         if relaying is not None:
             return await answer_openai(self._models, scope, receive, relaying, route, raw)
         read: Callable[[bytes], _OpenAIRequest] = self._kind.read
-        request = await decoded(read, raw)
+        request = await decoded(read, raw, scope)
         model = self._models.choose(scope, request.model)
         accept(scope, model.route.name, route)
         dispatcher = self._models.language_model(model)

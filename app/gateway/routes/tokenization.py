@@ -47,7 +47,7 @@ class TokenizationEndpoint(Endpoint):
         """See `Endpoint.answer`."""
         raw, _ = await self._reader.read(scope, receive)
         read: Callable[[bytes], TokenizeRequest | DetokenizeRequest] = self._kind.read
-        request = await decoded(read, raw)
+        request = await decoded(read, raw, scope)
         name = self._only() if request.model is None else request.model
         model = self._models.choose(scope, name)
         accept(scope, model.route.name, self._route)

@@ -335,5 +335,5 @@ class TestBounds:
 
 @pytest.mark.parametrize(("size", "is_here"), [(LARGE_BYTES - 1, True), (LARGE_BYTES, False)])
 def test_large_bodies_are_decoded_in_a_thread(size: int, is_here: bool) -> None:
-    ran = asyncio.run(decoded(lambda body: threading.current_thread(), bytes(size)))
+    ran = asyncio.run(decoded(lambda body: threading.current_thread(), bytes(size), {}))
     assert (ran is threading.main_thread()) is is_here

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from starlette.types import Receive, Scope
 
+from app.codecs.memory import object_bytes
 from app.errors import (
     BadRequest,
     BodyTooLarge,
@@ -19,8 +20,8 @@ from app.errors import (
     Unavailable,
     UnsupportedMediaType,
 )
-from app.gateway.http.bodies import BodyReader
-from app.gateway.http.body_budget import SMALL_BYTES, BodyBudget, release_body
+from app.gateway.http.bodies import BodyReader, decoded
+from app.gateway.http.body_budget import SMALL_BYTES, BodyBudget, BodyLease, release_body
 from app.gateway.http.endpoint import Endpoint, EndpointRoute
 from app.gateway.http.entry import INFER_PATH, Entry, RequestRecords
 from app.gateway.http.event_stream import StreamLimits
@@ -221,6 +222,46 @@ def test_more_than_the_budget_is_refused_and_all_of_it_comes_back() -> None:
     assert caught.value.retry_after_s == 2
     assert budget.used > 0
     release_body(scope)
+    assert budget.used == 0
+
+
+def scope_with(budget: BodyBudget) -> dict[str, Any]:
+    return {"type": "http", "headers": [], "state": {"body": BodyLease(budget, budget.limit)}}
+
+
+@pytest.mark.parametrize("size", [300_000, 3_000_000])
+def test_what_a_body_is_decoded_to_has_the_same_budget(size: int) -> None:
+    body = b"[%b1]" % (b"[]," * (size // 3))
+    budget = BodyBudget(8 * object_bytes(body))
+    scopes = [scope_with(budget) for _ in range(8)]
+
+    async def main() -> list[Any]:
+        return await asyncio.gather(*(decoded(len, body, scope) for scope in scopes), return_exceptions=True)
+
+    answers = asyncio.run(main())
+    refused = [answer for answer in answers if isinstance(answer, Unavailable)]
+    assert len(refused) == 2  # a quarter is for small bodies
+    assert answers.count(len(body)) == 6
+    for scope in scopes:
+        release_body(scope)
+    assert budget.used == 0
+
+
+def test_the_largest_body_can_be_decoded_where_a_worker_has_a_small_share() -> None:
+    budget = BodyBudget(1000)
+    scope = scope_with(budget)
+    scope["state"]["body"].take(400, 400)
+    assert asyncio.run(decoded(len, b"x", scope, lambda _: 10_000)) == 1
+    assert budget.used == 500
+
+
+def test_a_thread_that_outlives_its_request_takes_nothing_of_the_budget() -> None:
+    budget = BodyBudget(1000)
+    lease = BodyLease(budget, 1000)
+    lease.take(10, 10)
+    lease.release()
+    with pytest.raises(ClientGone):
+        lease.take(10, 20)
     assert budget.used == 0
 
 

@@ -1,0 +1,85 @@
+"""The most memory that decoding a body's JSON takes beside the body, counted in its text without decoding it.
+
+The figures are CPython's sizes of the objects, with the second copy that a check for duplicate keys makes for a moment.
+`tests/app/codecs/test_memory.py` measures them with the worst known texts.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from app.codecs.faults import MAX_CONTAINERS, MAX_VALUES
+
+__all__ = ["MOST_TIMES", "object_bytes", "tensor_bytes"]
+
+MOST_TIMES: Final = 80
+"""No text's objects take more than so many times its bytes."""
+_LIST_BYTES: Final = 150
+_OBJECT_BYTES: Final = 100
+_KEY_BYTES: Final = 100
+_VALUE_BYTES: Final = 50
+_STRING_BYTES: Final = 180
+_NARROW: Final = 3
+_WIDE: Final = 16
+"""Bytes for a byte of a string with characters beyond ASCII: a single such character may give all others 4 bytes."""
+_ELEMENT_BYTES: Final = 8
+_FEW_STRINGS: Final = 10_000
+"""In a text with more, one wide character makes all strings count as wide."""
+_PIECE_BYTES: Final = 1 << 20
+
+
+def object_bytes(text: bytes) -> int:
+    """The memory of the objects that `app.codecs.faults.read_json` makes of a text.
+
+    Args:
+        text: the JSON; need not be valid.
+    """
+    lists, objects, keys, values, quotes = (_count(text, one) for one in (b"[", b"{", b":", b",", b'"'))
+    structure = min(lists, MAX_CONTAINERS) * _LIST_BYTES + min(objects, MAX_CONTAINERS) * _OBJECT_BYTES
+    structure += min(keys, MAX_CONTAINERS) * _KEY_BYTES + min(values, MAX_VALUES) * _VALUE_BYTES
+    structure += min(quotes // 2, MAX_VALUES + MAX_CONTAINERS) * _STRING_BYTES
+    return min(structure + _character_bytes(text, quotes), MOST_TIMES * len(text))
+
+
+def tensor_bytes(text: bytes, end: int | None = None) -> int:
+    """The memory of the tensors that a text's arrays become: they are packed in pieces, without an object for each
+    element.
+
+    Args:
+        text: the JSON; need not be valid.
+        end: where it ends in ``text``.
+    """
+    end = len(text) if end is None else min(max(end, 0), len(text))
+    return _count(text, b",", end) * _ELEMENT_BYTES + 2 * end
+
+
+def _character_bytes(text: bytes, quotes: int) -> int:
+    """The memory of strings' characters."""
+    if len(text) <= _PIECE_BYTES and _is_narrow(text):
+        return len(text) * _NARROW
+    total = length = 0
+    factor = _NARROW
+    for start in range(0, len(text), _PIECE_BYTES):
+        piece = text[start : start + _PIECE_BYTES]
+        is_narrow = _is_narrow(piece)
+        parts = [piece] if quotes > _FEW_STRINGS else piece.split(b'"')
+        for number, part in enumerate(parts):
+            if number:  # another string, or what is between two
+                total += length * factor
+                length, factor = 0, _NARROW
+            length += len(part)
+            if not is_narrow and not _is_narrow(part):
+                factor = _WIDE
+    return total + length * factor
+
+
+def _count(text: bytes, byte: bytes, end: int | None = None) -> int:
+    """Like `bytes.count`; in pieces, so that other threads can run in between."""
+    end = len(text) if end is None else end
+    if end <= _PIECE_BYTES:
+        return text.count(byte, 0, end)
+    return sum(text.count(byte, start, min(start + _PIECE_BYTES, end)) for start in range(0, end, _PIECE_BYTES))
+
+
+def _is_narrow(text: bytes) -> bool:
+    return text.isascii() and b"\\u" not in text
