@@ -12,6 +12,8 @@
 - ``prefill``: no completion is answered, but the cache fills;
 - ``exit``: the server ends with code 0.
 
+An adapter says, token for token, what its file of weights has; the model says "a".
+
 It has a child process named ``VLLM::Worker``, which maps a segment.
 """
 
@@ -27,8 +29,10 @@ import socketserver
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from multiprocessing import shared_memory
 from pathlib import Path
+from types import MappingProxyType
 
 __all__ = ["NOT_OFFERED", "NOT_OFFERED_BODY", "VERSION", "environment", "main"]
 
@@ -65,6 +69,8 @@ class _Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
     request_queue_size = 128
     tokens = 0
     prefilled = 0
+    adapters: Mapping[str, str] = MappingProxyType({})
+    """What each adapter says, by name."""
     pools = False
     """Whether it gives embeddings: as ``--runner`` says, or a file of sentence-transformers in the model's folder."""
 
@@ -98,6 +104,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         """Answer a completion with one token, or with tokens for ever; or with an embedding for each input."""
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/v1/load_lora_adapter":
+            self.server.adapters = {**self.server.adapters, body["lora_name"]: _weights(body["lora_path"])}
+            self._answer(200, b"")
+            return
+        if self.path == "/v1/unload_lora_adapter":
+            self.server.adapters = {k: v for k, v in self.server.adapters.items() if k != body["lora_name"]}
+            self._answer(200, b"")
+            return
         if (self.path == "/v1/embeddings") != self.server.pools or "classifies" in os.environ.get("STAND_IN", ""):
             self._answer(404, b'{"detail": "Not Found"}')
             return
@@ -119,7 +133,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._answer(200, json.dumps({"data": data, "usage": {"prompt_tokens": len(data)}}).encode())
             return
         usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-        choice = {"index": 0, "text": "a", "finish_reason": None, "logprobs": None}
+        text = self.server.adapters.get(body.get("model"), "a")
+        choice = {"index": 0, "text": text, "finish_reason": None, "logprobs": None}
         answer = {"id": "c", "object": "text_completion", "created": 1, "model": "m", "choices": [choice]}
         if not body.get("stream"):
             self.server.tokens += 1
@@ -150,6 +165,10 @@ def _file(name: str) -> str | None:
         return Path(name).read_text()
     except OSError:
         return None
+
+
+def _weights(folder: str) -> str:
+    return Path(folder, "adapter_model.safetensors").read_text()
 
 
 def _begin_worker() -> None:
@@ -188,6 +207,9 @@ def main() -> None:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     _begin_worker()
     server = _Server(arguments["uds"], _Handler)
+    modules = sys.argv[sys.argv.index("--lora-modules") + 1 :] if "--lora-modules" in sys.argv else []
+    named = (json.loads(one) for one in modules)
+    server.adapters = {one["name"]: _weights(one["path"]) for one in named}
     found = "pooling" if Path(arguments["model"], "modules.json").exists() else "generate"
     server.pools = (found if arguments["runner"] == "auto" else arguments["runner"]) == "pooling"
     threading.Thread(target=server.serve_forever, daemon=True).start()

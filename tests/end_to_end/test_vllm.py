@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -214,6 +215,81 @@ def test_a_frozen_engine_is_replaced_and_its_streams_end(running: Running) -> No
     wait_for(lambda: running.is_ready("m") and running.replica_folder("m") != folder, 60, "another replica")
     assert "made no progress within options.max_step_s = 2 s" in running.log.read_text()
     completes(running)
+
+
+def adapter(folder: Path, says: str) -> str:
+    """A LoRA adapter's folder; the program answers with the text."""
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 8}')
+    (folder / "adapter_model.safetensors").write_text(says)
+    return str(folder)
+
+
+def says(running: Running, model: str) -> str:
+    """The answer of a model or an adapter; the error's message if it is refused."""
+    body = {"model": model, "prompt": "a", "max_tokens": 1}
+    answer = running.client.post(f"{running.url}/v1/completions", json=body).json()
+    return str(answer["choices"][0]["text"] if "choices" in answer else answer["error"]["message"])
+
+
+class Listener:
+    """A stream that a client reads until `leave`."""
+
+    def __init__(self, running: Running, model: str) -> None:
+        self.heard: list[str] = []
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._listen, args=(running, model))
+        self._thread.start()
+        self.hears_more()
+
+    def _listen(self, running: Running, model: str) -> None:
+        body = {"model": model, "prompt": "a", "stream": True, "max_tokens": 400}
+        with running.client.stream("POST", f"{running.url}/v1/completions", json=body) as response:
+            for line in response.iter_lines():
+                if line:
+                    event = json.loads(line.removeprefix("data: "))
+                    self.heard.append(event["choices"][0]["text"] if "choices" in event else line)
+                if self._is_over.is_set():
+                    return
+
+    def hears_more(self) -> None:
+        """Wait for further events."""
+        count = len(self.heard)
+        wait_for(lambda: len(self.heard) > count + 2, what="events of a stream")
+
+    def leave(self) -> set[str]:
+        """End the stream. Returns what it said."""
+        self._is_over.set()
+        self._thread.join()
+        return set(self.heard)
+
+
+def test_adapters_that_are_swapped_while_they_serve_mix_in_no_stream(python: Path, model: Path, tmp_path: Path) -> None:
+    folders = {name: adapter(tmp_path / name, name.upper()) for name in ("first", "second", "third", "other")}
+    options = {"adapters": {name: folders[name] for name in ("first", "second")}, "max_loras": 4}
+
+    def swap(adapters: dict[str, str | None]) -> dict[str, Any]:
+        return command(running, "reload", {"parameters": {"config": json.dumps({"options": {"adapters": adapters}})}})
+
+    with serve(configured(python, model, options=options, drain_timeout_s=120)) as running:
+        listeners = {name: Listener(running, name) for name in ("m", "first", "second")}
+        with in_background(lambda: swap({"first": None, "third": folders["third"]})) as results:
+            wait_for(lambda: says(running, "third") == "THIRD" and "first" in says(running, "first"), what="the swap")
+            for listener in listeners.values():
+                listener.hears_more()
+            assert not results[0]  # it waits for the stream of the adapter that goes
+            assert listeners.pop("first").leave() == {"FIRST"}
+        assert (results[0]["state"], results[0]["ended"]) == ("READY", 0)
+        # A name that gets another folder: the replica is replaced, and its streams end with what they began.
+        swapped = {"first": None, "second": folders["other"], "third": folders["third"]}
+        with in_background(lambda: swap(swapped)) as results:
+            wait_for(lambda: says(running, "second") == "OTHER", 60, "the other folder")
+            for listener in listeners.values():
+                listener.hears_more()
+            heard = {name: listener.leave() for name, listener in listeners.items()}
+        assert heard == {"m": {"a"}, "second": {"SECOND"}}
+        assert (results[0]["state"], results[0]["ended"]) == ("READY", 0)
+        assert [says(running, name) for name in ("m", "second", "third")] == ["a", "OTHER", "THIRD"]
 
 
 def test_a_start_that_fails_for_good_is_not_tried_again_and_says_why(python: Path, model: Path) -> None:
