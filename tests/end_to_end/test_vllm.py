@@ -268,10 +268,12 @@ def test_adapters_that_are_swapped_while_they_serve_mix_in_no_stream(python: Pat
     folders = {name: adapter(tmp_path / name, name.upper()) for name in ("first", "second", "third", "other")}
     options = {"adapters": {name: folders[name] for name in ("first", "second")}, "max_loras": 4}
 
-    def swap(adapters: dict[str, str | None]) -> dict[str, Any]:
-        return command(running, "reload", {"parameters": {"config": json.dumps({"options": {"adapters": adapters}})}})
-
     with serve(configured(python, model, options=options, drain_timeout_s=120)) as running:
+
+        def swap(adapters: dict[str, str | None]) -> dict[str, Any]:
+            config = json.dumps({"options": {"adapters": adapters}})
+            return command(running, "reload", {"parameters": {"config": config}})
+
         listeners = {name: Listener(running, name) for name in ("m", "first", "second")}
         with in_background(lambda: swap({"first": None, "third": folders["third"]})) as results:
             wait_for(lambda: says(running, "third") == "THIRD" and "first" in says(running, "first"), what="the swap")
