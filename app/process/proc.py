@@ -12,7 +12,7 @@ import psutil
 
 from app.process.gpu import gpu_processes, gpu_utilization
 
-__all__ = ["GroupUse", "ProcessUse", "group_members", "group_uses", "members", "process_use"]
+__all__ = ["GroupUse", "ProcessUse", "group_members", "group_uses", "members", "process_use", "working_folder"]
 
 
 class ProcessUse(NamedTuple):
@@ -105,3 +105,11 @@ def members(groups: Collection[int]) -> Iterator[tuple[psutil.Process, int]]:
                 process = psutil.Process(pid)
                 if process.status() not in _ENDED:
                     yield process, group
+
+
+def working_folder() -> str:
+    """This process's working folder; if it was removed, the path that it had, where another folder may be."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return os.readlink("/proc/self/cwd").removesuffix(" (deleted)")

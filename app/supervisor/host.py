@@ -20,6 +20,7 @@ from app.config.schema import Deployment
 from app.control.messages import Drained
 from app.process.interpreter import asked
 from app.process.machine import cpu_count
+from app.process.proc import working_folder
 from app.process.sweep import process_stats
 from app.supervisor.handle import ReplicaHandle
 from app.supervisor.replica_memory import ReplicaMemory
@@ -115,7 +116,7 @@ class Host:
     @property
     def search(self) -> list[str]:
         """The folders in which a relative path of the configuration is looked for."""
-        return [os.getcwd(), *self._user_paths]
+        return [working_folder(), *self._user_paths]
 
     @property
     def is_stopping(self) -> bool:

@@ -22,7 +22,7 @@ from app.config.schema import Deployment
 from app.control.routing import LAST_LINES, ReplicaRoute
 from app.process.machine import cpu_count
 from app.process.priority import START_NICE, may_raise_priority, set_priority, set_session_priority
-from app.process.proc import GroupUse, group_members, group_uses
+from app.process.proc import GroupUse, group_members, group_uses, working_folder
 from app.process.sweep import Journal, kill_group, sweep_replica
 from app.process.vllm import ask_vllm
 from app.supervisor.replica_log import ReplicaLog
@@ -328,7 +328,7 @@ class ReplicaProcess:
             token=self.token,
             status_fd=status_fd,
             user_paths=self._user_paths,
-            working_dir=os.getcwd(),
+            working_dir=working_folder(),
             options=deployment.checked_options,
             adapters=deployment.adapters,
             pipeline=deployment.pipeline.spec() if deployment.pipeline is not None else None,

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from tests.running import SERVICES, leftovers, segments_of, serve
+from tests.running import SERVICES, leftovers, segments_of, serve, wait_for
 
 MODEL = "light:Trunk"
 READ_ONLY = "mount -t tmpfs -o ro none /tmp && mount -t tmpfs -o ro none /var/tmp && "
@@ -45,6 +48,18 @@ def test_a_server_works(prefix: tuple[str, ...]) -> None:
         assert answer.status_code == 200, answer.text
         assert running.stop() == 0
         assert leftovers(running.folder, segments) == []
+
+
+def test_replicas_are_replaced_where_another_folder_has_the_place_of_the_working_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "work"
+    shutil.copytree(SERVICES, folder)
+    with serve({"deployments": {"light": {"model": MODEL}}}, cwd=folder) as running:
+        before = running.replica_pid("light")
+        shutil.rmtree(folder)
+        shutil.copytree(SERVICES, folder)
+        os.kill(before, signal.SIGKILL)
+        wait_for(lambda: "light-2 ready" in running.log.read_text(), 180, "another replica")
+        assert running.infer("light", [1, 2, 3, 4], shape=[1, 4]).status_code == 200
 
 
 def test_a_check_without_standard_streams_says_by_its_status_what_it_found() -> None:
