@@ -382,6 +382,9 @@ class ReplicaSet(Served):
 
     def note_lost(self, slot: Slot, replica: ReplicaHandle) -> None:
         """A replica that served can no longer be used."""
+        if not self.ready:
+            for other in self._slots:
+                other.hurry()
         if slot.is_kept and not self.ready:
             self.set_state(State.UNAVAILABLE, replica.reason)
         else:
@@ -416,7 +419,7 @@ class ReplicaSet(Served):
 
     def _try_slowly(self, slot: Slot, reason: str) -> None:
         """Have a slot try again after a long pause. A slot that only load required goes; load may require it again."""
-        if not self.bounds.is_fixed and len(self._slots) > 1:
+        if len(self._slots) > self.bounds.min:
             self._give_up(slot, reason, f"one replica less: {reason}")
             return
         slot.is_slow = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Mapping
 from typing import Final, Protocol
 
 from app.config.schema import Deployment
@@ -23,6 +24,8 @@ logger = logging.getLogger("headwater")
 SLOW_FIRST_S: Final = 30.0
 SLOW_LONGEST_S: Final = 480.0
 """How long the pauses are of a deployment that lost too many replicas."""
+UNSERVED_PAUSE_S: Final = 2.0
+"""The longest pause before a replica that served is replaced while no other one serves. Slow pauses are longer."""
 PLACE_RETRY_S: Final = 2.0
 """How often to look again for memory that a replica needs."""
 
@@ -35,6 +38,9 @@ class Owner(Protocol):
     host: Host
     starter: ReplicaStarter
     shortage: str
+
+    @property
+    def ready(self) -> Mapping[str, ReplicaHandle]: ...
 
     def note_no_capacity(self, slot: Slot, reason: str) -> None: ...
     def note_progress(self, text: str) -> None: ...
@@ -73,6 +79,11 @@ class Slot:
         if self._pausing is not None:
             self._pausing.cancel()
 
+    def hurry(self) -> None:
+        """End a pause, since no replica serves; slow ones stay."""
+        if self._pausing is not None and not self.is_slow:
+            self._pausing.cancel()
+
     @property
     def _is_wanted(self) -> bool:
         return self.is_kept and not self._owner.host.is_stopping
@@ -80,6 +91,7 @@ class Slot:
     async def _run(self) -> None:
         backoff, slow = Backoff(), Backoff(SLOW_FIRST_S, SLOW_LONGEST_S)
         while self.replica is not None or await self._reserve():
+            has_served = False
             began_s = time.monotonic()
             if self.replica is None:
                 async with self._owner.starter.turn(self._owner.config):
@@ -91,7 +103,9 @@ class Slot:
                 if has_served and replica.is_lost_with_node:
                     backoff = Backoff()  # what is lost with a machine would live elsewhere
             if self._is_wanted:
-                await self._pause((slow if self.is_slow else backoff).after(time.monotonic() - began_s))
+                pause_s = (slow if self.is_slow else backoff).after(time.monotonic() - began_s)
+                is_missed = has_served and not self.is_slow and not self._owner.ready
+                await self._pause(min(pause_s, UNSERVED_PAUSE_S) if is_missed else pause_s)
 
     async def _reserve(self) -> bool:
         """Wait until there is capacity for a replica. Returns whether there is: it may no longer be wanted."""

@@ -443,6 +443,54 @@ def test_a_loss_with_the_node_is_no_crash_and_is_replaced_soon(monkeypatch: pyte
     run(scenario)
 
 
+@pytest.mark.parametrize(
+    ("replicas", "pauses"), [(1, [0.5, 1, 2, 2, 2, 2]), (2, [0.5, 1, 2, 4, 8, 16])], ids=["alone", "beside another"]
+)
+def test_a_lost_replica_is_replaced_soon_while_no_other_one_serves(
+    replicas: int, pauses: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paused: list[float] = []
+
+    async def pause(self: Slot, timeout_s: float) -> None:
+        paused.append(timeout_s)
+
+    monkeypatch.setattr(Slot, "_pause", pause)
+
+    async def scenario() -> None:
+        supervisor = Supervisor(one(replicas=replicas))
+        await supervisor.start()
+        a = supervisor.sets["a"]
+        for count in range(replicas, replicas + 6):
+            supervisor.launched[-1].end("killed by SIGKILL")
+            await until(lambda count=count: f"a-{count}" in a.ready)  # type: ignore[misc]
+        assert paused == pauses
+
+    run(scenario)
+
+
+def test_a_pause_ends_when_the_last_replica_that_served_is_lost() -> None:
+    async def scenario() -> None:
+        supervisor = Supervisor(one(replicas=2))
+        await supervisor.start()
+        a = supervisor.sets["a"]
+        pauses: list[float] = []
+
+        async def wait_for_stop(timeout_s: float) -> None:
+            pauses.append(timeout_s)
+            await asyncio.Event().wait()
+
+        supervisor.wait_for_stop = wait_for_stop  # type: ignore[method-assign]
+        supervisor.launched[0].end("killed by SIGKILL")
+        await until(lambda: len(pauses) == 1)
+        assert list(a.ready) == ["a-1"]
+        supervisor.launched[1].end("killed by SIGKILL")
+        await until(lambda: list(a.ready) == ["a-2"])
+        assert len(pauses) == 2
+        await supervisor.told("unload", "a")
+
+    run(scenario)
+
+
 def test_a_replica_that_is_lost_while_it_drains_is_not_replaced() -> None:
     async def scenario() -> None:
         supervisor = Supervisor(one())

@@ -533,6 +533,24 @@ def test_load_that_calls_for_what_cannot_start_leaves_what_serves_alone(caplog: 
     check(scenario)
 
 
+def test_what_lost_too_many_replicas_keeps_trying_for_as_many_as_there_are_at_least(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def scenario() -> None:
+        host = Host(range_of(2, 3, max_crashes=1))
+        a = await started(host, 2)
+        host.auto_ready = False
+        host.launched[0].end("killed by SIGKILL")
+        await until(lambda: len(host.launched) == 3)
+        assert (a.state, a.wanted, list(a.ready)) == (State.READY, 2, ["a-1"])
+        assert "tried again slowly" in a.shortage
+        host.launched[2].get_ready()
+        await until(lambda: len(a.ready) == 2)
+
+    caplog.set_level(logging.CRITICAL)
+    check(scenario)
+
+
 def test_the_loads_of_all_workers_are_summed() -> None:
     one_worker = LoadReport([DeploymentLoad("a", 3, 0.5, 1.5, 4), DeploymentLoad("b", 1, 0.1, 0.5, 1)])
     other = LoadReport([DeploymentLoad("a", 2, 0.7, 0.25, 3)])
