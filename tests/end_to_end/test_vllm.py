@@ -264,18 +264,17 @@ class Listener:
         return set(self.heard)
 
 
+def swap(running: Running, adapters: dict[str, str | None]) -> dict[str, Any]:
+    return command(running, "reload", {"parameters": {"config": json.dumps({"options": {"adapters": adapters}})}})
+
+
 def test_adapters_that_are_swapped_while_they_serve_mix_in_no_stream(python: Path, model: Path, tmp_path: Path) -> None:
     folders = {name: adapter(tmp_path / name, name.upper()) for name in ("first", "second", "third", "other")}
     options = {"adapters": {name: folders[name] for name in ("first", "second")}, "max_loras": 4}
 
     with serve(configured(python, model, options=options, drain_timeout_s=120)) as running:
-
-        def swap(adapters: dict[str, str | None]) -> dict[str, Any]:
-            config = json.dumps({"options": {"adapters": adapters}})
-            return command(running, "reload", {"parameters": {"config": config}})
-
         listeners = {name: Listener(running, name) for name in ("m", "first", "second")}
-        with in_background(lambda: swap({"first": None, "third": folders["third"]})) as results:
+        with in_background(lambda: swap(running, {"first": None, "third": folders["third"]})) as results:
             wait_for(lambda: says(running, "third") == "THIRD" and "first" in says(running, "first"), what="the swap")
             for listener in listeners.values():
                 listener.hears_more()
@@ -283,8 +282,8 @@ def test_adapters_that_are_swapped_while_they_serve_mix_in_no_stream(python: Pat
             assert listeners.pop("first").leave() == {"FIRST"}
         assert (results[0]["state"], results[0]["ended"]) == ("READY", 0)
         # A name that gets another folder: the replica is replaced, and its streams end with what they began.
-        swapped = {"first": None, "second": folders["other"], "third": folders["third"]}
-        with in_background(lambda: swap(swapped)) as results:
+        swapped: dict[str, str | None] = {"first": None, "second": folders["other"], "third": folders["third"]}
+        with in_background(lambda: swap(running, swapped)) as results:
             wait_for(lambda: says(running, "second") == "OTHER", 60, "the other folder")
             for listener in listeners.values():
                 listener.hears_more()
