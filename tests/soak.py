@@ -1,7 +1,8 @@
 """A server that is loaded, used and unloaded again and again, and reloaded under load: nothing may be left or lost.
 
-``python -m tests.soak [--cycles 50] [--reloads 20] [--connections 64]`` prints a line for each cycle and reload, then
-what it found; its exit status is 1 if anything was not as it should be.
+``python -m tests.soak [--cycles 50] [--reloads 20] [--connections 64] [--kinds 50]`` prints a line for each cycle and
+reload, then what it found; its exit status is 1 if anything was not as it should be. Afterwards another server loads,
+uses and unloads a model of every kind; see `tests.soak_kinds`.
 
 A cycle uses a language model and one that answers whole, and unloads and loads both at once. Before every other unload
 streams are open and requests under way, some of which outlast the time to drain.
@@ -26,6 +27,7 @@ from typing import Any, Final
 import httpx
 
 from tests.running import Running, leftovers, resident_bytes, segments_of, serve, wait_for
+from tests.soak_kinds import differences, kinds_config, run_kinds_cycle, standing_of
 from tests.token_streams import Stream, open_stream
 from tests.traces import Traces
 
@@ -313,9 +315,13 @@ def main() -> None:
     parser.add_argument("--cycles", type=int, default=50, help="of load, use and unload; default: %(default)s")
     parser.add_argument("--reloads", type=int, default=20, help="under load; default: %(default)s")
     parser.add_argument("--connections", type=int, default=64, help="of that load; default: %(default)s")
+    parser.add_argument("--kinds", type=int, default=50, help="cycles of every kind of model; default: %(default)s")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="hw-soak-") as name:
         faults = _soak(Path(name), options.cycles, options.reloads, options.connections)
+    if options.kinds:
+        with tempfile.TemporaryDirectory(prefix="hw-soak-") as name:
+            faults += _soak_kinds(Path(name), options.kinds)
     for fault in faults:
         print(f"FAILED: {fault}")
     print("nothing was left or lost" if not faults else f"{len(faults)} faults")
@@ -354,13 +360,37 @@ def _print_cycles(running: Running, folder: Path, cycles: int) -> list[str]:
             f"{len(cycle.faults):>7}",
             flush=True,
         )
-    if cycles >= 10:
-        for name, sizes in resident.items():
+    return faults + _grown(resident)
+
+
+def _grown(resident: dict[str, list[float]]) -> list[str]:
+    """The processes whose memory grew from cycle to cycle."""
+    faults = []
+    for name, sizes in resident.items():
+        if len(sizes) >= 10:
             grown = growth(sizes)
             print(f"memory of {name}: the last fifth of the cycles against the second: {grown:+.1%}")
             if grown > FLAT_WITHIN:
                 faults.append(f"memory of {name} grew by {grown:.1%}")
     return faults
+
+
+def _soak_kinds(folder: Path, cycles: int) -> list[str]:
+    faults: list[str] = []
+    resident: dict[str, list[float]] = {}
+    with serve(kinds_config(folder)) as running:
+        before = None
+        for number in range(1, cycles + 1):
+            cycle = asyncio.run(run_kinds_cycle(running))
+            if before is None:  # what the first use makes stays
+                before = standing_of(running)
+            found = [*cycle.faults, *differences(running, before)]
+            faults += [f"kinds, cycle {number}: {fault}" for fault in found]
+            for name, size in cycle.resident.items():
+                resident.setdefault(name, []).append(size)
+            sizes = ", ".join(f"{name} {size / MIB:.1f} MiB" for name, size in cycle.resident.items())
+            print(f"kinds, cycle {number}: {cycle.took_s:.1f} s, {sizes}, {len(found)} faults", flush=True)
+    return faults + _grown(resident)
 
 
 def _print_reloads(running: Running, folder: Path, reloads: int, connections: int) -> list[str]:

@@ -13,6 +13,7 @@ import pytest
 from tests.end_to_end.conftest import language_model
 from tests.running import Running, leftovers, segments_of, serve, wait_for
 from tests.soak import DRAIN_S, OPEN_STREAMS, UNDER_WAY_S, growth, reload_under_load, run_cycle, soak_config
+from tests.soak_kinds import differences, kinds_config, run_kinds_cycle, standing_of
 from tests.traces import Traces
 
 CYCLES = 4
@@ -58,6 +59,17 @@ def test_a_reload_under_load_fails_no_request_and_each_connection_goes_over_once
     assert found.faults == []
     assert len(found.reload_s) == RELOADS
     assert found.requests >= CONNECTIONS * (RELOADS + 1)
+
+
+@pytest.mark.torch
+def test_every_kind_of_model_leaves_the_server_as_it_was(tmp_path: Path) -> None:
+    """Processes, threads, file descriptors, shared memory and folders; `make soak` looks at the memory, too."""
+    with serve(kinds_config(tmp_path)) as running:
+        first = asyncio.run(run_kinds_cycle(running))
+        before = standing_of(running)
+        second = asyncio.run(run_kinds_cycle(running))
+        assert first.faults == second.faults == []
+        assert differences(running, before) == []
 
 
 def test_growth_is_that_of_the_last_fifth_over_the_second() -> None:
