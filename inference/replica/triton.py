@@ -16,6 +16,7 @@ All use of private parts of PyTriton is here; tests/inference/replica/test_trito
 
 from __future__ import annotations
 
+import errno
 import http.client
 import os
 import re
@@ -31,7 +32,7 @@ from pytriton.model_config import DynamicBatcher, ModelConfig, Tensor
 from pytriton.triton import Triton, TritonConfig, TritonLifecyclePolicy, TritonSecurityConfig
 
 from inference.datatypes import DATATYPES
-from inference.errors import ReplicaError, shortage_in, shortage_of
+from inference.errors import ReplicaError, Shortage, shortage_in, shortage_of
 from inference.replica import callee
 from inference.replica.bridge import install, socket_path
 from inference.replica.callee import Answers
@@ -45,6 +46,11 @@ from inference.wire.shared_memory import bound_shape
 __all__ = ["EmbeddedTriton", "UnixConnection", "telling_lines"]
 
 START_TIMEOUT_S = 60.0
+STUCK_S = 10.0
+"""After so long without getting on, Triton waits for a thread that it could not start."""
+STUCK_CPU_NS = 10_000_000
+"""What waiting threads need in that time, at most."""
+LOOK_EVERY_S = 0.5
 REPORTED_LINES = 15
 """Of the log of a Triton that did not start."""
 # PyTriton waits for readiness without its token, so `health` alone can't be restricted; it discloses nothing.
@@ -181,6 +187,7 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
 
     def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + START_TIMEOUT_S
+        progress = Progress()
         while not self._is_ready():
             # The log says so at once, while Triton may take its time to end.
             if "Failed to create instance" in "".join(lines := self._log_lines()):
@@ -189,6 +196,9 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
                 ended = "it ended" if not self._triton_server.is_alive() else f"not ready after {START_TIMEOUT_S:g} s"
                 raise _not_started(ended, self._log_lines())
             _check_threads()
+            if progress.is_stuck(time.monotonic()):
+                text = f"Triton has stood still for {STUCK_S:g} s, as it does where it could not start a thread"
+                raise Shortage(errno.EAGAIN, text)
             time.sleep(0.02)
 
     def _is_ready(self) -> bool:
@@ -207,6 +217,50 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
         if log.exists():
             lines += log.read_text(errors="replace").splitlines()
         return lines
+
+
+class Progress:
+    """Sees whether the other processes of this group get on: Triton and its stub."""
+
+    def __init__(self) -> None:
+        self._next_look_s = self._since_s = 0.0
+        self._ran_ns = -STUCK_CPU_NS
+
+    def is_stuck(self, now_s: float) -> bool:
+        """Whether all their threads have slept for `STUCK_S`; waiting for a processor or a disk is no sleep."""
+        if now_s < self._next_look_s:
+            return False
+        self._next_look_s = now_s + LOOK_EVERY_S
+        ran_ns = _others_ran_ns()
+        if ran_ns is None:
+            self._since_s = now_s
+        elif ran_ns - self._ran_ns >= STUCK_CPU_NS:
+            self._since_s, self._ran_ns = now_s, ran_ns
+        return now_s - self._since_s >= STUCK_S
+
+
+def _others_ran_ns() -> int | None:
+    """How long the other processes of this group have run; None: one of them doesn't sleep, or it can't be seen."""
+    total_ns, group = 0, os.getpgrp()
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid() or _group_of(int(entry.name)) != group:
+            continue
+        try:
+            for task in (entry / "task").iterdir():
+                if (task / "stat").read_text().rpartition(") ")[2][0] != "S":
+                    return None
+                total_ns += int((task / "schedstat").read_text().split()[0])
+        except OSError:
+            return None
+    return total_ns or None
+
+
+def _group_of(pid: int) -> int:
+    """The group of a process; 0: it has ended."""
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return 0
 
 
 def _check_threads() -> None:

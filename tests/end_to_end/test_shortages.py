@@ -59,7 +59,7 @@ def test_a_start_that_meets_a_process_limit_says_so_soon_and_the_next_one_serves
         assert others.stdout is not None
         assert others.stdout.readline() == "up\n"
         with serve({**ONE, "server": {"runtime_dir": folder}}, ready=False, prefix=prefix) as running:
-            wait_for(lambda: running.log.read_text().count("did not start (tried again)") > 1, 50, "two failed starts")
+            wait_for(lambda: running.log.read_text().count("did not start (tried again)") > 1, 100, "two failed starts")
             log = running.log.read_text()
             assert "Resource temporarily unavailable" in log or "lacks processes or threads" in log
             assert others.stdin is not None

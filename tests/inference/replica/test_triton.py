@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -102,3 +104,22 @@ def test_of_a_log_the_lines_are_told_that_say_why() -> None:
 
 def _infer(requests: list[Any]) -> list[Any]:
     raise NotImplementedError
+
+
+@pytest.mark.parametrize(("does", "is_stuck"), [("time.sleep(600)", True), ("any(iter(int, 1))", False)])
+def test_a_triton_whose_threads_all_sleep_is_stuck(does: str, is_stuck: bool) -> None:
+    code = f"""
+import subprocess, sys, time
+from inference.replica import triton
+child = subprocess.Popen([sys.executable, "-c", "import time; print(flush=True); {does}"], stdout=subprocess.PIPE)
+child.stdout.readline()
+triton.STUCK_S, triton.LOOK_EVERY_S = 2.0, 0.0
+progress, end_s = triton.Progress(), time.monotonic() + {30 if is_stuck else 5}
+while time.monotonic() < end_s and not progress.is_stuck(time.monotonic()):
+    time.sleep(0.05)
+print(time.monotonic() < end_s)
+child.kill()
+"""
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, start_new_session=True, check=True)
+    assert ended.stdout == f"{is_stuck}\n"
