@@ -89,3 +89,15 @@ def test_tensors_take_no_more_than_is_counted(datatype: str, is_nested: bool, si
     piece = 3_000_000  # of 64 KiB of text, as Python's numbers
     assert peak_bytes(lambda: decoder.decode(body)) <= tensor_bytes(body) + piece
     assert tensor_bytes(body, 10) <= 100
+
+
+@pytest.mark.parametrize("count", [100_000, 1_000_000])
+def test_a_binary_tensor_of_empty_elements_is_not_copied(count: int) -> None:
+    signature = Signature(
+        name="m", inputs=(TensorSpec("x", "BYTES", (-1,)),), outputs=(TensorSpec("y", "FP32", (1,)),), max_batch_size=4
+    )
+    entry = {"name": "x", "datatype": "BYTES", "shape": [1, count], "parameters": {"binary_data_size": 4 * count}}
+    head = json.dumps({"inputs": [entry]}).encode()
+    body = head + bytes(4 * count)
+    decoder = RequestDecoder(signature)
+    assert peak_bytes(lambda: decoder.decode(body, len(head))) <= 100_000
