@@ -11,6 +11,7 @@ otherwise. Writes the raw figures to benchmarks/results/lm_engine.json.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import logging
 import os
@@ -88,7 +89,8 @@ def main() -> None:
     options = parse_with_smoke(parser, sizes="5", sequences="2", prompt=8, tokens=4, repeats=1)
     quiet()
     left_out = tuple(name for name in options.without.split(",") if name)
-    contenders = {name: run for name, run in CONTENDERS.items() if not (left_out and name.startswith(left_out))}
+    named = {**CONTENDERS, INVARIANT: _slot_engine_invariant} if options.device == "cpu" else CONTENDERS
+    contenders = {name: run for name, run in named.items() if not (left_out and name.startswith(left_out))}
     found: dict[str, dict[str, list[float]]] = {}
     print(machine())
     for size in options.sizes.split(","):
@@ -169,8 +171,8 @@ def quiet() -> None:
     warnings.filterwarnings("ignore")
 
 
-def _engine(model: Any, prompts: list[list[int]], tokens: int, sampling: Sampling) -> float:
-    engine = SlotEngine(model, max_sequences=len(prompts))
+def _engine(model: Any, prompts: list[list[int]], tokens: int, sampling: Sampling, **options: Any) -> float:
+    engine = SlotEngine(model, max_sequences=len(prompts), **options)
     for row, prompt in enumerate(prompts):
         # More than are timed: while the others' prompts are computed, a step or more for each, those before generate.
         engine.submit(SequenceRequest(str(row), prompt, tokens + len(prompts) + 1, sampling))
@@ -196,6 +198,11 @@ def _slot_engine_mixed(model: Any, count: int, prompt: int, tokens: int) -> floa
 
 def _slot_engine_sampled(model: Any, count: int, prompt: int, tokens: int) -> float:
     return _engine(model, _mixed(count, prompt), tokens, SAMPLED)
+
+
+def _slot_engine_invariant(model: Any, count: int, prompt: int, tokens: int) -> float:
+    """With `batch_invariant`, which replaces layers, so of a copy."""
+    return _engine(copy.deepcopy(model), _prompts(count, prompt), tokens, GREEDY, batch_invariant=True)
 
 
 @torch.inference_mode()
@@ -251,6 +258,8 @@ def _continuous(model: Any, count: int, prompt: int, tokens: int) -> float:
 
 BARE: Final = "bare batched forward"
 ENGINE: Final = "slot engine"
+INVARIANT: Final = "slot engine, batch invariant"
+"""On a CPU only."""
 CONTENDERS: Final[dict[str, Contender]] = {
     BARE: _bare,
     ENGINE: _slot_engine,
