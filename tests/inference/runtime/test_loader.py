@@ -165,12 +165,21 @@ def test_what_cannot_change_by_trying_again_is_said_to_be_so(write: Write, sourc
     assert is_permanent(caught.value) is permanent
 
 
-def test_a_constructor_that_raises_may_succeed_later_and_a_wrong_option_may_not(write: Write) -> None:
-    reference = f"{write(GOOD.replace('= factor', '= 1 / factor'))}:Scale"
-    for options, permanent in (({"factor": 0}, False), ({"fcator": 0}, True)):
-        with pytest.raises(LoadError) as caught:
-            load_model(reference, options)
-        assert is_permanent(caught.value) is permanent
+@pytest.mark.parametrize(
+    ("raised", "options", "permanent"),
+    [
+        ("factor", {"fcator": 0}, True),  # no such option
+        ("1 / factor", {"factor": 0}, True),
+        ("open('/no/such/weights')", {"factor": 0}, False),
+    ],
+)
+def test_a_constructor_that_meets_the_machine_may_succeed_later(
+    write: Write, raised: str, options: dict[str, Any], permanent: bool
+) -> None:
+    reference = f"{write(GOOD.replace('= factor', f'= {raised}'))}:Scale"
+    with pytest.raises(LoadError) as caught:
+        load_model(reference, options)
+    assert is_permanent(caught.value) is permanent
 
 
 def test_an_unknown_option(write: Write) -> None:
