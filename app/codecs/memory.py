@@ -59,17 +59,22 @@ def _character_bytes(text: bytes, quotes: int) -> int:
         return len(text) * _NARROW
     total = length = 0
     factor = _NARROW
+    is_escaped = False
     for start in range(0, len(text), _PIECE_BYTES):
-        piece = text[start : start + _PIECE_BYTES]
+        end = start + _PIECE_BYTES
+        piece = text[start:end]
         is_narrow = _is_narrow(piece)
         parts = [piece] if quotes > _FEW_STRINGS else piece.split(b'"')
         for number, part in enumerate(parts):
-            if number:  # another string, or what is between two
+            if number and not is_escaped:  # another string, or what is between two
                 total += length * factor
                 length, factor = 0, _NARROW
             length += len(part)
             if not is_narrow and not _is_narrow(part):
                 factor = _WIDE
+            is_escaped = part.endswith(b"\\") or (is_escaped and not number and not part)
+        if text[end - 1 : end + 1] == b"\\u":  # an escape that two pieces share
+            factor = _WIDE
     return total + length * factor
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from app.codecs.faults import MAX_CONTAINERS, MAX_VALUES, read_json
 from app.codecs.infer_request import RequestDecoder
-from app.codecs.memory import MOST_TIMES, object_bytes, tensor_bytes
+from app.codecs.memory import _PIECE_BYTES, MOST_TIMES, object_bytes, tensor_bytes
 from inference.signature import Signature, TensorSpec
 
 SIZES = (30_000, 300_000)
@@ -45,6 +45,9 @@ WORST: dict[str, Callable[[int], bytes]] = {
     "a long string": lambda size: b'"%b"' % (b"a" * size),
     "a long string with a wide character": lambda size: '"\N{GRINNING FACE}'.encode() + b"a" * size + b'"',
     "a long string with an escape": lambda size: b'"\\ud83d\\ude00' + b"a" * size + b'"',
+    "a long string with a wide character behind a quote": lambda size: (
+        b'"' + b"a" * size + '\\"\N{GRINNING FACE}"'.encode()
+    ),
     "a long string with both": lambda size: '"\\ud83d\\ude00\N{GRINNING FACE}'.encode() + b"a" * size + b'"',
 }
 
@@ -71,6 +74,14 @@ def test_objects_take_no_more_than_is_counted(worst: str, size: int) -> None:
 def test_only_a_string_with_wide_characters_counts_as_wide() -> None:
     image = b"a" * 1_000_000
     assert object_bytes(b'{"text":"\\u00e9","image":"%b"}' % image) < 3.1 * len(image)
+
+
+@pytest.mark.parametrize("before", range(6))
+@pytest.mark.parametrize("escape", [b"\\u4e00", b'\\"\\u4e00'])
+def test_a_wide_character_counts_where_two_pieces_of_a_large_text_meet(escape: bytes, before: int) -> None:
+    start = b'"' + b"a" * (_PIECE_BYTES - 1 - before)
+    text = start + escape + b"a" * 1_000_000 + b'"'
+    assert peak_bytes(lambda: read_json(text, Any)) <= object_bytes(text) + 10_000
 
 
 @pytest.mark.parametrize("size", SIZES)
