@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -37,16 +38,23 @@ class RuntimeFolder:
         return (there.st_dev, there.st_ino) != (ours.st_dev, ours.st_ino)
 
     def make_again(self) -> None:
-        """Make it again, empty, with the same path.
+        """Make it again, empty, with the same path. After an error it counts as lost as before.
 
         Raises:
             OSError: it can't be made.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.mkdir(mode=0o700)
-        for handle in (self._folder, self._lock):
+        before = self._folder, self._lock
+        with contextlib.ExitStack() as undo:
+            undo.callback(shutil.rmtree, self.path, ignore_errors=True)
+            folder = _locked(self.path)
+            undo.callback(os.close, folder)
+            self._lock = lock_instance_folder(self.path)
+            self._folder = folder
+            undo.pop_all()
+        for handle in before:
             os.close(handle)
-        self._lock, self._folder = lock_instance_folder(self.path), _locked(self.path)
 
     def close(self) -> None:
         """Remove it."""
