@@ -560,8 +560,9 @@ def _check_expanded(content: Any, limit: int, where: str) -> None:
             break
         path.append(str(large[0]))
         content = large[1]
+    place = f"`{'.'.join(path)}`: " if path else ""
     raise ConfigError(
-        f"{where}: `{'.'.join(path)}`: expected at most {limit} characters with every alias replaced by what it stands "
+        f"{where}: {place}expected at most {limit} characters with every alias replaced by what it stands "
         f"for, got {_expanded_size(content, sizes)}; write fewer aliases (*name) of aliases"
     )
 

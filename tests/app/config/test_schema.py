@@ -333,6 +333,13 @@ def test_aliases_of_aliases_that_stand_for_too_much_are_refused_at_once(tmp_path
         load_config(path, environment={}, flags={})
 
 
+def test_a_file_whose_parts_together_stand_for_too_much_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "parts.yaml"
+    path.write_text("a: &a " + "x" * 30_000 + "\n" + "".join(f"{name}: *a\n" for name in "bcdefghij"))
+    with pytest.raises(ConfigError, match=r"parts\.yaml: expected at most 262144 characters"):
+        load_config(path, environment={}, flags={})
+
+
 def test_aliases_that_stand_for_little_are_taken(tmp_path: Path) -> None:
     path = tmp_path / "few.yaml"
     path.write_text(laughs(3, "[{aliases}]"))
