@@ -113,11 +113,14 @@ class Ledger:
         lost = 0
         try:
             while self._unread:
+                booked = self._unread[0]
                 try:
-                    lost += self._book(self._unread[0])
+                    lost += self._book(booked)
                 except FileNotFoundError:
-                    logger.error("metrics: %s was removed, and the worker's counts with it", self._unread[0])
+                    logger.error("metrics: %s was removed, and the worker's counts with it", booked)
                 del self._unread[0]
+                if (fd := self._in_memory.pop(booked, None)) is not None:
+                    os.close(fd)
         except OSError as error:
             logger.error("metrics: can't book the counts of an ended worker yet: %s: %s", self._unread[0], error)
         return lost
@@ -135,8 +138,6 @@ class Ledger:
         self._replace(_ENDED, ended)
         self._ended = ended
         path.unlink()
-        if (fd := self._in_memory.pop(path, None)) is not None:
-            os.close(fd)
         return lost
 
     def write_state(self, values: Mapping[Key, int]) -> None:

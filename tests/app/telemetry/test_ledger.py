@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -35,6 +36,24 @@ def test_workers_are_added_up(tmp_path: Path) -> None:
     assert records[Key("headwater_active_sequences", ("lm",))] == [2]  # each says what the engine has in all
     assert records[Key("headwater_batch_rows", ("m",))][2] == 3
     assert records[Key("headwater_worker_restarts", ())] == [2]
+
+
+def test_counts_in_memory_end_with_their_worker_even_if_their_link_was_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    ledger = Ledger(tmp_path / "metrics")
+    open_files = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patched:
+        patched.setattr(Store, "create", full)
+        paths = [ledger.add_worker(index) for index in range(2)]
+    assert len(os.listdir("/proc/self/fd")) == open_files + 2
+    paths[1].unlink()
+    for path in paths:
+        ledger.end_worker(path)
+    assert len(os.listdir("/proc/self/fd")) == open_files
 
 
 def test_of_a_worker_that_ended_counters_stay_gauges_go_and_what_it_had_is_lost(tmp_path: Path) -> None:
