@@ -73,6 +73,7 @@ def write_probe(directory: Path, signature: Signature, token: str, timeout_s: fl
     except OSError as error:
         print(f"the guardian can't see whether this replica answers: {error}", file=sys.stderr, flush=True)
         return
-    path = directory / PROBE_FILE
-    path.touch(mode=0o600)
-    path.write_bytes(request)
+    fresh = directory / f"{PROBE_FILE}.new"
+    fresh.touch(mode=0o600)
+    fresh.write_bytes(request)
+    fresh.rename(directory / PROBE_FILE)  # whole: the guardian may read it at any time, and nothing answers a part
