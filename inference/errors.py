@@ -136,14 +136,18 @@ class Shortage(ReplicaError):
 
 
 def shortage_of(error: BaseException) -> Shortage | None:
-    """The shortage that an error of the system or the interpreter shows; None: it is another error."""
+    """The shortage that an error of the system or the interpreter shows, or a `LoadError` that such an error caused;
+    None: it is another error."""
     if isinstance(error, Shortage):
         return error
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, LoadError):
+        text, error = error.problem.reason, error.__cause__ or error
     if isinstance(error, OSError) and error.errno in SHORT_OF:
-        return Shortage(error.errno, f"{type(error).__name__}: {error}")
+        return Shortage(error.errno, text)
     if isinstance(error, RuntimeError) and str(error) == "can't start new thread":
-        return Shortage(errno.EAGAIN, f"{type(error).__name__}: {error}")
-    return None
+        return Shortage(errno.EAGAIN, text)
+    return shortage_in([text]) if isinstance(error, ImportError) else None  # what the loader of libraries lacked
 
 
 def shortage_in(lines: Iterable[str], what: str = "") -> Shortage | None:

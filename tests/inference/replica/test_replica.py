@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 import pytest
 
 from inference.errors import DeclarationError, LoadError, ModelUnfit, Problem, ReplicaError
@@ -59,3 +61,21 @@ def test_a_failure_has_class_and_message_for_clients(error: Exception, cause: st
 
 def test_a_long_message_is_cut_for_clients() -> None:
     assert len(failure_of(RuntimeError("x" * 5000)).cause) == 300
+
+
+@pytest.mark.parametrize(
+    ("cause", "text"),
+    [
+        (OSError(errno.EMFILE, "Too many open files"), "lacks file descriptors"),
+        (RuntimeError("can't start new thread"), "lacks processes or threads"),
+        (ImportError("libx.so: failed to map segment from shared object: Cannot allocate memory"), "lacks memory"),
+    ],
+)
+def test_a_model_that_could_not_be_made_for_a_shortage_is_tried_again(cause: Exception, text: str) -> None:
+    error = LoadError(Problem("model m:C", f"its constructor raised {cause} at m.py:3", "correct m.py:3"))
+    error.__cause__ = cause
+    status = failure_of(error)
+    assert status.is_shortage
+    assert not status.is_permanent
+    assert text in status.text
+    assert "at m.py:3" in status.text
