@@ -159,7 +159,8 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
                 text = str(rest[0] if rest else named.get("d", ""))
                 self.budget.check(growth(name, text, [value], {}))
             else:
-                self.budget.check(growth(name, str(value) if name != "tojson" else "", rest, named))
+                text = "" if name in ("batch", "slice", "tojson") else str(value)
+                self.budget.check(growth(name, text, rest, named))
             return apply(*args, **named)
 
         return bounded

@@ -1,4 +1,5 @@
-"""How long the result of one call in a chat template can be, known before the call is made.
+"""How long the result of one call in a chat template can be, known before the call is made: characters of a string, or
+elements of a list.
 
 Loops and output are counted while a template runs; a single call such as ``"".ljust(10 ** 10)`` takes its memory at
 once.
@@ -12,9 +13,9 @@ from typing import Any, Final
 
 __all__ = ["GROWING_FILTERS", "growth"]
 
-GROWING_FILTERS: Final = ("center", "format", "indent", "join", "replace", "tojson")
+GROWING_FILTERS: Final = ("batch", "center", "format", "indent", "join", "replace", "slice", "tojson")
 ENDLESS: Final = 10**20
-_PADDING: Final = ("center", "ljust", "rjust", "zfill")
+_PADDING: Final = ("batch", "center", "ljust", "rjust", "slice", "zfill")
 _TAB: Final = 8
 _LINES: Final = 1024
 """Lines of JSON that an indentation is counted for."""
@@ -25,12 +26,12 @@ _NUMBER: Final = re.compile(r"\d+", re.ASCII)
 
 
 def growth(name: str, text: str, args: Sequence[Any], named: Mapping[str, Any]) -> int:
-    """A bound on the characters that a method of `str`, or a filter, makes beyond its arguments' own; 0 if it makes
-    none.
+    """A bound on the characters or elements that a method of `str`, or a filter, makes beyond its arguments' own; 0 if
+    it makes none.
 
     Args:
         name: of the method or filter; ``format`` also for `str.format_map` and the operator ``%``.
-        text: the string that it is called on.
+        text: the string that it is called on, if any.
         args, named: what it is called with.
     """
     values = [*args, *named.values()]

@@ -287,7 +287,7 @@ def test_a_model_without_a_default_template_is_the_operators_error() -> None:
         "'a'|center(10 ** 10)", "'a\nb'|indent(10 ** 10)", "('a' * 10000)|replace('a', 'a' * 10000)",
         "('a' * 10000)|join('a' * 10000)", "[[1]]|tojson(indent=10 ** 10)", "'a' * 10 ** 10", "[0] * 10 ** 10",
         "2 ** 1000000000", "'{:>{x[0]}}'.format(1, x=[10 ** 10])", "'{x:>9999999999}'.format_map({'x': 1})",
-        "'{y:>{x}}'.format_map({'x': 10 ** 10, 'y': 1})",
+        "'{y:>{x}}'.format_map({'x': 10 ** 10, 'y': 1})", "[1]|batch(10 ** 10, 'x')|first", "[1]|slice(10 ** 10)|list",
     ],
 )  # fmt: skip
 def test_a_single_call_of_a_hostile_template_takes_no_memory(expression: str) -> None:
