@@ -35,7 +35,7 @@ def call_grammar(
         content: the JSON schema of an answer without calls; None if it must call.
 
     Raises:
-        BadRequest: a schema is too large, too deep, or has too many optional properties.
+        BadRequest: a schema is no JSON, too large, too deep, or has too many optional properties.
     """
 
     def mark(text: str) -> str:
@@ -52,7 +52,10 @@ def call_grammar(
         calls = f'{mark("[TOOL_CALLS]")} "[" {calls} "]"'
     rules = [f"start: {calls}" if content is None else f"start: {calls} | content"]
     if content is not None:
-        check_optional(msgspec.json.decode(content.text), content.field)
+        try:
+            msgspec.json.decode(content.text)
+        except msgspec.DecodeError as error:
+            raise at(content.field, None, f"expected a JSON schema, got text that is no JSON: {error}") from error
         rules.append(f"content: %json {content.text}")
     functions = []
     for n, tool in enumerate(tools):

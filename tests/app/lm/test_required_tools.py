@@ -240,6 +240,8 @@ def test_what_cannot_be_required_is_refused() -> None:
     assert said.startswith("tools: expected schemas that come to a grammar of at most 65536 characters, got 70")
     said = refused(structured_outputs={"grammar": 'start: "a"'})
     assert said == "structured_outputs.grammar: this model does not support it with tools; leave one of them out"
+    said = refused(structured_outputs={"json": '{"type": '})
+    assert said.startswith("structured_outputs.json: expected a JSON schema, got text that is no JSON: ")
     assert LIMITS.grammars == frozenset()
 
 
