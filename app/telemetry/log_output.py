@@ -60,10 +60,11 @@ class LogOutput(io.TextIOBase):
 
     def on_dropped(self, count: Callable[[int], None]) -> None:
         """Call ``count`` with the number of lines dropped so far, and with each further number when it is dropped; in
-        any thread, but never in two at once."""
+        any thread, but never in two at once. It may replace another, which has counted the lines so far."""
         with self._changed:
+            if self._on_dropped is None:
+                count(self._dropped)
             self._on_dropped = count
-            count(self._dropped)
 
     def write(self, text: str) -> int:
         """Queue a text, or drop it."""

@@ -75,6 +75,7 @@ class Observer:
         if self._ledger is not None:
             self._ledger.restore()
             use(self._ledger.store)
+            count_dropped_lines(self._ledger.store)
             self._write()
 
     @property

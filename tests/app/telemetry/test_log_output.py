@@ -6,6 +6,7 @@ import fcntl
 import functools
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -16,7 +17,10 @@ from typing import IO, NamedTuple
 import pytest
 
 from app.telemetry.instruments import Counter
+from app.telemetry.ledger import read_totals
 from app.telemetry.log_output import LogOutput, never_blocking
+from app.telemetry.observer import Observer
+from app.telemetry.recorder import use
 from app.telemetry.store import Key, Store, read_store
 from tests.running import wait_for
 
@@ -80,6 +84,28 @@ def test_what_is_written_is_whole_and_what_is_missing_is_counted(pipe: Pipe, tmp
     assert read_store(tmp_path / "counts").records[Key("headwater_log_lines_dropped", ())] == [missing]
     pipe.output.write("after\n")
     assert read_all(pipe, b"after\n") in (b"after\n", b"\nafter\n")
+
+
+def test_lines_are_counted_once_when_the_counts_are_made_again(
+    pipe: Pipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dropped() -> list[int]:
+        return read_totals(tmp_path / "metrics").records[Key("headwater_log_lines_dropped", ())]
+
+    monkeypatch.setattr("sys.stderr", pipe.output)
+    too_long = "x" * 10_000_000 + "\n"
+    try:
+        pipe.output.write(too_long)
+        observer = Observer(tmp_path / "metrics")
+        pipe.output.write(too_long)
+        assert dropped() == [2]
+        shutil.rmtree(tmp_path / "metrics")
+        observer.restore()
+        assert dropped() == [2]
+        pipe.output.write(too_long)
+        assert dropped() == [3] == [pipe.output.dropped]
+    finally:
+        use(Store())
 
 
 def test_lines_of_several_threads_stay_whole(pipe: Pipe) -> None:
