@@ -108,6 +108,8 @@ class _Lane:
             while works:
                 work = works.popleft()
                 self._waiting_bytes[owner] -= work.size_bytes
+                if not self._waiting_bytes[owner]:
+                    del self._waiting_bytes[owner]
                 if work.result.done():  # its client has left
                     continue
                 if works:
@@ -119,8 +121,6 @@ class _Lane:
         self._running[work.owner] -= 1
         if not self._running[work.owner]:
             del self._running[work.owner]
-        if not self._waiting_bytes[work.owner]:
-            del self._waiting_bytes[work.owner]
         error = done.exception()
         if not work.result.done():
             if error is None:

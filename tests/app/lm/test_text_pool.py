@@ -86,6 +86,21 @@ def test_what_nobody_waits_for_any_more_is_not_done() -> None:
     run(scenario)
 
 
+def test_nothing_is_kept_of_a_client_that_left_before_its_turn() -> None:
+    async def scenario() -> None:
+        pool, works = TextPool(2), Works()
+        first, second, third = (start(pool, works, owner, owner) for owner in "abc")
+        await until(lambda: works.begun == ["a", "b"])
+        third.cancel()
+        works.end("a", "b")
+        assert [await first, await second] == ["a", "b"]
+        assert works.begun == ["a", "b"]
+        assert not pool._long._waiting
+        assert not pool._long._waiting_bytes
+
+    run(scenario)
+
+
 def test_errors_come_through() -> None:
     async def scenario() -> None:
         def fail() -> None:
