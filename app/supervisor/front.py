@@ -177,10 +177,13 @@ class Front:
 
     async def _watch_folder(self, folder: RuntimeFolder, workers: Workers) -> None:
         """Make again what somebody removes of the runtime folder, and replace what can't do without."""
+        is_lost = False
+        """Whether workers may still use what was in a removed folder."""
         while True:
             await asyncio.sleep(FOLDER_EVERY_S)
             try:
-                if is_lost := folder.is_lost:
+                if folder.is_lost:
+                    is_lost = True
                     text = "the runtime folder %s was removed; it is made again, and workers and replicas are replaced"
                     logger.critical(text, folder.path)
                     logger.critical("keep cleaners of temporary files away from it, or set server.runtime_dir")
@@ -192,6 +195,7 @@ class Front:
                     logger.error("metrics: counts of running workers were removed, and begin anew")
                     self.observer.restore()
                 workers.replace_those_without_files(all=is_lost)
+                is_lost = False
                 self._host.end_cut_off()
             except OSError as error:
                 logger.error("server.runtime_dir: what was removed of %s can't be made again: %s", folder.path, error)
