@@ -63,7 +63,7 @@ class _Json(logging.Formatter):
 
 
 def set_up_logging(log_format: LogFormat) -> None:
-    """Send the log to standard error, which no longer blocks: all that Python writes there is queued."""
+    """Send the log to standard error, and have all that Python writes there queued, so that no write blocks."""
     sys.stderr = never_blocking(sys.stderr)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Human() if is_for_people(log_format, sys.stderr) else _Json())
