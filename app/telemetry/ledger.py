@@ -82,15 +82,17 @@ class Ledger:
         """Make what was removed again. What the supervisor counted and booked stays.
 
         Raises:
-            OSError: it can't be made.
+            OSError: it can't be made. It counts as damaged as before.
         """
         self._folder.mkdir(mode=0o700, exist_ok=True)
-        if self.is_damaged:
-            own = self.store.snapshot().records
-            Store.create(self._folder / _SUPERVISOR)
-            self.store = Store(self._folder / _SUPERVISOR)
-            self._ended.records = _added_up([self._ended.records, own])
-        self._replace(_ENDED, self._ended)
+        if not self.is_damaged:
+            self._replace(_ENDED, self._ended)
+            return
+        ended = _Ended(self._ended.names, _added_up([self._ended.records, self.store.snapshot().records]))
+        self._replace(_ENDED, ended)
+        Store.create(self._folder / _SUPERVISOR)
+        self.store = Store(self._folder / _SUPERVISOR)
+        self._ended = ended
 
     def add_worker(self, index: int) -> Path:
         """Create the file for a new gateway worker with this index; in memory if the disk is full.

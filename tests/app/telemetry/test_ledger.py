@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,27 @@ def test_counts_in_memory_end_with_their_worker_even_if_their_link_was_removed(
     for path in paths:
         ledger.end_worker(path)
     assert len(os.listdir("/proc/self/fd")) == open_files
+
+
+@pytest.mark.parametrize("failing", ["_replace", "create"])
+def test_counts_that_could_not_be_made_again_are_made_at_the_next_try(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    ledger = Ledger(tmp_path / "metrics")
+    Counter(ledger.store, "headwater_worker_restarts").add(2)
+    shutil.rmtree(tmp_path / "metrics")
+    with monkeypatch.context() as patched:
+        patched.setattr(Ledger if failing == "_replace" else Store, failing, full)
+        with pytest.raises(OSError, match="No space left"):
+            ledger.restore()
+        assert ledger.is_damaged
+    Counter(ledger.store, "headwater_worker_restarts").add(1)
+    ledger.restore()
+    Counter(ledger.store, "headwater_worker_restarts").add(4)
+    assert of(tmp_path / "metrics")[Key("headwater_worker_restarts", ())] == [7]
 
 
 def test_of_a_worker_that_ended_counters_stay_gauges_go_and_what_it_had_is_lost(tmp_path: Path) -> None:
