@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
 import types
 import typing
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,10 @@ def laid(fields: dict[str, Any], **section: Any) -> Deployment:
 # Reading
 
 
+def text_of(fields: Iterable[str]) -> str:
+    return "{" + ",".join(fields) + "}"
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [
@@ -44,14 +50,25 @@ def laid(fields: dict[str, Any], **section: Any) -> Deployment:
         ('{"a": ' + "1" * 10_000 + "}", "not valid JSON"),
         (" " * (MAX_CONFIG_BYTES + 1), "expected at most"),
         ({"timeout_s": 1}, "as JSON text, got an object"),
+        (text_of(f'"{number}":0' for number in range(20_000)), "at most 1000 fields beside what is in `options`"),
+        (text_of(['"versions":' + text_of(f'"{number}":{{}}' for number in range(20_000))]), "got 20001"),
+        (text_of([f'"{number}":0' for number in range(20_000)] + ['"0":0']), "duplicate key `0`"),
+        (text_of([f'"{number}":0' for number in range(20_000)] + ['"x":0'] * 2), "duplicate key `x`"),
     ],
-    ids=range(10),
+    ids=range(14),
 )
-def test_what_is_no_section_is_refused(text: object, told: str) -> None:
+def test_what_is_no_section_is_refused_at_once(text: object, told: str) -> None:
+    began_s = time.process_time()
     with pytest.raises(BadRequest) as raised:
         parse_overlay(text)
+    assert time.process_time() - began_s < 2  # the largest text that may come takes 0.05 s
     assert raised.value.message.startswith("parameters.config: ")
     assert told in raised.value.message
+
+
+def test_options_may_have_any_number_of_fields() -> None:
+    options = {str(number): {"a": 0} for number in range(2_000)}
+    assert laid(parse_overlay(json.dumps({"options": options}))).options == options
 
 
 # Laying over
