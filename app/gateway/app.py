@@ -40,7 +40,7 @@ from app.lm.tokenization import DetokenizeRequest, TokenizeRequest
 from app.security.key_check import KeyRing
 from app.telemetry.logs import AccessLog
 
-__all__ = ["create_app"]
+__all__ = ["body_reader", "create_app"]
 
 CORS_REQUEST_HEADERS: Final = (
     "Authorization", "Content-Type", "Inference-Header-Content-Length", "Traceparent", "X-API-Key", "X-Request-Id",
@@ -51,6 +51,16 @@ CORS_ANSWER_HEADERS: Final = (
 """Scripts see these besides the few that they always do."""
 
 
+def body_reader(server: Server) -> BodyReader:
+    """What reads the bodies of all routes of a worker, so that they share its part of the budget.
+
+    Args:
+        server: limits of bodies.
+    """
+    share_bytes = max(server.max_body_bytes * 2, ALL_BODIES_BYTES // server.workers)
+    return BodyReader(server.max_body_bytes, server.client_timeout_s, BodyBudget(share_bytes))
+
+
 def create_app(
     models: Models,
     server: Server,
@@ -58,6 +68,7 @@ def create_app(
     keys: KeyRing | None = None,
     cors_origins: Sequence[str] = (),
     records: RequestRecords | None = None,
+    reader: BodyReader | None = None,
 ) -> Entry:
     """Make the application.
 
@@ -69,9 +80,9 @@ def create_app(
             key, but see `app.security.operator`.
         cors_origins: origins of web pages whose scripts may send requests.
         records: begins and ends each request; by default as ``server`` says.
+        reader: reads the bodies, also those of ``routers``; default: `body_reader`.
     """
-    share_bytes = max(server.max_body_bytes * 2, ALL_BODIES_BYTES // server.workers)
-    reader = BodyReader(server.max_body_bytes, server.client_timeout_s, BodyBudget(share_bytes))
+    reader = reader or body_reader(server)
     if records is None:
         is_full = server.access_log == "full"
         log = AccessLog(log_format=server.log_format, payloads=is_full) if server.access_log else None

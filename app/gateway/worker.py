@@ -28,7 +28,7 @@ from app.control.link import SupervisorLink
 from app.control.messages import WorkerSettings
 from app.dispatch.admission import QueueBudget
 from app.errors import ConfigError
-from app.gateway.app import create_app
+from app.gateway.app import body_reader, create_app
 from app.gateway.http.connection import BoundedConnection
 from app.gateway.http.connections import Closable, Connections, allow_open_files
 from app.gateway.http.tls_handshake import TlsAcceptor
@@ -123,7 +123,8 @@ async def _run(settings: WorkerSettings, listener: socket.socket) -> str:
         tasks.append(functools.partial(certificate_watch.run, certificate.renew))
     connections = Connections(allow_open_files(-(-options.max_connections // options.workers)))
     operator = OperatorGuard(is_loopback(listener.getsockname()), has_keys=keys is not None)
-    routers = [repository_routes(link.command, operator, options)]
+    reader = body_reader(options)
+    routers = [repository_routes(link.command, operator, reader)]
     sampler = Sampler(models)
     counts = Path(settings.metrics) if settings.metrics else None
     folder = None if counts is None else counts.parent
@@ -135,7 +136,7 @@ async def _run(settings: WorkerSettings, listener: socket.socket) -> str:
         routers.append(metrics_routes(models, folder, sampler))
     if options.tracing is not None:
         tracing.use(tracing.exporting(options.tracing))
-    app = create_app(models, options, *routers, keys=keys, cors_origins=security.cors_origins)
+    app = create_app(models, options, *routers, keys=keys, cors_origins=security.cors_origins, reader=reader)
     if app.records.log is not None:
         # The last requests may be logged after the event loop, and with it the log's timer, has ended.
         atexit.register(app.records.log.flush)

@@ -15,6 +15,8 @@ from app.config.overlay import check_allowed, lay_over, parse_overlay
 from app.config.schema import Config, Server, read_config
 from app.control.messages import CommandAnswer
 from app.errors import HeadwaterError
+from app.gateway.app import body_reader
+from app.gateway.http.body_budget import release_body
 from app.gateway.routes.repository import repository_routes
 from app.security.operator import OperatorGuard
 from tests.fuzz.draw import body_of
@@ -91,7 +93,7 @@ def _routes() -> FastAPI:
         return Response(status_code=error.status)
 
     app = FastAPI()
-    app.include_router(repository_routes(command, OperatorGuard(False, has_keys=True), Server()))
+    app.include_router(repository_routes(command, OperatorGuard(False, has_keys=True), body_reader(Server())))
     app.add_exception_handler(HeadwaterError, refused)
     return app
 
@@ -115,6 +117,7 @@ async def _commanded(action: str, body: bytes) -> int:
         **{"http_version": "1.1"},
     }
     await _routes()(scope, receive, send)
+    release_body(scope)
     (status,) = sent
     assert status < 500
     return status

@@ -16,7 +16,7 @@ import app
 from app.codecs.faults import read_json
 from app.control.routing import State, unavailable
 from app.errors import NotFound, Unavailable
-from app.gateway.http.bodies import BodyReader
+from app.gateway.http.bodies import BodyReader, decoded
 from app.gateway.http.replies import RETRY_AFTER_S
 from app.gateway.models import Models, ServedModel
 from app.gateway.sampler import Sampler
@@ -117,6 +117,12 @@ class _IndexRequest(msgspec.Struct, forbid_unknown_fields=True):
     """Only models that are ready."""
 
 
+def _index_request(body: bytes) -> _IndexRequest:
+    hint = 'expected {"ready": true or false} or an empty body'
+    asked: _IndexRequest = read_json(body if body.strip() else b"{}", _IndexRequest, hint=hint)
+    return asked
+
+
 _INDEX_SCHEMA: Final = msgspec.json.schema_components((_IndexRequest,))[1][_IndexRequest.__name__]
 _INDEX_BODY: Final = {"requestBody": {"content": {"application/json": {"schema": _INDEX_SCHEMA}}}}
 
@@ -163,8 +169,7 @@ def metadata_routes(models: Models, reader: BodyReader) -> APIRouter:
     @router.post("/v2/repository/index", summary="The same, as Triton has it", openapi_extra=_INDEX_BODY)
     async def index_by_post(request: Request) -> JSONResponse:
         body, _ = await reader.read(request.scope, request.receive)
-        hint = 'expected {"ready": true or false} or an empty body'
-        asked: _IndexRequest = read_json(body if body.strip() else b"{}", _IndexRequest, hint=hint)
+        asked = await decoded(_index_request, body, request.scope)
         return JSONResponse(
             [
                 index_entry(one, models)

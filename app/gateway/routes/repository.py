@@ -4,6 +4,7 @@ extension, and our own ``reload``, ``scale``, ``promote`` and ``rollback``.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final
 
@@ -14,11 +15,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from app.codecs.faults import at, read_json, shown
 from app.config.overlay import FIELD, MAX_CONFIG_BYTES
-from app.config.schema import Server
 from app.config.sections import ReplicaBounds, Replicas
 from app.control.messages import CommandAnswer
 from app.errors import BadRequest
-from app.gateway.http.bodies import BodyReader
+from app.gateway.http.bodies import BodyReader, decoded
 from app.security.operator import OperatorGuard
 
 __all__ = ["repository_routes"]
@@ -52,24 +52,24 @@ class _Rollback(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def repository_routes(
-    command: Callable[[str, str, Mapping[str, Any]], Awaitable[CommandAnswer]], guard: OperatorGuard, server: Server
+    command: Callable[[str, str, Mapping[str, Any]], Awaitable[CommandAnswer]], guard: OperatorGuard, reader: BodyReader
 ) -> APIRouter:
     """The routes.
 
     Args:
         command: has the supervisor carry out an action on a model, given the action's arguments.
         guard: decides who may.
-        server: limits of bodies.
+        reader: reads the bodies.
     """
     router = APIRouter(tags=["operations"], responses=_REFUSALS)
-    reader = BodyReader(server.max_body_bytes, server.client_timeout_s)
 
     def add(action: str, summary: str) -> None:
         @router.post(f"/v2/repository/models/{{model}}/{action}", summary=summary, name=action)
         async def answer(request: Request, model: str) -> JSONResponse:
             guard.check(request.headers)
             body, _ = await reader.read(request.scope, request.receive)
-            found = await command(action, model, _arguments(body, action))
+            arguments = await decoded(functools.partial(_arguments, action=action), body, request.scope)
+            found = await command(action, model, arguments)
             return JSONResponse(found.content, found.status)
 
     add("load", "Load a model that is not loaded")

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 
 from app.config.schema import Server
 from app.control.messages import CommandAnswer
-from app.gateway.app import create_app
+from app.gateway.app import body_reader, create_app
 from app.gateway.models import Models
 from app.gateway.routes.repository import repository_routes
 from app.security.operator import OperatorGuard
@@ -94,7 +94,7 @@ def test_nobody_commands_with_a_second_host_behind_localhost(hosts: bytes) -> No
         return CommandAnswer(0, 200, {})
 
     server = Server(access_log=False)
-    app = create_app(Models(), server, repository_routes(command, OperatorGuard(True), server))
+    app = create_app(Models(), server, repository_routes(command, OperatorGuard(True), body_reader(server)))
     head, _ = ask(b"POST /v2/repository/models/m/load HTTP/1.1", hosts, app)
     assert (head[:12], commands) == ((b"HTTP/1.1 200", ["load"]) if hosts.count(b"\n") == 1 else (b"HTTP/1.1 400", []))
 

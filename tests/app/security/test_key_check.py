@@ -24,7 +24,7 @@ from app.config.schema import Server
 from app.control.messages import CommandAnswer
 from app.control.routing import DeploymentRoute, RoutingTable, State
 from app.errors import ConfigError, Unauthorized
-from app.gateway.app import create_app
+from app.gateway.app import body_reader, create_app
 from app.gateway.http.entry import RequestRecords
 from app.gateway.http.event_stream import StreamLimits
 from app.gateway.models import Models
@@ -56,7 +56,7 @@ class Ring:
         self.app = create_app(
             models,
             self.server,
-            repository_routes(self._command, OperatorGuard(False, has_keys=True), self.server),
+            repository_routes(self._command, OperatorGuard(False, has_keys=True), body_reader(self.server)),
             metrics_routes(models, folder / "metrics", sampler),
             status_routes(models, None, sampler),
             keys=self.ring,

@@ -12,7 +12,9 @@ import pytest
 from app.config.schema import Server
 from app.control.messages import CommandAnswer
 from app.errors import Forbidden
-from app.gateway.app import create_app
+from app.gateway.app import body_reader, create_app
+from app.gateway.http.bodies import BodyReader
+from app.gateway.http.body_budget import BodyBudget
 from app.gateway.models import Models
 from app.gateway.routes.repository import repository_routes
 from app.security.operator import OperatorGuard, is_loopback
@@ -85,11 +87,13 @@ def test_which_addresses_are_this_machines_only(address: Any, expected: bool) ->
 class Asked:
     """A gateway whose supervisor notes what it is asked."""
 
-    def __init__(self, *, is_local: bool = True) -> None:
+    def __init__(self, *, is_local: bool = True, reader: BodyReader | None = None) -> None:
         self.commands: list[tuple[str, str, dict[str, Any]]] = []
         self.answer = CommandAnswer(0, 200, {"name": "a", "state": "READY"})
         server = Server(access_log=False)
-        app = create_app(Models(), server, repository_routes(self._command, OperatorGuard(is_local), server))
+        reader = reader or body_reader(server)
+        routes = repository_routes(self._command, OperatorGuard(is_local), reader)
+        app = create_app(Models(), server, routes, reader=reader)
         self._transport = httpx.ASGITransport(app)
 
     async def _command(self, action: str, model: str, arguments: Mapping[str, Any]) -> CommandAnswer:
@@ -97,10 +101,13 @@ class Asked:
         return self.answer
 
     def post(self, path: str, content: str = "", **headers: str) -> httpx.Response:
+        """A command on a model; or another request, if the path begins with a slash."""
+        path = path if path.startswith("/") else f"/v2/repository/models/{path}"
+
         async def ask() -> httpx.Response:
             async with httpx.AsyncClient(transport=self._transport, base_url="http://127.0.0.1:8000") as client:
                 sent = {"content-type": "application/json", **headers}
-                return await client.post(f"/v2/repository/models/{path}", content=content, headers=sent)
+                return await client.post(path, content=content, headers=sent)
 
         return asyncio.run(ask())
 
@@ -177,3 +184,19 @@ def test_a_body_that_asks_for_more_than_we_do_is_refused(path: str, content: str
 @pytest.mark.parametrize("content", ["", "{}", '{"parameters": {}}', '{"parameters": {"unload_dependents": false}}'])
 def test_what_tritonclient_sends_is_taken(content: str) -> None:
     assert Asked().post("a/unload", content).status_code == 200
+
+
+OBJECTS = '{"parameters": {"a": [%s0]}}' % ("[]," * 300)
+
+
+@pytest.mark.parametrize("path", ["a/load", "a/unload", "a/scale", "a/promote", "a/rollback", "/v2/repository/index"])
+def test_what_operators_send_shares_the_memory_of_all_bodies(path: str) -> None:
+    budget = BodyBudget(100_000)
+    asked = Asked(reader=BodyReader(10_000, 5, budget))
+    assert asked.post(path, OBJECTS).status_code == 400
+    others = budget.limit - 20 * len(OBJECTS)
+    assert budget.take(others, 0)  # the text has room, and what it is decoded to has none
+    refused = asked.post(path, OBJECTS)
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "2")
+    assert "the bodies of all requests together" in refused.json()["error"]
+    assert (budget.used, asked.commands) == (others, [])

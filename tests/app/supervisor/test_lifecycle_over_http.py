@@ -16,7 +16,7 @@ from app.control.link import SupervisorLink
 from app.control.messages import Drained
 from app.control.routing import ReplicaRoute, RoutingTable
 from app.control.server import ControlServer
-from app.gateway.app import create_app
+from app.gateway.app import body_reader, create_app
 from app.gateway.models import Models
 from app.gateway.routes.repository import repository_routes
 from app.security.operator import OperatorGuard
@@ -39,7 +39,7 @@ class Whole(Supervisor):
         self._models = Models(self._connect)
         link = SupervisorLink(self._models.drain)
         server = Server(access_log=False)
-        routes = repository_routes(link.command, OperatorGuard(True), server)
+        routes = repository_routes(link.command, OperatorGuard(True), body_reader(server))
         transport = httpx.ASGITransport(create_app(self._models, server, routes))
         self.http = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000", timeout=10)
         self._link = link
