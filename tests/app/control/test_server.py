@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from app.control import messages
 from app.control import server as control
 from app.control.link import SupervisorLink
 from app.control.load import DeploymentLoad, LoadReport, Tally
@@ -615,6 +616,19 @@ def test_who_sends_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) ->
     async def scenario(far: Far) -> None:
         assert await heard(await far.connect(b'{"type":"hello"')) == b""
         assert far.counts == []
+
+    run_far(scenario)
+
+
+@pytest.mark.parametrize("first", [b"", encode_line(Hello("secret", 3))])
+def test_a_message_without_an_end_is_read_up_to_a_bound(first: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "HELLO_TIMEOUT_S", 600)
+    monkeypatch.setattr(messages, "MAX_MESSAGE_BYTES", 64 * 1024)
+
+    async def scenario(far: Far) -> None:
+        told = await heard(await far.connect(first + b"x" * 200_000))
+        assert told.count(b"\n") <= len(first.splitlines())  # the table, for a gateway
+        await until(lambda: far.server.workers == 0)
 
     run_far(scenario)
 
