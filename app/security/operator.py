@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ipaddress
+import logging
 from collections.abc import Mapping
 from typing import Any, Final
 
 from app.errors import Forbidden
 
-__all__ = ["OperatorGuard", "is_loopback"]
+__all__ = ["OperatorGuard", "is_loopback", "warn_if_exposed"]
+
+logger = logging.getLogger("headwater")
 
 LOCAL_NAMES: Final = ("localhost", "127.0.0.1", "[::1]")
 FORWARDED: Final = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip")
@@ -20,6 +23,18 @@ def is_loopback(address: Any) -> bool:
         return ipaddress.ip_address(address[0]).is_loopback
     except (ValueError, IndexError, TypeError):
         return False
+
+
+def warn_if_exposed(address: Any) -> None:
+    """Warn if a server without API keys can be reached from other machines: who may use it, and that nobody commands
+    it.
+
+    Args:
+        address: of the server's socket, as from `socket.socket.getsockname`.
+    """
+    if not is_loopback(address):
+        text = "other machines reach %s; without API keys, anyone may use every model, and commands such as load are "
+        logger.warning(text + "refused: see security.keys_file", address[0])
 
 
 class OperatorGuard:

@@ -15,7 +15,7 @@ from app.control.server import ControlServer
 from app.errors import StartError
 from app.process.sweep import sweep_stale
 from app.security.keys_file import keys_are_wanted
-from app.security.operator import is_loopback
+from app.security.operator import warn_if_exposed
 from app.supervisor import preflight
 from app.supervisor.host import Host, until
 from app.supervisor.runtime_folder import RuntimeFolder
@@ -135,9 +135,8 @@ class Front:
             scheme = "http" if self._config.server.tls is None else "https"
             self._url = f"{scheme}://{_url_host(host)}:{port}"
             logger.info("listening on %s", self._url)
-            if not is_loopback(listener.getsockname()) and not keys_are_wanted(self._config.security.keys_file):
-                text = "other machines reach %s; without API keys, anyone may use every model: see security.keys_file"
-                logger.warning(text, host)
+            if not keys_are_wanted(self._config.security.keys_file):
+                warn_if_exposed(listener.getsockname())
             await self._control.start(self._host.folder / CONTROL)
             await self._backend.prepare()
             self._publish()

@@ -378,7 +378,7 @@ def test_a_vllm_that_does_not_answer_is_told() -> None:
     run(scenario)
 
 
-@pytest.mark.parametrize("first", [b"nonsense\n", encode(Order("kill")), b"x" * 200_000])
+@pytest.mark.parametrize("first", [b"nonsense\n", encode(Order("kill")), b"x" * 200_000, b"x" * 2_000_000])
 def test_who_does_not_say_hello_is_cut(first: bytes) -> None:
     async def scenario() -> None:
         async with agent() as bench:

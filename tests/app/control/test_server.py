@@ -620,13 +620,16 @@ def test_who_sends_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) ->
     run_far(scenario)
 
 
+@pytest.mark.parametrize("size", [200_000, 2_000_000])
 @pytest.mark.parametrize("first", [b"", encode_line(Hello("secret", 3))])
-def test_a_message_without_an_end_is_read_up_to_a_bound(first: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_without_an_end_is_read_up_to_a_bound(
+    first: bytes, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(control, "HELLO_TIMEOUT_S", 600)
     monkeypatch.setattr(messages, "MAX_MESSAGE_BYTES", 64 * 1024)
 
     async def scenario(far: Far) -> None:
-        told = await heard(await far.connect(first + b"x" * 200_000))
+        told = await heard(await far.connect(first + b"x" * size))
         assert told.count(b"\n") <= len(first.splitlines())  # the table, for a gateway
         await until(lambda: far.server.workers == 0)
 

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp
 
 from app.config.schema import Server
 from app.control.messages import CommandAnswer
+from app.errors import Unavailable
 from app.gateway.app import body_reader, create_app
 from app.gateway.models import Models
 from app.gateway.routes.repository import repository_routes
@@ -250,3 +251,17 @@ def test_an_index_may_leave_ready_open() -> None:
 
     answer = asyncio.run(ask())
     assert (answer.status_code, answer.json()) == (200, [])
+
+
+@pytest.mark.parametrize(
+    ("workers", "max_body_bytes", "share_bytes"),
+    [(1, 1 << 20, 1 << 30), (4, 1 << 20, 1 << 28), (4, 200 << 20, 400 << 20), (64, 1 << 20, 1 << 24)],
+)
+def test_workers_have_equal_shares_of_the_memory_of_bodies_and_room_for_the_largest_twice(
+    workers: int, max_body_bytes: int, share_bytes: int
+) -> None:
+    reader = body_reader(Server(workers=workers, max_body_bytes=max_body_bytes))
+    scope: dict[str, Any] = {"type": "http", "state": {}}
+    lease = reader.lease(scope)
+    with pytest.raises(Unavailable, match=f"may hold {share_bytes} bytes"):
+        lease.take(share_bytes + 1, 1)

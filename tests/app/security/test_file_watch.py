@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from app.security.file_watch import FileWatch
+from app.security.file_watch import POLL_S, FileWatch
 
 
 @pytest.fixture
@@ -57,6 +57,10 @@ def test_what_changed_before_the_first_look_is_seen(file: Path) -> None:
         task.cancel()
 
     asyncio.run(run())
+
+
+def test_it_looks_often_enough_for_a_change_to_hold_within_half_a_second() -> None:
+    assert POLL_S <= 0.25
 
 
 def test_other_files_may_be_watched_and_no_change_is_lost(file: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import io
 import logging
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -183,6 +184,23 @@ def filled(path: str) -> str:
     return path
 
 
+def test_the_page_on_security_has_the_scope_of_each_route() -> None:
+    page = (Path(__file__).parents[3] / "docs/security.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in page.partition("### Scopes")[2].split("\n\n")[1].splitlines()[2:]]
+    named = {row[1].strip("`"): re.findall("`([^`]+)`", row[0]) for row in rows}
+    assert named.keys() == {"none", "infer", "metrics", "admin", "any"}
+    for (_, path), scopes in TABLE.items():
+        place = {(): "none", ANY: "any"}.get(scopes) or scopes[0]
+        short = path.replace("{model}", "{m}").replace("{request_id:path}", "{id}").replace("/versions/{version}", "")
+        found = [
+            scope
+            for scope, names in named.items()
+            for name in names
+            if name in (short, short.rpartition("/")[2]) or (name.endswith("/...") and short.startswith(name[:-3]))
+        ]
+        assert set(found) == {place} or (not found and place == "any") or short.startswith("/docs/"), (path, found)
+
+
 @pytest.mark.parametrize(("method", "path"), TABLE, ids=lambda one: one)
 def test_each_route_takes_keys_of_its_scopes_only(gateway: Ring, method: str, path: str) -> None:
     scopes = TABLE[method, path]
@@ -333,6 +351,21 @@ def test_a_revoked_key_is_good_no_more_and_a_new_one_is(gateway: Ring) -> None:
     gateway.ring.renew()
     assert gateway.ask("GET", "/v2", bearer(KEYS["infer"])).status_code == 401
     assert gateway.ask("GET", "/v2", bearer("new-text")).status_code == 200
+
+
+class Revoking(Ring):
+    """A gateway whose keys are all revoked while a command runs."""
+
+    async def _command(self, action: str, model: str, arguments: Mapping[str, Any]) -> CommandAnswer:
+        self.keys = []
+        self.ring.renew()
+        return await super()._command(action, model, arguments)
+
+
+def test_a_request_under_way_finishes_when_its_key_is_revoked(tmp_path: Path) -> None:
+    gateway = Revoking(tmp_path)
+    path = "/v2/repository/models/m/unload"
+    assert [gateway.ask("POST", path, bearer(KEYS["admin"])).status_code for _ in range(2)] == [200, 401]
 
 
 def test_keys_that_cannot_be_read_leave_those_that_were(gateway: Ring, caplog: pytest.LogCaptureFixture) -> None:

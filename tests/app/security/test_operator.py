@@ -17,7 +17,7 @@ from app.gateway.http.bodies import BodyReader
 from app.gateway.http.body_budget import BodyBudget
 from app.gateway.models import Models
 from app.gateway.routes.repository import repository_routes
-from app.security.operator import OperatorGuard, is_loopback
+from app.security.operator import OperatorGuard, is_loopback, warn_if_exposed
 
 
 @pytest.mark.parametrize(
@@ -79,6 +79,15 @@ def test_a_server_that_others_reach_takes_no_commands() -> None:
 )
 def test_which_addresses_are_this_machines_only(address: Any, expected: bool) -> None:
     assert is_loopback(address) is expected
+
+
+@pytest.mark.parametrize(("host", "warned"), [("127.0.0.1", False), ("::1", False), ("0.0.0.0", True), ("::", True)])
+def test_a_server_without_keys_that_others_reach_says_who_may_what(
+    host: str, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_if_exposed((host, 8000))
+    text = f"other machines reach {host}; without API keys, anyone may use every model, and commands"
+    assert (text in caplog.text) == bool(caplog.text) == warned
 
 
 # The routes
