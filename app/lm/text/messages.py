@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import orjson
 
-from app.codecs.faults import at, shown
+from app.codecs.faults import MAX_CONTAINERS, MAX_VALUES, at, check_size, shown
 from app.errors import BadRequest
 
 __all__ = ["ROLES", "checked_messages"]
@@ -37,7 +37,9 @@ def checked_messages(messages: object, context_length: int) -> list[dict[str, An
     if len(messages) > context_length:
         what = f"this model's maximum context length is {context_length} tokens"
         raise at("messages", None, f"{what}; expected at most as many messages, got {len(messages)}")
-    return [_checked(message, f"messages[{n}]") for n, message in enumerate(messages)]
+    checked = [_checked(message, f"messages[{n}]") for n, message in enumerate(messages)]
+    _decode_arguments(checked)
+    return checked
 
 
 def _checked(message: object, path: str) -> dict[str, Any]:
@@ -86,13 +88,32 @@ def _tool_call(call: object, path: str) -> dict[str, Any]:
     for field in ("name", "arguments"):
         if not isinstance(function.get(field), str):
             raise _wrong(f"{path}.function.{field}", "a string", function.get(field))
+    named = {"name": function["name"], "arguments": function["arguments"]}
+    return {"id": call["id"], "type": "function", "function": named}
+
+
+def _decode_arguments(messages: list[dict[str, Any]]) -> None:
+    """Make the arguments of all calls objects. Together they may have as much in them as a body: their JSON is within
+    strings of the body's, where nothing of it was counted."""
+    functions = {
+        f"messages[{n}].tool_calls[{number}].function.arguments": call["function"]
+        for n, message in enumerate(messages)
+        for number, call in enumerate(message.get("tool_calls") or ())
+    }
     try:
-        arguments = orjson.loads(function["arguments"] or "{}")
-    except orjson.JSONDecodeError:
-        arguments = None
-    if not isinstance(arguments, dict):
-        raise _wrong(f"{path}.function.arguments", "the JSON text of an object", function["arguments"])
-    return {"id": call["id"], "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+        check_size(",".join(function["arguments"] for function in functions.values()).encode(errors="replace"))
+    except BadRequest:
+        most = f"{MAX_CONTAINERS} keys, objects and arrays, and {MAX_VALUES} values"
+        what = f"expected at most {most} in the arguments of all tool calls together, got more"
+        raise at("messages", None, f"{what}; leave out earlier calls") from None
+    for path, function in functions.items():
+        try:
+            arguments = orjson.loads(function["arguments"] or "{}")
+        except orjson.JSONDecodeError:
+            arguments = None
+        if not isinstance(arguments, dict):
+            raise _wrong(path, "the JSON text of an object", function["arguments"])
+        function["arguments"] = arguments
 
 
 def _text(part: object, path: str) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import tracemalloc
+
 import pytest
 
 from app.errors import BadRequest
@@ -49,3 +52,27 @@ def test_a_wrong_message_is_named(messages: object, message: str) -> None:
         checked_messages(messages, 10)
     assert caught.value.message == message
     assert caught.value.field == message.partition(": ")[0]
+
+
+@pytest.mark.parametrize("size", [600_000, 6_000_000])
+@pytest.mark.parametrize("calls", [1, 100])
+@pytest.mark.parametrize("element", ["[]", '{"a":0}', "1e9"])
+def test_what_arguments_of_calls_are_decoded_to_is_bounded(element: str, calls: int, size: int) -> None:
+    count = (6 if element == "1e9" else 1) * size // calls // len(element)
+    arguments = '{"a":[' + f"{element}," * count + "0]}"
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    message = {"role": "assistant", "content": "", "tool_calls": [call] * calls}
+    tracemalloc.start()
+    try:
+        with pytest.raises(BadRequest, match="in the arguments of all tool calls together, got more"):
+            checked_messages([message], 10)
+        assert tracemalloc.get_traced_memory()[1] < 8 * len(arguments) * calls
+    finally:
+        tracemalloc.stop()
+
+
+def test_arguments_of_calls_may_be_long() -> None:
+    arguments = {"text": "[{:," * 100_000, "numbers": list(range(10_000))}
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": json.dumps(arguments)}}
+    (message,) = checked_messages([{"role": "assistant", "content": "", "tool_calls": [call] * 9}], 10)
+    assert [call["function"]["arguments"] for call in message["tool_calls"]] == [arguments] * 9
