@@ -168,6 +168,12 @@ def _tool_of(elements: bytes) -> Request:
     return Request(CHAT, b'{"model":"tiny","max_tokens":1,"messages":[%b],"tools":[%b]}' % (message, tool))
 
 
+def _arguments_of(elements: str) -> Request:
+    function = {"name": "f", "arguments": f'{{"a":[{elements}0]}}'}
+    message = {"role": "assistant", "tool_calls": [{"id": "c", "type": "function", "function": function}]}
+    return _json(CHAT, model="tiny", max_tokens=1, messages=[message])
+
+
 def _embeddings(elements: str) -> Request:
     return Request("/v1/embeddings", b'{"model":"tiny","input":[%b"x"]}' % elements.encode())
 
@@ -249,6 +255,7 @@ HOSTILE: Final = (
         (6_000_000, 60_000_000),
         NO_EMBEDDINGS,
     ),
+    Hostile("arguments of empty arrays", lambda size: _arguments_of("[]," * (size // 3)), (6_000_000, 60_000_000)),
     Hostile("JSON of many keys", lambda size: _metadata(size // 11), (900_000, 9_000_000), ANSWERED),
     Hostile("tensor of short numbers", lambda size: _tensor(b"7," * (size // 2)), (6_000_000, 60_000_000)),
     Hostile("binary tensor of empty elements", lambda size: _binary(bytes(size)), (6_000_000, 60_000_000)),
