@@ -20,6 +20,7 @@ from app.gateway.http.body_budget import ALL_BODIES_BYTES, SMALL_BYTES
 from app.gateway.http.connections import SPARE_PLACES
 from app.gateway.http.entry import MAX_HEADER_BYTES
 from app.gateway.http.tls_handshake import HANDSHAKE_TIMEOUT_S
+from app.gateway.worker import IDLE_TIMEOUT_S
 from app.lm.grammar_depth import MOST_DEPTH
 from app.lm.text.chat_template import MAX_CHARACTERS, MAX_SECONDS
 from app.lm.text_pool import MAX_WAITING_BYTES, SHORT_BYTES
@@ -27,6 +28,11 @@ from app.lm.tokenization import MAX_TOKENS
 from app.security.keys import MAX_KEY_BYTES
 from app.supervisor.preflight import VANISHED_AFTER_MS
 from inference.engine import MAX_GRAMMAR
+from inference.hf.images import MOST_PIXELS
+from inference.hf.speech import LEAST_RATE, MOST_RATE, MOST_SAMPLES, MOST_SECONDS
+from inference.lm.compile_queue import LANES
+from inference.lm.grammar_wire import COMPILE_BYTES, FOLLOW_BYTES, MASK_CPU_S, TOKEN_CPU_S
+from inference.lm.grammars import KEPT, KEPT_BYTES, MASK_WAIT_S, MOST_BYTES, MOST_WAITING
 
 ROOT = Path(__file__).parents[1]
 THREATS, PAGE = ((ROOT / name).read_text() for name in ("SECURITY.md", "docs/security.md"))
@@ -72,6 +78,16 @@ def test_each_reader_of_clients_bytes_has_a_bound_and_names_its_test() -> None:
         (PAGE, f"{MAX_GRAMMAR:,} characters; {MOST_DEPTH}"),
         (PAGE, f"{MAX_SECONDS:g} s of CPU time, {MAX_CHARACTERS:,}"),
         (PAGE, f"too long one ({MAX_KEY_BYTES} bytes)"),
+        (PAGE, f"| a connection without a request | {IDLE_TIMEOUT_S} s"),
+        (PAGE, f"| {MOST_PIXELS:,} pixels |"),
+        (PAGE, f"{LEAST_RATE:,} to {MOST_RATE:,} samples a second; {MOST_SECONDS:,} seconds"),
+        (PAGE, f"2^{MOST_SAMPLES.bit_length() - 1} samples of all channels"),
+        (PAGE, f"| {sum(lane.cpu_s for lane in LANES):g} s of processor time, {COMPILE_BYTES // MIB} MiB;"),
+        (PAGE, f"at most {MOST_WAITING} waiting"),
+        (PAGE, f"| {MASK_CPU_S:g} s of processor time, {TOKEN_CPU_S:g} s on average; the answer {FOLLOW_BYTES // MIB}"),
+        (PAGE, f"| {MOST_BYTES // GIB} GiB beside the processes themselves"),
+        (PAGE, f"{KEPT} grammars that no answer follows, {KEPT_BYTES // MIB} MiB"),
+        (PAGE, f"waits at most {MASK_WAIT_S:g} s"),
         (READERS, f"{MAX_PARTS} parts, {MAX_HEAD_BYTES // KIB} KiB for a part's head"),
         (READERS, f"{MAX_CONFIG_BYTES:,} characters, {MAX_DEPTH} levels, {MAX_KEYS:,} fields beside `options`"),
         (READERS, f"{MAX_MESSAGE_BYTES // MIB} MiB each; a gateway's token comes first, within {HELLO_TIMEOUT_S:g} s"),

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Final, cast
 
 import anyio
 import msgspec
@@ -57,6 +57,8 @@ DRAIN_POLL_S = 0.02
 GARBAGE_ALLOCATIONS = 10_000
 """See `inference.tuning`. Requests in flight hold more than Python's own 700, which would collect every few requests,
 and free what they hold without it."""
+IDLE_TIMEOUT_S: Final = 75
+"""How long a connection may be without a request."""
 LAST_ANSWERS_TIMEOUT_S = 2
 """How long clients may take to read the answers that are ready when the server stops."""
 
@@ -153,7 +155,7 @@ async def _run(settings: WorkerSettings, listener: socket.socket) -> str:
             proxy_headers=False,  # the gateway reads them
             server_header=False,
             date_header=False,
-            timeout_keep_alive=75,
+            timeout_keep_alive=IDLE_TIMEOUT_S,
             timeout_graceful_shutdown=LAST_ANSWERS_TIMEOUT_S,
             ws="none",
             http=cast("type[asyncio.Protocol]", connection),
