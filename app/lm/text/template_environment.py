@@ -6,7 +6,7 @@ import functools
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
 from typing import Any, Final, NoReturn, cast
 
@@ -21,7 +21,7 @@ from jinja2.visitor import NodeTransformer
 
 from app.codecs.faults import at
 from app.errors import ConfigError
-from app.lm.text.template_growth import GROWING_FILTERS, growth
+from app.lm.text.template_growth import GROWING_FILTERS, growth, size_of
 
 __all__ = ["Refused", "TemplateEnvironment"]
 
@@ -77,6 +77,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
         @jinja2.pass_context
         def counted_output(_: Context, value: object) -> str:
+            budget.check(size_of(value))
             text = str(value)
             budget.write(len(text))
             return text
@@ -86,7 +87,8 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
                 budget.step()
                 yield item
 
-        def counted_join(values: Iterable[object]) -> str:
+        def counted_join(values: Sequence[object]) -> str:
+            budget.check(size_of(values))
             text = "".join(map(str, values))
             budget.check(len(text))
             return text
@@ -159,6 +161,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
                 text = str(rest[0] if rest else named.get("d", ""))
                 self.budget.check(growth(name, text, [value], {}))
             else:
+                self.budget.check(size_of(value))
                 text = "" if name in ("batch", "slice", "tojson") else str(value)
                 self.budget.check(growth(name, text, rest, named))
             return apply(*args, **named)

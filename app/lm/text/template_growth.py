@@ -11,9 +11,12 @@ import re
 from collections.abc import Mapping, Sequence, Sized
 from typing import Any, Final
 
-__all__ = ["GROWING_FILTERS", "growth"]
+__all__ = ["GROWING_FILTERS", "growth", "size_of"]
 
-GROWING_FILTERS: Final = ("batch", "center", "format", "indent", "join", "replace", "slice", "tojson")
+GROWING_FILTERS: Final = (
+    "batch", "center", "format", "indent", "join", "pprint", "replace", "slice", "string", "sum", "tojson", "wordwrap",
+    "xmlattr",
+)  # fmt: skip
 ENDLESS: Final = 10**20
 _PADDING: Final = ("batch", "center", "ljust", "rjust", "slice", "zfill")
 _TAB: Final = 8
@@ -38,14 +41,17 @@ def growth(name: str, text: str, args: Sequence[Any], named: Mapping[str, Any]) 
     most = max((abs(value) for value in values if isinstance(value, int)), default=0)
     if name in _PADDING:
         return most
+    most = max(most, *map(size_of, values), 0)
     if name == "expandtabs":
-        return text.count("\t") * (most or _TAB)
+        return text.count("\t") * max(most, _TAB)
     if name == "indent":
         return (text.count("\n") + 1) * most
     if name == "tojson":
-        return _LINES * most
+        return _LINES * most if values else 0
     if name == "join":
-        return len(text) * len(args[0]) if args and isinstance(args[0], Sized) else 0
+        return most + len(text) * (len(args[0]) if args and isinstance(args[0], Sized) else 0)
+    if name == "wordwrap":
+        return len(text) * most
     if name == "replace":
         old, new = (str(value) for value in values[:2]) if len(values) > 1 else ("", "")
         return text.count(old) * len(new)
@@ -56,3 +62,21 @@ def growth(name: str, text: str, args: Sequence[Any], named: Mapping[str, Any]) 
         own = sum(int(number) if len(number) < _DIGITS else ENDLESS for number in _NUMBER.findall(text))
         return own + fields * most
     return 0
+
+
+def size_of(value: object) -> int:
+    """The characters that a value has at least as text: what is in it several times counts as often."""
+    return _size_of(value, {})
+
+
+def _size_of(value: object, sizes: dict[int, int]) -> int:
+    """The same; ``sizes`` has known ones, by identity."""
+    if isinstance(value, str):
+        return len(value)
+    if not isinstance(value, (dict, list, tuple)):
+        return 1
+    if id(value) not in sizes:
+        sizes[id(value)] = 0  # while it is counted: a value may contain itself
+        parts = (*value.keys(), *value.values()) if isinstance(value, dict) else value
+        sizes[id(value)] = sum(_size_of(part, sizes) for part in parts)
+    return sizes[id(value)]

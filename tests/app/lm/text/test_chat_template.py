@@ -288,6 +288,11 @@ def test_a_model_without_a_default_template_is_the_operators_error() -> None:
         "('a' * 10000)|join('a' * 10000)", "[[1]]|tojson(indent=10 ** 10)", "'a' * 10 ** 10", "[0] * 10 ** 10",
         "2 ** 1000000000", "'{:>{x[0]}}'.format(1, x=[10 ** 10])", "'{x:>9999999999}'.format_map({'x': 1})",
         "'{y:>{x}}'.format_map({'x': 10 ** 10, 'y': 1})", "[1]|batch(10 ** 10, 'x')|first", "[1]|slice(10 ** 10)|list",
+        "('{0}' * 1000).format('a' * 100000)", "('%(a)s' * 1000) % {'a': 'a' * 100000}",
+        "[['a' * 100000] * 1000]|tojson",
+        "''.join(['a' * 100000] * 1000)", "(['a' * 100000] * 1000)|join", "(['a' * 100000] * 1000)|string",
+        "([[0] * 100000] * 1000)|sum(start=[])", "('a ' * 10000)|wordwrap(1, true, 'b' * 10000)",
+        "'' ~ ['a' * 100000] * 1000", "(['a' * 100000] * 1000)|pprint",
     ],
 )  # fmt: skip
 def test_a_single_call_of_a_hostile_template_takes_no_memory(expression: str) -> None:
