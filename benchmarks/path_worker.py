@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import socket
 import sys
 import threading
@@ -117,7 +118,8 @@ def main() -> None:
     threading.setprofile(recorder)
     sys.setprofile(recorder)
     print(listener.getsockname()[1], flush=True)
-    sys.argv[1:] = [sys.argv[1], str(listener.fileno()), "2"]
+    settings = os.open(sys.argv[1], os.O_RDONLY)
+    sys.argv[1:] = [sys.argv[1], str(settings), str(listener.fileno()), "2"]
     app.gateway.worker.main()
 
 

@@ -19,7 +19,7 @@ from app.errors import BadRequest
 from inference.datatypes import DATATYPES
 from inference.signature import TensorSpec
 
-__all__ = ["JsonData"]
+__all__ = ["JsonData", "occurrences", "tensor_bytes"]
 
 _STRUCT_CODES: Final = {
     "UINT16": "H", "UINT32": "I", "UINT64": "Q", "INT8": "b", "INT16": "h", "INT32": "i", "INT64": "q",
@@ -30,6 +30,8 @@ _NESTED: Final = re.compile(rb"\s*\[\s*\[")
 # A list of Python floats takes 32 bytes for the two of "1,". Longer texts are parsed in pieces of this many bytes, so
 # that a body's memory stays a small multiple of its size.
 _PIECE_BYTES: Final = 1 << 16
+_COUNTED_BYTES: Final = 1 << 20
+_ELEMENT_BYTES: Final = 8
 # The last double that still rounds to a finite float32.
 _LARGEST_FLOAT32: Final = math.nextafter(2.0**128 - 2.0**103, 0.0)
 
@@ -251,6 +253,25 @@ class JsonData:
         place = next(place for place, value in enumerate(values) if not low <= value <= high)
         message = f"expected {self._datatype}, {low} to {high}, got {shown(values[place])}, out of range"
         return self._bad(index, f"[{start + place}]", message)
+
+
+def tensor_bytes(text: bytes, end: int | None = None) -> int:
+    """The memory of the tensors that a text's arrays become: they are packed in pieces, without an object for each
+    element.
+
+    Args:
+        text: the JSON; need not be valid.
+        end: where it ends in ``text``.
+    """
+    end = len(text) if end is None else min(max(end, 0), len(text))
+    return occurrences(b",", text, end) * _ELEMENT_BYTES + 2 * end
+
+
+def occurrences(byte: bytes, text: bytes, end: int) -> int:
+    """How often a byte is in ``text[:end]``, counted in pieces, so that other threads can run in between."""
+    if end <= _COUNTED_BYTES:
+        return text.count(byte, 0, end)
+    return sum(text.count(byte, start, min(start + _COUNTED_BYTES, end)) for start in range(0, end, _COUNTED_BYTES))
 
 
 def _arrays(element: Any, rank: int) -> msgspec.json.Decoder[list[Any]]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import Final
 
 from app.codecs.faults import MAX_CONTAINERS, MAX_VALUES
+from app.codecs.json_data import occurrences
 
-__all__ = ["MOST_TIMES", "object_bytes", "tensor_bytes"]
+__all__ = ["MOST_TIMES", "object_bytes"]
 
 MOST_TIMES: Final = 80
 """No text's objects take more than so many times its bytes."""
@@ -22,7 +23,6 @@ _STRING_BYTES: Final = 180
 _NARROW: Final = 3
 _WIDE: Final = 16
 """Bytes for a byte of a string with characters beyond ASCII: a single such character may give all others 4 bytes."""
-_ELEMENT_BYTES: Final = 8
 _FEW_STRINGS: Final = 10_000
 """In a text with more, one wide character makes all strings count as wide."""
 _PIECE_BYTES: Final = 1 << 20
@@ -34,23 +34,11 @@ def object_bytes(text: bytes) -> int:
     Args:
         text: the JSON; need not be valid.
     """
-    lists, objects, keys, values, quotes = (_count(text, one) for one in (b"[", b"{", b":", b",", b'"'))
+    lists, objects, keys, values, quotes = (occurrences(one, text, len(text)) for one in (b"[", b"{", b":", b",", b'"'))
     structure = min(lists, MAX_CONTAINERS) * _LIST_BYTES + min(objects, MAX_CONTAINERS) * _OBJECT_BYTES
     structure += min(keys, MAX_CONTAINERS) * _KEY_BYTES + min(values, MAX_VALUES) * _VALUE_BYTES
     structure += min(quotes // 2, MAX_VALUES + MAX_CONTAINERS) * _STRING_BYTES
     return min(structure + _character_bytes(text, quotes), MOST_TIMES * len(text))
-
-
-def tensor_bytes(text: bytes, end: int | None = None) -> int:
-    """The memory of the tensors that a text's arrays become: they are packed in pieces, without an object for each
-    element.
-
-    Args:
-        text: the JSON; need not be valid.
-        end: where it ends in ``text``.
-    """
-    end = len(text) if end is None else min(max(end, 0), len(text))
-    return _count(text, b",", end) * _ELEMENT_BYTES + 2 * end
 
 
 def _character_bytes(text: bytes, quotes: int) -> int:
@@ -76,14 +64,6 @@ def _character_bytes(text: bytes, quotes: int) -> int:
         if text[end - 1 : end + 1] == b"\\u":  # an escape that two pieces share
             factor = _WIDE
     return total + length * factor
-
-
-def _count(text: bytes, byte: bytes, end: int | None = None) -> int:
-    """Like `bytes.count`; in pieces, so that other threads can run in between."""
-    end = len(text) if end is None else end
-    if end <= _PIECE_BYTES:
-        return text.count(byte, 0, end)
-    return sum(text.count(byte, start, min(start + _PIECE_BYTES, end)) for start in range(0, end, _PIECE_BYTES))
 
 
 def _is_narrow(text: bytes) -> bool:

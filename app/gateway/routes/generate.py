@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 from starlette.types import ASGIApp, Receive, Scope
 
 from app.codecs.generate import GenerateEncoder
-from app.codecs.memory import tensor_bytes
+from app.codecs.json_data import tensor_bytes
 from app.codecs.tensors import Answer, HeadAnswer, InferRequest, Outputs
 from app.errors import BadRequest, HeadwaterError
 from app.gateway.http.bodies import LARGE_BYTES, BodyReader, decoded

@@ -8,7 +8,7 @@ import time
 from starlette.types import Receive, Scope
 
 from app.codecs.infer_request import RequestDecoder
-from app.codecs.memory import tensor_bytes
+from app.codecs.json_data import tensor_bytes
 from app.codecs.tensors import InferRequest
 from app.errors import BadRequest
 from app.gateway.http.bodies import LARGE_BYTES, BodyReader

@@ -12,7 +12,8 @@ import pytest
 
 from app.codecs.faults import MAX_CONTAINERS, MAX_VALUES, read_json
 from app.codecs.infer_request import RequestDecoder
-from app.codecs.memory import _PIECE_BYTES, MOST_TIMES, object_bytes, tensor_bytes
+from app.codecs.json_data import tensor_bytes
+from app.codecs.memory import _PIECE_BYTES, MOST_TIMES, object_bytes
 from inference.signature import Signature, TensorSpec
 
 SIZES = (30_000, 300_000)
