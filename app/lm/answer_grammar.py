@@ -26,7 +26,8 @@ __all__ = [
 MAX_BEGINNINGS: Final = 9_000
 """The engine's automaton has a state for each beginning of a label, and at most 10,000 states."""
 MAX_OPTIONAL: Final = 500
-"""Optional properties of an object in a JSON schema: the engine's parser has four items for each, and at most 2,000."""
+"""Optional properties of an object in a JSON schema: the engine's parser has four items for each, some for what is
+around the object, and at most 2,500."""
 _ANY_OBJECT: Final = '{"type":"object"}'
 
 Schema = Annotated[dict[str, Any], Meta(description="JSON Schema")]

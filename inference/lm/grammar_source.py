@@ -34,7 +34,7 @@ _JSON_OPTIONS: Final[JsonCompileOptions] = {"lenient": False, "whitespace_patter
 """Refuse what can't be followed, and bound the space between elements, because weak models write nothing else."""
 
 _LIMITS: Final = LLParserLimits(
-    max_items_in_row=2000,  # see `app.lm.answer_grammar.MAX_OPTIONAL`; an ambiguous grammar takes time quadratic in it
+    max_items_in_row=2500,  # see `app.lm.answer_grammar.MAX_OPTIONAL`; an ambiguous grammar takes time quadratic in it
     step_max_items=50_000,
     max_lexer_states=10_000,
     max_grammar_size=100_000,

@@ -19,6 +19,8 @@ def main() -> None:
     parser.add_argument("--only", default="", help="a part of the names of requests to send; default: all")
     parser.add_argument("--attempts", type=int, default=1, help="see tests/hostile/watch.py; default: %(default)s")
     options = parser.parse_args()
+    if not any(options.only in hostile.name for hostile in HOSTILE):
+        parser.error(f"--only: no request's name has {options.only!r} in it")
     failed = 0
     with tempfile.TemporaryDirectory(prefix="hw-") as name, serve_target(Path(name)) as target:
         for hostile in HOSTILE:
