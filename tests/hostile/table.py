@@ -91,7 +91,8 @@ def _references(count: int) -> dict[str, Any]:
 
 
 def _tool(count: int) -> Request:
-    function = {"name": "f", "parameters": {"type": "object", "properties": {"x": _references(count)}}}
+    parameters = {"type": "object", "properties": {"x": {"$ref": "#/$defs/0"}}, "$defs": _references(count)["$defs"]}
+    function = {"name": "f", "parameters": parameters}
     tools = [{"type": "function", "function": function}]
     messages = [{"role": "user", "content": "x"}]
     return _json(CHAT, model="tiny", messages=messages, max_tokens=16, tools=tools, tool_choice="required")
