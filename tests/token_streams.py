@@ -70,7 +70,7 @@ class Stream:
             count -= bool(text_of([event]))
             if count <= 0:
                 return
-        raise AssertionError(f"the stream ended early: {self.events[-2:]}")
+        raise AssertionError(f"the stream ended early: {self.status} {self.body[:300]!r} {self.events[-2:]}")
 
     async def rest(self) -> Stream:
         """Read to the end."""
