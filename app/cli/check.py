@@ -335,15 +335,18 @@ def _print(
     if not problems:
         print(f"{green}ready to serve{plain}")
         if deployments:
-            untried = [text for one in deployments if (text := _untried(one))]
-            done = (
-                "loaded and called with one row each, not served" + "; not tried: " * bool(untried) + ", ".join(untried)
-            )
-            print(done if loads else "imported, not loaded: `--load` tries that, too")
+            print(_tried(deployments) if loads else "imported, not loaded: `--load` tries that, too")
         return
     print(f"{red}{len(problems)} problem{'' if len(problems) == 1 else 's'}{plain}")
     for problem in problems:
         print(f"\n{bold}{problem.title}{plain}\n  why   {problem.reason}\n  fix   {problem.fix}")
+
+
+def _tried(deployments: Sequence[Mapping[str, Any]]) -> str:
+    """What `--load` has tried, and what it has not."""
+    tried = "loaded and called with one row each, not served"
+    untried = [text for one in deployments if (text := _untried(one))]
+    return f"{tried}; not tried: {', '.join(untried)}" if untried else tried
 
 
 def _untried(deployment: Mapping[str, Any]) -> str:

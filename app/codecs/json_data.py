@@ -30,8 +30,9 @@ _NESTED: Final = re.compile(rb"\s*\[\s*\[")
 # A list of Python floats takes 32 bytes for the two of "1,". Longer texts are parsed in pieces of this many bytes, so
 # that a body's memory stays a small multiple of its size.
 _PIECE_BYTES: Final = 1 << 16
+# A search of this many bytes keeps other threads waiting for less than a millisecond.
 _COUNTED_BYTES: Final = 1 << 20
-_ELEMENT_BYTES: Final = 8
+_LARGEST_ELEMENT_BYTES: Final = 8
 # The last double that still rounds to a finite float32.
 _LARGEST_FLOAT32: Final = math.nextafter(2.0**128 - 2.0**103, 0.0)
 
@@ -264,7 +265,7 @@ def tensor_bytes(text: bytes, end: int | None = None) -> int:
         end: where it ends in ``text``.
     """
     end = len(text) if end is None else min(max(end, 0), len(text))
-    return occurrences(b",", text, end) * _ELEMENT_BYTES + 2 * end
+    return occurrences(b",", text, end) * _LARGEST_ELEMENT_BYTES + 2 * end
 
 
 def occurrences(byte: bytes, text: bytes, end: int) -> int:

@@ -1,7 +1,8 @@
 """A gateway worker's process: FastAPI on uvicorn, on the socket that the supervisor listens on.
 
 Run by `app.supervisor.workers` as ``python -m app.gateway.worker CONTROL_SOCKET SETTINGS_FD LISTENER_FD REASON_FD``. It
-ends when the supervisor does. If it ends with 1, it has written the reason to the last argument's file.
+ends when the supervisor does. If it ends with 1, it has written the reason to the last argument's file. The first
+argument is not read: it shows in lists of processes which server a worker belongs to.
 """
 
 from __future__ import annotations
