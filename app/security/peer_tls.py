@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from app.errors import ConfigError
-from app.security.tls import load_pair, read_pem
+from app.security.tls import load_pair, require_regular
 
 __all__ = ["PeerTls", "check_peer_files", "peer_files"]
 
@@ -139,7 +139,7 @@ class _Loaded:
 
 
 def _trust(context: ssl.SSLContext, path: Path) -> None:
-    read_pem(FIELD, path)
+    require_regular(FIELD, path)
     try:
         context.load_verify_locations(path)
     except ssl.SSLError as error:

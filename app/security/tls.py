@@ -10,7 +10,7 @@ from app.config.sections import Tls
 from app.errors import ConfigError
 from app.security.regular_file import read_regular
 
-__all__ = ["Certificate", "load_pair", "read_pem"]
+__all__ = ["Certificate", "load_pair", "require_regular"]
 
 logger = logging.getLogger("headwater")
 
@@ -65,8 +65,8 @@ def load_pair(context: ssl.SSLContext, certificate: tuple[str, Path], key: tuple
     Raises:
         ConfigError: a file can't be read, others may read the key, or certificate and key don't match.
     """
-    read_pem(*certificate)
-    mode = read_pem(*key)
+    require_regular(*certificate)
+    mode = require_regular(*key)
     field, path = key
     if mode & 0o027:
         raise ConfigError(
@@ -89,8 +89,8 @@ def load_pair(context: ssl.SSLContext, certificate: tuple[str, Path], key: tuple
         ) from error
 
 
-def read_pem(field: str, path: Path) -> int:
-    """See that a file can be read, and return its mode bits.
+def require_regular(field: str, path: Path) -> int:
+    """See that a path is a regular file that can be read. Returns its mode bits.
 
     Args:
         field: of the configuration, which names the file.
