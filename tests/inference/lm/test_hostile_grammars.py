@@ -286,11 +286,11 @@ def test_a_grammar_that_was_not_kept_is_compiled_again_when_its_turn_comes(
 
 
 def test_beyond_the_bound_of_all_the_largest_ends(engine: SlotEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_BYTES", 3 * 2**20)
-    large = Grammar("regex", "abcdefgh" * 8000, "form")
+    monkeypatch.setattr(module, "MOST_BYTES", 2**20)
+    large = Grammar("regex", "abcdefgh" * 16_000, "form")
     answers = run(engine, request("a", PROMPT, 90, grammar=large), request("b", PROMPT, 90, grammar=DIGITS))
     assert (answers["a"][-1].finish, answers["b"][-1].finish) == ("rejected", "stop")
-    assert "all grammars together take more than 3 MiB of memory" in answers["a"][-1].error
+    assert "all grammars together take more than 1 MiB of memory" in answers["a"][-1].error
 
 
 def test_what_takes_longer_than_the_first_lane_is_compiled_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
