@@ -29,6 +29,16 @@ def idle(vllm_server: Running) -> None:
     wait_for(lambda: is_idle(vllm_server, "tiny"), 30, "tiny to be idle")
 
 
+async def wait_until_counted(vllm_server: Running, sequences: int) -> None:
+    """Wait until the statistics, which follow vLLM a second later, count these sequences; idle is news only then."""
+
+    def have_come() -> bool:
+        found = figures(vllm_server, "tiny")["sequences"]
+        return bool(found["active"] + found["waiting"] == sequences)
+
+    await asyncio.to_thread(wait_for, have_come, 10, f"{sequences} sequences to be counted")
+
+
 def test_more_requests_than_fit_are_refused_with_429(vllm_server: Running) -> None:
     def ask(body: dict[str, Any]) -> Awaitable[httpx.Response]:
         return asyncio.to_thread(vllm_server.client.post, f"{vllm_server.url}/v1/completions", json=body)
@@ -42,6 +52,7 @@ def test_more_requests_than_fit_are_refused_with_429(vllm_server: Running) -> No
         assert refused.status_code == 429
         assert int(refused.headers["retry-after"]) >= 1
         assert "queue is full" in refused.json()["error"]["message"]
+        await wait_until_counted(vllm_server, AT_ONCE)
         for one in held:
             await one.__aexit__(None, None, None)
 
@@ -52,6 +63,7 @@ def test_a_client_that_goes_away_frees_its_sequence(vllm_server: Running) -> Non
     async def scenario() -> None:
         async with open_stream(vllm_server, "/v1/completions", LONG) as stream:
             await stream.read(3)
+            await wait_until_counted(vllm_server, 1)
 
     run(scenario())
     wait_for(lambda: is_idle(vllm_server, "tiny"), 10, "its sequence to be freed")
