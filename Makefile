@@ -56,7 +56,8 @@ serve: $(VENV)/.runtime  ## install what is missing, check the configuration, se
 test: $(VENV)/.dev  ## run the tests
 	@exec $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile $(TESTS) $(ARGS)
 
-test-fast: $(VENV)/.dev  ## run the tests that need neither Triton, torch nor a browser
+test-fast: TEST_JOBS = 4
+test-fast: $(VENV)/.dev  ## run the quick tests, which need neither Triton, torch nor a browser
 	@exec $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --fast $(TESTS) $(ARGS)
 
 wheel: $(VENV)/.dev  ## build a compiled wheel for this Python in dist/, with a C compiler

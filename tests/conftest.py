@@ -33,14 +33,15 @@ SHARED_SERVER = re.compile(r"\b(?:services|demo): Running\b|\b(lm): Running\b")
 
 
 HEAVY = re.compile(
-    r"\b(import|from) (torch|pytriton|onnx|transformers|tests\.running|tests\.browser)\b|: Running\b|llamas"
+    r"\b(import|from) (torch|pytriton|onnx|transformers|inference\.lm\.grammars|tests\.inference\.hf\.folders"
+    r"|tests\.running|tests\.browser)\b|: Running\b|llamas"
 )
 """What a module that needs Triton, torch or a browser has in its text."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add ``--fast``."""
-    parser.addoption("--fast", action="store_true", help="leave out what needs Triton, torch or a browser")
+    parser.addoption("--fast", action="store_true", help="leave out what needs Triton, torch, a browser or time")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -56,7 +57,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Modules that take long first, so that all workers have work at the end; those that share a server in a row."""
     if config.getoption("--fast"):
-        items[:] = [item for item in items if item.get_closest_marker("torch") is None]
+        items[:] = [item for item in items if not any(map(item.get_closest_marker, ("torch", "slow")))]
     items.sort(key=lambda item: (duration_class(item.path), shared_server(item.path)), reverse=True)
 
 

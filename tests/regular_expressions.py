@@ -299,7 +299,10 @@ def expressions_of(path: Path) -> Iterator[Expression]:
     Raises:
         ValueError: an expression is not written out where it is compiled or used.
     """
-    tree = ast.parse(path.read_text())
+    text = path.read_text()
+    if "import re\n" not in text:
+        return
+    tree = ast.parse(text)
     named: dict[str, tuple[ast.Call, str | bytes, int]] = {}
     uses: dict[str, set[str]] = defaultdict(set)
     for node in ast.walk(tree):

@@ -18,6 +18,7 @@ def modules_after(statement: str) -> set[str]:
     return set(json.loads(output.splitlines()[-1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "module",
     ["app.gateway.worker", "app.supervisor.supervisor", "app.cli.main", "app.process.guardian", "app.cli.check"],
@@ -26,6 +27,7 @@ def test_the_http_side_imports_neither_torch_nor_pytriton(module: str) -> None:
     assert not modules_after(f"import {module}") & {"torch", "pytriton", "transformers", "sklearn"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "module",
     [
@@ -41,6 +43,7 @@ def test_the_model_side_imports_no_web_framework_and_nothing_of_ours_from_the_ht
     assert not loaded & {"fastapi", "starlette", "uvicorn", "app"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["app.cli.main", "app.supervisor.supervisor", "app.gateway.worker"])
 def test_without_a_cluster_nothing_of_ray_is_imported(module: str) -> None:
     assert not modules_after(f"import {module}") & {"ray", "app.cluster"}

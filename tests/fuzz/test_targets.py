@@ -33,6 +33,7 @@ def test_seeds(name: str, seed: Path) -> None:
     assert is_accepted or seed.suffix != ".json", "these are right requests"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TARGETS)
 @given(data=RECIPES | st.binary(max_size=300) | TEXTS.map(lambda words: "".join(words).encode()))
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -40,6 +41,7 @@ def test_inputs_of_every_kind(name: str, data: bytes) -> None:
     TARGETS[name](data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TARGETS)
 @given(data=st.data())
 @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -50,6 +52,7 @@ def test_damaged_seeds(name: str, data: st.DataObject) -> None:
     TARGETS[name](seed[:begin] + data.draw(st.binary(max_size=8)) + seed[end:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TARGETS)
 @pytest.mark.parametrize("what", HUGE)
 def test_what_is_huge_is_told_in_few_words(what: str, name: str) -> None:

@@ -248,6 +248,7 @@ def test_the_greatest_epoch_is_obeyed() -> None:
     run(scenario)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("message", [Order("kill"), Adapters({"a": "a"}), Ask(1, "/v1/load_lora_adapter", "{}", 1)])
 def test_a_gateway_can_order_nothing(message: Any) -> None:
     async def scenario() -> None:
@@ -263,6 +264,7 @@ def test_a_gateway_can_order_nothing(message: Any) -> None:
     run(scenario)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("token", ["", TOKEN, "oth\xe9r"])
 def test_who_has_the_replicas_token_only_is_no_supervisor(token: str) -> None:
     async def scenario() -> None:
@@ -282,6 +284,7 @@ def test_who_has_the_replicas_token_only_is_no_supervisor(token: str) -> None:
     run(scenario)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["stop", "kill"])
 def test_an_order_ends_the_replica_and_the_port_lingers(what: str) -> None:
     async def scenario() -> None:
@@ -378,6 +381,7 @@ def test_a_vllm_that_does_not_answer_is_told() -> None:
     run(scenario)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [b"nonsense\n", encode(Order("kill")), b"x" * 200_000, b"x" * 2_000_000])
 def test_who_does_not_say_hello_is_cut(first: bytes) -> None:
     async def scenario() -> None:

@@ -143,6 +143,7 @@ def first(count: int, spec: SupervisorSpec | None) -> list[Announcement | Troubl
     return asyncio.run(asyncio.wait_for(main(), 30))
 
 
+@pytest.mark.slow
 def test_each_supervisor_is_told_over_searches_that_end(searches: list[list[str]], tmp_path: Path) -> None:
     trouble = Trouble("Ray is gone for now")
     searches += [[said(1), said(2)], [msgspec.json.encode(trouble).decode()], [said(3)]]

@@ -507,6 +507,7 @@ sys.exit(asyncio.run(gateway.run()))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["table", "stop"])
 def test_no_worker_starts_before_the_first_table(ending: str) -> None:
     async def scenario() -> None:

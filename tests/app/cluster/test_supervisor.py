@@ -226,6 +226,7 @@ def test_replicas_of_a_deployment_are_on_different_nodes_also_after_losses_and_r
     run(scenario)
 
 
+@pytest.mark.slow
 def test_those_that_a_reload_replaces_keep_nobody_from_their_nodes() -> None:
     async def scenario() -> None:
         served = config(a={"replicas": 2})

@@ -243,6 +243,7 @@ class TestKeys:
         assert GenerateDecoder(SIGNATURE).decode(body).id == name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hint", ["", "expected something else"])
 @pytest.mark.parametrize("body", [b'{"a": 1}', b'{"a": "", "a": ""}', b'{"a"', b"[" * (MAX_CONTAINERS + 1)])
 def test_a_refused_body_is_not_kept(body: bytes, hint: str) -> None:

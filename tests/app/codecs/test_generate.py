@@ -113,6 +113,7 @@ class TestRows:
         assert request.inputs["words"].shape == (1, 2, 2)
         assert unpack_bytes(request.inputs["words"].data) == [b"a]", b"[b", b"c,", b'"']
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("nested", [False, True])
     def test_long_rows_cost_a_small_multiple_of_the_body(self, nested: bool) -> None:
         values = np.arange(300_000, dtype=np.float32)

@@ -696,6 +696,7 @@ def test_long_data_nested_in_another_way(shape: list[int], data: Any) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "data", [b"[" + b"1," * 999_999 + b"1]", b"[[[" + b"1," * 999_999 + b"1]]]", b"[" + b"[[]]," * 399_999 + b"[[]]]"]
 )
@@ -747,6 +748,7 @@ def as_json(array: np.ndarray[Any, np.dtype[Any]], nested: bool) -> Any:
     return array.tolist() if nested else array.ravel().tolist()
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=300)
 @given(st.data())
 def test_round_trip(data: st.DataObject) -> None:
@@ -860,6 +862,7 @@ def test_arbitrary_bytes(body: bytes, header_length: int | None) -> None:
     survives(body, header_length)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=1000)
 @given(st.data())
 def test_mutated_requests(data: st.DataObject) -> None:
@@ -893,6 +896,7 @@ JSON_VALUES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=500)
 @given(st.data())
 def test_mutated_values(data: st.DataObject) -> None:

@@ -218,6 +218,7 @@ def tensors(draw: st.DrawFn, datatype: str, as_text: bool) -> np.ndarray[Any, np
     return draw(npst.arrays(dtype, shape, elements=elements, fill=st.nothing()))
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=300)
 @given(st.data())
 def test_round_trip(data: st.DataObject) -> None:

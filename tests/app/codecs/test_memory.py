@@ -16,6 +16,8 @@ from app.codecs.json_data import tensor_bytes
 from app.codecs.memory import _PIECE_BYTES, MOST_TIMES, object_bytes
 from inference.signature import Signature, TensorSpec
 
+pytestmark = pytest.mark.slow
+
 SIZES = (30_000, 300_000)
 
 

@@ -285,6 +285,7 @@ def test_a_language_model_has_a_bound_of_its_own() -> None:
         read(content)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["[", "2026-02-30", "{a: 1, a: 2}", "? [x]\n: 1", "&a [*a", "[" * 5000])
 def test_a_value_that_is_no_yaml_names_where_it_came_from(text: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^flag server\.port: not valid YAML: "):
@@ -354,6 +355,7 @@ def test_mappings_that_merge_each_other_again_and_again_stay_small(tmp_path: Pat
     assert options["a30"] == {"x": "ha"}
 
 
+@pytest.mark.slow
 def test_a_long_file_without_aliases_is_taken(tmp_path: Path) -> None:
     path = tmp_path / "long.yaml"
     path.write_text("deployments: {m: {model: m:M, options: {labels: [" + ", ".join(["''"] * 150_000) + "]}}}")

@@ -219,5 +219,5 @@ class RoomMachine(RuleBasedStateMachine):
         assert self.pushed == self.left + shed + self.budget.waiting.rows
 
 
-TestRoom = RoomMachine.TestCase
+TestRoom = pytest.mark.slow(RoomMachine.TestCase)
 TestRoom.settings = settings(max_examples=150, deadline=None)

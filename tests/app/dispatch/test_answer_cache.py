@@ -124,6 +124,7 @@ def test_a_smaller_share_holds_at_once() -> None:
     assert store.snapshot().records[EVICTIONS] == [7]
 
 
+@pytest.mark.slow
 def test_what_is_counted_is_at_least_what_python_takes() -> None:
     kept, _ = cache(1 << 30)
     gc.collect()

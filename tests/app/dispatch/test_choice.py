@@ -141,7 +141,7 @@ class Machine(RuleBasedStateMachine):
             assert (least.calls == 0) == any(one.calls == 0 for one in eligible)
 
 
-TestMachine = Machine.TestCase
+TestMachine = pytest.mark.slow(Machine.TestCase)
 TestMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 

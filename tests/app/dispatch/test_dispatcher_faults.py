@@ -592,6 +592,7 @@ def test_an_end_of_the_server_makes_nobody_suspect() -> None:
     run(scenario)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=100)
 @given(
     st.lists(st.integers(1, 6), min_size=1, max_size=12),

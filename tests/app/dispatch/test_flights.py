@@ -359,6 +359,7 @@ STEPS = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=150)
 @given(st.integers(0, 3), STEPS)
 def test_whoever_stays_gets_the_right_answer(entries: int, steps: list[tuple[str, int]]) -> None:

@@ -286,6 +286,7 @@ def test_patience_ends_well_before_the_first_deadline() -> None:
     run(scenario)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=150)
 @given(
     requests=st.lists(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -113,4 +114,4 @@ class AsSaid(RuleBasedStateMachine):
         assert len(self.quarantine) <= len(self.suspected) + len(self.refused)
 
 
-TestAsSaid = AsSaid.TestCase
+TestAsSaid = pytest.mark.slow(AsSaid.TestCase)

@@ -414,7 +414,7 @@ class QueueMachine(RuleBasedStateMachine):
 
 
 WEIGHTS = {1: 4, 5: 2, 10: 1}
-TestQueue = QueueMachine.TestCase
+TestQueue = pytest.mark.slow(QueueMachine.TestCase)
 TestQueue.settings = settings(max_examples=150, deadline=None)
 
 

@@ -290,6 +290,7 @@ async def outcomes(operations: list[str], *, is_shadowed: bool) -> list[object]:
     return [type(error) if (error := task.exception()) else numbers(task.result()) for task in clients]
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(OPERATIONS)
 def test_no_client_s_request_ends_otherwise_than_without_copies(operations: list[str]) -> None:

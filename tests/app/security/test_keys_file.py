@@ -124,6 +124,7 @@ def test_a_file_that_others_may_write_is_refused(file: Path, mode: int) -> None:
         read_file(file)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "content", [b"{keys: [", b"\xff\xfe", b"", b"keys", b"{keys: {}}", b"[" * 5000, b"keys: [{name: hw_secret-key]"]
 )

@@ -111,6 +111,7 @@ def test_one_half_slower_than_the_rule_allows_is_noticed_with_enough_requests(
     assert slowed(kind, seed, 1.5 * factor, factor) is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", TIMES)
 @settings(max_examples=50, deadline=None)
 @given(SEEDS, FACTORS, st.sampled_from([150, 1000, MANY]), st.booleans())

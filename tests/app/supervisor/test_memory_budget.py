@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -192,7 +193,7 @@ class Machine(RuleBasedStateMachine):
 
 
 Machine.TestCase.settings = settings(max_examples=50, stateful_step_count=40)
-TestMachine = Machine.TestCase
+TestMachine = pytest.mark.slow(Machine.TestCase)
 
 
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=20))

@@ -282,6 +282,7 @@ def test_replicas_that_end_with_one_keys_requests_count_against_that_key() -> No
     run(scenario, max_crashes=2)
 
 
+@pytest.mark.slow
 def test_crashes_that_are_long_ago_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.supervisor.replica_set.CRASH_WINDOW_S", 0.3)
 
@@ -307,6 +308,7 @@ def test_what_cannot_change_by_trying_again_fails_at_once(caplog: pytest.LogCapt
     run(scenario, options={"mode": "wrong"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["lacks", "lacks threads"])
 def test_starts_for_which_the_machine_lacks_something_are_tried_again_without_end(
     mode: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -324,6 +326,7 @@ def test_starts_for_which_the_machine_lacks_something_are_tried_again_without_en
     run(scenario, options={"mode": mode})
 
 
+@pytest.mark.slow
 def test_while_it_tries_again_operators_and_clients_are_told_why_it_failed() -> None:
     stages: list[tuple[str, str]] = []
 

@@ -120,6 +120,7 @@ STEPS: st.SearchStrategy[list[Step]] = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(steps=STEPS)
 def test_whatever_ends_and_whoever_dies_accepted_is_the_sum(

@@ -330,6 +330,7 @@ def test_what_a_worker_has_to_say_gathers_while_a_message_is_on_its_way() -> Non
     run(scenario)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=25)
 @given(
     st.lists(

@@ -35,6 +35,7 @@ def variables(found: list[Manifest]) -> dict[str, str]:
     return {one["name"]: one["value"] for one in container(found)["env"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_variant_is_what_kubernetes_takes(name: str) -> None:
     for version in (NEWER.get(name, VERSIONS[0]), VERSIONS[1]):

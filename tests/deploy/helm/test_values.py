@@ -65,6 +65,7 @@ def test_the_schema_has_the_values_and_no_other() -> None:
     assert set(names(schema)) - {("global",)} == set(of_values(VALUES))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("values", "expected"),
     [

@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 OFFLINE = Path(__file__).parents[3] / "deploy" / "offline"
 PYTHON = "{}.{}".format(*sys.version_info)
 COMMAND = """

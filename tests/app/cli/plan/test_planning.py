@@ -278,6 +278,7 @@ def test_if_nothing_fits_no_file_is_written_and_the_smallest_need_is_told(run: R
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_page_with_curves(run: Run) -> None:
     pytest.importorskip("matplotlib", exc_type=ImportError)
     page = plan_page(run())

@@ -34,6 +34,7 @@ def test_a_server_that_ends_says_why(tmp_path: Path) -> None:
         sys.exit("it started")
 
 
+@pytest.mark.slow
 def test_a_server_is_stopped_without_the_delay_of_its_configuration() -> None:
     with serve_point("inference.zoo.scale:Scale", {"server.drain_delay_s": 600}, 120):
         left_s = time.monotonic()

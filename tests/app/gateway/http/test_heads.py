@@ -74,6 +74,7 @@ def peak_bytes(method: str, target: str, headers: dict[str, bytes]) -> int:
     return asyncio.run(scenario())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", HEADERS)
 def test_a_long_header_costs_a_small_multiple_of_it(name: str, size: int) -> None:
@@ -81,12 +82,14 @@ def test_a_long_header_costs_a_small_multiple_of_it(name: str, size: int) -> Non
     assert peak_bytes("POST", INFER, {name: value}) <= TIMES * size + ELSE_BYTES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 def test_many_headers_cost_a_small_multiple_of_them(size: int) -> None:
     headers = {f"a{number:x}": b"" for number in range(size // 8)}
     assert peak_bytes("POST", INFER, headers) <= TIMES * size + ELSE_BYTES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("part", ["/", "%2f", "a=b&", "%"])
 @pytest.mark.parametrize("start", [INFER + "?", "/v2/models/"])

@@ -43,6 +43,7 @@ def split(ids: Sequence[int], cuts: Sequence[int]) -> list[Sequence[int]]:
     return [ids[start:end] for start, end in pairwise(places)] or [ids]
 
 
+@pytest.mark.slow
 @every_family
 @given(data=st.data())
 @settings(max_examples=150, deadline=None)
@@ -56,6 +57,7 @@ def test_the_pieces_are_the_whole_decode(family: str, data: st.DataObject) -> No
     assert "".join(pieces) + detokenizer.finish() == expected(FAMILIES[family], prompt, ids, skip)
 
 
+@pytest.mark.slow
 @every_family
 @given(data=st.data())
 @settings(max_examples=80, deadline=None)
@@ -127,6 +129,7 @@ def test_a_prompt_that_ends_in_byte_tokens_is_not_repeated() -> None:
     assert pieces("byte_fallback", smile, smile) == ["", "", "", "", "🙂"]
 
 
+@pytest.mark.slow
 @every_family
 def test_a_long_answer_is_no_more_work_per_token_than_a_short_one(family: str) -> None:
     # With work that grows with the answer, this would take minutes.
@@ -134,6 +137,7 @@ def test_a_long_answer_is_no_more_work_per_token_than_a_short_one(family: str) -
     assert "".join(pieces(family, sequence)) == FAMILIES[family].decode(sequence, skip_special_tokens=True)
 
 
+@pytest.mark.slow
 @every_family
 @given(data=st.data())
 @settings(max_examples=100, deadline=None)

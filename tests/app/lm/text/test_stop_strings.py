@@ -151,6 +151,7 @@ def test_the_work_for_a_character_does_not_depend_on_what_is_held_back(tail: str
     assert per_token(1024) <= min(1.2 * per_token(32), 600)
 
 
+@pytest.mark.slow
 def test_many_long_stop_strings_take_linear_time_to_prepare() -> None:
     def per_character(length: int) -> float:
         stops = [f"{'a' * (length - 1)}{chr(98 + n)}" for n in range(16)]

@@ -239,6 +239,7 @@ def test_further_calls_can_be_left_out() -> None:
     assert read(HERMES, answer, only_first=True) == ("", BOTH[:1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "part",
     [
