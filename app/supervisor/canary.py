@@ -81,7 +81,7 @@ class Comparison:
             return ""
         failed, usual = (one.failed / one.ended for one in (version, default))
         if failed > rule.errors * max(usual, 1 / rule.min_requests):
-            return f"{100 * failed:.2g} % of its requests failed, {100 * usual:.2g} % of the default's"
+            return f"{100 * failed:.3g} % of its requests failed, {100 * usual:.3g} % of the default's"
         if min(version.answered, default.answered) < rule.min_requests:
             return ""
         slow, fast = _p99_bucket(version.times), _p99_bucket(default.times)

@@ -52,6 +52,11 @@ def test_a_version_whose_requests_fail_more_often_than_so_many_times_the_default
     assert verdict(tally(990, 10), tally(97, 3), errors=4) is None
 
 
+def test_parts_are_told_in_plain_digits() -> None:
+    assert verdict(tally(1000), tally(0, 100)) == ("2", "100 % of its requests failed, 0 % of the default's")
+    assert verdict(tally(1000), tally(359, 15)) == ("2", "4.01 % of its requests failed, 0 % of the default's")
+
+
 def test_a_part_below_one_in_min_requests_counts_as_that() -> None:
     assert verdict(tally(1000), tally(98, 2)) is None
     assert verdict(tally(1000), tally(97, 3)) is not None
