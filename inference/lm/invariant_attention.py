@@ -146,7 +146,8 @@ def _over_blocks(queries: Tensor, key: Tensor, value: Tensor, mask: Tensor, scal
 
 @functools.cache
 def _shape(size: int, dtype: torch.dtype, threads: int) -> Shape:
-    """The first of `SHAPES` that gives the same bits for a query alone, beside others, and with more keys.
+    """The first of `SHAPES` that torch takes, and that gives the same bits for a query alone, beside others, and with
+    more keys.
 
     Args:
         size: of a head.
@@ -171,7 +172,10 @@ def _is_invariant(query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> bo
                 hidden = torch.arange(keys) >= visible
                 mask = torch.zeros(1, 1, 1, keys, dtype=query.dtype).masked_fill_(hidden, torch.finfo(query.dtype).min)
                 queries = query.repeat(1, 1, count, 1)
-                result = _padded(queries, key[:, :, :keys], value[:, :, :keys], mask, None, shape)
+                try:
+                    result = _padded(queries, key[:, :, :keys], value[:, :, :keys], mask, None, shape)
+                except RuntimeError:  # torch's kernel takes no bfloat16 of these sizes with this CPU's settings
+                    return False
                 expected = result[:, :, :1] if expected is None else expected
                 if not torch.equal(result, expected.expand_as(result)):
                     return False
