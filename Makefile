@@ -56,6 +56,7 @@ serve: $(VENV)/.runtime  ## install what is missing, check the configuration, se
 test: $(VENV)/.dev  ## run the tests
 	@exec $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile $(TESTS) $(ARGS)
 
+# Most of these tests wait for something, so more modules than elsewhere run at once.
 test-fast: TEST_JOBS = 4
 test-fast: $(VENV)/.dev  ## run the quick tests, which need neither Triton, torch nor a browser
 	@exec $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --fast $(TESTS) $(ARGS)

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,6 +24,7 @@ from typing import Any, NamedTuple
 import httpx
 import psutil
 
+from app.process.sweep import BACKEND_FOLDERS
 from benchmarks.servers import free_port
 from inference.environment import library_path
 from tests.running import wait_for
@@ -48,6 +50,7 @@ def serve_bare(scripts: Sequence[Path], models: Collection[str], log: Path) -> I
         models: those to serve of them.
         log: for what they print.
     """
+    began_s = ready_s = time.time()
     ports = {kind: str(free_port()) for kind in ("HTTP_PORT", "GRPC_PORT", "METRICS_PORT")}
     settings = {f"PYTRITON_TRITON_CONFIG_{kind}": port for kind, port in ports.items()}
     with log.open("w") as output:
@@ -69,6 +72,7 @@ def serve_bare(scripts: Sequence[Path], models: Collection[str], log: Path) -> I
 
     try:
         wait_for(is_ready, START_TIMEOUT_S, "PyTriton's models", 0.2)
+        ready_s = time.time()
         yield bare
     finally:
         left = _traces(process.pid)
@@ -76,6 +80,10 @@ def serve_bare(scripts: Sequence[Path], models: Collection[str], log: Path) -> I
         process.wait()
         for path in left:
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        for folder in BACKEND_FOLDERS.glob("python_env_*"):
+            with contextlib.suppress(OSError):  # not empty or gone: another server's
+                if began_s <= folder.stat().st_mtime <= ready_s:
+                    folder.rmdir()
 
 
 def _traces(pid: int) -> set[Path]:

@@ -41,7 +41,9 @@ HEAVY = re.compile(
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add ``--fast``."""
-    parser.addoption("--fast", action="store_true", help="leave out what needs Triton, torch, a browser or time")
+    parser.addoption(
+        "--fast", action="store_true", help="leave out slow tests, and those that need Triton, torch or a browser"
+    )
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

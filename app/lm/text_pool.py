@@ -91,7 +91,11 @@ class _Lane:
         self._waiting.setdefault(work.owner, deque()).append(work)
         self._waiting_bytes[work.owner] += work.size_bytes
         self._start()
-        return await work.result
+        result = work.result
+        try:
+            return await result
+        finally:
+            del work, result  # an error has this frame in its traceback, whose cycle would keep the request's texts
 
     def _start(self) -> None:
         while self._running.total() < self._threads and (work := self._next()) is not None:

@@ -146,7 +146,7 @@ def _over_blocks(queries: Tensor, key: Tensor, value: Tensor, mask: Tensor, scal
 
 @functools.cache
 def _shape(size: int, dtype: torch.dtype, threads: int) -> Shape:
-    """The first of `SHAPES` that torch takes, and that gives the same bits for a query alone, beside others, and with
+    """The first of `SHAPES` that torch accepts and that gives the same bits for a query alone, beside others, and with
     more keys.
 
     Args:
@@ -174,7 +174,7 @@ def _is_invariant(query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> bo
                 queries = query.repeat(1, 1, count, 1)
                 try:
                     result = _padded(queries, key[:, :, :keys], value[:, :, :keys], mask, None, shape)
-                except RuntimeError:  # torch's kernel takes no bfloat16 of these sizes with this CPU's settings
+                except RuntimeError:  # with some values of ATEN_CPU_CAPABILITY torch refuses bfloat16 in these sizes
                     return False
                 expected = result[:, :, :1] if expected is None else expected
                 if not torch.equal(result, expected.expand_as(result)):

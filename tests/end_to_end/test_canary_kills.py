@@ -137,5 +137,5 @@ def test_a_version_that_fails_while_replicas_of_both_are_killed_is_rolled_back_f
     )
     assert told is not None, reason
     failed, answered = clients.answers["2", 500], clients.answers["2", 200]
-    assert 100 * 2 / MIN_REQUESTS <= float(told[1]) <= 100  # told in three digits
+    assert 100 * 2 / MIN_REQUESTS <= float(told[1]) <= 100  # rounded to three digits
     assert failed + answered >= MIN_REQUESTS

@@ -14,6 +14,7 @@ import pytest
 from app.process.priority import START_NICE, may_raise_priority
 from tests.running import Running, leftovers, processes_of, segments_of, serve, wait_for
 
+ATTEMPTS = 4
 PRELOADED = "inference.replica.preloaded"
 MODELS = {"forked": "circumstances:Forked", "other": "circumstances:Forked", "cold": "circumstances_late:Cold"}
 CONFIG = {
@@ -35,7 +36,19 @@ CONFIG = {
 @pytest.fixture(scope="module")
 def forking() -> Iterator[Running]:
     with serve(CONFIG) as running:
+        for model in CONFIG["deployments"]:
+            if not model.startswith("cold"):
+                start_until_forked(running, model)
         yield running
+
+
+def start_until_forked(running: Running, model: str) -> None:
+    """Start a model's replica anew until it is forked: on a busy machine the imports or a fork may take too long."""
+    for _ in range(ATTEMPTS):
+        if seen(running, model)["is_forked"]:
+            return
+        assert running.client.post(f"{running.url}/v2/repository/models/{model}/reload").status_code == 200
+    raise AssertionError(f"{model} is never forked:\n{running.log.read_text()[-3000:]}")
 
 
 def seen(running: Running, model: str) -> dict[str, Any]:

@@ -14,7 +14,9 @@ import pytest
 from tests.running import SERVICES, leftovers, segments_of, serve, wait_for
 
 MODEL = "light:Trunk"
-READ_ONLY = "mount -t tmpfs -o ro none /tmp && mount -t tmpfs -o ro none /var/tmp && "
+READ_ONLY = "".join(
+    f"mount --bind {folder} {folder} && mount -o remount,bind,ro {folder} && " for folder in ("/tmp", "/var/tmp")
+)
 
 
 def _can_mount() -> bool:

@@ -179,12 +179,16 @@ def _embeddings(elements: str) -> Request:
     return Request("/v1/embeddings", b'{"model":"tiny","input":[%b"x"]}' % elements.encode())
 
 
+def _message(text: str) -> Request:
+    return Request(CHAT, b'{"model":"tiny","messages":[{"role":"user","content":%b}]}' % text.encode())
+
+
 def _metadata(count: int) -> Request:
     return _json(CHAT, model="tiny", messages=[], metadata={f"{at:x}": "0" for at in range(count)})
 
 
 def _wide(size: int) -> str:
-    return f'"\N{GRINNING FACE}{"a" * size}",'
+    return f'"\N{GRINNING FACE}{"a" * size}"'
 
 
 def _tensor(elements: bytes) -> Request:
@@ -252,10 +256,11 @@ HOSTILE: Final = (
     ),
     Hostile(
         "JSON of a long string with a wide character",
-        lambda size: _embeddings(_wide(size)),
+        lambda size: _embeddings(_wide(size) + ","),
         (6_000_000, 60_000_000),
         NO_EMBEDDINGS,
     ),
+    Hostile("message with a wide character", lambda size: _message(_wide(size)), (6_000_000, 60_000_000)),
     Hostile("arguments of empty arrays", lambda size: _arguments_of("[]," * (size // 3)), (6_000_000, 60_000_000)),
     Hostile("JSON of many keys", lambda size: _metadata(size // 11), (900_000, 9_000_000), ANSWERED),
     Hostile("tensor of short numbers", lambda size: _tensor(b"7," * (size // 2)), (6_000_000, 60_000_000)),
@@ -266,6 +271,6 @@ HOSTILE: Final = (
 TOGETHER: Final = (
     Together("bodies that never end", lambda: Request(COMPLETIONS, bytes(60_000_001)), 24, 1),
     Together("gzip that unpacks large", lambda: _gzip(60 << 20), 32),
-    Together("JSON of wide characters", lambda: _embeddings(_wide(20_000_000)), 24),
+    Together("JSON of wide characters", lambda: _embeddings(_wide(20_000_000) + ","), 24),
     Together("JSON of short strings", lambda: _embeddings('"\N{GRINNING FACE}",' * 980_000), 24),
 )

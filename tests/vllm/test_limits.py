@@ -30,13 +30,17 @@ def idle(vllm_server: Running) -> None:
 
 
 async def wait_until_counted(vllm_server: Running, sequences: int) -> None:
-    """Wait until the statistics, which follow vLLM a second later, count these sequences; idle is news only then."""
+    """Wait until the statistics count these sequences.
 
-    def have_come() -> bool:
-        found = figures(vllm_server, "tiny")["sequences"]
-        return bool(found["active"] + found["waiting"] == sequences)
+    The gateway asks vLLM for its metrics once a second. A test that leaves its streams earlier would let the next test
+    see the state before them, and take it for idle.
+    """
 
-    await asyncio.to_thread(wait_for, have_come, 10, f"{sequences} sequences to be counted")
+    def are_counted() -> bool:
+        counts = figures(vllm_server, "tiny")["sequences"]
+        return bool(counts["active"] + counts["waiting"] == sequences)
+
+    await asyncio.to_thread(wait_for, are_counted, 10, f"{sequences} sequences to be counted")
 
 
 def test_more_requests_than_fit_are_refused_with_429(vllm_server: Running) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 import time
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Final, Literal, TypeAlias
@@ -48,6 +49,7 @@ _RELAYED: Final = ("model", "encoding_format", "dimensions", _TRUNCATE)
 _TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 _TokenIds: TypeAlias = Annotated[list[_TokenId], Meta(min_length=1)]
 _Inputs: TypeAlias = list[str] | list[list[int]]
+_NOT_SPACE: Final = re.compile(rb"\S")
 _Vector: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
 _SYNONYMS: Final = {
     **dict.fromkeys(("query", "search_query"), ("query",)),
@@ -131,22 +133,24 @@ class EmbeddingsEndpoint(Endpoint):
 def _read(raw: bytes) -> tuple[EmbeddingsRequest, _Inputs]:
     """The body, and its texts or token ids."""
     body: EmbeddingsRequest = read_json(raw, EmbeddingsRequest)
-    value: str | list[Any] = read_json(body.input, str | list[Any], "input", hint=_HINT, is_checked=True)
-    if isinstance(value, str):
-        return body, [value]
-    if not value:
+    text = memoryview(body.input)
+    if text[0] != ord("["):
+        return body, [read_json(body.input, str | list[str], "input", hint=_HINT, is_checked=True)]
+    first = _NOT_SPACE.search(text, 1)
+    assert first is not None  # the text is valid JSON
+    if first[0] == b"]":
         raise BadRequest("input: expected at least one string, got an empty list", field="input")
-    if type(value[0]) is int:
+    if first[0] in b"-0123456789":
         return body, [read_json(body.input, _TokenIds, "input", is_checked=True)]
-    if len(value) > _MAX_INPUTS:
-        message = f"input: expected at most {_MAX_INPUTS} inputs, got {len(value)}; send them in several requests"
+    inputs: _Inputs
+    if first[0] == b"[":
+        inputs = read_json(body.input, list[_TokenIds], "input", is_checked=True)
+    else:
+        inputs = read_json(body.input, list[str], "input", hint=_HINT, is_checked=True)
+    if len(inputs) > _MAX_INPUTS:
+        message = f"input: expected at most {_MAX_INPUTS} inputs, got {len(inputs)}; send them in several requests"
         raise BadRequest(message, field="input")
-    if isinstance(value[0], list):
-        return body, read_json(body.input, list[_TokenIds], "input", is_checked=True)
-    try:
-        return body, read_json(body.input, list[str], "input", is_checked=True)
-    except BadRequest as error:
-        raise BadRequest(f"{error.message}; {_HINT}", field="input") from None
+    return body, inputs
 
 
 def _parts(inputs: _Inputs, most: int) -> Iterator[_Inputs]:

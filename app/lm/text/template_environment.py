@@ -118,6 +118,10 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             where = f"chat template {name!r}, line {error.lineno}"
             raise ConfigError(f"{where}: expected a Jinja template, got this: {error.message}") from error
 
+    def handle_exception(self, source: str | None = None) -> NoReturn:
+        """Raise the exception as it is: Jinja would make a cycle of its traceback, which would keep the messages."""
+        raise
+
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         __self.budget.step()
         owner = getattr(__obj, "__self__", None)

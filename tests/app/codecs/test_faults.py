@@ -243,6 +243,18 @@ class TestKeys:
         assert GenerateDecoder(SIGNATURE).decode(body).id == name
 
 
+@pytest.mark.parametrize("length", [0, 1, 65_535, 65_536, 65_537, 200_000])
+@pytest.mark.parametrize("text", ["a", "\\\\", '\\"', "\\u4e00", "\N{GRINNING FACE}"])
+def test_keys_that_stand_twice_are_found_beside_strings_of_any_length(text: str, length: int) -> None:
+    wide = '"\N{GRINNING FACE}":"' + "x" * 1_100_000 + '"'
+    long = text * (length // len(text))
+    once = f'{{{wide},"b":"{long}","c":["{long}","b"],"k{long}":{{"b":"","d":0}},"d":"b"}}'
+    assert read_json(once.encode(), dict[str, Any]) == msgspec.json.decode(once)
+    for twice in (f'{once[:-1]},"b":0}}', f'{once[:-1]},"k{long}":0}}', once.replace('"d":0', '"b":0')):
+        with pytest.raises(BadRequest, match="expected every key of an object once"):
+            read_json(twice.encode(), dict[str, Any])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("hint", ["", "expected something else"])
 @pytest.mark.parametrize("body", [b'{"a": 1}', b'{"a": "", "a": ""}', b'{"a"', b"[" * (MAX_CONTAINERS + 1)])

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -110,6 +113,31 @@ def test_errors_come_through() -> None:
             await TextPool(2).run(fail, "a", 1)
 
     run(scenario)
+
+
+def test_nothing_is_kept_of_a_work_that_failed() -> None:
+    class Text(str):
+        """A client's."""
+
+    async def refuse(pool: TextPool) -> weakref.ref[Text]:
+        text = Text("long")
+
+        def fail() -> None:
+            raise BadRequest(f"wrong: {text}")
+
+        with contextlib.suppress(BadRequest):
+            await pool.run(fail, "a", 1)
+        return weakref.ref(text)
+
+    async def scenario() -> None:
+        text = await refuse(TextPool(1))
+        await until(lambda: text() is None)  # the thread lets go of it after the answer
+
+    gc.disable()
+    try:
+        run(scenario)
+    finally:
+        gc.enable()
 
 
 def test_a_client_whose_requests_wait_in_masses_is_told_to_come_back() -> None:

@@ -100,8 +100,8 @@ def gateway(tmp_path: Path) -> Ring:
 
 
 @pytest.fixture(scope="module")
-def unchanged(tmp_path_factory: pytest.TempPathFactory) -> Ring:
-    """A gateway for tests that only ask."""
+def shared_gateway(tmp_path_factory: pytest.TempPathFactory) -> Ring:
+    """A gateway for tests that change nothing of it."""
     return Ring(tmp_path_factory.mktemp("ring"))
 
 
@@ -208,18 +208,18 @@ def test_the_page_on_security_has_the_scope_of_each_route() -> None:
 
 
 @pytest.mark.parametrize(("method", "path"), TABLE, ids=lambda one: one)
-def test_each_route_takes_keys_of_its_scopes_only(unchanged: Ring, method: str, path: str) -> None:
+def test_each_route_takes_keys_of_its_scopes_only(shared_gateway: Ring, method: str, path: str) -> None:
     scopes = TABLE[method, path]
     assert scopes_for(method, filled(path)) == scopes
-    anonymous = unchanged.ask(method, filled(path))
+    anonymous = shared_gateway.ask(method, filled(path))
     assert (anonymous.status_code != 401) == (not scopes)
-    assert unchanged.ask(method, filled(path), bearer("wrong")).status_code == anonymous.status_code
+    assert shared_gateway.ask(method, filled(path), bearer("wrong")).status_code == anonymous.status_code
     if not scopes:
         return
     assert anonymous.headers["www-authenticate"] == "Bearer"
     for scope in SCOPES:
         for headers in (bearer(KEYS[scope]), {"x-api-key": KEYS[scope]}):
-            answer = unchanged.ask(method, filled(path), headers, b"{}")
+            answer = shared_gateway.ask(method, filled(path), headers, b"{}")
             assert (answer.status_code in (401, 403)) == (scope not in scopes), (scope, answer.text)
             if scope not in scopes:
                 assert answer.status_code == 403
@@ -232,8 +232,8 @@ def test_each_route_takes_keys_of_its_scopes_only(unchanged: Ring, method: str, 
     ["/nothing", "/v3", "//v2/models/m/infer", "/v2/models/m/infer/", "/v2/health/live/", "/v2/health/../models",
      "/v2/models/a%2Fb/ready", "/metrics/", "/METRICS", "/docs/", "/v2/models//ready", "/v2/health/live%00"],
 )  # fmt: skip
-def test_what_is_no_route_asks_for_a_key_too(unchanged: Ring, method: str, path: str) -> None:
-    assert unchanged.ask(method, path).status_code == 401
+def test_what_is_no_route_asks_for_a_key_too(shared_gateway: Ring, method: str, path: str) -> None:
+    assert shared_gateway.ask(method, path).status_code == 401
 
 
 @given(st.sampled_from(["GET", "POST", "HEAD", "PUT"]), st.text(max_size=30))

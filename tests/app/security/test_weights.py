@@ -11,22 +11,22 @@ UNPICKLING = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "m
 
 
 @functools.cache
-def nodes() -> list[tuple[Path, ast.AST]]:
+def imports_and_calls() -> list[tuple[Path, ast.AST]]:
     """All imports and calls of the product, with their modules."""
     paths = [path for package in ("app", "inference") for path in sorted((ROOT / package).rglob("*.py"))]
     kinds = (ast.Import, ast.ImportFrom, ast.Call)
     return [(path, node) for path in paths for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kinds)]
 
 
-def said(call: ast.Call, word: str) -> str | None:
-    """What a call says for a keyword."""
-    return next((ast.unparse(one.value) for one in call.keywords if one.arg == word), None)
+def keyword(call: ast.Call, name: str) -> str | None:
+    """The source of a call's keyword argument; None: the call has no such argument."""
+    return next((ast.unparse(argument.value) for argument in call.keywords if argument.arg == name), None)
 
 
 def test_checkpoints_are_loaded_as_weights_only() -> None:
     found = [
-        (path.name, ast.unparse(node.func), said(node, "weights_only"))
-        for path, node in nodes()
+        (path.name, ast.unparse(node.func), keyword(node, "weights_only"))
+        for path, node in imports_and_calls()
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "load"
     ]
     found = [one for one in found if one[1] in ("torch.load", "np.load", "numpy.load")]
@@ -35,14 +35,14 @@ def test_checkpoints_are_loaded_as_weights_only() -> None:
 
 
 def test_nothing_unpickles_or_runs_code_of_a_models_folder() -> None:
-    for path, node in nodes():
+    for path, node in imports_and_calls():
         if isinstance(node, ast.Import):
             assert not {one.name for one in node.names} & UNPICKLING, path
         if isinstance(node, ast.ImportFrom):
             assert node.module not in UNPICKLING, path
         if isinstance(node, ast.Call):
-            assert said(node, "trust_remote_code") in (None, "False"), path
+            assert keyword(node, "trust_remote_code") in (None, "False"), path
             if path.name.startswith("train_"):
                 continue  # these read what they have just written
             if isinstance(node.func, ast.Attribute) and ast.unparse(node.func).endswith("ForCausalLM.from_pretrained"):
-                assert said(node, "use_safetensors") == "True", path
+                assert keyword(node, "use_safetensors") == "True", path

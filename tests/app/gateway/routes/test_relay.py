@@ -345,7 +345,7 @@ def test_more_inputs_than_the_queue_holds_go_in_parts() -> None:
         ({"input": "x", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
         ({"input": []}, "input"),
         ({"input": ["x"] * 2049}, "input"),
-        ({"input": [{"role": "user"}]}, "input"),
+        ({"input": [{"role": "user"}]}, "input[0]"),
         ({"input": [-1]}, "input[0]"),
     ],
 )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -251,6 +254,24 @@ def test_one_rendering_takes_nothing_from_the_next() -> None:
     template = one("{{ messages[0].content }}", max_characters=1000)
     for _ in range(5):
         assert len(template.render([{"role": "user", "content": "a" * 999}])) == 999
+
+
+class Content(str):
+    """Text that can be referred to weakly."""
+
+
+def test_nothing_is_kept_of_a_refused_conversation() -> None:
+    def refuse() -> weakref.ref[Content]:
+        content = Content("a" * 1001)
+        with contextlib.suppress(BadRequest):
+            one("{{ messages[0].content }}", max_characters=1000).render([{"role": "user", "content": content}])
+        return weakref.ref(content)
+
+    gc.disable()
+    try:
+        assert refuse()() is None
+    finally:
+        gc.enable()
 
 
 def test_threads_share_a_template() -> None:
