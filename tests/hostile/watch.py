@@ -59,11 +59,13 @@ class Target:
         return found
 
     def memory_bytes(self) -> int:
-        """The proportional set size of all processes."""
+        """The memory of all processes, but for files, whose pages count by how many other processes share them."""
         total = 0
         for process in (psutil.Process(self.running.pid), *psutil.Process(self.running.pid).children(recursive=True)):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                total += process.memory_full_info().pss
+            with contextlib.suppress(OSError):  # it may have ended
+                _, *lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()
+                kilobytes = {line.split(":")[0]: int(line.split()[1]) for line in lines}
+                total += 1024 * (kilobytes["Pss_Anon"] + kilobytes["Pss_Shmem"])
         return total
 
     def grown_bytes(self, before: int) -> int:
