@@ -293,7 +293,7 @@ class TestErrors:
             (b'{"model": "text"}', "input", "got an object without it"),
             (b'{"model": 5, "input": "abc"}', "model", "expected a string, got an integer"),
             (b'{"model": "text", "input": null}', "input", "got null; this model takes a string or an array"),
-            (b'{"model": "text", "input": ["abc", 1]}', "input", "input[1]: expected a string, got an integer"),
+            (b'{"model": "text", "input": ["abc", 1]}', "input[1]", "input[1]: expected a string, got an integer"),
             (b'{"model": "text", "input": "abc", "dimensions": 1.5}', "dimensions", "expected an integer"),
             (b'{"model": "text", "input": "\xff"}', "input", "UTF-8, got byte 0xff"),
             (b'{"model": "\xff", "input": "abc"}', "body", "UTF-8, got byte 0xff"),

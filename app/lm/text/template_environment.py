@@ -145,6 +145,8 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             sizes = [len(value) if isinstance(value, (str, list, tuple)) else value for value in (left, right)]
             if sizes != [left, right] and all(isinstance(size, int) for size in sizes):
                 self.budget.check(sizes[0] * sizes[1])
+        if operator == "+" and isinstance(left, (str, list, tuple)) and isinstance(right, (str, list, tuple)):
+            self.budget.check(len(left) + len(right))
         if operator == "**" and isinstance(left, int) and isinstance(right, int):
             self.budget.check(left.bit_length() * max(right, 0))
         if operator == "%" and isinstance(left, str):
