@@ -260,7 +260,7 @@ HOSTILE: Final = (
         (6_000_000, 60_000_000),
         NO_EMBEDDINGS,
     ),
-    Hostile("message with a wide character", lambda size: _message(_wide(size)), (6_000_000, 60_000_000)),
+    Hostile("message with a wide character", lambda size: _message(_wide(size)), (6_000_000, 20_000_000)),
     Hostile("arguments of empty arrays", lambda size: _arguments_of("[]," * (size // 3)), (6_000_000, 60_000_000)),
     Hostile("JSON of many keys", lambda size: _metadata(size // 11), (900_000, 9_000_000), ANSWERED),
     Hostile("tensor of short numbers", lambda size: _tensor(b"7," * (size // 2)), (6_000_000, 60_000_000)),
