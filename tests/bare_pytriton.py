@@ -35,7 +35,7 @@ __all__ = ["Bare", "serve_bare"]
 START_TIMEOUT_S = 300.0
 BOUND_AT_ONCE = 3
 STARTS = 4
-"""A model that gets no configuration from PyTriton within 1 s fails, and the server with it, as on a busy machine."""
+"""How often PyTriton is started: it ends if a model waits longer than 1 s for its configuration."""
 
 
 class Bare(NamedTuple):
@@ -58,7 +58,7 @@ def serve_bare(scripts: Sequence[Path], models: Collection[str], log: Path) -> I
     ports = {kind: str(free_port()) for kind in ("HTTP_PORT", "GRPC_PORT", "METRICS_PORT")}
     settings = {f"PYTRITON_TRITON_CONFIG_{kind}": port for kind, port in ports.items()}
 
-    def started() -> subprocess.Popen[bytes]:
+    def start() -> subprocess.Popen[bytes]:
         with log.open("w") as output:
             return subprocess.Popen(
                 [sys.executable, "-m", "tests.bare_pytriton", ",".join(models), *map(str, scripts)],
@@ -69,7 +69,7 @@ def serve_bare(scripts: Sequence[Path], models: Collection[str], log: Path) -> I
                 start_new_session=True,
             )
 
-    process = started()
+    process = start()
     starts = itertools.count(2)
     bare = Bare(f"http://127.0.0.1:{ports['HTTP_PORT']}", f"grpc://127.0.0.1:{ports['GRPC_PORT']}")
 
@@ -77,7 +77,7 @@ def serve_bare(scripts: Sequence[Path], models: Collection[str], log: Path) -> I
         nonlocal process
         if process.poll() is not None:
             assert next(starts) <= STARTS, log.read_text()[-3000:]
-            process = started()
+            process = start()
         with contextlib.suppress(httpx.TransportError):
             return all(httpx.get(f"{bare.url}/v2/models/{one}/ready").status_code == 200 for one in models)
         return False

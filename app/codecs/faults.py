@@ -24,6 +24,7 @@ __all__ = [
     "check_keys",
     "check_size",
     "colons",
+    "is_narrow",
     "key_text",
     "no_json_form",
     "read_json",
@@ -50,7 +51,9 @@ _FEW_BYTES: Final = 4096
 _LONG_TEXT_BYTES: Final = 1 << 20
 _LONG_STRING_BYTES: Final = 1 << 16
 _STRINGS: Final = re.compile(rb'(?:[^"]*"[^"\\]*(?:\\.[^"\\]*)*")*', re.DOTALL)
+"""Whole strings, and what stands before each."""
 _IN_STRING: Final = re.compile(rb'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)
+"""A string's characters up to its closing quote."""
 _FEW_COLONS: Final = 1000
 
 _Value = TypeVar("_Value")
@@ -202,17 +205,24 @@ def check_keys(text: bytes) -> None:
         BadRequest: an object has a key twice.
         RecursionError: objects or arrays are nested too deeply.
     """
-    if len(text) > _LONG_TEXT_BYTES and not (text.isascii() and b"\\u" not in text):
+    if len(text) > _LONG_TEXT_BYTES and not is_narrow(text):
         text = _without_long_strings(text)
     _PAIRS.decode(text.decode(errors="replace"))
 
 
+def is_narrow(text: bytes) -> bool:
+    """Whether all characters of the text's strings are ASCII, so that each takes one byte in memory."""
+    return text.isascii() and b"\\u" not in text
+
+
 def _without_long_strings(text: bytes) -> bytes:
-    """The text with a digest in place of each long string: a wide character gives each character of its string 4 bytes,
-    and no other thread runs while one call decodes them.
+    """The text with a digest in place of each long string, so that one call can decode it in a short time.
+
+    No other thread runs during that call, and a wide character gives each character of its string 4 bytes. Two long
+    strings with the same characters have different digests if their escapes differ.
 
     Args:
-        text: valid JSON. It is read in pieces, so that other threads can run in between.
+        text: valid JSON, which is read in pieces, so that other threads can run in between.
     """
     parts: list[bytes] = []
     kept = end = 0

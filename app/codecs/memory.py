@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from app.codecs.faults import MAX_CONTAINERS, MAX_VALUES
+from app.codecs.faults import MAX_CONTAINERS, MAX_VALUES, is_narrow
 from app.codecs.json_data import occurrences
 
 __all__ = ["MOST_TIMES", "object_bytes"]
@@ -43,7 +43,7 @@ def object_bytes(text: bytes) -> int:
 
 def _character_bytes(text: bytes, quotes: int) -> int:
     """The memory of strings' characters."""
-    if len(text) <= _PIECE_BYTES and _is_narrow(text):
+    if len(text) <= _PIECE_BYTES and is_narrow(text):
         return len(text) * _NARROW
     total = length = 0
     factor = _NARROW
@@ -51,20 +51,16 @@ def _character_bytes(text: bytes, quotes: int) -> int:
     for start in range(0, len(text), _PIECE_BYTES):
         end = start + _PIECE_BYTES
         piece = text[start:end]
-        is_narrow = _is_narrow(piece)
+        has_wide = not is_narrow(piece)
         parts = [piece] if quotes > _FEW_STRINGS else piece.split(b'"')
         for number, part in enumerate(parts):
             if number and not is_escaped:  # another string, or what is between two
                 total += length * factor
                 length, factor = 0, _NARROW
             length += len(part)
-            if not is_narrow and not _is_narrow(part):
+            if has_wide and not is_narrow(part):
                 factor = _WIDE
             is_escaped = part.endswith(b"\\") or (is_escaped and not number and not part)
         if text[end - 1 : end + 1] == b"\\u":  # an escape that two pieces share
             factor = _WIDE
     return total + length * factor
-
-
-def _is_narrow(text: bytes) -> bool:
-    return text.isascii() and b"\\u" not in text

@@ -59,7 +59,10 @@ class Target:
         return found
 
     def memory_bytes(self) -> int:
-        """The memory of all processes, but for files, whose pages count by how many other processes share them."""
+        """The anonymous and shared memory of all processes.
+
+        Files are left out: the end of another server changes the share of their pages that each process has.
+        """
         total = 0
         for process in (psutil.Process(self.running.pid), *psutil.Process(self.running.pid).children(recursive=True)):
             with contextlib.suppress(OSError):  # it may have ended

@@ -115,7 +115,7 @@ def test_errors_come_through() -> None:
     run(scenario)
 
 
-def test_nothing_is_kept_of_a_work_that_failed() -> None:
+def test_nothing_is_kept_of_work_that_failed() -> None:
     class Text(str):
         """A client's."""
 
