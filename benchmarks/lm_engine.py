@@ -35,6 +35,7 @@ from inference.tuning import turn_cudnn_attention_off
 
 __all__ = [
     "BARE",
+    "BY_KERNEL",
     "CONTENDERS",
     "ENGINE",
     "GREEDY",
@@ -45,6 +46,7 @@ __all__ = [
     "model_of",
     "print_table",
     "quiet",
+    "slot_engine_by_kernel",
     "title_of",
 ]
 
@@ -89,7 +91,8 @@ def main() -> None:
     options = parse_with_smoke(parser, sizes="5", sequences="2", prompt=8, tokens=4, repeats=1)
     quiet()
     left_out = tuple(name for name in options.without.split(",") if name)
-    named = {**CONTENDERS, INVARIANT: _slot_engine_invariant} if options.device == "cpu" else CONTENDERS
+    own = {INVARIANT: _slot_engine_invariant} if options.device == "cpu" else {BY_KERNEL: slot_engine_by_kernel}
+    named = {**CONTENDERS, **own}
     contenders = {name: run for name, run in named.items() if not (left_out and name.startswith(left_out))}
     found: dict[str, dict[str, list[float]]] = {}
     print(machine())
@@ -192,6 +195,11 @@ def _slot_engine(model: Any, count: int, prompt: int, tokens: int) -> float:
     return _engine(model, _prompts(count, prompt), tokens, GREEDY)
 
 
+def slot_engine_by_kernel(model: Any, count: int, prompt: int, tokens: int) -> float:
+    """The `BY_KERNEL` contender."""
+    return _engine(model, _prompts(count, prompt), tokens, GREEDY, cuda_graphs=False)
+
+
 def _slot_engine_mixed(model: Any, count: int, prompt: int, tokens: int) -> float:
     return _engine(model, _mixed(count, prompt), tokens, GREEDY)
 
@@ -258,6 +266,8 @@ def _continuous(model: Any, count: int, prompt: int, tokens: int) -> float:
 
 BARE: Final = "bare batched forward"
 ENGINE: Final = "slot engine"
+BY_KERNEL: Final = "slot engine, kernel by kernel"
+"""Without CUDA graphs; on a GPU only."""
 INVARIANT: Final = "slot engine, batch invariant"
 """On a CPU only."""
 CONTENDERS: Final[dict[str, Contender]] = {

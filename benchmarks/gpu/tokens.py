@@ -1,4 +1,5 @@
-"""Part e: a language model of a billion parameters. The bare batched decode, the engine, and clients; CUDA graphs."""
+"""Part e: a language model of a billion parameters. The bare batched decode, the engine with and without CUDA graphs,
+and clients."""
 
 from __future__ import annotations
 
@@ -10,12 +11,22 @@ from functools import partial
 from typing import Any, Final
 
 import torch
-from transformers import StaticCache
 
 from benchmarks.fanout_servers import headwater
 from benchmarks.gpu.record import Recorder, Step
 from benchmarks.gpu.target import Target
-from benchmarks.lm_engine import BARE, CONTENDERS, ENGINE, GREEDY, TIES, VOCAB_SIZE, model_of, quiet
+from benchmarks.lm_engine import (
+    BARE,
+    BY_KERNEL,
+    CONTENDERS,
+    ENGINE,
+    GREEDY,
+    TIES,
+    VOCAB_SIZE,
+    model_of,
+    quiet,
+    slot_engine_by_kernel,
+)
 from benchmarks.lm_engine import measure as measure_steps
 from benchmarks.stream_engine import MODEL, EngineAlone
 from benchmarks.stream_load import LoadGenerator
@@ -46,17 +57,20 @@ def measure(recorder: Recorder, target: Target) -> None:
     def model() -> Any:
         return model_of(size, target.device, dtype)
 
-    for count in (2,) if target.is_tiny else SEQUENCES:
-        recorder.step(f"decode, {count} sequences", partial(_decode, target, model, count))
+    first, *others = (2,) if target.is_tiny else SEQUENCES
+    recorder.step(f"decode, {first} sequences", partial(_decode, target, model, first))
     needs_s = 0 if target.is_tiny else CLIENTS_NEED_S
     recorder.step("clients against the engine", partial(_clients, target, size, dtype), needs_s)
-    recorder.step("the decode step as a CUDA graph", partial(_graph, target, model))
+    for count in others:
+        recorder.step(f"decode, {count} sequences", partial(_decode, target, model, count))
 
 
 def _decode(target: Target, model: Callable[[], Any], count: int, step: Step) -> None:
     """The engine's step, the bare decode's, and how soon the device could have read the weights."""
     tokens, repeats = (4, 1) if target.is_tiny else (64, 5)
     contenders = {name: CONTENDERS[name] for name in (BARE, ENGINE)}
+    if target.is_gpu:
+        contenders[BY_KERNEL] = slot_engine_by_kernel
     seconds = measure_steps(model(), count, PROMPT, tokens, repeats, contenders)
     for name, values in seconds.items():
         step.figure(f"{name}, a step", "ms", *(1000 * one for one in values))
@@ -72,6 +86,9 @@ def _decode(target: Target, model: Callable[[], Any], count: int, step: Step) ->
         step.profile = f"the engine:\n{_profile_engine(target, model(), count)}"
     else:
         step.figure("engine / bare decode", "", *ratios)
+    if target.is_gpu:
+        gains = [one / ours for one, ours in zip(seconds[BY_KERNEL], seconds[ENGINE], strict=True)]
+        step.figure("faster by CUDA graphs", "times", *gains)
 
 
 def _bytes_per_s(target: Target) -> float:
@@ -119,78 +136,3 @@ def _clients(target: Target, size: str, dtype: str, step: Step) -> None:
         f"{statistics.median(loss):.2f} ms; the server's processes use {statistics.median(found['server cores']):.2f} "
         "cores, and one at 1.00 would be the limit"
     )
-
-
-class _StaticDecode:
-    """The bare decode with a cache of a fixed size: a step computes in the same memory as the one before it, as a CUDA
-    graph needs."""
-
-    def __init__(self, model: Any, count: int) -> None:
-        self._model = model
-        self._count = count
-        device = model.device
-        self._cache = StaticCache(config=model.config, max_cache_len=LONGEST)
-        self._places = torch.arange(LONGEST, device=device)
-        self._place = torch.zeros(1, dtype=torch.long, device=device)
-        self.token = torch.zeros(count, 1, dtype=torch.long, device=device)
-        rows = [[(7 * row + 11 * place) % VOCAB_SIZE for place in range(PROMPT)] for row in range(count)]
-        logits = model(torch.tensor(rows, device=device), past_key_values=self._cache, use_cache=True).logits
-        self._first = logits[:, -1].argmax(-1, keepdim=True)
-        self.rewind()
-
-    def rewind(self) -> None:
-        """Go back to the first token after the prompt."""
-        for layer in self._cache.layers:
-            layer.cumulative_length.fill_(PROMPT)  # type: ignore[union-attr]
-        self._place.fill_(PROMPT)
-        self.token.copy_(self._first)
-
-    def step(self) -> None:
-        """Compute the next token of each sequence."""
-        seen = (self._places <= self._place).expand(self._count, 1, 1, LONGEST)
-        logits = self._model(
-            self.token, attention_mask=seen, position_ids=self._place[None], past_key_values=self._cache, use_cache=True
-        ).logits
-        self.token.copy_(logits[:, -1].argmax(-1, keepdim=True))
-        self._place.add_(1)
-
-
-@torch.no_grad()
-def _graph(target: Target, model: Callable[[], Any], step: Step) -> None:
-    """What launching a step at once gives, rather than kernel by kernel."""
-    count, steps = (2, 4) if target.is_tiny else (AT_SEQUENCES, 64)
-    decode = _StaticDecode(model(), count)
-
-    def tokens(call: Callable[[], object]) -> list[list[int]]:
-        decode.rewind()
-        found = []
-        for _ in range(steps):
-            call()
-            found.append(decode.token.flatten().tolist())
-        return found
-
-    def milliseconds(call: Callable[[], object]) -> float:
-        decode.rewind()
-        return 1000 * target.seconds(call, steps)
-
-    eager = tokens(decode.step)
-    eager_ms = milliseconds(decode.step)
-    step.figure(f"kernel by kernel, {count} sequences, a step", "ms", eager_ms)
-    if not target.is_gpu:
-        step.notes.append("a CPU has no CUDA graphs")
-        step.check("a step computes the same again", tokens(decode.step) == eager)
-        return
-    graph = torch.cuda.CUDAGraph()
-    cuda: Any = torch.cuda  # its streams have no types
-    aside = cuda.Stream(target.device)
-    aside.wait_stream(torch.cuda.current_stream(target.device))
-    with torch.cuda.stream(aside):  # as https://docs.pytorch.org/docs/stable/notes/cuda.html warms up a capture
-        for _ in range(3):
-            decode.step()
-    torch.cuda.current_stream(target.device).wait_stream(aside)
-    with torch.cuda.graph(graph):
-        decode.step()
-    step.check("the graph's tokens are those of the kernels one by one", tokens(graph.replay) == eager)
-    graph_ms = milliseconds(graph.replay)
-    step.figure(f"as a graph, {count} sequences, a step", "ms", graph_ms)
-    step.figure("faster by", "times", eager_ms / graph_ms)

@@ -14,15 +14,18 @@ from transformers import PreTrainedModel
 
 from inference.errors import ReplicaError
 from inference.lm.batch_invariance import INVARIANT, make_invariant
+from inference.lm.decode_graphs import DecodeGraphs, StepInputs, recorder_of
 from inference.lm.rotary import switches_of
-from inference.lm.slot_cache import SlotCache, StepMask
+from inference.lm.slot_cache import AttentionMask, SlotCache, StepMask
 from inference.lm.transformers_parts import attention_of
 from inference.runtime.failure_log import text_of
 
 __all__ = ["CachedModel"]
 
-CHECK_LENGTHS: Final = (12, 4)
+CHECK_LENGTHS: Final = (12, 6)
 """Prompt lengths of the check, in tokens."""
+CHECK_STEPS: Final = 3
+"""Decode steps of the check: kernel by kernel, recorded as a graph, and that graph at other positions."""
 CHECK_WINDOW: Final = 5
 """The sliding window of the check, in tokens: its longer prompts exceed it."""
 
@@ -45,12 +48,20 @@ class CachedModel:
         max_sequences: the most sequences computed together.
         batch_invariant: whether a sequence's logits must not depend on other sequences and on a prompt's chunks; the
             model's layers are replaced.
+        cuda_graphs: whether decode steps are recorded as CUDA graphs, on a GPU.
 
     Raises:
         ReplicaError: the cache can't serve the model.
     """
 
-    def __init__(self, model: PreTrainedModel, max_sequences: int, *, batch_invariant: bool = False) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        max_sequences: int,
+        *,
+        batch_invariant: bool = False,
+        cuda_graphs: bool = True,
+    ) -> None:
         config = model.config.get_text_config(decoder=True)
         if batch_invariant:
             make_invariant(model)
@@ -67,6 +78,13 @@ class CachedModel:
         self._config = config
         self._mask = StepMask(config, model.dtype, self.device)
         self._rows = torch.arange(max_sequences, device=self.device)
+        recorder = recorder_of(self.device) if cuda_graphs and not batch_invariant else None
+        self._graphs = None if recorder is None else DecodeGraphs(self._step, recorder, self.device)
+
+    @property
+    def needs_spare(self) -> bool:
+        """Whether its cache must have a spare token."""
+        return self._graphs is not None
 
     def forward(
         self,
@@ -114,7 +132,7 @@ class CachedModel:
     def forward_each(
         self, cache: SlotCache, tokens: Sequence[int], positions: Sequence[int], offsets: Sequence[int] = ()
     ) -> Tensor:
-        """Logits [rows, vocab] after one more token in each of the first rows.
+        """Logits [rows, vocab] after one more token in each of the first rows; the next call may overwrite them.
 
         Args:
             cache: the keys and values.
@@ -122,21 +140,29 @@ class CachedModel:
             positions: each row's number of cached tokens.
             offsets: the position of each row's first token; empty if that is 0 everywhere.
         """
+        places = [one + offset for one, offset in zip(positions, offsets, strict=True)] if offsets else positions
+        if self._graphs is not None:
+            recorded = self._graphs.run(cache, tokens, positions, places)
+            if recorded is not None:
+                return recorded
         count, longest = len(tokens), max(positions)
-        ids = torch.tensor(tokens, device=self.device)[:, None]
-        at = torch.tensor(positions, device=self.device)
-        mask = None
-        if min(positions) == longest:
-            cache.aim(slice(0, count), longest)
-        else:
-            cache.aim_each(self._rows[:count], at, longest=longest)
+        given = StepInputs(
+            self._rows[:count], *(torch.tensor(one, device=self.device) for one in (tokens, positions, places))
+        )
         if self.batch_invariant or min(positions) != longest:
-            mask = self._mask(at[:, None], length=cache.window_length(longest + 1))
-        if offsets:
-            at = at + torch.tensor(offsets, device=self.device)
+            return self._step(cache, given, cache.window_length(longest + 1))
+        cache.aim(slice(0, count), longest)
+        return self._logits(cache, given, None)
+
+    def _step(self, cache: SlotCache, given: StepInputs, length: int) -> Tensor:
+        """Logits [rows, vocab] of a step in which rows have positions of their own and read `length` tokens."""
+        cache.aim_each(given.rows, given.at, longest=length - 1)
+        return self._logits(cache, given, self._mask(given.at[:, None], length=length))
+
+    def _logits(self, cache: SlotCache, given: StepInputs, mask: AttentionMask | None) -> Tensor:
         logits: Tensor = self._model(
-            input_ids=ids,
-            position_ids=at[:, None],
+            input_ids=given.tokens[:, None],
+            position_ids=given.positions[:, None],
             attention_mask=mask,
             past_key_values=cache,
             use_cache=True,
@@ -203,19 +229,27 @@ class CachedModel:
         longest = max(CHECK_LENGTHS)
         if len(self._rows) < len(probes):
             self._rows = torch.arange(len(probes), device=self.device)
-        cache = SlotCache(self.layers, max_rows=len(probes), max_tokens=len(probes) * longest, chunk=longest)
+        cache = SlotCache(
+            self.layers,
+            max_rows=len(probes),
+            max_tokens=len(probes) * longest,
+            chunk=longest,
+            has_spare=self.needs_spare,
+        )
         expected = torch.cat([self._alone(probe) for probe in probes])
         cache.fit(len(probes), longest)
         row = 0
         for (_, first), equals in groupby(probes[:-1], key=lambda one: (one.group, one.first)):
             group = list(equals)
             self.forward(cache, row, [one.ids[:2] for one in group], 0, offset=first)
-            self.forward(cache, row, [one.ids[2:-1] for one in group], 2, offset=first)
+            self.forward(cache, row, [one.ids[2:-CHECK_STEPS] for one in group], 2, offset=first)
             row += len(group)
         cache.copy(({row: 0}, 2))
-        self.forward(cache, row, [probes[-1].ids[2:-1]], 2, offset=probes[-1].first)
-        tokens, positions = [one.ids[-1] for one in probes], [len(one.ids) - 1 for one in probes]
-        return expected, self.forward_each(cache, tokens, positions, [one.first for one in probes])
+        self.forward(cache, row, [probes[-1].ids[2:-CHECK_STEPS]], 2, offset=probes[-1].first)
+        for behind in range(CHECK_STEPS, 0, -1):
+            tokens, positions = [one.ids[-behind] for one in probes], [len(one.ids) - behind for one in probes]
+            logits = self.forward_each(cache, tokens, positions, [one.first for one in probes])
+        return expected, logits
 
     def _alone(self, probe: _Probe) -> Tensor:
         """Logits [1, vocab] after a prompt's last token."""

@@ -54,6 +54,7 @@ class SlotOptions(msgspec.Struct, frozen=True):
     prefill_chunk: Count = 256
     prefix_cache: bool = True
     batch_invariant: bool = False
+    cuda_graphs: bool = True
 
 
 class LmPlan(NamedTuple):

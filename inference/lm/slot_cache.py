@@ -20,9 +20,11 @@ __all__ = ["AttentionMask", "SlotCache", "StepMask"]
 class _Window:
     """The part of the cache that the present forward pass writes and reads; all layers share it."""
 
-    def __init__(self, multiple: int) -> None:
+    def __init__(self, multiple: int, spare: int) -> None:
         self.multiple = multiple
         """Rows are read up to a multiple of so many tokens."""
+        self.spare = spare
+        """Tokens of each row that are never read."""
         self.rows = slice(0, 0)
         self.start = 0
         """Cached tokens of each row; if the rows differ, of the longest."""
@@ -86,7 +88,8 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transform
 
     def _blank(self, like: Tensor, shape: tuple[int, int]) -> Tensor:
         # Zeros, because masked values are multiplied by 0, and uninitialized memory may hold NaN.
-        size = shape[0], like.shape[1], self._window.padded(shape[1]), like.shape[3]
+        length = self._window.padded(shape[1]) + self._window.spare
+        size = shape[0], like.shape[1], length, like.shape[3]
         return torch.zeros(size, dtype=like.dtype, device=like.device)
 
 
@@ -105,10 +108,20 @@ class SlotCache(Cache):
         chunk: tokens by which the length grows.
         multiple: a forward pass reads rows up to a multiple of so many tokens, for which there is memory beyond the
             budget.
+        has_spare: whether each row has memory for `spare_token`.
     """
 
-    def __init__(self, layers: int, *, max_rows: int, max_tokens: int, chunk: int = 256, multiple: int = 1) -> None:
-        self._window = _Window(multiple)
+    def __init__(
+        self,
+        layers: int,
+        *,
+        max_rows: int,
+        max_tokens: int,
+        chunk: int = 256,
+        multiple: int = 1,
+        has_spare: bool = False,
+    ) -> None:
+        self._window = _Window(multiple, int(has_spare))
         self._slots = [_SlotLayer(self._window) for _ in range(layers)]
         super().__init__(layers=list(self._slots))
         self._max_rows = max_rows
@@ -116,6 +129,13 @@ class SlotCache(Cache):
         self._chunk = chunk
         self.shape = (0, 0)
         """Allocated rows and length."""
+        self.buffers = object()
+        """Another object after each reallocation."""
+
+    @property
+    def spare_token(self) -> int:
+        """The place in each row that may be written and is never read."""
+        return self._window.padded(self.shape[1])
 
     def fit(self, rows: int, length: int) -> None:
         """Grow to at least this many rows of this length, whose product must be within the budget."""
@@ -152,6 +172,7 @@ class SlotCache(Cache):
         finally:  # if memory ran out half-way, the part that all layers have
             all_rows, lengths = zip(*[layer.shape for layer in self._slots], strict=True)
             self.shape = min(all_rows), min(lengths)
+            self.buffers = object()
         if self.shape != before:
             free_memory()  # torch can't join what was freed into blocks as large as the next ones
 

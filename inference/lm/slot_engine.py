@@ -98,6 +98,7 @@ class SlotEngine(Admission):
         prefix_cache: whether prefixes are reused.
         batch_invariant: whether a sequence's logits must be the same to the bit whatever is computed beside it, and
             however its prompt is cut into chunks or copied; on a CPU only. The model's layers are replaced.
+        cuda_graphs: whether steps of sequences that generate are recorded as CUDA graphs, on a GPU.
         on_broken: called once the device is unusable.
         capacity: learns how many sequences fit in the device's memory.
 
@@ -118,12 +119,13 @@ class SlotEngine(Admission):
         prefill_chunk: int = 256,
         prefix_cache: bool = True,
         batch_invariant: bool = False,
+        cuda_graphs: bool = True,
         on_broken: Callable[[str], None] = lambda reason: None,
         capacity: Capacity | None = None,
     ) -> None:
         config = model.config.get_text_config(decoder=True)
         context_length = context_length_of(config, context_length)
-        self._model = CachedModel(model, max_sequences, batch_invariant=batch_invariant)
+        self._model = CachedModel(model, max_sequences, batch_invariant=batch_invariant, cuda_graphs=cuda_graphs)
         fix_frequencies(model, context_length)
         self._kept_tokens = KEPT_TOKENS if cache_tokens is None else cache_tokens
         if cache_tokens is None:
@@ -248,6 +250,7 @@ class SlotEngine(Admission):
             max_rows=limits.max_sequences,
             max_tokens=limits.cache_tokens,
             multiple=KEYS if self._model.batch_invariant else 1,
+            has_spare=self._model.needs_spare,
         )
 
     def _start(self, events: list[TokenEvent]) -> None:

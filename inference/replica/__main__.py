@@ -36,6 +36,8 @@ __all__ = ["failure_of", "main"]
 PR_SET_PDEATHSIG = 1
 READY_FILE = "ready"
 LARGE_EXAMPLE_BYTES = 64 * 1024
+SIGNAL_CHECK_S = 1.0
+"""How long a signal may stay unnoticed that comes just before a wait begins, which it then does not end."""
 
 
 def main() -> None:
@@ -124,7 +126,8 @@ def _serve(
     imported = imported_files(spec.user_paths)
     report(ReplicaStatus("ready", signature=msgspec.to_builtins(signature), facts=facts, imported=imported))
 
-    stop.wait()
+    while not stop.wait(SIGNAL_CHECK_S):
+        pass
     served.unload()
     report(ReplicaStatus("unloaded"))
     sys.stdout.flush()

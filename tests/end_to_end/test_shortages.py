@@ -105,10 +105,15 @@ def test_workers_and_replicas_that_end_while_the_runtime_folder_is_full_are_repl
             def answer() -> httpx.Response:
                 return running.infer("one", [1.0], shape=[1, 1])
 
+            def answers() -> int:
+                line = r'^headwater_requests_total\{.*deployment="one".*outcome="ok".*\} (\d+)'
+                return sum(map(int, re.findall(line, running.get("/metrics").text, re.MULTILINE)))
+
             with filled(seen_from_here):
                 (worker,) = running.workers()
                 os.kill(worker, signal.SIGKILL)
                 assert answer().status_code == 200
+                wait_for(answers, what="the answer to be counted")  # which comes after it is sent
                 (worker,) = running.workers()
                 os.kill(worker, signal.SIGKILL)
                 assert answer().status_code == 200
@@ -126,7 +131,5 @@ def test_workers_and_replicas_that_end_while_the_runtime_folder_is_full_are_repl
                 wait_for(lambda: running.log.read_text().count("No space left on device") > 1, 60, "the log")
             wait_for(running.is_ready, 120, "the model to be ready again")
             assert answer().status_code == 200
-            line = r'^headwater_requests_total\{.*deployment="one".*outcome="ok".*\} (\d+)'
-            counts = re.findall(line, running.get("/metrics").text, re.MULTILINE)
-            assert sum(map(int, counts)) >= 3  # with those of workers that counted in memory
+            assert answers() >= 3  # with those of workers that counted in memory
             assert running.stop() == 0

@@ -13,6 +13,7 @@ from typing import Final
 from app.cli.options import check_writable, config_flags, write_file
 from app.cli.plan.known_sizes import known_sizes_text, read_sizes
 from app.cli.plan.measuring import weigh_deployment
+from app.cli.plan.memory_model import check_fitting
 from app.cli.plan.planning import Plan
 from app.cli.plan.point import grid, takes_instances
 from app.cli.plan.profiles import PROFILES, Budget
@@ -46,6 +47,8 @@ def run(options: argparse.Namespace) -> int:
     if options.what is None:
         raise CommandError("CONFIG: expected a YAML file or a model, got none")
     require_folders()
+    if not options.dry_run:
+        check_fitting()
     if options.html is not None:
         check_plots()
     config, user_paths, _ = load_with_scripts(options.what, flags=config_flags(options))

@@ -12,6 +12,7 @@ starts (``starting``) than later under load. ``cache`` is a language model's key
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,11 +22,25 @@ import numpy.typing as npt
 
 from app.cli.plan.measuring import Measured
 from app.cli.plan.point import Point
+from app.errors import CommandError
 
-__all__ = ["CacheSize", "MemoryModel", "Need", "ReplicaTerms", "fit_memory", "fit_non_negative"]
+__all__ = ["CacheSize", "MemoryModel", "Need", "ReplicaTerms", "check_fitting", "fit_memory", "fit_non_negative"]
 
 CacheSize = Callable[[int], int]
 """Bytes of a replica's key/value cache, by the number of concurrent sequences."""
+
+
+def check_fitting() -> None:
+    """Check that measurements can be fitted, before a long measurement.
+
+    Raises:
+        CommandError: scipy can't be imported, as in an environment that lacks it or has it for another numpy.
+    """
+    try:
+        import scipy.optimize  # noqa: F401
+    except ImportError as error:
+        reason = f"headwater plan: expected scipy, which fits its predictions to what it measures, got {error}"
+        raise CommandError(f"{reason}; {sys.executable} -m pip install scipy 'numpy<2'") from None
 
 
 def fit_non_negative(features: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:

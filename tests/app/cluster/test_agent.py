@@ -58,8 +58,8 @@ signature = {"name": "m", "inputs": [], "outputs": [], "max_batch_size": 1}
 say(event="ready", signature=signature, facts={"device": "cpu"})
 if spec["options"]["mode"] == "vllm":
     server.serve_forever()
-while True:
-    time.sleep(1000)
+while True:  # briefly: a signal just before a sleep begins does not end it
+    time.sleep(0.05)
 """
 AGENT_WITH_SCRIPT = f"""
 import sys

@@ -23,10 +23,11 @@ from tests.running import wait_for
 
 SLEEP = "import time; time.sleep(600)"
 UNLOADS = """
-import signal, sys, pathlib
+import signal, sys, pathlib, time
 signal.signal(signal.SIGTERM, lambda *_: (pathlib.Path(sys.argv[1]).write_text("unloaded"), sys.exit(0)))
 print("up", flush=True)
-signal.pause()
+while True:  # briefly: a signal just before a sleep begins does not end it
+    time.sleep(0.05)
 """
 HANGS = """
 import ctypes, pathlib, sys, time
@@ -304,7 +305,7 @@ def test_signals_meant_for_the_supervisor_are_left_to_it(tmp_path: Path, number:
 
 
 FULL_DISK = """
-import mmap, pathlib, signal, sys
+import mmap, pathlib, signal, sys, time
 folder, segment = map(pathlib.Path, sys.argv[1:])
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 while not (folder / "journal.json").exists():
@@ -315,7 +316,7 @@ with segment.open("r+b") as file:
     mapped = mmap.mmap(file.fileno(), 0)
 (folder / "ready").touch()
 while True:
-    signal.pause()
+    time.sleep(0.05)
 """
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from dataclasses import replace
 
 import pytest
@@ -10,8 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.cli.plan.measuring import Measured
-from app.cli.plan.memory_model import MemoryModel, Need, ReplicaTerms, fit_memory, fit_non_negative
+from app.cli.plan.memory_model import (
+    MemoryModel,
+    Need,
+    ReplicaTerms,
+    check_fitting,
+    fit_memory,
+    fit_non_negative,
+)
 from app.cli.plan.point import Point, grid
+from app.errors import CommandError
 
 MIB = 2**20
 POINTS = grid([1, 8, 32], [1, 2], [1, 2])
@@ -79,3 +88,10 @@ def test_a_column_that_tells_nothing_new_gets_nothing() -> None:
 def test_terms_add_up() -> None:
     model = MemoryModel(server=1, files=2, host=ReplicaTerms(fixed=100, instance=10, row=3))
     assert model.at(Point(4, 2, 3)).host == 1 + 2 + 3 * (100 + 10 + 4 * 2 * 3)
+
+
+def test_without_scipy_a_plan_says_so_before_it_measures(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_fitting()
+    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
+    with pytest.raises(CommandError, match=r"headwater plan: expected scipy.* pip install scipy 'numpy<2'"):
+        check_fitting()
