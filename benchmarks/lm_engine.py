@@ -41,12 +41,12 @@ __all__ = [
     "GREEDY",
     "TIES",
     "VOCAB_SIZE",
+    "contenders_on",
     "machine",
     "measure",
     "model_of",
     "print_table",
     "quiet",
-    "slot_engine_by_kernel",
     "title_of",
 ]
 
@@ -91,8 +91,7 @@ def main() -> None:
     options = parse_with_smoke(parser, sizes="5", sequences="2", prompt=8, tokens=4, repeats=1)
     quiet()
     left_out = tuple(name for name in options.without.split(",") if name)
-    own = {INVARIANT: _slot_engine_invariant} if options.device == "cpu" else {BY_KERNEL: slot_engine_by_kernel}
-    named = {**CONTENDERS, **own}
+    named = contenders_on(options.device)
     contenders = {name: run for name, run in named.items() if not (left_out and name.startswith(left_out))}
     found: dict[str, dict[str, list[float]]] = {}
     print(machine())
@@ -195,8 +194,7 @@ def _slot_engine(model: Any, count: int, prompt: int, tokens: int) -> float:
     return _engine(model, _prompts(count, prompt), tokens, GREEDY)
 
 
-def slot_engine_by_kernel(model: Any, count: int, prompt: int, tokens: int) -> float:
-    """The `BY_KERNEL` contender."""
+def _slot_engine_by_kernel(model: Any, count: int, prompt: int, tokens: int) -> float:
     return _engine(model, _prompts(count, prompt), tokens, GREEDY, cuda_graphs=False)
 
 
@@ -278,6 +276,12 @@ CONTENDERS: Final[dict[str, Contender]] = {
     "transformers generate": _generate,
     "transformers continuous batching": _continuous,
 }
+
+
+def contenders_on(device: str) -> dict[str, Contender]:
+    """The contenders of a device, by name."""
+    own = {INVARIANT: _slot_engine_invariant} if device == "cpu" else {BY_KERNEL: _slot_engine_by_kernel}
+    return {**CONTENDERS, **own}
 
 
 def print_table(title: str, seconds: dict[str, list[float]], count: int) -> None:

@@ -15,18 +15,7 @@ import torch
 from benchmarks.fanout_servers import headwater
 from benchmarks.gpu.record import Recorder, Step
 from benchmarks.gpu.target import Target
-from benchmarks.lm_engine import (
-    BARE,
-    BY_KERNEL,
-    CONTENDERS,
-    ENGINE,
-    GREEDY,
-    TIES,
-    VOCAB_SIZE,
-    model_of,
-    quiet,
-    slot_engine_by_kernel,
-)
+from benchmarks.lm_engine import BARE, BY_KERNEL, ENGINE, GREEDY, TIES, VOCAB_SIZE, contenders_on, model_of, quiet
 from benchmarks.lm_engine import measure as measure_steps
 from benchmarks.stream_engine import MODEL, EngineAlone
 from benchmarks.stream_load import LoadGenerator
@@ -44,7 +33,7 @@ OF_THE_ENGINE_AT_LEAST: Final = 0.95
 CLIENTS_NEED_S: Final = 90.0
 PROMPT: Final = 64
 LONGEST: Final = 256
-"""Of the caches whose size does not change."""
+"""Tokens of the answers that are profiled."""
 COPIED_BYTES: Final = 1 << 30
 
 
@@ -68,9 +57,8 @@ def measure(recorder: Recorder, target: Target) -> None:
 def _decode(target: Target, model: Callable[[], Any], count: int, step: Step) -> None:
     """The engine's step, the bare decode's, and how soon the device could have read the weights."""
     tokens, repeats = (4, 1) if target.is_tiny else (64, 5)
-    contenders = {name: CONTENDERS[name] for name in (BARE, ENGINE)}
-    if target.is_gpu:
-        contenders[BY_KERNEL] = slot_engine_by_kernel
+    known = contenders_on(target.device)
+    contenders = {name: run for name, run in known.items() if name in (BARE, ENGINE, BY_KERNEL)}
     seconds = measure_steps(model(), count, PROMPT, tokens, repeats, contenders)
     for name, values in seconds.items():
         step.figure(f"{name}, a step", "ms", *(1000 * one for one in values))
@@ -86,7 +74,7 @@ def _decode(target: Target, model: Callable[[], Any], count: int, step: Step) ->
         step.profile = f"the engine:\n{_profile_engine(target, model(), count)}"
     else:
         step.figure("engine / bare decode", "", *ratios)
-    if target.is_gpu:
+    if BY_KERNEL in seconds:
         gains = [one / ours for one, ours in zip(seconds[BY_KERNEL], seconds[ENGINE], strict=True)]
         step.figure("faster by CUDA graphs", "times", *gains)
 

@@ -140,15 +140,14 @@ class CachedModel:
             positions: each row's number of cached tokens.
             offsets: the position of each row's first token; empty if that is 0 everywhere.
         """
-        places = [one + offset for one, offset in zip(positions, offsets, strict=True)] if offsets else positions
+        model_positions = [sum(pair) for pair in zip(positions, offsets, strict=True)] if offsets else positions
         if self._graphs is not None:
-            recorded = self._graphs.run(cache, tokens, positions, places)
+            recorded = self._graphs.run(cache, tokens, positions, model_positions)
             if recorded is not None:
                 return recorded
         count, longest = len(tokens), max(positions)
-        given = StepInputs(
-            self._rows[:count], *(torch.tensor(one, device=self.device) for one in (tokens, positions, places))
-        )
+        columns = [torch.tensor(column, device=self.device) for column in (tokens, positions, model_positions)]
+        given = StepInputs(self._rows[:count], *columns)
         if self.batch_invariant or min(positions) != longest:
             return self._step(cache, given, cache.window_length(longest + 1))
         cache.aim(slice(0, count), longest)
@@ -156,8 +155,8 @@ class CachedModel:
 
     def _step(self, cache: SlotCache, given: StepInputs, length: int) -> Tensor:
         """Logits [rows, vocab] of a step in which rows have positions of their own and read `length` tokens."""
-        cache.aim_each(given.rows, given.at, longest=length - 1)
-        return self._logits(cache, given, self._mask(given.at[:, None], length=length))
+        cache.aim_each(given.rows, given.cached, longest=length - 1)
+        return self._logits(cache, given, self._mask(given.cached[:, None], length=length))
 
     def _logits(self, cache: SlotCache, given: StepInputs, mask: AttentionMask | None) -> Tensor:
         logits: Tensor = self._model(

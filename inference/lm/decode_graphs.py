@@ -51,10 +51,10 @@ class StepInputs(NamedTuple):
     """The cache's rows: 0, 1, 2, ..."""
     tokens: Tensor
     """The new token of each row."""
-    at: Tensor
-    """Where the cache holds it."""
+    cached: Tensor
+    """Each row's number of cached tokens: the new one is written behind them."""
     positions: Tensor
-    """Its position for the model."""
+    """The new token's position for the model."""
 
 
 Step: TypeAlias = Callable[[SlotCache, StepInputs, int], Tensor]
@@ -91,14 +91,14 @@ class DecodeGraphs:
         """By rows and length; None: computed once, kernel by kernel."""
 
     def run(
-        self, cache: SlotCache, tokens: Sequence[int], at: Sequence[int], positions: Sequence[int]
+        self, cache: SlotCache, tokens: Sequence[int], cached: Sequence[int], positions: Sequence[int]
     ) -> Tensor | None:
         """Compute a step.
 
         Args:
             cache: the keys and values, with a spare token.
             tokens: the new token of each sequence, in the cache's first rows.
-            at: each sequence's number of cached tokens.
+            cached: each sequence's number of cached tokens.
             positions: each new token's position for the model.
 
         Returns:
@@ -112,13 +112,14 @@ class DecodeGraphs:
             self._buffers = cache.buffers
         count = len(tokens)
         rows = min(_padded_rows(count), cache.shape[0])
-        length = min(_padded_length(max(at) + 1), cache.shape[1])
-        compute = partial(self._step, cache, self._set(rows, cache, tokens, at, positions), length)
+        length = min(_padded_length(max(cached) + 1), cache.shape[1])
+        compute = partial(self._step, cache, self._set(rows, cache, tokens, cached, positions), length)
         if (rows, length) not in self._graphs:
+            logits = compute()
             self._graphs[rows, length] = None
             if len(self._graphs) > GRAPHS:
                 self._graphs.popitem(last=False)
-            return compute()[:count]
+            return logits[:count]
         recording = self._graphs[rows, length]
         if recording is None:
             try:
@@ -132,14 +133,14 @@ class DecodeGraphs:
         return recording.result[:count]
 
     def _set(
-        self, rows: int, cache: SlotCache, tokens: Sequence[int], at: Sequence[int], positions: Sequence[int]
+        self, rows: int, cache: SlotCache, tokens: Sequence[int], cached: Sequence[int], positions: Sequence[int]
     ) -> StepInputs:
         """Write a step's inputs into the memory that the graphs of so many rows read."""
         extra = rows - len(tokens)
         given = [
             [*range(rows)],
             [*tokens, *[0] * extra],
-            [*at, *[cache.spare_token] * extra],
+            [*cached, *[cache.spare_token] * extra],
             [*positions, *[0] * extra],
         ]
         if rows not in self._inputs:

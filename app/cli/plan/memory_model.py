@@ -12,6 +12,7 @@ starts (``starting``) than later under load. ``cache`` is a language model's key
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -37,9 +38,9 @@ def check_fitting() -> None:
         CommandError: scipy can't be imported, as in an environment that lacks it or has it for another numpy.
     """
     try:
-        import scipy.optimize  # noqa: F401
+        importlib.import_module("scipy.optimize")
     except ImportError as error:
-        reason = f"headwater plan: expected scipy, which fits its predictions to what it measures, got {error}"
+        reason = f"headwater plan: expected scipy, to fit predictions to measurements, got none ({error})"
         raise CommandError(f"{reason}; {sys.executable} -m pip install scipy 'numpy<2'") from None
 
 
