@@ -49,13 +49,13 @@ ENV PATH=/opt/headwater/bin:$PATH \
     PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1 \
     HEADWATER_SERVER__HOST=0.0.0.0
-# Your models go here: it is first on the replicas' sys.path.
+# Your models go here: replicas import from it, before installed packages.
 WORKDIR /models
 USER headwater
 EXPOSE 8000
 # SIGTERM drains; give it `--stop-timeout` 45, more than server.shutdown_timeout_s.
 STOPSIGNAL SIGTERM
 # -I: what lies in /models is not imported here.
-HEALTHCHECK --interval=15s --timeout=10s --start-period=180s --retries=3 CMD ["python3", "-I", "-m", "app.cli.health"]
+HEALTHCHECK --interval=15s --timeout=10s --start-period=180s --retries=3 CMD ["python3", "-I", "-m", "headwater_server.cli.health"]
 ENTRYPOINT ["headwater"]
 CMD ["serve", "/etc/headwater/demo.yaml"]

@@ -78,7 +78,7 @@ test-compiled: wheel  ## run the tests against the compiled wheel
 	@mkdir -p $(COMPILED_TREE)
 	@git ls-files -z --cached --others --exclude-standard | xargs -0 cp --parents -t $(COMPILED_TREE)
 	@$(BIN)/python -m zipfile -e dist/headwater-*-linux_*.whl $(COMPILED_TREE)
-	@cd $(COMPILED_TREE) && export PYTHONPATH=$$PWD && $(CURDIR)/$(BIN)/python -m app --version && \
+	@cd $(COMPILED_TREE) && export PYTHONPATH=$$PWD && $(CURDIR)/$(BIN)/python -m headwater_server --version && \
 	  exec $(CURDIR)/$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile $(TESTS) $(ARGS)
 
 # What is installed for clients is nothing of ours.

@@ -9,13 +9,13 @@ from setuptools import setup
 
 # docs/design.md says what stays interpreted, and why.
 COMPILED = {
-    "app/codecs": "infer_request infer_response inputs json_data parameters tensors",
-    "app/dispatch": "admission answer_cache bag calls choice collector deadlines dispatcher flights frame_call losses "
-    "pending policy queue",
-    "app/gateway/http": "bodies entry replies",
-    "app/gateway/routes": "infer",
-    "app/telemetry": "instruments logs recorder",
-    "app/transport": "batch",
+    "app/headwater_server/codecs": "infer_request infer_response inputs json_data parameters tensors",
+    "app/headwater_server/dispatch": "admission answer_cache bag calls choice collector deadlines dispatcher flights "
+    "frame_call losses pending policy queue",
+    "app/headwater_server/gateway/http": "bodies entry replies",
+    "app/headwater_server/gateway/routes": "infer",
+    "app/headwater_server/telemetry": "instruments logs recorder",
+    "app/headwater_server/transport": "batch",
 }
 
 extensions = []

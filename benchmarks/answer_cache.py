@@ -34,7 +34,7 @@ HIT_AT_MOST: Final = 0.4
 KINDS: Final = ("hit", "miss", "features kept", "features new", "scale miss", "scale none")
 DEMO: Final = Path(__file__).parents[1] / "configs" / "demo.yaml"
 CACHE: Final = {"max_bytes": "64MiB"}
-SCALE: Final = {"model": "inference.zoo.scale:Scale", "threads": 1, "device": "cpu"}
+SCALE: Final = {"model": "headwater.zoo.scale:Scale", "threads": 1, "device": "cpu"}
 
 
 class Client:

@@ -14,16 +14,16 @@ from pytriton.decorators import batch
 from pytriton.model_config import DynamicBatcher, ModelConfig, Tensor
 
 from benchmarks.local_triton import local_triton
-from inference.datatypes import DATATYPES
-from inference.runtime.loader import load_model
-from inference.signature import Signature
-from inference.wire.arrays import argument, wire
+from headwater.datatypes import DATATYPES
+from headwater.runtime.loader import load_model
+from headwater.signature import Signature
+from headwater.wire.arrays import argument, wire
 
 
 def main() -> None:
     """Serve until SIGINT."""
     port = int(sys.argv[1])
-    reference, device, options, size = sys.argv[2:] or ("inference.zoo.scale:Scale", "cpu", "{}", "64")
+    reference, device, options, size = sys.argv[2:] or ("headwater.zoo.scale:Scale", "cpu", "{}", "64")
     max_batch_size = int(size)
     model = load_model(reference, json.loads(options))
     model.load(device)

@@ -88,7 +88,7 @@ def main() -> None:
 @contextlib.contextmanager
 def _server(environment: Mapping[str, str]) -> Iterator[str]:
     port = free_port()
-    command = [sys.executable, "-m", "app", "serve", MODEL, "--port", str(port), "--set", SETTING]
+    command = [sys.executable, "-m", "headwater_server", "serve", MODEL, "--port", str(port), "--set", SETTING]
     url = f"http://127.0.0.1:{port}"
     with running(command, f"{url}/v2/health/ready", environment=environment):
         yield url

@@ -32,22 +32,22 @@ from unittest import mock
 
 import msgspec
 
-from app.codecs.tensors import InferRequest, OutputWish, RawTensor
-from app.control.messages import DOWNWARD, encode_line
-from app.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
-from app.control.table_change import TableChange
-from app.dispatch.choice import Choice
-from app.dispatch.dispatcher import ModelDispatcher
-from app.dispatch.pool import ReplicaCalls
-from app.gateway.models import Models
-from app.lm.dispatcher import LmDispatcher
-from app.lm.sequence import SequenceSpec
-from app.transport.protocol import FrameRequest
-from app.transport.segments import RemoteSegment
 from benchmarks.smoke import parse_with_smoke
-from inference.signature import Signature, TensorSpec
-from inference.wire.lm import Load, Open, StepFrame, decode_message, encode
-from inference.wire.report import REPORT, RowReport, Status, encode_reports
+from headwater.signature import Signature, TensorSpec
+from headwater.wire.lm import Load, Open, StepFrame, decode_message, encode
+from headwater.wire.report import REPORT, RowReport, Status, encode_reports
+from headwater_server.codecs.tensors import InferRequest, OutputWish, RawTensor
+from headwater_server.control.messages import DOWNWARD, encode_line
+from headwater_server.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
+from headwater_server.control.table_change import TableChange
+from headwater_server.dispatch.choice import Choice
+from headwater_server.dispatch.dispatcher import ModelDispatcher
+from headwater_server.dispatch.pool import ReplicaCalls
+from headwater_server.gateway.models import Models
+from headwater_server.lm.dispatcher import LmDispatcher
+from headwater_server.lm.sequence import SequenceSpec
+from headwater_server.transport.protocol import FrameRequest
+from headwater_server.transport.segments import RemoteSegment
 
 ROW: Final = bytes(64)
 SIGNATURE: Final = Signature(
@@ -245,7 +245,7 @@ async def balance(way: Way, replicas: int, workers: int, load: float, seconds: f
     random.seed(0)  # the choices'
     found = {one.id: StandIn(way.reported) for one in routes(replicas)}
     state = route(routes(replicas), -(-2 // workers))
-    with mock.patch("app.dispatch.policy.Choice", way.choice):
+    with mock.patch("headwater_server.dispatch.policy.Choice", way.choice):
         dispatchers = [ModelDispatcher(state, lambda name, one: found[one.id]) for _ in range(workers)]
     took_s: list[float] = []
     samples: list[float] = []
@@ -330,7 +330,7 @@ class AtOnce:
 
 async def request_us(kind: type[Choice], count: int) -> float:
     """The CPU time of a request through a dispatcher whose replicas answer at once: the least of some rounds."""
-    with mock.patch("app.dispatch.policy.Choice", kind):
+    with mock.patch("headwater_server.dispatch.policy.Choice", kind):
         dispatcher = ModelDispatcher(route(routes(count), 2), lambda name, one: AtOnce())
     rounds_s = []
     for _ in range(ROUNDS):

@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Callable
 
-from inference import Model
+from headwater import Model
 
 __all__ = ["calibrate", "call_ms", "loaded"]
 

@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from inference import Model, Tensor
+from headwater import Model, Tensor
 
 __all__ = ["ANSWER", "CHANNELS", "PATCH", "Head", "Trunk"]
 

@@ -23,7 +23,7 @@ from pytriton.model_config import DynamicBatcher, ModelConfig, Tensor
 from benchmarks.fanout_calibration import loaded
 from benchmarks.fanout_models import ANSWER, Head, Trunk
 from benchmarks.local_triton import local_triton
-from inference import Model
+from headwater import Model
 
 MAX_BATCH_SIZE = 8
 

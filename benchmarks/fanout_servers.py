@@ -72,7 +72,7 @@ def headwater(deployments: dict[str, Any], **sections: Any) -> Iterator[Server]:
         path = folder / "config.yaml"
         listens = {"port": port, "runtime_dir": str(folder / "run")}
         path.write_text(yaml.safe_dump({"server": listens, "deployments": deployments, **sections}))
-        with served([sys.executable, "-m", "app", "serve", str(path)], port, folder) as server:
+        with served([sys.executable, "-m", "headwater_server", "serve", str(path)], port, folder) as server:
             yield server
 
 
@@ -91,7 +91,7 @@ def resident_bytes(server: Server) -> int:
     pages = sum(
         int(Path(f"/proc/{pid}/statm").read_text().split()[1])
         for pid in tree(server.pid)
-        if b"app.gateway.worker" in command_of(pid)
+        if b"headwater_server.gateway.worker" in command_of(pid)
     )
     return pages * os.sysconf("SC_PAGE_SIZE")
 

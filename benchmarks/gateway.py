@@ -29,7 +29,7 @@ BODY = json.dumps(
     {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 16], "data": [float(value) for value in range(16)]}]}
 ).encode()
 POISON = json.dumps({"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 1], "data": [-1.0]}]}).encode()
-MODEL = "inference.zoo.scale:Scale"
+MODEL = "headwater.zoo.scale:Scale"
 PATH = "/v2/models/scale/infer"
 RESULTS = Path(__file__).parent / "results" / "gateway.json"
 TRITON, PLAIN = "Triton's own HTTP", "FastAPI alone"

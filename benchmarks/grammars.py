@@ -27,13 +27,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.json_schemas import is_valid, random_schemas
 from benchmarks.lm_engine import machine, quiet
 from benchmarks.smoke import parse_with_smoke
-from inference.engine import Grammar, Sampling, SequenceRequest
-from inference.lm.causal_lm import load_causal_lm
-from inference.lm.grammars import Grammars
-from inference.lm.slot_engine import SlotEngine
+from headwater.engine import Grammar, Sampling, SequenceRequest
+from headwater.lm.causal_lm import load_causal_lm
+from headwater.lm.grammars import Grammars
+from headwater.lm.slot_engine import SlotEngine
 
 RESULTS = Path(__file__).parent / "results" / "grammars.json"
-FOLDER: Final = Path(__file__).parents[1] / "inference" / "zoo" / "weights" / "tiny_lm"
+FOLDER: Final = Path(__file__).parents[1] / "inference" / "headwater" / "zoo" / "weights" / "tiny_lm"
 EOS_IDS: Final = frozenset({0, 2})
 ENDS: Final = '"}],0'
 """Characters that the random weights are biased to, because they alone would hardly end an answer."""

@@ -39,10 +39,10 @@ __all__ = ["Use", "uses"]
 DEMO = Path(__file__).parents[1] / "configs" / "demo.yaml"
 RESULTS = Path(__file__).parent / "results" / "idle.json"
 ROLES = {
-    "app.gateway.worker": "gateway worker",
-    "app.process.guardian": "guardian",
-    "inference.replica": "replica",
-    "app serve": "supervisor",
+    "headwater_server.gateway.worker": "gateway worker",
+    "headwater_server.process.guardian": "guardian",
+    "headwater.replica": "replica",
+    "headwater_server serve": "supervisor",
     "triton_python_backend_stub": "Triton's stub",
     "tritonserver": "Triton",
     "multiprocessing": "PyTriton's tensor store",
@@ -215,7 +215,7 @@ def _stream_config(name: str, streams: int) -> dict[str, Any]:
             "timeout_s": 600,
         },
         "stalled": {
-            "model": "lm:inference.zoo:weights/tiny_lm",
+            "model": "lm:headwater.zoo:weights/tiny_lm",
             "options": {"engine": "benchmarks.idle_model:stalled_engine"},
             "timeout_s": 600,
         },
@@ -233,7 +233,7 @@ def _stream_bodies() -> dict[str, bytes]:
 @contextlib.contextmanager
 def _serving(config: str) -> Iterator[int]:
     port = free_port()
-    command = [sys.executable, "-m", "app", "serve", config, "--port", str(port)]
+    command = [sys.executable, "-m", "headwater_server", "serve", config, "--port", str(port)]
     with running(command, f"http://127.0.0.1:{port}/v2/health/ready"):
         yield port
 
@@ -260,7 +260,9 @@ def _use(pid: int) -> Use:
     folder = Path("/proc", str(pid))
     command = _command(pid)
     role = next((role for mark, role in ROLES.items() if mark in command), command[:26])
-    of = re.search(r"(?:app\.guardian|inference\.replica) (\S+)", command + _command(os.getpgid(pid)))
+    of = re.search(
+        r"(?:headwater_server\.process\.guardian|headwater\.replica) (\S+)", command + _command(os.getpgid(pid))
+    )
     # Nanoseconds, where /proc/PID/stat has hundredths of a second.
     cpu_ns = sum(int(task.read_text().split()[0]) for task in folder.glob("task/*/schedstat"))
     memory = {

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from inference import Model, Tensor
-from inference.engine import Engine, EngineLimits, TokenEvent
-from inference.lm.null_engine import NullEngine
+from headwater import Model, Tensor
+from headwater.engine import Engine, EngineLimits, TokenEvent
+from headwater.lm.null_engine import NullEngine
 
 __all__ = ["MANY_TOKENS", "Waiter", "stalled_engine"]
 

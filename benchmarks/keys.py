@@ -37,11 +37,11 @@ from typing import Any, Final
 
 import numpy as np
 
-from app.security.keys import Key, make_key
-from app.security.keys_file import change_file
 from benchmarks.fanout_report import Ratio, Spread, ratio_line
 from benchmarks.fanout_servers import Server, headwater, resident_bytes
 from benchmarks.smoke import parse_with_smoke
+from headwater_server.security.keys import Key, make_key
+from headwater_server.security.keys_file import change_file
 
 AT_MOST: Final = 1.1
 REVOKED_AT_MOST_S: Final = 1.0
@@ -103,7 +103,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="hw-keys-") as name:
         keys_file = Path(name) / "keys.json"
         key = add_key(keys_file, "right")
-        deployment = {"model": "inference.zoo.scale:Scale", "threads": 1, "device": "cpu"}
+        deployment = {"model": "headwater.zoo.scale:Scale", "threads": 1, "device": "cpu"}
         try:
             with headwater({MODEL: deployment}, security={"keys_file": str(keys_file)}) as server:
                 raw = _measure(server, key, keys_file, options)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from inference import Model, Tensor
+from headwater import Model, Tensor
 
 __all__ = ["IMAGE_SHAPE", "ChannelMeans", "Echo", "Means"]
 

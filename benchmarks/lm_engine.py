@@ -29,9 +29,9 @@ from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfi
 from transformers.utils import logging as transformers_logging
 
 from benchmarks.smoke import parse_with_smoke
-from inference.engine import Sampling, SequenceRequest
-from inference.lm.slot_engine import SlotEngine
-from inference.tuning import turn_cudnn_attention_off
+from headwater.engine import Sampling, SequenceRequest
+from headwater.lm.slot_engine import SlotEngine
+from headwater.tuning import turn_cudnn_attention_off
 
 __all__ = [
     "BARE",

@@ -32,7 +32,7 @@ from benchmarks.fanout_report import Ratio, ratio_line, times_line
 from benchmarks.fanout_servers import Server, headwater, pin_replica
 from benchmarks.load import Load, run_wrk
 from benchmarks.smoke import parse_with_smoke
-from inference import Model, Tensor
+from headwater import Model, Tensor
 
 __all__ = ["Products"]
 

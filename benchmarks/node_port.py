@@ -27,17 +27,17 @@ from typing import Any, Final
 import numpy as np
 import uvloop
 
-from app.codecs.tensors import InferRequest, OutputWish, RawTensor
-from app.dispatch.dispatcher import ModelDispatcher
-from app.dispatch.pool import Connect, connect
-from app.lm.dispatcher import LmDispatcher
-from app.lm.sequence import SequenceSpec
-from app.security.peer_tls import PeerTls
 from benchmarks.certificates import authority, issue
 from benchmarks.large_tensors_model import IMAGE_SHAPE
 from benchmarks.node_port_agent import LOCAL, PLAIN, SECURED, Served, serving
 from benchmarks.smoke import parse_with_smoke
 from benchmarks.stream_engine import MODEL, VOCAB_SIZE
+from headwater_server.codecs.tensors import InferRequest, OutputWish, RawTensor
+from headwater_server.dispatch.dispatcher import ModelDispatcher
+from headwater_server.dispatch.pool import Connect, connect
+from headwater_server.lm.dispatcher import LmDispatcher
+from headwater_server.lm.sequence import SequenceSpec
+from headwater_server.security.peer_tls import PeerTls
 
 RESULTS = Path(__file__).parent / "results" / "node_port.json"
 WAYS: Final = (LOCAL, PLAIN, SECURED)
@@ -182,7 +182,7 @@ def main() -> None:
     options = parse_with_smoke(parser, rounds=1, calls=3, requests=200, tokens=20)
     engine = {"engine": "benchmarks.stream_engine:null", "max_sequences": CONCURRENT}
     models: dict[str, dict[str, Any]] = {
-        "scale": {"model": "inference.zoo.scale:Scale", "batching": {"max_batch_size": 64}},
+        "scale": {"model": "headwater.zoo.scale:Scale", "batching": {"max_batch_size": 64}},
         "means": {"model": "benchmarks.large_tensors_model:ChannelMeans", "batching": {"max_batch_size": 16}},
         "echo": {"model": "benchmarks.large_tensors_model:Echo", "batching": {"max_batch_size": 16}},
         "fused": {

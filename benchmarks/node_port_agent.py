@@ -19,13 +19,13 @@ from typing import Any
 import msgspec
 import uvloop
 
-from app.cluster.port import Port
-from app.config.schema import Deployment
-from app.control.routing import DeploymentRoute, ReplicaRoute, State
-from app.security.peer_tls import PeerTls
-from app.supervisor.replica_process import ReplicaProcess
 from benchmarks.stream_child import Child
-from inference.signature import Signature
+from headwater.signature import Signature
+from headwater_server.cluster.port import Port
+from headwater_server.config.schema import Deployment
+from headwater_server.control.routing import DeploymentRoute, ReplicaRoute, State
+from headwater_server.security.peer_tls import PeerTls
+from headwater_server.supervisor.replica_process import ReplicaProcess
 
 __all__ = ["LOCAL", "PLAIN", "SECURED", "Served", "serving"]
 

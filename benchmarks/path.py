@@ -5,11 +5,12 @@ a profile function in every thread (`benchmarks.path_worker`); requests reach it
 stands in for everything around it: the supervisor, a replica's Triton that answers for ``scale`` over HTTP, and another
 that answers over gRPC for a language model, from an engine without a model.
 
-Prints, for a request and for a token, the files of ``app`` and ``inference`` that ran and the calls in each; for a
-token also the deepest chain of nested coroutines and async generators in each task. A request is measured from its
-first byte until `SETTLE_S` after the last byte of its answer, a token from the token before it. Connection, codecs and
-channel are warm. The calls printed are those of the median round, because some rounds also flush the access log or
-acknowledge frames; the chains are the deepest of all rounds. With ``--check`` the exit status is 1 if a bound fails.
+Prints, for a request and for a token, the files of ``headwater_server`` and ``headwater`` that ran and the calls in
+each; for a token also the deepest chain of nested coroutines and async generators in each task. A request is measured
+from its first byte until `SETTLE_S` after the last byte of its answer, a token from the token before it. Connection,
+codecs and channel are warm. The calls printed are those of the median round, because some rounds also flush the access
+log or acknowledge frames; the chains are the deepest of all rounds. With ``--check`` the exit status is 1 if a bound
+fails.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ import numpy as np
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc as pb_grpc
 
-from app.config.schema import Server
-from app.control.messages import WorkerSettings
-from app.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
-from app.control.server import ControlServer
 from benchmarks.gateway import BODY, PATH
 from benchmarks.path_worker import Window, is_ours
 from benchmarks.smoke import parse_with_smoke
 from benchmarks.stream_engine import folder, null
-from inference.engine import EngineLimits
-from inference.lm.engine_host import EngineHost
-from inference.signature import LanguageModelSpec, Signature, TensorSpec
-from inference.wire.frame import FRAME
-from inference.wire.report import HEADWATER, REPORT, RowReport, Status, encode_reports
+from headwater.engine import EngineLimits
+from headwater.lm.engine_host import EngineHost
+from headwater.signature import LanguageModelSpec, Signature, TensorSpec
+from headwater.wire.frame import FRAME
+from headwater.wire.report import HEADWATER, REPORT, RowReport, Status, encode_reports
+from headwater_server.config.schema import Server
+from headwater_server.control.messages import WorkerSettings
+from headwater_server.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
+from headwater_server.control.server import ControlServer
 
 MOST_FILES: Final = 36
 """That one `infer` request may touch."""

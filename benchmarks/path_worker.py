@@ -19,14 +19,14 @@ from typing import Any, Final
 
 import msgspec
 
-import app.gateway.worker
+import headwater_server.gateway.worker
 
 __all__ = ["Window", "is_ours"]
 
 ROOT: Final = Path(__file__).parents[1]
 PRODUCT: Final = ("app/", "inference/")
 COROUTINE: Final = inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR | inspect.CO_ITERABLE_COROUTINE
-WORKER: Final = app.gateway.worker.__file__
+WORKER: Final = headwater_server.gateway.worker.__file__
 
 
 class Window(msgspec.Struct):
@@ -120,7 +120,7 @@ def main() -> None:
     print(listener.getsockname()[1], flush=True)
     settings = os.open(sys.argv[1], os.O_RDONLY)
     sys.argv[1:] = [sys.argv[1], str(settings), str(listener.fileno()), "2"]
-    app.gateway.worker.main()
+    headwater_server.gateway.worker.main()
 
 
 if __name__ == "__main__":

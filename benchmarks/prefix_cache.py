@@ -22,8 +22,8 @@ import torch
 
 from benchmarks.lm_engine import GREEDY, TIES, VOCAB_SIZE, machine, model_of, quiet, title_of
 from benchmarks.smoke import parse_with_smoke
-from inference.engine import SequenceRequest
-from inference.lm.slot_engine import SlotEngine
+from headwater.engine import SequenceRequest
+from headwater.lm.slot_engine import SlotEngine
 
 __all__ = ["MOST_RATIO"]
 

@@ -20,14 +20,14 @@ from typing import Any, Final, NamedTuple
 
 import httpx
 
-from app.cli.plan.measuring import RATE_TOLERANCE
 from benchmarks.servers import free_port, running
 from benchmarks.smoke import parse_with_smoke
+from headwater_server.cli.plan.measuring import RATE_TOLERANCE
 
 READY_TIMEOUT_S: Final = 240.0
-HEADWATER: Final = (sys.executable, "-m", "app")
+HEADWATER: Final = (sys.executable, "-m", "headwater_server")
 SMALL_PLAN: Final = (
-    "inference.zoo.scale:Scale", "--batch-sizes", "4", "--instances", "1", "--replicas", "1", "--seconds", "0.5",
+    "headwater.zoo.scale:Scale", "--batch-sizes", "4", "--instances", "1", "--replicas", "1", "--seconds", "0.5",
     "--no-verify",
 )  # fmt: skip
 ROW: Final = "{:<12} {:>16} {:>10} {:>10} {:>22} {:>8}  {}"

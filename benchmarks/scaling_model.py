@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from inference import Model, Tensor
+from headwater import Model, Tensor
 
 __all__ = ["Sleeper"]
 

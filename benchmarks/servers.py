@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from inference.environment import library_path
+from headwater.environment import library_path
 
 __all__ = ["START_TIMEOUT_S", "free_port", "gateway", "running", "stop"]
 
@@ -92,7 +92,7 @@ def gateway(model: str, *settings: str) -> Iterator[str]:
     """Headwater with one model, as ``headwater serve MODULE:CLASS`` runs it. Gives its URL."""
     port = free_port()
     pairs = [part for setting in settings for part in ("--set", setting)]
-    command = [sys.executable, "-m", "app", "serve", model, "--port", str(port), *pairs]
+    command = [sys.executable, "-m", "headwater_server", "serve", model, "--port", str(port), *pairs]
     url = f"http://127.0.0.1:{port}"
     with running(command, f"{url}/v2/health/ready"):
         yield url

@@ -26,10 +26,10 @@ from benchmarks.fanout_report import Spread
 from benchmarks.fanout_servers import command_of, tree
 from benchmarks.servers import free_port, stop
 from benchmarks.start_model import COMPUTED, Telling
-from inference.environment import library_path
+from headwater.environment import library_path
 
 DEMO = Path(__file__).parents[1] / "configs" / "demo.yaml"
-LIGHT = "inference.zoo.scale:Scale"
+LIGHT = "headwater.zoo.scale:Scale"
 LIMIT_S = 300.0
 SCALING = {"replicas": {"min": 1, "max": 2}, "scaling": {"up_after_s": 1, "down_after_s": 2}}
 
@@ -42,7 +42,7 @@ class _Server:
         self._lines: list[tuple[float, str]] = []
         self._more = threading.Condition()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "app", *arguments],
+            [sys.executable, "-m", "headwater_server", *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -98,7 +98,9 @@ def main() -> None:
     options = parser.parse_args()
     if not options.smoke:
         began_s = time.monotonic()
-        subprocess.run([sys.executable, "-m", "app", "check", options.config], check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            [sys.executable, "-m", "headwater_server", "check", options.config], check=True, stdout=subprocess.DEVNULL
+        )
         print(f"headwater check: {time.monotonic() - began_s:.1f} s\n")
         server = _Server(["serve", options.config, "--port", str(free_port())])
         try:
@@ -144,7 +146,17 @@ def _print_scalings(config: Path, path: Path, count: int) -> None:
     path.write_text(yaml.safe_dump({"deployments": {"text": {**text, **SCALING}}}))
     port, took_s = free_port(), []
     server = _Server(["serve", str(path), "--port", str(port)])
-    ask = [sys.executable, "-m", "app", "bench", f"http://127.0.0.1:{port}", "--connections", "64", "--seconds", "60"]
+    ask = [
+        sys.executable,
+        "-m",
+        "headwater_server",
+        "bench",
+        f"http://127.0.0.1:{port}",
+        "--connections",
+        "64",
+        "--seconds",
+        "60",
+    ]
     try:
         at = server.until("Headwater serves at")
         for _ in range(count):
@@ -179,7 +191,7 @@ def _print(lines: list[tuple[float, str]], began_s: float) -> None:
 def _host(root: int, name: str) -> int:
     """The host process of a deployment's only replica under a process."""
     for pid in tree(root):
-        if command_of(pid).split(b"\0")[2:4] == [b"inference.replica", name.encode()]:
+        if command_of(pid).split(b"\0")[2:4] == [b"headwater.replica", name.encode()]:
             return pid
     raise SystemExit("found no replica")
 

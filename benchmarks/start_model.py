@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from inference.zoo.text import Encoder
+from headwater.zoo.text import Encoder
 
 __all__ = ["COMPUTED", "Telling"]
 

@@ -19,12 +19,12 @@ from typing import Any
 import msgspec
 
 from benchmarks.stream_child import Child, give_back
-from inference.engine import Engine, EngineLimits, Sampling, SequenceRequest
-from inference.lm.null_engine import NullEngine
+from headwater.engine import Engine, EngineLimits, Sampling, SequenceRequest
+from headwater.lm.null_engine import NullEngine
 
 __all__ = ["MODEL", "VOCAB_SIZE", "EngineAlone", "Ran", "Run", "folder", "null", "random"]
 
-MODEL = "lm:inference.zoo:weights/tiny_lm"
+MODEL = "lm:headwater.zoo:weights/tiny_lm"
 VOCAB_SIZE = 4096
 TOP = 2
 
@@ -71,7 +71,7 @@ class EngineAlone(Child):
 
 def folder() -> Path:
     """The shipped model's."""
-    return Path(str(importlib.resources.files("inference.zoo"))) / "weights" / "tiny_lm"
+    return Path(str(importlib.resources.files("headwater.zoo"))) / "weights" / "tiny_lm"
 
 
 def null(folder: Path, *, device: str, on_broken: Any, step_s: float = 0, max_sequences: int = 64) -> Engine:
@@ -84,7 +84,7 @@ def random(folder: Path, *, device: str, on_broken: Any, size: str, dtype: str, 
     """For ``options.engine``: the built-in engine with a model of a size in `benchmarks.lm_engine`, of random
     weights."""
     from benchmarks.lm_engine import model_of
-    from inference.lm.slot_engine import SlotEngine
+    from headwater.lm.slot_engine import SlotEngine
 
     return SlotEngine(model_of(size, device, dtype), max_sequences=max_sequences, on_broken=on_broken)
 
@@ -94,8 +94,8 @@ def main() -> None:
     import torch
     from transformers.utils import logging
 
-    from inference.lm.causal_lm import load_causal_lm
-    from inference.lm.slot_engine import SlotEngine
+    from headwater.lm.causal_lm import load_causal_lm
+    from headwater.lm.slot_engine import SlotEngine
 
     threads, max_sequences = int(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(threads)

@@ -28,7 +28,7 @@ EVENTS_PER_S: Final = 50
 CPU_US_AT_MOST: Final = 45.0
 DELAY_MS_AT_MOST: Final = 1.5
 OF_VLLM_AT_LEAST: Final = 0.95
-MODEL: Final = "vllm:inference.zoo:weights/tiny_lm"
+MODEL: Final = "vllm:headwater.zoo:weights/tiny_lm"
 
 
 def relay_cost(load: LoadGenerator, seconds: float, repeats: int) -> tuple[dict[str, Any], list[Ratio]]:
@@ -119,7 +119,7 @@ def socket_of(server: Server, number: int = 0) -> str:
 
 def worker_cpu_s(server: Server) -> float:
     """Processor time, in seconds, that a server's gateway workers have used so far."""
-    workers = [pid for pid in tree(server.pid) if b"app.gateway.worker" in command_of(pid)]
+    workers = [pid for pid in tree(server.pid) if b"headwater_server.gateway.worker" in command_of(pid)]
     spent_ns = 0
     for pid in workers:
         for task in Path(f"/proc/{pid}/task").iterdir():

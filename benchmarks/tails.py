@@ -46,17 +46,17 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import uvloop
 
-from app.cli.bench.answers import Sample
-from app.cli.bench.bodies import Body
-from app.cli.bench.closed_loop import STOPPED
-from app.cli.bench.generator import Generator
-from app.cli.bench.job import Job, Load, Target
-from app.cli.bench.limits import Limits
-from app.cli.bench.outcomes import Outcomes, percentile
 from benchmarks.fanout_report import Ratio, ratio_line
 from benchmarks.fanout_servers import Server, command_of, headwater, pin, tree
 from benchmarks.peers.scenarios import check_json, deployment, scenario
 from benchmarks.smoke import parse_with_smoke
+from headwater_server.cli.bench.answers import Sample
+from headwater_server.cli.bench.bodies import Body
+from headwater_server.cli.bench.closed_loop import STOPPED
+from headwater_server.cli.bench.generator import Generator
+from headwater_server.cli.bench.job import Job, Load, Target
+from headwater_server.cli.bench.limits import Limits
+from headwater_server.cli.bench.outcomes import Outcomes, percentile
 
 COLLECTS: Final = Path(__file__).parent / "collect_in_worker"
 CONNECTIONS: Final = 64
@@ -216,7 +216,7 @@ def _apart(server: Server) -> Iterator[None]:
 
 
 def _workers(server: Server) -> list[int]:
-    return [pid for pid in tree(server.pid) if b"app.gateway.worker" in command_of(pid)]
+    return [pid for pid in tree(server.pid) if b"headwater_server.gateway.worker" in command_of(pid)]
 
 
 def _check(server: Server) -> None:

@@ -22,7 +22,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from app.vllm.affinity import BLOCK_BYTES, PrefixAffinity
 from benchmarks.fanout_report import Spread
 from benchmarks.fanout_servers import Server, headwater
 from benchmarks.servers import START_TIMEOUT_S
@@ -32,6 +31,7 @@ from benchmarks.stream_load import Ask, Job, LoadGenerator
 from benchmarks.stream_rates import completion, port_of
 from benchmarks.stream_texts import AnswerWrong
 from benchmarks.stream_vllm import MODEL, socket_of, vllm_python
+from headwater_server.vllm.affinity import BLOCK_BYTES, PrefixAffinity
 
 __all__: list[str] = []
 

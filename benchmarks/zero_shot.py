@@ -16,7 +16,7 @@ import numpy as np
 import yaml
 
 from benchmarks.smoke import parse_with_smoke
-from inference.zoo.text import Encoder, ZeroShot
+from headwater.zoo.text import Encoder, ZeroShot
 
 __all__ = ["DATA", "Confusion", "evaluate", "read_data"]
 

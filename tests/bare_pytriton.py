@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 import httpx
 import psutil
 
-from app.process.sweep import BACKEND_FOLDERS
 from benchmarks.servers import free_port
-from inference.environment import library_path
+from headwater.environment import library_path
+from headwater_server.process.sweep import BACKEND_FOLDERS
 from tests.running import wait_for
 
 __all__ = ["Bare", "serve_bare"]

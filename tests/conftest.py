@@ -33,7 +33,7 @@ SHARED_SERVER = re.compile(r"\b(?:services|demo): Running\b|\b(lm): Running\b")
 
 
 HEAVY = re.compile(
-    r"\b(import|from) (torch|pytriton|onnx|transformers|inference\.lm\.grammars|tests\.inference\.hf\.folders"
+    r"\b(import|from) (torch|pytriton|onnx|transformers|headwater\.lm\.grammars|tests\.inference\.hf\.folders"
     r"|tests\.running|tests\.browser)\b|: Running\b|llamas"
 )
 """What a module that needs Triton, torch or a browser has in its text."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from app.telemetry import recorder as recorders
-from app.telemetry.ledger import Counts, counts_by_deployment, merged
-from app.telemetry.store import Store
+from headwater_server.telemetry import recorder as recorders
+from headwater_server.telemetry.ledger import Counts, counts_by_deployment, merged
+from headwater_server.telemetry.store import Store
 
 __all__ = ["count_from_zero", "counts_of", "requests_of"]
 

@@ -128,7 +128,7 @@ def serves(container: Container) -> None:
     lines = [line.strip() for line in container.post("/v1/completions", asked) if line.strip()]
     events = [line for line in lines if line.startswith(b"data: {")]
     expect("a stream: tokens, and [DONE]", len(events) >= 8 and lines[-1] == b"data: [DONE]", lines)
-    healthy = container.run("python3", "-I", "-m", "app.cli.health", check=False)
+    healthy = container.run("python3", "-I", "-m", "headwater_server.cli.health", check=False)
     expect("the health check has nothing to say", healthy == "", healthy)
 
 
@@ -143,7 +143,7 @@ def with_defaults(engine: Engine, image: str) -> None:
         first = container.run("cat", "/proc/1/cmdline").replace("\0", " ")
         expect("process 1 is Headwater itself", "headwater serve" in first, first)
         check = engine.inspect(container.id, "{{json .Config.Healthcheck}}")
-        expect("the image has a health check", "app.cli.health" in check, check)
+        expect("the image has a health check", "headwater_server.cli.health" in check, check)
         # Several replicas' processes, and a callable's orphan, come to process 1 as they end.
         container.run("sh", "-c", "(sleep 0.1 &) ; true")
         status, took_s = container.stop()
@@ -163,7 +163,7 @@ def hardened(engine: Engine, image: str) -> None:
 
 def survives_a_killed_replica(engine: Engine, image: str) -> None:
     """As process 1 it reaps what a killed replica leaves, and starts another."""
-    with running(engine, image, (), "serve", "inference.zoo.scale:Scale") as container:
+    with running(engine, image, (), "serve", "headwater.zoo.scale:Scale") as container:
         container.wait_until_ready()
         _kill_tritonserver(container)
         wait_for("the replica's loss is seen", lambda: "replica is lost" if "lost: " in container.log() else None)

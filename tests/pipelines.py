@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from inference import Model, Tensor
-from inference.datatypes import DATATYPES, unpack_bytes
-from inference.pipeline import INPUT, FeatureCacheSpec, PipelineSpec, StepSpec, make_plan
-from inference.runtime.fused import FusedPipeline
-from inference.signature import Signature
-from inference.wire.frame import FRAME, StepCount, decode_frame
-from inference.wire.report import HEADWATER, CallNote, RowReport, Status
+from headwater import Model, Tensor
+from headwater.datatypes import DATATYPES, unpack_bytes
+from headwater.pipeline import INPUT, FeatureCacheSpec, PipelineSpec, StepSpec, make_plan
+from headwater.runtime.fused import FusedPipeline
+from headwater.signature import Signature
+from headwater.wire.frame import FRAME, StepCount, decode_frame
+from headwater.wire.report import HEADWATER, CallNote, RowReport, Status
 
 __all__ = ["Answer", "Request", "Stage", "Word", "ask", "fused", "hear", "only", "rows", "totals"]
 

@@ -29,9 +29,9 @@ __all__ = ["EXEMPT", "MODULES", "Automaton", "Expression", "expressions", "expre
 _ROOT: Final = Path(__file__).parents[1]
 MODULES: Final = sorted(path for room in ("app", "inference") for path in (_ROOT / room).rglob("*.py"))
 EXEMPT: Final = {
-    "app/cli/report/plots.py": "reads what matplotlib has written",
-    "inference/environment.py": "reads what ldd says of the interpreter",
-    "inference/runtime/onnx_model.py": "reads why ONNX Runtime refuses a file that is being loaded",
+    "app/headwater_server/cli/report/plots.py": "reads what matplotlib has written",
+    "inference/headwater/environment.py": "reads what ldd says of the interpreter",
+    "inference/headwater/runtime/onnx_model.py": "reads why ONNX Runtime refuses a file that is being loaded",
 }
 
 _MANY: Final = 6

@@ -174,7 +174,9 @@ class Running:
 
     def workers(self) -> list[int]:
         """The process ids of the gateway workers."""
-        return [pid for pid, command in processes_of(self.folder).items() if "app.gateway.worker" in command]
+        return [
+            pid for pid, command in processes_of(self.folder).items() if "headwater_server.gateway.worker" in command
+        ]
 
     def stop(self, timeout_s: float = 60.0) -> int:
         """Stop it as Ctrl-C does. Returns the exit status."""
@@ -264,7 +266,7 @@ def serve(
         gates.mkdir()
         with log.open("w") as output:
             process = subprocess.Popen(
-                [*prefix, sys.executable, "-m", "app", "serve", what or str(path), *arguments],
+                [*prefix, sys.executable, "-m", "headwater_server", "serve", what or str(path), *arguments],
                 cwd=cwd,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -364,8 +366,8 @@ def processes_of(folder: Path) -> dict[int, str]:
 
 def _role(command: str) -> str:
     roles = {
-        "app.process.guardian": "guardian",
-        "inference.replica": "host",
+        "headwater_server.process.guardian": "guardian",
+        "headwater.replica": "host",
         "backend_stub": "stub",
         "bin/tritonserver": "tritonserver",
     }

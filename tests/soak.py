@@ -61,7 +61,7 @@ def soak_config(folder: Path, *, small: bool = False) -> dict[str, Any]:
     return {
         "deployments": {
             LANGUAGE: {
-                "model": "lm:inference.zoo:weights/tiny_lm",
+                "model": "lm:headwater.zoo:weights/tiny_lm",
                 "options": {"engine": "engines:null", "step_s": 0.01, "max_sequences": 32, "context_length": 1000}
                 if small
                 else {"dtype": "float32", "max_sequences": 32},

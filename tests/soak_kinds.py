@@ -15,7 +15,7 @@ from typing import Any, Final
 import httpx
 import psutil
 
-from inference.zoo.training.export_digit_head import ONNX_FILE
+from headwater.zoo.training.export_digit_head import ONNX_FILE
 from tests.running import Running
 from tests.traces import Traces
 
@@ -85,7 +85,7 @@ def kinds_config(folder: Path) -> dict[str, Any]:
         "export": {"model": f"torch:{folder / 'net.pt2'}"},
         "onnx": {"model": f"onnx:{ONNX_FILE}"},
         "folder": {"model": f"hf:{folder / 'sentences'}"},
-        "language": {"model": "lm:inference.zoo:weights/tiny_lm", "options": {"max_sequences": 4}},
+        "language": {"model": "lm:headwater.zoo:weights/tiny_lm", "options": {"max_sequences": 4}},
     }
     assert models.keys() == KINDS.keys()
     common = {"drain_timeout_s": 5}
@@ -188,4 +188,7 @@ def _family(running: Running) -> list[psutil.Process]:
 
 def _name(process: psutil.Process) -> str:
     words = process.cmdline()
-    return next((word for word in words if word.startswith("app.")), words[0].rpartition("/")[2] if words else "zombie")
+    return next(
+        (word for word in words if word.startswith("headwater_server.")),
+        words[0].rpartition("/")[2] if words else "zombie",
+    )

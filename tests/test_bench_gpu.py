@@ -14,10 +14,10 @@ import psutil
 import pytest
 
 import benchmarks.gpu.__main__ as commands
-from app.process.gpu import gpu_capacities
 from benchmarks.gpu.record import BROKEN_DEVICE, Part, Recorder, Report, Step, read
 from benchmarks.gpu.report import markdown
 from benchmarks.gpu.runner import Command, Runner
+from headwater_server.process.gpu import gpu_capacities
 from tests.running import wait_for
 
 ROOT = Path(__file__).parents[1]

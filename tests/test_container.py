@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from app.config.schema import Server
+from headwater_server.config.schema import Server
 
 ROOT = Path(__file__).parents[1]
 DOCKERFILES = ("Dockerfile", "docker/tests.Dockerfile", "docker/vllm.Dockerfile")

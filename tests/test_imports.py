@@ -21,7 +21,13 @@ def modules_after(statement: str) -> set[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "module",
-    ["app.gateway.worker", "app.supervisor.supervisor", "app.cli.main", "app.process.guardian", "app.cli.check"],
+    [
+        "headwater_server.gateway.worker",
+        "headwater_server.supervisor.supervisor",
+        "headwater_server.cli.main",
+        "headwater_server.process.guardian",
+        "headwater_server.cli.check",
+    ],
 )
 def test_the_http_side_imports_neither_torch_nor_pytriton(module: str) -> None:
     assert not modules_after(f"import {module}") & {"torch", "pytriton", "transformers", "sklearn"}
@@ -31,39 +37,48 @@ def test_the_http_side_imports_neither_torch_nor_pytriton(module: str) -> None:
 @pytest.mark.parametrize(
     "module",
     [
-        "inference",
-        "inference.replica",
-        "inference.runtime.runner",
-        "inference.replica.warmup",
-        "inference.replica.triton",
+        "headwater",
+        "headwater.replica",
+        "headwater.runtime.runner",
+        "headwater.replica.warmup",
+        "headwater.replica.triton",
     ],
 )
 def test_the_model_side_imports_no_web_framework_and_nothing_of_ours_from_the_http_side(module: str) -> None:
     loaded = modules_after(f"import {module}")
-    assert not loaded & {"fastapi", "starlette", "uvicorn", "app"}
+    assert not loaded & {"fastapi", "starlette", "uvicorn", "headwater_server"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", ["app.cli.main", "app.supervisor.supervisor", "app.gateway.worker"])
+@pytest.mark.parametrize(
+    "module", ["headwater_server.cli.main", "headwater_server.supervisor.supervisor", "headwater_server.gateway.worker"]
+)
 def test_without_a_cluster_nothing_of_ray_is_imported(module: str) -> None:
-    assert not modules_after(f"import {module}") & {"ray", "app.cluster"}
+    assert not modules_after(f"import {module}") & {"ray", "headwater_server.cluster"}
 
 
 def test_declaring_a_model_needs_no_torch() -> None:
-    assert "torch" not in modules_after("from inference import Model, Tensor, Parameter, Embedding, BadInput")
+    assert "torch" not in modules_after("from headwater import Model, Tensor, Parameter, Embedding, BadInput")
 
 
 def test_a_guardian_is_light() -> None:
-    assert not modules_after("import app.process.guardian") & {"numpy", "msgspec", "asyncio", "pydantic"}
+    assert not modules_after("import headwater_server.process.guardian") & {"numpy", "msgspec", "asyncio", "pydantic"}
 
 
 def test_the_command_line_imports_for_a_command_what_it_needs() -> None:
-    assert not modules_after("import app.cli.main") & {"numpy", "httpx", "pydantic", "asyncio", "jinja2", "uvloop"}
+    assert not modules_after("import headwater_server.cli.main") & {
+        "numpy",
+        "httpx",
+        "pydantic",
+        "asyncio",
+        "jinja2",
+        "uvloop",
+    }
 
 
 def test_what_a_user_imports_is_stable() -> None:
-    import inference
+    import headwater
 
-    assert inference.__all__ == [
+    assert headwater.__all__ == [
         "BadInput", "Classification", "Embedding", "Model", "Parameter", "Reranking", "Tensor", "Transcription",
     ]  # fmt: skip

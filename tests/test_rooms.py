@@ -9,39 +9,34 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-GROUND = {"app.errors", "app", "inference", "inference.wire"}
-"""What every room of `app` may import; ``app`` and ``inference`` are the modules outside of their rooms."""
 ROOMS = {
-    "app.process": set[str](),
-    "app.config": set[str](),
-    "app.control": set[str](),
-    "app.codecs": set[str](),
-    "app.security": {"app.config"},
-    "app.telemetry": {"app.config", "app.control", "app.process"},
-    "app.transport": {"app.codecs"},
-    "app.dispatch": {"app.codecs", "app.control", "app.telemetry", "app.transport"},
-    "app.lm": {"app.dispatch", "app.codecs", "app.control", "app.telemetry", "app.transport"},
-    "app.vllm": {"app.lm", "app.dispatch", "app.codecs", "app.control", "app.telemetry", "app.transport"},
-    "app.gateway": {
-        "app.config", "app.control", "app.codecs", "app.security", "app.telemetry", "app.dispatch", "app.lm",
-        "app.vllm",
+    "headwater_server": {
+        "process": "",
+        "config": "",
+        "control": "",
+        "codecs": "",
+        "security": "config",
+        "telemetry": "config control process",
+        "transport": "codecs",
+        "dispatch": "codecs control telemetry transport",
+        "lm": "dispatch codecs control telemetry transport",
+        "vllm": "lm dispatch codecs control telemetry transport",
+        "gateway": "config control codecs security telemetry dispatch lm vllm",
+        "cluster": "config control process security supervisor telemetry transport",
+        "supervisor": "config control process security telemetry",
+        "cli": "supervisor cluster codecs config process security telemetry",
     },
-    "app.cluster": {
-        "app.config", "app.control", "app.process", "app.security", "app.supervisor", "app.telemetry", "app.transport",
+    "headwater": {
+        "wire": "",
+        "hf": "wire",
+        "runtime": "wire hf",
+        "lm": "wire runtime",
+        "replica": "wire runtime lm",
+        "zoo": "",
     },
-    "app.supervisor": {"app.config", "app.control", "app.process", "app.security", "app.telemetry"},
-    "app.cli": {
-        "app.supervisor", "app.cluster", "app.codecs", "app.config", "app.process", "app.security", "app.telemetry",
-    },
-    "inference.wire": {"inference"},
-    "inference.hf": {"inference", "inference.wire"},
-    "inference.runtime": {"inference", "inference.wire", "inference.hf"},
-    "inference.lm": {"inference", "inference.wire", "inference.runtime"},
-    "inference.replica": {"inference", "inference.wire", "inference.runtime", "inference.lm"},
-    "inference.zoo": {"inference"},
-}  # fmt: skip
-OUTSIDE = {"app": {"inference"}, "inference": set[str]()}
-"""What the modules outside of rooms may import; ``python -m app`` is the commands'."""
+}
+"""The rooms of each package, and which other rooms of it each may import. Every room may also import the modules of
+its package that are outside of rooms; a room of `headwater_server` also those of `headwater`, and `headwater.wire`."""
 ALLOWED = set[tuple[str, str]]()
 """Imports against the table, importer and imported module: it may only shrink."""
 
@@ -49,9 +44,9 @@ ALLOWED = set[tuple[str, str]]()
 def modules() -> dict[str, Path]:
     """Every module of the product by its name."""
     found = {}
-    for folder in ("app", "inference"):
-        for path in (ROOT / folder).rglob("*.py"):
-            name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    for root in (ROOT / "app", ROOT / "inference"):
+        for path in root.rglob("*.py"):
+            name = ".".join(path.relative_to(root).with_suffix("").parts)
             found[name.removesuffix(".__init__")] = path
     return found
 
@@ -76,19 +71,19 @@ def graph() -> dict[str, set[str]]:
     return {name: {one for one in imported(path) if one in MODULES} for name, path in MODULES.items()}
 
 
-def room(module: str) -> str:
-    """The room that a module is in, or its package."""
-    place = ".".join(module.split(".")[:2])
-    return place if place in ROOMS else module.partition(".")[0]
+def place(module: str) -> tuple[str, str]:
+    """The package of a module, and its room; empty: it is outside of rooms."""
+    package, room = [*module.split("."), ""][:2]
+    return package, room if room in ROOMS[package] else ""
 
 
 def is_allowed(importer: str, module: str) -> bool:
-    home, other = room(importer), room(module)
-    if home == other or importer == "app.__main__":
+    (package, room), (other_package, other) = place(importer), place(module)
+    if package != other_package:
+        return package == "headwater_server" and (not other or (room != "" and other == "wire"))
+    if room == other or importer == "headwater_server.__main__":
         return True
-    if home in OUTSIDE:
-        return other in OUTSIDE[home]
-    return other in ROOMS[home] or (home.startswith("app.") and other in GROUND)
+    return room != "" and (not other or other in ROOMS[package][room].split())
 
 
 def test_rooms_import_only_what_the_table_says() -> None:
@@ -101,4 +96,4 @@ def test_no_module_imports_itself_on_a_detour() -> None:
 
 
 def test_few_modules_stand_outside_of_rooms() -> None:
-    assert len([name for name in MODULES if name.startswith("app") and room(name) == "app"]) <= 5
+    assert len([name for name in MODULES if place(name) == ("headwater_server", "")]) <= 5

@@ -17,5 +17,5 @@ def _collect(number: int, frame: object) -> None:
     print(f"collected in {(time.perf_counter() - began_s) * 1e3:.2f} ms", file=sys.stderr, flush=True)
 
 
-if "app.gateway.worker" in sys.orig_argv:
+if "headwater_server.gateway.worker" in sys.orig_argv:
     signal.signal(signal.SIGUSR1, _collect)

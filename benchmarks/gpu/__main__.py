@@ -17,13 +17,13 @@ from typing import Any, Final
 
 import msgspec
 
-from app.process.gpu import gpu_capacities
 from benchmarks.gpu.machine import look
 from benchmarks.gpu.part import PARTS
 from benchmarks.gpu.record import Report, read, write
 from benchmarks.gpu.report import markdown
 from benchmarks.gpu.runner import Runner, part_command
 from benchmarks.smoke import parse_with_smoke
+from headwater_server.process.gpu import gpu_capacities
 
 RESULTS: Final = Path(__file__).parents[1] / "results"
 NO_GPU: Final = 3

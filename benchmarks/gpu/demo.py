@@ -19,7 +19,7 @@ import yaml
 from benchmarks.fanout_servers import headwater
 from benchmarks.gpu.record import Recorder, Step
 from benchmarks.gpu.target import Target
-from inference.zoo.digits import Digits
+from headwater.zoo.digits import Digits
 
 __all__ = ["measure"]
 
@@ -60,7 +60,7 @@ def _check(step: Step) -> None:
 
 def _checked() -> Any:
     """What ``headwater check --json`` says of the demo."""
-    command = [sys.executable, "-m", "app", "check", str(CONFIG), "--json", "--set", "server.port=0"]
+    command = [sys.executable, "-m", "headwater_server", "check", str(CONFIG), "--json", "--set", "server.port=0"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     if not ended.stdout:
         raise RuntimeError(f"headwater check ended with status {ended.returncode}: {ended.stderr}")

@@ -21,15 +21,15 @@ from benchmarks.fanout_servers import ONE_THREAD, headwater
 from benchmarks.gpu.record import Recorder, Step
 from benchmarks.gpu.target import Target
 from benchmarks.servers import free_port, running
-from inference import Model
-from inference.runtime.loader import load_model
-from inference.signature import Signature
-from inference.wire.arrays import Array, argument, wire
+from headwater import Model
+from headwater.runtime.loader import load_model
+from headwater.signature import Signature
+from headwater.wire.arrays import Array, argument, wire
 
 __all__ = ["VISION", "bench", "measure", "vision_options"]
 
 VISION: Final = "benchmarks.gpu.vision:Vision"
-TEXT: Final = "inference.zoo.text:Text"
+TEXT: Final = "headwater.zoo.text:Text"
 BATCH: Final = 32
 OF_THE_BARE_AT_LEAST: Final = 0.9
 ROUNDS: Final = 3
@@ -208,7 +208,7 @@ def bench(
             "--model", model, *given, "--connections", str(connections),
             "--seconds", str(seconds), "--warmup", "0.5", "--repeats", "1",
         ]  # fmt: skip
-        command = [sys.executable, "-m", "app", "bench", url, *load, "--json", str(report)]
+        command = [sys.executable, "-m", "headwater_server", "bench", url, *load, "--json", str(report)]
         ended = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
         if ended.returncode:
             raise RuntimeError(f"headwater bench ended with status {ended.returncode}: {ended.stdout}{ended.stderr}")

@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
-from app.process.machine import host_capacity
+from headwater_server.process.machine import host_capacity
 
 __all__ = ["look"]
 

@@ -17,12 +17,12 @@ from typing import Any, Final
 
 import httpx
 
-from app.process.machine import size_text
 from benchmarks.fanout_servers import Server, headwater, kill_replica, replica_groups
 from benchmarks.gpu.poison import POISON
 from benchmarks.gpu.record import Recorder, Step
 from benchmarks.gpu.target import MIB, Target
 from benchmarks.stream_engine import MODEL
+from headwater_server.process.machine import size_text
 
 __all__ = ["measure"]
 
@@ -69,7 +69,7 @@ def _language_model(target: Target, trigger: Path) -> dict[str, Any]:
 def _triton_alone(target: Target, step: Step) -> None:
     """Triton, its stub and a callable on the CPU, on a machine with a GPU."""
     before = target.used_bytes()
-    with headwater({"scale": {"model": "inference.zoo.scale:Scale", "device": "cpu"}}) as server:
+    with headwater({"scale": {"model": "headwater.zoo.scale:Scale", "device": "cpu"}}) as server:
         _infer(server, "scale", 1.0)
         after = target.used_bytes(server)
     step.figure("taken by Triton, its stub and a callable on the CPU", "MiB", (after - before) / MIB)

@@ -10,8 +10,8 @@ from typing import Any, Final
 
 import torch
 
-from inference import Model, Tensor
-from inference.engine import Engine
+from headwater import Model, Tensor
+from headwater.engine import Engine
 
 __all__ = ["POISON", "Row", "engine"]
 
@@ -57,8 +57,8 @@ def engine(folder: Path, *, device: str, on_broken: Any, trigger: str, max_seque
         trigger: the file.
         max_sequences: as the built-in engine's.
     """
-    from inference.lm.causal_lm import load_causal_lm
-    from inference.lm.slot_engine import SlotEngine
+    from headwater.lm.causal_lm import load_causal_lm
+    from headwater.lm.slot_engine import SlotEngine
 
     loaded = load_causal_lm(folder, device=device)
     model: Any = loaded.model

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from app.process.machine import size_text
 from benchmarks.fanout_report import Spread
 from benchmarks.gpu.part import PARTS
 from benchmarks.gpu.record import Figure, Goal, Part, Report, Step
+from headwater_server.process.machine import size_text
 
 __all__ = ["markdown"]
 

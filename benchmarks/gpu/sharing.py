@@ -75,7 +75,7 @@ def _plan(target: Target, step: Step) -> None:
             str(report),
         ]
         verify = ["--no-verify"] if target.is_tiny else []
-        command = [sys.executable, "-m", "app", "plan", str(config), *load, *verify]
+        command = [sys.executable, "-m", "headwater_server", "plan", str(config), *load, *verify]
         ended = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
         if not report.exists():
             raise RuntimeError(f"headwater plan ended with status {ended.returncode}: {ended.stdout}{ended.stderr}")

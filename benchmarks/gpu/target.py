@@ -10,9 +10,9 @@ from typing import Any, Final
 
 import torch
 
-from app.process.gpu import gpu_name, gpus_used
-from app.process.machine import HOST, measure_groups_by_place
 from benchmarks.fanout_servers import Server, replica_groups
+from headwater_server.process.gpu import gpu_name, gpus_used
+from headwater_server.process.machine import HOST, measure_groups_by_place
 
 __all__ = ["MIB", "Target"]
 

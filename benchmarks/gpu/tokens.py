@@ -20,8 +20,8 @@ from benchmarks.lm_engine import measure as measure_steps
 from benchmarks.stream_engine import MODEL, EngineAlone
 from benchmarks.stream_load import LoadGenerator
 from benchmarks.stream_rates import against_the_engine
-from inference.engine import SequenceRequest
-from inference.lm.slot_engine import SlotEngine
+from headwater.engine import SequenceRequest
+from headwater.lm.slot_engine import SlotEngine
 
 __all__ = ["measure"]
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import torch
 
-from inference import Model, Tensor
+from headwater import Model, Tensor
 
 __all__ = ["CLASSES", "Vision"]
 

@@ -37,7 +37,7 @@ def main() -> None:
     from transformers.models.auto.tokenization_auto import AutoTokenizer
     from transformers.models.bert.modeling_bert import BertForSequenceClassification
 
-    from inference.zoo.text import weights_folder
+    from headwater.zoo.text import weights_folder
 
     weights, folder = str(weights_folder()), sys.argv[1]
     torch.manual_seed(7)

@@ -106,16 +106,16 @@ def deployment(name: str) -> dict[str, Any]:
         batching["max_padding"] = 0.15
     if name == "fanout":
         named = ("Digit", "Parity", "Reconstruction")
-        heads = {head.lower(): {"model": f"inference.zoo.digits:{head}"} for head in named}
+        heads = {head.lower(): {"model": f"headwater.zoo.digits:{head}"} for head in named}
         return {
-            "pipeline": {"trunk": {"model": "inference.zoo.digits:Trunk"}, "heads": heads},
+            "pipeline": {"trunk": {"model": "headwater.zoo.digits:Trunk"}, "heads": heads},
             "batching": batching,
             "threads": 1,
         }
     models = {
-        "scale": "inference.zoo.scale:Scale",
-        "text": "inference.zoo.text:Text",
-        "mixed": "inference.zoo.text:Text",
+        "scale": "headwater.zoo.scale:Scale",
+        "text": "headwater.zoo.text:Text",
+        "mixed": "headwater.zoo.text:Text",
         "image": "benchmarks.large_tensors_model:ChannelMeans",
     }
     return {"model": models[name], "batching": batching, "threads": 1}

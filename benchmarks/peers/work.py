@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from inference import Model
+from headwater import Model
 
 __all__ = [
     "BATCH_WAIT_MS",
@@ -71,7 +71,7 @@ def folder_of(scenario: str) -> Path:
     """The Hugging Face folder of a scenario that has one."""
     if scenario == "rerank":
         return Path(os.environ[CROSS_ENCODER])
-    from inference.zoo.text import weights_folder
+    from headwater.zoo.text import weights_folder
 
     return weights_folder()
 
@@ -113,7 +113,7 @@ class _Scale(Work):
     datatypes: ClassVar[Mapping[str, str]] = {"y": "FP32"}
 
     def __init__(self) -> None:
-        self._model = _loaded("inference.zoo.scale:Scale")
+        self._model = _loaded("headwater.zoo.scale:Scale")
 
     def batch(self, rows: Sequence[Any]) -> Arrays:
         return dict(self._model(x=np.array(rows, np.float32)))
@@ -123,7 +123,7 @@ class _Text(Work):
     datatypes: ClassVar[Mapping[str, str]] = {"embedding": "FP32"}
 
     def __init__(self) -> None:
-        self._model = _loaded("inference.zoo.text:Text")
+        self._model = _loaded("headwater.zoo.text:Text")
 
     def row(self, message: Message) -> Any:
         return message["inputs"][0]["data"][0].encode()
@@ -145,8 +145,8 @@ class _FanOut(Work):
     }
 
     def __init__(self) -> None:
-        self._trunk = _loaded("inference.zoo.digits:Trunk")
-        self._heads = [_loaded(f"inference.zoo.digits:{head}") for head in ("Digit", "Parity", "Reconstruction")]
+        self._trunk = _loaded("headwater.zoo.digits:Trunk")
+        self._heads = [_loaded(f"headwater.zoo.digits:{head}") for head in ("Digit", "Parity", "Reconstruction")]
 
     def batch(self, rows: Sequence[Any]) -> Arrays:
         import torch

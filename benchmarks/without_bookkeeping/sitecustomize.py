@@ -14,12 +14,12 @@ def _nothing(*arguments: Any, **keywords: Any) -> None:
     """Instead."""
 
 
-if "app.gateway.worker" in sys.orig_argv:
-    from app.dispatch import dispatcher as dispatch
-    from app.gateway.http import connections
-    from app.gateway.http import entry as middleware
-    from app.gateway.routes import infer
-    from app.telemetry import instruments, recorder
+if "headwater_server.gateway.worker" in sys.orig_argv:
+    from headwater_server.dispatch import dispatcher as dispatch
+    from headwater_server.gateway.http import connections
+    from headwater_server.gateway.http import entry as middleware
+    from headwater_server.gateway.routes import infer
+    from headwater_server.telemetry import instruments, recorder
 
     for owner, names in (
         (instruments.Counter, ("add",)),

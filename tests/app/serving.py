@@ -13,12 +13,12 @@ from typing import Any, NamedTuple, cast
 import uvicorn
 from starlette.types import ASGIApp
 
-from app.gateway.http.connection import BoundedConnection
-from app.gateway.http.connections import Closable, Connections
-from app.gateway.http.entry import RequestRecords
-from app.gateway.http.event_stream import StreamLimits
-from app.gateway.http.tls_handshake import TlsAcceptor
-from app.telemetry.logs import AccessLog
+from headwater_server.gateway.http.connection import BoundedConnection
+from headwater_server.gateway.http.connections import Closable, Connections
+from headwater_server.gateway.http.entry import RequestRecords
+from headwater_server.gateway.http.event_stream import StreamLimits
+from headwater_server.gateway.http.tls_handshake import TlsAcceptor
+from headwater_server.telemetry.logs import AccessLog
 
 __all__ = ["TIMEOUT_S", "Served", "connect", "run_with", "serving", "until", "until_closed"]
 

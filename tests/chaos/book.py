@@ -8,7 +8,7 @@ from typing import Final
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from app.telemetry.catalogue import OUTCOMES
+from headwater_server.telemetry.catalogue import OUTCOMES
 from tests.chaos.client import Result
 from tests.running import Running
 

@@ -99,7 +99,7 @@ def chaos_config(*, small: bool = False) -> dict[str, Any]:
         "pieces": {"model": "chaotic:Pieces", "options": {"count": PIECES, "interval_s": 0.02}},
         "bytes": {"model": "chaotic:Bytes"},
         "tiny": {
-            "model": "lm:inference.zoo:weights/tiny_lm",
+            "model": "lm:headwater.zoo:weights/tiny_lm",
             "options": {"engine": "engines:null", "step_s": 0.01, "context_length": 1000}
             if small
             else {"dtype": "float32", "max_sequences": 32},

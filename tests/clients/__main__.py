@@ -58,7 +58,7 @@ def configuration(folder: Path) -> dict[str, Any]:
     return {
         "deployments": {
             "tiny-lm": {"model": f"lm:{model}"},
-            "text": {"model": "inference.zoo.text:Text", "threads": 1},
+            "text": {"model": "headwater.zoo.text:Text", "threads": 1},
             "mirror": {"model": "typed:Mirror", "batching": {"max_batch_size": 8}},
         }
     }

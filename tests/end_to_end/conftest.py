@@ -8,7 +8,7 @@ import pytest
 
 from tests.running import SHARED, Running
 
-TINY = "lm:inference.zoo:weights/tiny_lm"
+TINY = "lm:headwater.zoo:weights/tiny_lm"
 
 
 def language_model(engine: str = "", **options: Any) -> dict[str, Any]:

@@ -17,7 +17,19 @@ REPOSITORY = Path(__file__).parents[2]
 
 def bench(server: Running, path: Path, *arguments: str) -> dict[str, Any]:
     """Runs it for half a second; gives its one run."""
-    command = [sys.executable, "-m", "app", "bench", server.url, "--seconds", "0.5", "--warmup", "0", "--repeats", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "headwater_server",
+        "bench",
+        server.url,
+        "--seconds",
+        "0.5",
+        "--warmup",
+        "0",
+        "--repeats",
+        "1",
+    ]
     done = subprocess.run(
         [*command, "--json", str(path), *arguments], cwd=REPOSITORY, capture_output=True, text=True, timeout=60
     )

@@ -10,7 +10,7 @@ import pytest
 
 from tests.running import Running, leftovers, segments_of, serve, wait_for
 
-COMPILED = {"model": "inference.zoo.digits:Digits", "device": "cpu", "options": {"compile": True}}
+COMPILED = {"model": "headwater.zoo.digits:Digits", "device": "cpu", "options": {"compile": True}}
 
 
 @pytest.fixture(scope="module")

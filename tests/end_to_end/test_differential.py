@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from tritonclient.utils import InferenceServerException
 
-from inference.datatypes import DATATYPES, pack_bytes
-from inference.wire.report import REPORT
+from headwater.datatypes import DATATYPES, pack_bytes
+from headwater.wire.report import REPORT
 from tests.forwarding import forward
 from tests.running import Running
 

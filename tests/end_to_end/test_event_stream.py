@@ -16,19 +16,19 @@ import numpy as np
 import pytest
 import uvicorn
 
-from app.codecs.tensors import Answer, HeadAnswer, InferRequest, RawTensor
-from app.config.schema import Server
-from app.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
-from app.dispatch.protocol import Dispatcher, Fail
-from app.errors import BadRequest, CallableFailed, DeadlineExceeded, QueueFull, ReplicaLost, Unavailable
-from app.gateway.app import create_app
-from app.gateway.http.connection import BoundedConnection
-from app.gateway.http.connections import Connections
-from app.gateway.http.entry import Entry, RequestRecords
-from app.gateway.http.event_stream import StreamLimits
-from app.gateway.models import Models
-from app.telemetry.logs import AccessLog
-from inference.signature import HeadSpec, Signature, TensorSpec
+from headwater.signature import HeadSpec, Signature, TensorSpec
+from headwater_server.codecs.tensors import Answer, HeadAnswer, InferRequest, RawTensor
+from headwater_server.config.schema import Server
+from headwater_server.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
+from headwater_server.dispatch.protocol import Dispatcher, Fail
+from headwater_server.errors import BadRequest, CallableFailed, DeadlineExceeded, QueueFull, ReplicaLost, Unavailable
+from headwater_server.gateway.app import create_app
+from headwater_server.gateway.http.connection import BoundedConnection
+from headwater_server.gateway.http.connections import Connections
+from headwater_server.gateway.http.entry import Entry, RequestRecords
+from headwater_server.gateway.http.event_stream import StreamLimits
+from headwater_server.gateway.models import Models
+from headwater_server.telemetry.logs import AccessLog
 from tests.running import Raw, wait_for
 
 PIPELINE = Signature(

@@ -33,7 +33,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     commands = [command.line for command in console.commands]
     assert commands == ["python export.py", "headwater check files.yaml", "headwater serve files.yaml"]
     _, _, *one_command = shlex.split(alone.commands[0].line)
-    for arguments in (["export.py"], ["-m", "app", "check", *one_command], ["-m", "app", "check", "files.yaml"]):
+    for arguments in (
+        ["export.py"],
+        ["-m", "headwater_server", "check", *one_command],
+        ["-m", "headwater_server", "check", "files.yaml"],
+    ):
         command = [sys.executable, *arguments]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 0, done.stdout + done.stderr

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from app.process.priority import START_NICE, may_raise_priority
+from headwater_server.process.priority import START_NICE, may_raise_priority
 from tests.running import Running, leftovers, processes_of, segments_of, serve, wait_for
 
 ATTEMPTS = 4
-PRELOADED = "inference.replica.preloaded"
+PRELOADED = "headwater.replica.preloaded"
 MODELS = {"forked": "circumstances:Forked", "other": "circumstances:Forked", "cold": "circumstances_late:Cold"}
 CONFIG = {
     "deployments": {

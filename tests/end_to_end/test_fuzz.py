@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from app.security.keys import Key, Scope, make_key
-from app.security.keys_file import change_file
+from headwater_server.security.keys import Key, make_key
+from headwater_server.security.keys_file import change_file
+from headwater_server.security.scopes import Scope
 from tests.end_to_end.conftest import language_model
 from tests.running import Running, serve
 

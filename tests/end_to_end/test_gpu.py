@@ -13,7 +13,7 @@ from tests.running import Running, serve, wait_for
 
 TF32 = 5e-3
 """Of logits up to 5: torch lets cuDNN round a convolution's factors to 10 bits."""
-DIGITS: dict[str, Any] = {"model": "inference.zoo.digits:Digits", "device": "cuda"}
+DIGITS: dict[str, Any] = {"model": "headwater.zoo.digits:Digits", "device": "cuda"}
 
 
 def _no_gpu() -> bool:
@@ -25,9 +25,9 @@ def _no_gpu() -> bool:
 @pytest.mark.gpu
 @pytest.mark.skipif(_no_gpu(), reason="needs a CUDA device")
 def test_a_model_on_a_gpu_answers_as_on_the_cpu() -> None:
-    model = "inference.zoo.digits:Digits"
+    model = "headwater.zoo.digits:Digits"
     with serve({"deployments": {name: {"model": model, "device": name} for name in ("cuda", "cpu")}}) as running:
-        from inference.zoo.digits import Digits
+        from headwater.zoo.digits import Digits
 
         image = Digits.example["image"]
         flat = [value for row in image[0] for value in row]

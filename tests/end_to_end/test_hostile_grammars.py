@@ -11,9 +11,10 @@ from typing import Any, Final, NamedTuple
 import httpx
 import pytest
 
-from app.process.machine import HOST, measure_groups_by_place
-from app.security.keys import Key, Scope, make_key
-from app.security.keys_file import change_file
+from headwater_server.process.machine import HOST, measure_groups_by_place
+from headwater_server.security.keys import Key, make_key
+from headwater_server.security.keys_file import change_file
+from headwater_server.security.scopes import Scope
 from tests.end_to_end.conftest import language_model
 from tests.running import Running, serve, wait_for
 

@@ -18,7 +18,7 @@ from openai import BadRequestError, OpenAI
 from PIL import Image
 from sentence_transformers import CrossEncoder, SentenceTransformer
 
-from inference.zoo.text import weights_folder
+from headwater.zoo.text import weights_folder
 from tests.browser import chromium, open_browser
 from tests.inference.hf.folders import RATE, TEXTS, bert, pipeline, vit, wav, wav2vec2
 from tests.pages import Block, section

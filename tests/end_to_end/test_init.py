@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from app.cli.init import write_template
+from headwater_server.cli.init import write_template
 from tests.running import Running, serve
 
 

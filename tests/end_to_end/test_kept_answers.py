@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from app.security.keys import Key, make_key
-from app.security.keys_file import change_file
+from headwater_server.security.keys import Key, make_key
+from headwater_server.security.keys_file import change_file
 from tests.running import Running, serve
 
 CACHE = {"max_bytes": "1MiB"}

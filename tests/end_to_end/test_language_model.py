@@ -14,13 +14,13 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from app.lm.text.tokenizer import Tokenizer as OurTokenizer
+from headwater_server.lm.text.tokenizer import Tokenizer as OurTokenizer
 from tests.end_to_end.conftest import language_model
 from tests.inference.lm.llamas import TIE, generated
 from tests.running import Running, serve
 from tests.token_streams import Stream, left_alone, open_stream, run, text_of, together, whole, worker_of
 
-FOLDER = Path(__file__).parents[2] / "inference" / "zoo" / "weights" / "tiny_lm"
+FOLDER = Path(__file__).parents[2] / "inference" / "headwater" / "zoo" / "weights" / "tiny_lm"
 PROMPTS = 56
 AT_ONCE = 32
 TOKENS = 40

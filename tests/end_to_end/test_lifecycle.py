@@ -371,7 +371,7 @@ def _answers(running: Running) -> bool:
 
 def cli(running: Running, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "app", *arguments, "--url", running.url],
+        [sys.executable, "-m", "headwater_server", *arguments, "--url", running.url],
         env={**os.environ, "PYTHONSAFEPATH": "1"}, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
 

@@ -45,7 +45,7 @@ def deafened() -> Iterator[Deafened]:
         fields = {"port": "0", "workers": "1", "runtime_dir": str(Path(name) / "run"), "log_format": "json"}
         settings = [part for field, value in fields.items() for part in ("--set", f"server.{field}={value}")]
         process = subprocess.Popen(
-            [sys.executable, "-m", "app", "serve", "light:Trunk", *settings],
+            [sys.executable, "-m", "headwater_server", "serve", "light:Trunk", *settings],
             cwd=SERVICES, stdout=write_fd, stderr=write_fd, start_new_session=True,
         )  # fmt: skip
         os.close(write_fd)

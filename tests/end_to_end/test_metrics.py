@@ -17,7 +17,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics_families
 from prometheus_client.parser import text_string_to_metric_families
 
-from app.telemetry.catalogue import CATALOGUE, OUTCOMES
+from headwater_server.telemetry.catalogue import CATALOGUE, OUTCOMES
 from tests.end_to_end.conftest import language_model
 from tests.running import Running, in_background, leftovers, segments_of, serve, wait_for
 from tests.token_streams import open_stream, run

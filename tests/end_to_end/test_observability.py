@@ -50,7 +50,7 @@ def test_every_line_is_json_and_every_request_a_trace(collector: Collector) -> N
             "log_format": "json",
             "tracing": {"endpoint": f"http://127.0.0.1:{collector.server_port}"},
         },
-        "deployments": {"scale": {"model": "inference.zoo.scale:Scale", "warmup_batch_sizes": []}},
+        "deployments": {"scale": {"model": "headwater.zoo.scale:Scale", "warmup_batch_sizes": []}},
     }
     with serve(config) as running:
         assert running.infer("scale", [1.0, 2.0], shape=[1, 2]).status_code == 200

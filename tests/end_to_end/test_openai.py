@@ -13,7 +13,7 @@ import numpy as np
 import openai
 import pytest
 
-from inference.zoo.text import DIMENSION, Text, weights_folder
+from headwater.zoo.text import DIMENSION, Text, weights_folder
 from tests.running import Running
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "seven", "lazy", "wizards", "drinking", "harbour", "tea"]

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from app.config.schema import Config, Deployment, read_config
+from headwater_server.config.schema import Config, Deployment, read_config
 from tests.pages import PAGES, ROOT, Block, Command, blocks
 from tests.running import Running, serve
 
@@ -118,7 +118,7 @@ class Reader:
         self._bin = folder / ".bin"
         self._bin.mkdir()
         command = self._bin / "headwater"
-        command.write_text(f'#!/bin/sh\nexec {sys.executable} -m app "$@"\n')
+        command.write_text(f'#!/bin/sh\nexec {sys.executable} -m headwater_server "$@"\n')
         command.chmod(0o755)
 
     def __enter__(self) -> Reader:
@@ -181,7 +181,7 @@ class Reader:
         self._server = self._served.enter_context(running)
 
     def _execute(self, block: Block) -> None:
-        before = f"from __future__ import annotations\nfrom inference import Model\n{self._here(block.text)}"
+        before = f"from __future__ import annotations\nfrom headwater import Model\n{self._here(block.text)}"
         exec(compile(before, block.place, "exec", dont_inherit=True), self._names)
 
     def _here(self, text: str) -> str:
@@ -201,7 +201,7 @@ def check_yaml(block: Block) -> Config:
     What a part leaves out is the shipped model, on vLLM's page a model of vLLM's.
     """
     content = yaml.safe_load(block.text)
-    model = {"model": "inference.zoo.scale:Scale"}
+    model = {"model": "headwater.zoo.scale:Scale"}
     if block.page == "vllm.md":
         model = {"model": "vllm:/models/chat", "python": "/opt/vllm/bin/python"}
     if content.keys() <= Deployment.model_fields.keys():
@@ -226,7 +226,7 @@ def test_a_page_runs_as_it_stands(demo: Running, page: str, tmp_path: Path, caps
 
 CLASSIFY = """
 import numpy as np
-from inference import Model, Tensor
+from headwater import Model, Tensor
 
 class Classify(Model):
     inputs = [Tensor("x", "FP32", [1])]

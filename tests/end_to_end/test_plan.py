@@ -15,7 +15,7 @@ from tests.running import SERVICES, serve
 
 def plan(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "app", "plan", *arguments],
+        [sys.executable, "-m", "headwater_server", "plan", *arguments],
         cwd=SERVICES,
         env={**os.environ, "PYTHONSAFEPATH": "1"},
         capture_output=True,

@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from app.security.keys import Key, make_key
-from app.security.keys_file import change_file
+from headwater_server.security.keys import Key, make_key
+from headwater_server.security.keys_file import change_file
 from tests.running import Running, leaves_nothing, wait_for
 from tests.services.deadly import SEGFAULT
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from app.cli.check import check
+from headwater_server.cli.check import check
 from tests.running import Running, leftovers, segments_of, serve, wait_for
 
 SERVICE = {"model": "interpreter:Interpreter", "warmup_batch_sizes": [1]}
@@ -43,7 +43,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # Links rather than a .pth file: outside of its site-packages PyTriton looks for Triton's libraries in vain. Without
     # .pth files of ours, an editable Headwater stays out too.
     for entry in installed.iterdir():
-        if not entry.name.endswith(".pth") and not entry.name.startswith(("app", "inference", "headwater", "__")):
+        if not entry.name.endswith(".pth") and not entry.name.startswith(("headwater", "__")):
             (place / entry.name).symlink_to(entry)
     return python
 
@@ -80,7 +80,7 @@ def test_two_deployments_answer_each_under_its_own_python(other: Path, monkeypat
         assert running.stop() == 0
         assert leftovers(running.folder, segments) == []
     assert (
-        Path(__file__).parents[2] / "inference" / "replica" / "__main__.py"
+        Path(__file__).parents[2] / "inference" / "headwater" / "replica" / "__main__.py"
     ).exists()  # what was linked to is not swept
 
 
@@ -118,7 +118,7 @@ def test_check_tries_models_under_their_own_python(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here.py").write_text(
-        f"import sys\nfrom inference.zoo.scale import Scale\nassert sys.executable == {str(other)!r}, sys.executable\n"
+        f"import sys\nfrom headwater.zoo.scale import Scale\nassert sys.executable == {str(other)!r}, sys.executable\n"
     )
     config = {"deployments": {"theirs": {"model": "here:Scale", "python": str(other)}, "ours": {"model": "here:Scale"}}}
     path = tmp_path / "config.json"  # which is YAML too

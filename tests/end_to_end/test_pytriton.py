@@ -364,7 +364,7 @@ def test_the_page_runs_as_it_stands(tmp_path: Path) -> None:
     assert checked.startswith("headwater check ")
 
     for what in (checked.split()[-1], "serve.yaml"):
-        command = [sys.executable, "-m", "app", "check", what, "--port", "0"]
+        command = [sys.executable, "-m", "headwater_server", "check", what, "--port", "0"]
         ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
         assert ended.returncode == 0, ended.stdout + ended.stderr
         assert "ready to serve" in ended.stdout

@@ -13,7 +13,7 @@ import yaml
 from tests.running import Running, serve, wait_for
 
 MODEL = """
-from inference import Model, Tensor
+from headwater import Model, Tensor
 
 from factors import FACTOR
 

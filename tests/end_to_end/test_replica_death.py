@@ -142,7 +142,7 @@ def test_the_other_replica_of_a_deployment_goes_on_answering(mortal: Running) ->
 
 
 def _is_host(command: str) -> bool:
-    return "inference.replica" in command and "app.process.guardian" not in command
+    return "headwater.replica" in command and "headwater_server.process.guardian" not in command
 
 
 def test_a_model_that_fails_to_load_keeps_no_other_from_serving() -> None:

@@ -16,17 +16,17 @@ import numpy as np
 import pytest
 import uvloop
 
-from app.codecs.tensors import InferRequest, OutputWish, RawTensor
-from app.dispatch.dispatcher import ModelDispatcher
-from app.dispatch.pool import connect
-from app.errors import CallableFailed, Unavailable
-from app.lm.dispatcher import LmDispatcher
-from app.lm.sequence import SequenceSpec
-from app.security.peer_tls import PeerTls
-from app.transport.frames import FrameClient
 from benchmarks.certificates import authority, issue
 from benchmarks.node_port_agent import SECURED, Served, serving
 from benchmarks.stream_engine import MODEL
+from headwater_server.codecs.tensors import InferRequest, OutputWish, RawTensor
+from headwater_server.dispatch.dispatcher import ModelDispatcher
+from headwater_server.dispatch.pool import connect
+from headwater_server.errors import CallableFailed, Unavailable
+from headwater_server.lm.dispatcher import LmDispatcher
+from headwater_server.lm.sequence import SequenceSpec
+from headwater_server.security.peer_tls import PeerTls
+from headwater_server.transport.frames import FrameClient
 from tests.running import SERVICES
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl")
@@ -95,7 +95,7 @@ def test_tensors_small_and_large_from_many_callers(folder: Path) -> None:
         assert connected.is_sharing  # the replica could open the port's memory
         model.close()
 
-    with served(folder, "scale", {"model": "inference.zoo.scale:Scale"}) as replica:
+    with served(folder, "scale", {"model": "headwater.zoo.scale:Scale"}) as replica:
         run(scenario(replica))
 
 
@@ -114,7 +114,7 @@ def test_a_replica_that_ends_is_known_at_once(folder: Path) -> None:
         model.close()
 
     with contextlib.ExitStack() as stack:
-        replica = stack.enter_context(served(folder, "scale", {"model": "inference.zoo.scale:Scale"}))
+        replica = stack.enter_context(served(folder, "scale", {"model": "headwater.zoo.scale:Scale"}))
         run(scenario(replica, stack.close))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from app.process.machine import HOST, measure_groups_by_place
+from headwater_server.process.machine import HOST, measure_groups_by_place
 from tests.running import Running, in_background, leftovers, segments_of, serve, wait_for
 
 MIB = 2**20

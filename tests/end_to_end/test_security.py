@@ -17,8 +17,8 @@ import httpx
 import openai
 import pytest
 
-from app.security.keys import Key, make_key
-from app.security.keys_file import change_file
+from headwater_server.security.keys import Key, make_key
+from headwater_server.security.keys_file import change_file
 from tests.end_to_end.conftest import language_model
 from tests.running import Running, processes_of, serve, wait_for
 
@@ -55,7 +55,7 @@ class Secured:
     def command(self, *arguments: str, key: str = "") -> subprocess.CompletedProcess[str]:
         """The command line, with the key in the environment."""
         return subprocess.run(
-            [sys.executable, "-m", "app", *arguments],
+            [sys.executable, "-m", "headwater_server", *arguments],
             env={**os.environ, "HEADWATER_KEY": self.texts.get(key, "")}, capture_output=True, text=True, timeout=60,
         )  # fmt: skip
 
@@ -188,7 +188,7 @@ def test_no_key_is_told_by_logs_or_command_lines(secured: Secured) -> None:
     assert secured.get("/v2", "alice").status_code == 200
     wait_for(lambda: '"key":"alice"' in secured.running.log.read_text(), what="the request to be logged")
     shown = secured.running.log.read_text() + " ".join(processes_of(secured.running.folder).values())
-    assert "app.gateway.worker" in shown
+    assert "headwater_server.gateway.worker" in shown
     for name, text in secured.texts.items():
         assert text not in shown, name
     assert "hw_wrong" not in shown

@@ -120,7 +120,7 @@ def test_workers_and_replicas_that_end_while_the_runtime_folder_is_full_are_repl
                 assert running.get("/metrics").status_code == 200
                 commands = processes_of(Path(name))
                 (host,) = (
-                    pid for pid, command in commands.items() if command.split()[1:3] == ["-m", "inference.replica"]
+                    pid for pid, command in commands.items() if command.split()[1:3] == ["-m", "headwater.replica"]
                 )
                 os.kill(host, signal.SIGKILL)
                 wait_for(lambda: not running.is_ready(), what="the replica's end to be noticed")

@@ -297,7 +297,7 @@ def test_a_port_that_is_taken_ends_the_start_and_is_named(tmp_path: Path) -> Non
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         config.write_text(yaml.safe_dump(slow(tmp_path / "marker", port=port, runtime_dir=str(tmp_path / "run"))))
-        command = [sys.executable, "-m", "app", "serve", str(config)]
+        command = [sys.executable, "-m", "headwater_server", "serve", str(config)]
         environment = {**os.environ, "PYTHONSAFEPATH": "1"}
         ended = subprocess.run(command, cwd=SERVICES, env=environment, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1
@@ -311,7 +311,7 @@ def test_a_runtime_dir_too_deep_for_sockets_ends_the_start_and_is_named(tmp_path
     config = tmp_path / "config.yaml"
     deep = tmp_path / ("d" * 90)
     config.write_text(yaml.safe_dump(slow(tmp_path / "marker", port=0, runtime_dir=str(deep))))
-    command = [sys.executable, "-m", "app", "serve", str(config)]
+    command = [sys.executable, "-m", "headwater_server", "serve", str(config)]
     environment = {**os.environ, "PYTHONSAFEPATH": "1"}
     ended = subprocess.run(command, cwd=SERVICES, env=environment, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1

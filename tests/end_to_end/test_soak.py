@@ -94,7 +94,7 @@ def _gpu_bytes() -> int:
 def test_gpu_memory_is_back_at_its_baseline_after_each_cycle() -> None:
     """Of a model that answers whole and of one that streams, whose stream is open at every other unload."""
     models: dict[str, dict[str, Any]] = {
-        "digits": {"model": "inference.zoo.digits:Digits", "device": "cuda", "drain_timeout_s": DRAIN_S},
+        "digits": {"model": "headwater.zoo.digits:Digits", "device": "cuda", "drain_timeout_s": DRAIN_S},
         "tiny": {**language_model(), "device": "cuda", "drain_timeout_s": DRAIN_S},
     }
     with serve({"deployments": models}) as running:

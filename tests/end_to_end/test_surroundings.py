@@ -29,7 +29,7 @@ def _can_mount() -> bool:
 def command(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the command line from a shell, which ends with ``exec "$@"``."""
     return subprocess.run(
-        ["sh", "-c", script, "sh", sys.executable, "-m", "app", *arguments],
+        ["sh", "-c", script, "sh", sys.executable, "-m", "headwater_server", *arguments],
         cwd=SERVICES, env={**os.environ, "PYTHONSAFEPATH": "1"}, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
 

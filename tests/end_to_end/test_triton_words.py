@@ -1,4 +1,4 @@
-"""A real Triton says what `inference.wire.triton_words` expects it to say."""
+"""A real Triton says what `headwater.wire.triton_words` expects it to say."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from typing import Any
 
 import pytest
 
-from app.codecs.tensors import InferRequest, OutputWish, RawTensor
-from app.errors import CallableFailed, HeadwaterError, ReplicaLost, ReplicaUnreachable
-from app.transport.batch import encode_batch
-from app.transport.triton import TritonClient
-from inference.environment import library_path
-from inference.errors import ReplicaError
-from inference.replica.triton import EmbeddedTriton
-from inference.runtime.call_loop import CallLoop
-from inference.signature import Signature, TensorSpec
-from inference.wire.report import REPORT, RowReport, Status, encode_reports
+from headwater.environment import library_path
+from headwater.errors import ReplicaError
+from headwater.replica.triton import EmbeddedTriton
+from headwater.runtime.call_loop import CallLoop
+from headwater.signature import Signature, TensorSpec
+from headwater.wire.report import REPORT, RowReport, Status, encode_reports
+from headwater_server.codecs.tensors import InferRequest, OutputWish, RawTensor
+from headwater_server.errors import CallableFailed, HeadwaterError, ReplicaLost, ReplicaUnreachable
+from headwater_server.transport.batch import encode_batch
+from headwater_server.transport.triton import TritonClient
 from tests.running import processes_of
 
 # PyTriton's client, which `stop` makes.

@@ -17,7 +17,7 @@ import tritonclient.http
 import tritonclient.http.aio
 from tritonclient.utils import InferenceServerException
 
-import app
+import headwater_server
 from tests.running import Running
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -125,7 +125,7 @@ class TestHealthAndMetadata:
 
     def test_server_metadata(self, call: Call) -> None:
         metadata = call("get_server_metadata")
-        assert (metadata["name"], metadata["version"]) == ("headwater", app.__version__)
+        assert (metadata["name"], metadata["version"]) == ("headwater", headwater_server.__version__)
         assert "binary_tensor_data" in metadata["extensions"]
 
     @pytest.mark.parametrize("version", ["", "1"])

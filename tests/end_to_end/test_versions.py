@@ -19,7 +19,7 @@ import httpx
 import pytest
 import yaml
 
-from app.supervisor.canary import WINDOW_S
+from headwater_server.supervisor.canary import WINDOW_S
 from tests.browser import chromium, open_browser
 from tests.running import Running, in_background, leaves_nothing, wait_for
 
@@ -74,7 +74,7 @@ def reload(running: Running, config: dict[str, Any]) -> httpx.Response:
 
 
 def command_line(running: Running, *arguments: str) -> str:
-    command = [sys.executable, "-m", "app", *arguments, "--url", running.url]
+    command = [sys.executable, "-m", "headwater_server", *arguments, "--url", running.url]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from app.process.sweep import process_stat
-from app.supervisor.replica_process import SPINNING_NICE
+from headwater_server.process.sweep import process_stat
+from headwater_server.supervisor.replica_process import SPINNING_NICE
 from tests.running import Running, in_background, leftovers, processes_of, segments_of, serve, wait_for
 from tests.stand_in_vllm import NOT_OFFERED, NOT_OFFERED_BODY, environment
 
@@ -106,7 +106,7 @@ def processes(running: Running) -> dict[str, int]:
     folder = running.replica_folder("m")
     commands = processes_of(folder)
     found = {"host": running.replica_pid("m"), "worker": int((folder / "worker").read_text())}
-    found["guardian"] = next(pid for pid, one in commands.items() if "app.process.guardian" in one)
+    found["guardian"] = next(pid for pid, one in commands.items() if "headwater_server.process.guardian" in one)
     found["server"] = next(pid for pid, one in commands.items() if "--uds=" in one)
     return found
 

@@ -9,7 +9,7 @@ import sys
 
 import atheris
 
-with atheris.instrument_imports(include=["app", "inference"], enable_loader_override=False):
+with atheris.instrument_imports(include=["headwater_server", "headwater"], enable_loader_override=False):
     from tests.fuzz.targets import TARGETS
 
 

@@ -11,14 +11,14 @@ from typing import Any, Final
 from fastapi import FastAPI, Request, Response
 from starlette.types import Message
 
-from app.config.overlay import check_allowed, lay_over, parse_overlay
-from app.config.schema import Config, Server, read_config
-from app.control.messages import CommandAnswer
-from app.errors import HeadwaterError
-from app.gateway.app import body_reader
-from app.gateway.http.body_budget import release_body
-from app.gateway.routes.repository import repository_routes
-from app.security.operator import OperatorGuard
+from headwater_server.config.overlay import check_allowed, lay_over, parse_overlay
+from headwater_server.config.schema import Config, Server, read_config
+from headwater_server.control.messages import CommandAnswer
+from headwater_server.errors import HeadwaterError
+from headwater_server.gateway.app import body_reader
+from headwater_server.gateway.http.body_budget import release_body
+from headwater_server.gateway.routes.repository import repository_routes
+from headwater_server.security.operator import OperatorGuard
 from tests.fuzz.draw import body_of
 from tests.fuzz.promises import check_refusal
 
@@ -27,7 +27,7 @@ __all__ = ["overlay", "repository"]
 _CONTENT: Final[dict[str, Any]] = {
     "deployments": {
         "m": {
-            "model": "app.gateway.models:M",
+            "model": "headwater_server.gateway.models:M",
             "batching": {"max_batch_size": 8},
             "options": {"a": [1, {"b": 2}]},
             "replicas": 2,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from app.errors import HeadwaterError
-from app.gateway.http.replies import error_reply
+from headwater_server.errors import HeadwaterError
+from headwater_server.gateway.http.replies import error_reply
 
 __all__ = ["MAX_MESSAGE", "check_refusal"]
 

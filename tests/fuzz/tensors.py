@@ -12,16 +12,16 @@ from unittest import mock
 import msgspec
 import numpy as np
 
-from app.codecs import json_data
-from app.codecs.generate import GenerateDecoder, GenerateEncoder
-from app.codecs.infer_request import RequestDecoder
-from app.codecs.infer_response import ResponseEncoder
-from app.codecs.json_data import JsonData
-from app.codecs.tensors import Answer, InferRequest, OutputWish, RawTensor
-from app.errors import CallableFailed, HeadwaterError
-from inference.datatypes import DATATYPES, pack_bytes, unpack_bytes
-from inference.model import Parameter
-from inference.signature import HeadSpec, Signature, TensorSpec
+from headwater.datatypes import DATATYPES, pack_bytes, unpack_bytes
+from headwater.model import Parameter
+from headwater.signature import HeadSpec, Signature, TensorSpec
+from headwater_server.codecs import json_data
+from headwater_server.codecs.generate import GenerateDecoder, GenerateEncoder
+from headwater_server.codecs.infer_request import RequestDecoder
+from headwater_server.codecs.infer_response import ResponseEncoder
+from headwater_server.codecs.json_data import JsonData
+from headwater_server.codecs.tensors import Answer, InferRequest, OutputWish, RawTensor
+from headwater_server.errors import CallableFailed, HeadwaterError
 from tests.fuzz.draw import Draw, body_of
 from tests.fuzz.promises import check_refusal
 

@@ -12,19 +12,19 @@ from typing import Any, Final
 
 from starlette.types import Message
 
-from app.errors import BadRequest, CallableFailed, DeadlineExceeded, HeadwaterError, ReplicaLost
-from app.gateway.http.event_stream import EventStream
-from app.lm.answers import AnswerForm, Event
-from app.lm.chat import ChatAnswer, ChatRequest
-from app.lm.completion import CompletionAnswer, CompletionRequest
-from app.lm.generate import GenerateAnswer, GenerateRequest
-from app.lm.responses import ResponsesRequest
-from app.lm.responses_answer import ResponsesAnswer
-from app.lm.sequence import Tokens
-from app.lm.text.stop_automaton import StopAutomaton
-from app.lm.text.token_texts import TokenTexts
-from app.lm.text_plan import TextPlan
-from app.lm.text_stream import TextPiece, TextStream, TokenLogprob, Usage
+from headwater_server.errors import BadRequest, CallableFailed, DeadlineExceeded, HeadwaterError, ReplicaLost
+from headwater_server.gateway.http.event_stream import EventStream
+from headwater_server.lm.answers import AnswerForm, Event
+from headwater_server.lm.chat import ChatAnswer, ChatRequest
+from headwater_server.lm.completion import CompletionAnswer, CompletionRequest
+from headwater_server.lm.generate import GenerateAnswer, GenerateRequest
+from headwater_server.lm.responses import ResponsesRequest
+from headwater_server.lm.responses_answer import ResponsesAnswer
+from headwater_server.lm.sequence import Tokens
+from headwater_server.lm.text.stop_automaton import StopAutomaton
+from headwater_server.lm.text.token_texts import TokenTexts
+from headwater_server.lm.text_plan import TextPlan
+from headwater_server.lm.text_stream import TextPiece, TextStream, TokenLogprob, Usage
 from tests.app.lm.scripted import LIMITS, tiny_text
 from tests.app.lm.text.tokenizer_files import FAMILIES, decoder_json
 from tests.fuzz.draw import Draw, body_of

@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
-from inference.wire import frame as frames
-from inference.wire import lm as wire
-from inference.wire.report import CallReport, decode_reports, encode_reports
+from headwater.wire import frame as frames
+from headwater.wire import lm as wire
+from headwater.wire.report import CallReport, decode_reports, encode_reports
 from tests.fuzz.draw import Draw
 
 __all__ = ["frame", "lm_wire", "report"]

@@ -14,8 +14,8 @@ from typing import Any, Final
 
 import psutil
 
-from app.security.keys import Key, make_key
-from app.security.keys_file import change_file
+from headwater_server.security.keys import Key, make_key
+from headwater_server.security.keys_file import change_file
 from tests.hostile.table import Hostile, Request
 from tests.inference.hf.folders import vit, wav2vec2
 from tests.running import Running, serve, wait_for
@@ -30,7 +30,7 @@ DEADLINE_S: Final = 60.0
 """Until a hostile request is answered."""
 CALM_S: Final = 0.5
 """How long the stream runs before and after the request."""
-LASTING: Final = ("app.gateway.worker", "inference.replica", "bin/tritonserver")
+LASTING: Final = ("headwater_server.gateway.worker", "headwater.replica", "bin/tritonserver")
 """In the command lines of processes that no request may end."""
 HEALTH_EVERY_S: Final = 0.05
 RETURNS_WITHIN_S: Final = 20.0
@@ -112,7 +112,7 @@ def serve_target(folder: Path) -> Iterator[Target]:
     config: dict[str, Any] = {
         "deployments": {
             "tiny": {
-                "model": "lm:inference.zoo:weights/tiny_lm",
+                "model": "lm:headwater.zoo:weights/tiny_lm",
                 "options": {"tool_parser": "hermes"},
                 "threads": 1,
                 "max_crashes": 1_000,

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from inference.datatypes import DATATYPES, bf16_to_float32, float32_to_bf16, pack_bytes, unpack_bytes
-from inference.errors import DeclarationError
-from inference.replica.warmup import batch_sizes, example_rows
-from inference.signature import TensorSpec
-from inference.wire.report import (
+from headwater.datatypes import DATATYPES, bf16_to_float32, float32_to_bf16, pack_bytes, unpack_bytes
+from headwater.errors import DeclarationError
+from headwater.replica.warmup import batch_sizes, example_rows
+from headwater.signature import TensorSpec
+from headwater.wire.report import (
     MAX_MESSAGE_BYTES,
     RowReport,
     Status,

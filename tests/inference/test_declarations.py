@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from inference import Classification, Embedding, Model, Parameter, Reranking, Tensor, Transcription
-from inference.errors import DeclarationError
-from inference.signature import Signature
+from headwater import Classification, Embedding, Model, Parameter, Reranking, Tensor, Transcription
+from headwater.errors import DeclarationError
+from headwater.signature import Signature
 
 
 class Plain(Model):

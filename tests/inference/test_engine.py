@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from inference.engine import Sampling, SequenceRequest, TokenEvent
+from headwater.engine import Sampling, SequenceRequest, TokenEvent
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,11 @@ from typing import Any
 
 import pytest
 
-from inference import environment
-from inference.environment import library_path, problems, require, versions
+import headwater
+from headwater import environment
+from headwater.environment import library_path, problems, require, versions
 
-ROOT = Path(__file__).parents[2]
+PACKAGES = Path(headwater.__file__).parents[1]
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
@@ -33,7 +34,7 @@ def site_packages() -> Path:
 
 def run(code: str, *first: Path, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     """Run code in a new interpreter, with folders first on its path."""
-    path = os.pathsep.join(map(str, (*first, ROOT)))
+    path = os.pathsep.join(map(str, (*first, PACKAGES)))
     return subprocess.run(
         [sys.executable, *options, "-c", code],
         env={**os.environ, "PYTHONPATH": path},
@@ -45,7 +46,7 @@ def run(code: str, *first: Path, options: tuple[str, ...] = ()) -> subprocess.Co
 
 
 def report(*first: Path, options: tuple[str, ...] = ()) -> dict[str, Any]:
-    ended = run("from inference.environment import main; main()", *first, options=options)
+    ended = run("from headwater.environment import main; main()", *first, options=options)
     assert ended.returncode == 0, ended.stderr
     found: dict[str, Any] = json.loads(ended.stdout)
     return found
@@ -101,7 +102,7 @@ def test_cuda_is_what_torch_says() -> None:
 
 def test_neither_torch_nor_pytriton_is_imported() -> None:
     ended = run(
-        "import sys\nfrom inference.environment import problems, versions\nversions(), problems(deep=True)\n"
+        "import sys\nfrom headwater.environment import problems, versions\nversions(), problems(deep=True)\n"
         "print({'torch', 'pytriton', 'tritonclient'} & sys.modules.keys() or 'none')"
     )
     assert ended.stdout == "none\n"
@@ -126,10 +127,10 @@ def test_numpy_2_is_refused(tmp_path: Path) -> None:
 
 
 def test_require_says_reason_and_mend(tmp_path: Path) -> None:
-    ended = run("from inference.environment import require; require()", fake_numpy(tmp_path))
+    ended = run("from headwater.environment import require; require()", fake_numpy(tmp_path))
     assert ended.returncode == 1
     last = ended.stderr.splitlines()[-1]
-    assert last.startswith("inference.errors.EnvironmentUnfit: numpy version: expected numpy 1.x, got 2.1.0")
+    assert last.startswith("headwater.errors.EnvironmentUnfit: numpy version: expected numpy 1.x, got 2.1.0")
     assert last.endswith("pip install 'numpy<2'")
 
 

@@ -6,7 +6,7 @@ import errno
 
 import pytest
 
-from inference.errors import CAUSE_CHARACTERS, shortage_in, shortage_of, text_for_clients
+from headwater.errors import CAUSE_CHARACTERS, shortage_in, shortage_of, text_for_clients
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference.errors import DeclarationError
-from inference.model import Embedding, Parameter
-from inference.pipeline import INPUT, PipelineSpec, Plan, StepSpec, Wire, check_names, make_plan
-from inference.signature import HeadSpec, Signature, TensorSpec
+from headwater.errors import DeclarationError
+from headwater.model import Embedding, Parameter
+from headwater.pipeline import INPUT, PipelineSpec, Plan, StepSpec, Wire, check_names, make_plan
+from headwater.signature import HeadSpec, Signature, TensorSpec
 
 
 def tensor(text: str) -> TensorSpec:

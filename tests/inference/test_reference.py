@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-import inference.zoo
-from inference.errors import LoadError
-from inference.reference import LmReference, find_folder, is_language_model, parse_reference
+import headwater.zoo
+from headwater.errors import LoadError
+from headwater.reference import LmReference, find_folder, is_language_model, parse_reference
 
-ZOO = Path(inference.zoo.__file__).parent
+ZOO = Path(headwater.zoo.__file__).parent
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_what_is_a_language_model() -> None:
         ("lm:models/one", "", "models/one"),
         ("lm:/models/one", "", "/models/one"),
         ("lm:~/one", "", "~/one"),
-        ("lm:inference.zoo:weights/tiny_lm", "inference.zoo", "weights/tiny_lm"),
+        ("lm:headwater.zoo:weights/tiny_lm", "headwater.zoo", "weights/tiny_lm"),
         ("lm:a:b:c", "a", "b:c"),
     ],
 )
@@ -71,23 +71,23 @@ def test_a_path_in_the_home_folder(here: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_folder_of_a_package() -> None:
-    assert find_folder("lm:inference.zoo:weights/tiny_lm") == ZOO / "weights" / "tiny_lm"
+    assert find_folder("lm:headwater.zoo:weights/tiny_lm") == ZOO / "weights" / "tiny_lm"
 
 
 def test_no_folder_there(here: Path) -> None:
     message = failure("lm:models/two", str(here / "models"))
     assert f"there is no folder {here}/models/two or {here}/models/models/two" in message
     assert f"expected a folder, got the file {here}/file" in failure("lm:file")
-    message = failure("lm:inference.zoo:weights/huge_lm")
+    message = failure("lm:headwater.zoo:weights/huge_lm")
     assert f"there is no folder {ZOO}/weights/huge_lm" in message
-    assert "or install a version of inference.zoo that has it" in message
+    assert "or install a version of headwater.zoo that has it" in message
 
 
 def test_no_package_there() -> None:
     assert "there is no package 'no_such_package'" in failure("lm:no_such_package:weights")
     assert "there is no package 'no_such.package'" in failure("lm:no_such.package:weights")
-    assert "expected a package, which is a folder, got the module 'inference.wire.frame'" in failure(
-        "lm:inference.wire.frame:x"
+    assert "expected a package, which is a folder, got the module 'headwater.wire.frame'" in failure(
+        "lm:headwater.wire.frame:x"
     )
 
 

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from inference.tuning import turn_cudnn_attention_off
+from headwater.tuning import turn_cudnn_attention_off
 
 MAPPED = """
 import ctypes, sys
-from inference.tuning import keep_freed_memory
+from headwater.tuning import keep_freed_memory
 
 class Info(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in (

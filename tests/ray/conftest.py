@@ -14,7 +14,7 @@ from tests.ray.raylets import Gateway, Raylets, agents, gateway, hosts, raylets,
 from tests.running import wait_for
 
 DEPLOYMENTS: dict[str, Any] = {
-    "scale": {"model": "inference.zoo.scale:Scale", "replicas": 2},
+    "scale": {"model": "headwater.zoo.scale:Scale", "replicas": 2},
     "faulty": {"model": "tests.services.faulty:Faulty", "replicas": 2, "batching": {"max_batch_size": 4}},
     "pieces": {"model": "tests.services.light:Pieces", "options": {"count": 10_000, "interval_s": 0.02}},
 }

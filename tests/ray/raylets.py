@@ -287,7 +287,7 @@ def gateway(
         command = ["serve", str(path)]
     with log.open("ab") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "app", *command], stdout=output, stderr=output, start_new_session=True
+            [sys.executable, "-m", "headwater_server", *command], stdout=output, stderr=output, start_new_session=True
         )
     found = Gateway(process, f"http://127.0.0.1:{port}", log)
     try:
@@ -305,22 +305,22 @@ def gateway(
 
 def stop_cluster(address: str) -> None:
     """``headwater stop``."""
-    subprocess.run([sys.executable, "-m", "app", "stop", "--address", address], check=True, timeout=90)
+    subprocess.run([sys.executable, "-m", "headwater_server", "stop", "--address", address], check=True, timeout=90)
 
 
 def agents(address: str) -> list[psutil.Process]:
     """The agents of a cluster's replicas."""
-    return _named("app.cluster.agent", address)
+    return _named("headwater_server.cluster.agent", address)
 
 
 def supervisors(address: str) -> list[psutil.Process]:
     """The processes of a cluster's supervisors."""
-    return _named("app.cluster.supervisor", address)
+    return _named("headwater_server.cluster.supervisor", address)
 
 
 def hosts(address: str, model: str = "") -> list[psutil.Process]:
     """The hosts of a cluster's replicas, of one model if it is named."""
-    return _named("inference.replica", address, model)
+    return _named("headwater.replica", address, model)
 
 
 def _named(module: str, address: str, argument: str = "") -> list[psutil.Process]:

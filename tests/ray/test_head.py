@@ -23,7 +23,7 @@ from tests.running import wait_for
 
 pytestmark = pytest.mark.ray
 
-SCALE: dict[str, Any] = {"scale": {"model": "inference.zoo.scale:Scale", "replicas": 2}}
+SCALE: dict[str, Any] = {"scale": {"model": "headwater.zoo.scale:Scale", "replicas": 2}}
 STEADY = 40
 """Answers before and after each loss."""
 AWAY_S = 12.0
@@ -126,7 +126,7 @@ def test_the_supervisor_is_lost_while_the_head_is_away(stored: Served) -> None:
 
 
 def test_a_gateway_that_starts_while_the_head_is_away_says_so(stored: Served) -> None:
-    command = [sys.executable, "-m", "app", "join", "--address", stored.address, "--port", "0"]
+    command = [sys.executable, "-m", "headwater_server", "join", "--address", stored.address, "--port", "0"]
     stored.raylets.kill_head()
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=50)

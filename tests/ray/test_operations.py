@@ -114,8 +114,10 @@ def test_another_configuration_is_refused(served: Served, folder: Path) -> None:
     path = folder / "other.yaml"
     path.write_text(
         f"cluster: {{engine: ray, address: '{served.address}'}}\n"
-        "server: {port: 0}\ndeployments: {other: {model: 'inference.zoo.scale:Scale'}}\n"
+        "server: {port: 0}\ndeployments: {other: {model: 'headwater.zoo.scale:Scale'}}\n"
     )
-    done = subprocess.run([sys.executable, "-m", "app", "serve", str(path)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-m", "headwater_server", "serve", str(path)], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 1
     assert "it serves other deployments than this configuration; expected `headwater join`" in done.stderr

@@ -17,8 +17,8 @@ from tests.running import wait_for
 pytestmark = pytest.mark.ray
 
 DEPLOYMENTS = {
-    "scale": {"model": "inference.zoo.scale:Scale", "replicas": 3},
-    "packed": {"model": "inference.zoo.scale:Scale", "replicas": 3, "device": {"pack": True}},
+    "scale": {"model": "headwater.zoo.scale:Scale", "replicas": 3},
+    "packed": {"model": "headwater.zoo.scale:Scale", "replicas": 3, "device": {"pack": True}},
 }
 TAKE = """
 import ray, sys

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from inference import Embedding, Model, Tensor
+from headwater import Embedding, Model, Tensor
 
 RAISE, NOT_A_NUMBER, WRONG_DTYPE = -1.0, -2.0, -3.0
 """What the first element of a row asks for, each in this row only; the second, if over 0, is for how long to sleep."""

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from inference import Model, Tensor
+from headwater import Model, Tensor
 
 Bytes = npt.NDArray[np.object_]
 
@@ -44,7 +44,7 @@ def circumstances() -> dict[str, Any]:
     blas = _blas()
     np.ones((500, 500)) @ np.ones((500, 500))
     return {
-        "is_forked": "inference.replica.preloaded" in sys.orig_argv,
+        "is_forked": "headwater.replica.preloaded" in sys.orig_argv,
         "pid": os.getpid(),
         "same": {
             "argv": sys.argv[:3],

@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import numpy.typing as npt
 
-from inference import BadInput, Model, Tensor
+from headwater import BadInput, Model, Tensor
 
 Floats = npt.NDArray[np.float32]
 

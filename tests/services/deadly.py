@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from inference import Model, Tensor
+from headwater import Model, Tensor
 
 SEGFAULT, KILL, STOP, HANG, EXIT = -1.0, -2.0, -3.0, -4.0, -5.0
 """Rows that end or stop the process, or never return. `KILL` is how the kernel ends one that has taken all memory."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from inference import Model, Tensor
+from headwater import Model, Tensor
 
 CLOSE, FORK = -1.0, -2.0
 """Rows that close all files of the process, or whose child returns from the call, too."""

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from inference import Model, Tensor
-from inference.engine import EngineLimits, SequenceRequest, TokenEvent
-from inference.lm.null_engine import NullEngine
+from headwater import Model, Tensor
+from headwater.engine import EngineLimits, SequenceRequest, TokenEvent
+from headwater.lm.null_engine import NullEngine
 
 NEVER_FITS, BREAKS = -1.0, -2.0
 

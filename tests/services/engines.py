@@ -11,8 +11,8 @@ from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 
-from inference.engine import Engine, EngineLimits, SequenceRequest, TokenEvent
-from inference.lm.null_engine import NullEngine
+from headwater.engine import Engine, EngineLimits, SequenceRequest, TokenEvent
+from headwater.lm.null_engine import NullEngine
 
 Fault: TypeAlias = Literal["repeat", "skip", "history", "raise"]
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from inference import BadInput, Model, Tensor
+from headwater import BadInput, Model, Tensor
 
 WIDTH = 4
 GATED = 10_000.0

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from inference import BadInput, Model, Parameter, Tensor
+from headwater import BadInput, Model, Parameter, Tensor
 
 POISON = -1.0
 BAD_INPUT = -2.0

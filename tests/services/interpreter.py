@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from inference import Model, Tensor
+from headwater import Model, Tensor
 
 
 class Interpreter(Model):

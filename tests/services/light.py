@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-from inference import Model, Tensor
+from headwater import Model, Tensor
 
 WIDTH = 4
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from inference import Model, Parameter, Tensor
+from headwater import Model, Parameter, Tensor
 
 
 class MockLlm(Model):

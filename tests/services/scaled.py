@@ -9,7 +9,7 @@ import time
 import numpy as np
 import numpy.typing as npt
 
-from inference import Model, Tensor
+from headwater import Model, Tensor
 
 Floats = npt.NDArray[np.float32]
 

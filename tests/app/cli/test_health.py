@@ -12,8 +12,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from app.cli.health import default_url, health_status, unhealthy
-from app.cli.main import main
+from headwater_server.cli.health import default_url, health_status, unhealthy
+from headwater_server.cli.main import main
 
 
 class Answering(HTTPServer):
@@ -114,7 +114,7 @@ def test_a_proxy_is_not_asked(server: Answering, monkeypatch: pytest.MonkeyPatch
 def test_as_a_module_it_imports_the_standard_library_only(server: Answering) -> None:
     code = (
         "import runpy, sys\n"
-        "try: runpy.run_module('app.cli.health', run_name='__main__')\n"
+        "try: runpy.run_module('headwater_server.cli.health', run_name='__main__')\n"
         "except SystemExit as ended: status = ended.code\n"
         "heavy = {'pydantic', 'httpx', 'yaml', 'msgspec', 'fastapi', 'torch'} & set(sys.modules)\n"
         "sys.exit(status or repr(heavy) * bool(heavy) or 0)"

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from app.cli.init import KINDS, write_template
-from app.cli.main import main
-from app.errors import CommandError
+from headwater_server.cli.init import KINDS, write_template
+from headwater_server.cli.main import main
+from headwater_server.errors import CommandError
 from tests.pages import PAGES, section
 
 ROOT = Path(__file__).parents[3]
-TEMPLATES = ROOT / "app" / "cli" / "templates"
+TEMPLATES = ROOT / "app" / "headwater_server" / "cli" / "templates"
 
 
 def test_there_is_a_kind_for_each_template() -> None:
@@ -62,7 +62,7 @@ def test_their_commands_run_and_their_tests_pass(tmp_path: Path) -> None:
         commands = re.findall(r"^\$ (.*)$", (folder / "README.md").read_text(), re.MULTILINE)
         assert commands[:3] == ["pytest", "headwater check serve.yaml", "headwater serve serve.yaml --reload"]
         done = subprocess.run(
-            [sys.executable, "-m", "app", "check", "serve.yaml"],
+            [sys.executable, "-m", "headwater_server", "check", "serve.yaml"],
             cwd=folder, capture_output=True, text=True, timeout=300, check=False,
         )  # fmt: skip
         assert "ready to serve" in done.stdout, done.stdout + done.stderr

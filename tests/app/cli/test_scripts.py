@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from app.cli.scripts import load_with_scripts
-from app.errors import ConfigError
+from headwater_server.cli.scripts import load_with_scripts
+from headwater_server.errors import ConfigError
 
 SCRIPT = """
 import sys

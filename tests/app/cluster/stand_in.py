@@ -9,16 +9,16 @@ from typing import Any
 
 import msgspec
 
-from app.cluster.agent import AgentSpec, digest
-from app.cluster.messages import LISTENER, Adapters, Ask, Beat, Hello, Order, Said, State, encode
-from app.cluster.nodes import Node
-from app.cluster.port import Port
-from app.cluster.ray_client import PREFIX, ActorGone
-from app.config.schema import Deployment
-from app.config.sections import NodePlacement
-from app.control.routing import ReplicaRoute
-from app.security.peer_tls import PeerTls
-from inference.signature import Signature, TensorSpec
+from headwater.signature import Signature, TensorSpec
+from headwater_server.cluster.agent import AgentSpec, digest
+from headwater_server.cluster.messages import LISTENER, Adapters, Ask, Beat, Hello, Order, Said, State, encode
+from headwater_server.cluster.nodes import Node
+from headwater_server.cluster.port import Port
+from headwater_server.cluster.ray_client import PREFIX, ActorGone
+from headwater_server.config.schema import Deployment
+from headwater_server.config.sections import NodePlacement
+from headwater_server.control.routing import ReplicaRoute
+from headwater_server.security.peer_tls import PeerTls
 
 __all__ = ["READY", "Agent", "Ray", "clustered", "run", "until"]
 

@@ -15,13 +15,13 @@ from typing import Any
 import psutil
 import pytest
 
-from app.cluster.agent import AgentSpec, digest
-from app.cluster.holder import write_spec
-from app.cluster.messages import AGENT, Adapters, Ask, Beat, Hello, Order, Said, State, encode
-from app.config.schema import Deployment
-from app.process.proc import group_members
-from app.process.sweep import Journal
-from app.transport.address import host_and_port
+from headwater_server.cluster.agent import AgentSpec, digest
+from headwater_server.cluster.holder import write_spec
+from headwater_server.cluster.messages import AGENT, Adapters, Ask, Beat, Hello, Order, Said, State, encode
+from headwater_server.config.schema import Deployment
+from headwater_server.process.proc import group_members
+from headwater_server.process.sweep import Journal
+from headwater_server.transport.address import host_and_port
 from tests.app.cluster.stand_in import run, until
 
 TOKEN, ORDER_TOKEN = "secret", "other"
@@ -63,8 +63,8 @@ while True:  # briefly: a signal just before a sleep begins does not end it
 """
 AGENT_WITH_SCRIPT = f"""
 import sys
-from app.cluster import agent
-from app.supervisor.replica_process import ReplicaProcess
+from headwater_server.cluster import agent
+from headwater_server.supervisor.replica_process import ReplicaProcess
 ReplicaProcess._command = lambda self, status_fd: [sys.executable, "-c", {HOST!r}, "m", str(self.directory)]
 agent.LINGER_S = float(sys.argv[1])
 agent.BEAT_S = 0.05

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from app.cluster import dial
-from app.cluster.dial import connected
-from app.transport.address import host_and_port
+from headwater_server.cluster import dial
+from headwater_server.cluster.dial import connected
+from headwater_server.transport.address import host_and_port
 from tests.app.cluster.stand_in import Agent, run
 
 Pair = tuple[asyncio.StreamReader, asyncio.StreamWriter]

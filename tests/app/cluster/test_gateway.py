@@ -16,21 +16,21 @@ import msgspec
 import psutil
 import pytest
 
-from app.cluster import agent_link
-from app.cluster import gateway as gateway_module
-from app.cluster.discovery import Trouble
-from app.cluster.gateway import AWAY, ClusterGateway, Uplink, joined, serve_gateway
-from app.cluster.messages import Beat
-from app.cluster.supervisor import Announcement, what_is_served
-from app.config.cluster import Cluster
-from app.config.schema import Config
-from app.control.link import SupervisorLink
-from app.control.load import DeploymentLoad, LoadReport
-from app.control.messages import Command, CommandAnswer, Drain, Drained, Quarantined
-from app.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
-from app.control.server import ControlServer
-from app.errors import StartError
-from app.transport.address import host_and_port
+from headwater_server.cluster import agent_link
+from headwater_server.cluster import gateway as gateway_module
+from headwater_server.cluster.discovery import Trouble
+from headwater_server.cluster.gateway import AWAY, ClusterGateway, Uplink, joined, serve_gateway
+from headwater_server.cluster.messages import Beat
+from headwater_server.cluster.supervisor import Announcement, what_is_served
+from headwater_server.config.cluster import Cluster
+from headwater_server.config.schema import Config
+from headwater_server.control.link import SupervisorLink
+from headwater_server.control.load import DeploymentLoad, LoadReport
+from headwater_server.control.messages import Command, CommandAnswer, Drain, Drained, Quarantined
+from headwater_server.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
+from headwater_server.control.server import ControlServer
+from headwater_server.errors import StartError
+from headwater_server.transport.address import host_and_port
 from tests.app.cluster.stand_in import READY, Agent, run, until
 
 CONFIG = Config.model_validate({"server": {"workers": 2}, "deployments": {"a": {"model": "m:M"}}})
@@ -494,9 +494,9 @@ GATEWAY = """
 import asyncio, sys
 from collections.abc import AsyncGenerator
 import msgspec
-from app.cluster.gateway import ClusterGateway
-from app.cluster.supervisor import Announcement
-from app.config.schema import Config
+from headwater_server.cluster.gateway import ClusterGateway
+from headwater_server.cluster.supervisor import Announcement
+from headwater_server.config.schema import Config
 config = Config.model_validate({"server": {"port": 0}, "deployments": {"a": {"model": "m:M"}}})
 async def announcements() -> AsyncGenerator[Announcement, None]:
     await asyncio.Event().wait()

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from app.cluster.holder import read_spec, write_spec
+from headwater_server.cluster.holder import read_spec, write_spec
 from tests.running import wait_for
 
 ACTOR = """
@@ -31,7 +31,7 @@ ray.kill = kill
 ray.get_runtime_context = lambda: context
 ray.util = types.SimpleNamespace(get_node_ip_address=lambda: "10.0.0.7")
 sys.modules["ray"] = ray
-from app.cluster.holder import Holder
+from headwater_server.cluster.holder import Holder
 holder = Holder([sys.executable, "-c", sys.argv[1]], b"the spec", {"MINE": "yes", "PWD": "/"}, sys.argv[2] == "True")
 print("said", holder.said(), flush=True)
 for line in sys.stdin:
@@ -45,7 +45,7 @@ actor.wait()
 """
 HELD = """
 import os, sys
-from app.cluster.holder import outlive_no_holder, read_spec
+from headwater_server.cluster.holder import outlive_no_holder, read_spec
 outlive_no_holder()
 spec = read_spec(sys.stdin.buffer)
 names = ("MINE", "HEADWATER_NODE", "HEADWATER_NODE_ID", "HEADWATER_RAY")

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.cluster.nodes import Node, choose, needs, shortage
-from app.config.sections import NodePlacement
+from headwater_server.cluster.nodes import Node, choose, needs, shortage
+from headwater_server.config.sections import NodePlacement
 
 
 def node(id: str, cpus: float = 4, gpus: float = 0, used: float = 0, **labels: str) -> Node:

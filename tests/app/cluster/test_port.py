@@ -19,24 +19,24 @@ import pytest
 import uvloop
 from tritonclient.grpc import service_pb2_grpc as pb_grpc
 
-from app.cluster import connection as port_connection
-from app.cluster import port as port_module
-from app.cluster.port import Port
-from app.codecs.tensors import InferRequest, OutputWish, RawTensor
-from app.control.routing import ReplicaRoute
-from app.errors import ConfigError, ReplicaLost, ReplicaUnreachable
-from app.security.peer_tls import PeerTls
-from app.transport import triton
-from app.transport.address import host_and_port
-from app.transport.batch import encode_batch
-from app.transport.frames import FrameClient
-from app.transport.segments import RemoteSegment, RemoteSegments, Segments
-from app.transport.triton import TritonClient
-from app.vllm.client import VllmClient
 from benchmarks.certificates import authority, issue
-from inference.signature import Signature, TensorSpec
-from inference.wire.report import HEADWATER, CallNote
-from inference.wire.shared_memory import ELSEWHERE, MappedCall
+from headwater.signature import Signature, TensorSpec
+from headwater.wire.report import HEADWATER, CallNote
+from headwater.wire.shared_memory import ELSEWHERE, MappedCall
+from headwater_server.cluster import connection as port_connection
+from headwater_server.cluster import port as port_module
+from headwater_server.cluster.port import Port
+from headwater_server.codecs.tensors import InferRequest, OutputWish, RawTensor
+from headwater_server.control.routing import ReplicaRoute
+from headwater_server.errors import ConfigError, ReplicaLost, ReplicaUnreachable
+from headwater_server.security.peer_tls import PeerTls
+from headwater_server.transport import triton
+from headwater_server.transport.address import host_and_port
+from headwater_server.transport.batch import encode_batch
+from headwater_server.transport.frames import FrameClient
+from headwater_server.transport.segments import RemoteSegment, RemoteSegments, Segments
+from headwater_server.transport.triton import TritonClient
+from headwater_server.vllm.client import VllmClient
 from tests.app.transport import test_frames as frames
 from tests.app.vllm import stand_in as vllm
 

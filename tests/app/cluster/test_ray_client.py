@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from app.cluster import holder, ray_client
-from app.cluster.nodes import Node
-from app.cluster.ray_client import ActorGone, RayClient
-from app.config.sections import NodePlacement
-from app.errors import StartError
+from headwater_server.cluster import holder, ray_client
+from headwater_server.cluster.nodes import Node
+from headwater_server.cluster.ray_client import ActorGone, RayClient
+from headwater_server.config.sections import NodePlacement
+from headwater_server.errors import StartError
 
 # As `ray.nodes` has them.
 SMALL: dict[str, Any] = {"Alive": True, "Resources": {"CPU": 4, "memory": 1e9, "GPU": 1}, "Labels": {}}

@@ -17,11 +17,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from app.cluster import agent_link, remote_replica
-from app.cluster import supervisor as supervisor_module
-from app.cluster.holder import write_spec
-from app.cluster.nodes import Node
-from app.cluster.supervisor import (
+from headwater_server.cluster import agent_link, remote_replica
+from headwater_server.cluster import supervisor as supervisor_module
+from headwater_server.cluster.holder import write_spec
+from headwater_server.cluster.nodes import Node
+from headwater_server.cluster.supervisor import (
     DESIRED,
     EPOCH,
     HUNG_S,
@@ -31,13 +31,13 @@ from app.cluster.supervisor import (
     _Desired,
     what_is_served,
 )
-from app.config.cluster import Cluster
-from app.config.schema import Config
-from app.config.sections import NodePlacement
-from app.control.link import SupervisorLink
-from app.control.messages import Command, Drain, Drained, Hello
-from app.control.routing import DeploymentRoute, RoutingTable, State
-from app.transport.address import host_and_port
+from headwater_server.config.cluster import Cluster
+from headwater_server.config.schema import Config
+from headwater_server.config.sections import NodePlacement
+from headwater_server.control.link import SupervisorLink
+from headwater_server.control.messages import Command, Drain, Drained, Hello
+from headwater_server.control.routing import DeploymentRoute, RoutingTable, State
+from headwater_server.transport.address import host_and_port
 from tests.app.cluster.stand_in import READY, Agent, Ray, clustered, run, until
 
 
@@ -724,8 +724,8 @@ def test_it_gives_way_to_one_that_has_followed(caplog: pytest.LogCaptureFixture)
 PROCESS = """
 import asyncio, os, sys
 from pathlib import Path
-from app.cluster import supervisor
-from app.cluster.ray_client import ActorGone
+from headwater_server.cluster import supervisor
+from headwater_server.cluster.ray_client import ActorGone
 folder = Path(sys.argv[1])
 class Ray:
     def __init__(self, address):

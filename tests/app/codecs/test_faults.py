@@ -13,19 +13,19 @@ import msgspec
 import pytest
 from msgspec import Meta
 
-from app.codecs.faults import MAX_CONTAINERS, MAX_VALUES, check_size, read_json
-from app.codecs.generate import GenerateDecoder
-from app.codecs.infer_request import RequestDecoder
-from app.codecs.wording import ParsedError, parsed
-from app.errors import BadRequest
-from app.gateway.http.bodies import LARGE_BYTES, decoded
-from app.gateway.routes import embeddings
-from app.lm.chat import ChatRequest
-from app.lm.completion import CompletionRequest
-from app.lm.generate import GenerateRequest
-from app.lm.responses import ResponsesRequest
-from app.lm.tokenization import DetokenizeRequest, TokenizeRequest
-from inference.signature import Signature, TensorSpec
+from headwater.signature import Signature, TensorSpec
+from headwater_server.codecs.faults import MAX_CONTAINERS, MAX_VALUES, check_size, read_json
+from headwater_server.codecs.generate import GenerateDecoder
+from headwater_server.codecs.infer_request import RequestDecoder
+from headwater_server.codecs.wording import ParsedError, parsed
+from headwater_server.errors import BadRequest
+from headwater_server.gateway.http.bodies import LARGE_BYTES, decoded
+from headwater_server.gateway.routes import embeddings
+from headwater_server.lm.chat import ChatRequest
+from headwater_server.lm.completion import CompletionRequest
+from headwater_server.lm.generate import GenerateRequest
+from headwater_server.lm.responses import ResponsesRequest
+from headwater_server.lm.tokenization import DetokenizeRequest, TokenizeRequest
 
 SIGNATURE = Signature(
     name="m",
@@ -81,7 +81,8 @@ def with_field(route: str, field: bytes) -> bytes:
 
 
 class TestMsgspec:
-    """The real library's wording: where an upgrade changes it, these fail, and `app.codecs.wording` must follow."""
+    """The real library's wording: where an upgrade changes it, these fail, and `headwater_server.codecs.wording` must
+    follow."""
 
     @pytest.mark.parametrize(
         ("body", "expected"),

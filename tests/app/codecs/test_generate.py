@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from app.codecs.generate import GenerateDecoder, GenerateEncoder
-from app.codecs.tensors import Answer, HeadAnswer, InferRequest, OutputWish, RawTensor
-from app.config.schema import load_config
-from app.errors import BadRequest, CallableFailed, DeadlineExceeded
-from inference.datatypes import pack_bytes, unpack_bytes
-from inference.model import Parameter
-from inference.runtime.loader import load_model
-from inference.signature import HeadSpec, Signature, TensorSpec
+from headwater.datatypes import pack_bytes, unpack_bytes
+from headwater.model import Parameter
+from headwater.runtime.loader import load_model
+from headwater.signature import HeadSpec, Signature, TensorSpec
+from headwater_server.codecs.generate import GenerateDecoder, GenerateEncoder
+from headwater_server.codecs.tensors import Answer, HeadAnswer, InferRequest, OutputWish, RawTensor
+from headwater_server.config.schema import load_config
+from headwater_server.errors import BadRequest, CallableFailed, DeadlineExceeded
 
 SIGNATURE = Signature(
     name="m",

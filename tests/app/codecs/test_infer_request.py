@@ -17,12 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from app.codecs.infer_request import RequestDecoder
-from app.codecs.tensors import InferRequest, OutputWish
-from app.errors import BadRequest
-from inference.datatypes import DATATYPES, pack_bytes, unpack_bytes
-from inference.model import Parameter
-from inference.signature import REQUEST, HeadSpec, Signature, TensorSpec
+from headwater.datatypes import DATATYPES, pack_bytes, unpack_bytes
+from headwater.model import Parameter
+from headwater.signature import REQUEST, HeadSpec, Signature, TensorSpec
+from headwater_server.codecs.infer_request import RequestDecoder
+from headwater_server.codecs.tensors import InferRequest, OutputWish
+from headwater_server.errors import BadRequest
 
 HEADER = "Inference-Header-Content-Length"
 JSON_DATATYPES = [name for name, datatype in DATATYPES.items() if datatype.json]

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from app.codecs.infer_response import ResponseEncoder
-from app.codecs.tensors import HeadAnswer, InferRequest, OutputWish, RawTensor
-from app.errors import BadRequest, CallableFailed, DeadlineExceeded, Unavailable
-from inference.datatypes import DATATYPES, bf16_to_float32, pack_bytes
-from inference.signature import HeadSpec, Signature, TensorSpec
+from headwater.datatypes import DATATYPES, bf16_to_float32, pack_bytes
+from headwater.signature import HeadSpec, Signature, TensorSpec
+from headwater_server.codecs.infer_response import ResponseEncoder
+from headwater_server.codecs.tensors import HeadAnswer, InferRequest, OutputWish, RawTensor
+from headwater_server.errors import BadRequest, CallableFailed, DeadlineExceeded, Unavailable
 
 OUTPUTS = {name.lower(): name for name in DATATYPES}
 SIGNATURE = Signature(

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from app.codecs.faults import MAX_CONTAINERS, MAX_VALUES, read_json
-from app.codecs.infer_request import RequestDecoder
-from app.codecs.json_data import tensor_bytes
-from app.codecs.memory import _PIECE_BYTES, MOST_TIMES, object_bytes
-from inference.signature import Signature, TensorSpec
+from headwater.signature import Signature, TensorSpec
+from headwater_server.codecs.faults import MAX_CONTAINERS, MAX_VALUES, read_json
+from headwater_server.codecs.infer_request import RequestDecoder
+from headwater_server.codecs.json_data import tensor_bytes
+from headwater_server.codecs.memory import _PIECE_BYTES, MOST_TIMES, object_bytes
 
 pytestmark = pytest.mark.slow
 

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.codecs.multipart import read_form
-from app.errors import BadRequest
+from headwater_server.codecs.multipart import read_form
+from headwater_server.errors import BadRequest
 
 NAMES = st.text(
     st.characters(codec="utf-8", exclude_characters='"\\\r\n', exclude_categories=["C"]), min_size=1, max_size=9
@@ -105,7 +105,7 @@ def test_where_a_body_is_cut_for_the_parser_makes_no_difference(content: bytes, 
             whole = {name: bytes(value) for name, value in read_form(body, TYPE).items()}
         except BadRequest:
             whole = {}
-        patch.setattr("app.codecs.multipart._CHUNK_BYTES", size)
+        patch.setattr("headwater_server.codecs.multipart._CHUNK_BYTES", size)
         try:
             cut = {name: bytes(value) for name, value in read_form(body, TYPE).items()}
         except BadRequest:

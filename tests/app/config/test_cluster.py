@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from app.config.schema import Config, read_config
-from app.config.sections import NodePlacement
-from app.errors import ConfigError
+from headwater_server.config.schema import Config, read_config
+from headwater_server.config.sections import NodePlacement
+from headwater_server.errors import ConfigError
 
 
 def config(cluster: object = None, environment: dict[str, str] | None = None, **fields: Any) -> Config:

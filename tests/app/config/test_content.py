@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from app.config.content import config_content
-from app.config.schema import Config, load_config, read_config
+from headwater_server.config.content import config_content
+from headwater_server.config.schema import Config, load_config, read_config
 
 CONFIGS = sorted(path for path in (Path(__file__).parents[3] / "configs").glob("*.yaml"))
 CLUSTER = {

@@ -14,9 +14,9 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from app.config.overlay import CODE_FIELDS, MAX_CONFIG_BYTES, check_allowed, lay_over, parse_overlay
-from app.config.schema import Config, Deployment, read_config
-from app.errors import BadRequest, Forbidden
+from headwater_server.config.overlay import CODE_FIELDS, MAX_CONFIG_BYTES, check_allowed, lay_over, parse_overlay
+from headwater_server.config.schema import Config, Deployment, read_config
+from headwater_server.errors import BadRequest, Forbidden
 
 ROOT = Path(__file__).parents[3]
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from app.config.schema import Config, load_config, read_config
-from app.errors import ConfigError
-from inference.model import Embedding
-from inference.pipeline import FeatureCacheSpec, StepSpec
+from headwater.model import Embedding
+from headwater.pipeline import FeatureCacheSpec, StepSpec
+from headwater_server.config.schema import Config, load_config, read_config
+from headwater_server.errors import ConfigError
 
 MODEL = {"model": "m:M"}
 FAN = {"trunk": {"model": "m:Trunk"}, "heads": {"a": MODEL, "b": MODEL}}

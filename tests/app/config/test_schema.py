@@ -8,9 +8,9 @@ from typing import Any, get_args
 
 import pytest
 
-from app.config.content import config_content
-from app.config.pipeline import Step
-from app.config.schema import (
+from headwater_server.config.content import config_content
+from headwater_server.config.pipeline import Step
+from headwater_server.config.schema import (
     FORMER_FIELDS,
     Config,
     Deployment,
@@ -20,10 +20,10 @@ from app.config.schema import (
     load_what,
     read_config,
 )
-from app.config.sections import ReplicaBounds, Section
-from app.errors import ConfigError
+from headwater_server.config.sections import ReplicaBounds, Section
+from headwater_server.errors import ConfigError
 
-MINIMAL: dict[str, Any] = {"deployments": {"scale": {"model": "inference.zoo.scale:Scale"}}}
+MINIMAL: dict[str, Any] = {"deployments": {"scale": {"model": "headwater.zoo.scale:Scale"}}}
 
 
 def read(content: object, environment: dict[str, str] | None = None, **flags: Any) -> Any:
@@ -261,7 +261,7 @@ def test_who_names_a_models_file_is_told_how(
     assert str(caught.value) == f"{what}: expected a YAML file, or a model such as my.models:Scale; {fix}"
 
 
-@pytest.mark.parametrize("model", ["lm:models/llama", "lm:inference.zoo:weights/tiny_lm"])
+@pytest.mark.parametrize("model", ["lm:models/llama", "lm:headwater.zoo:weights/tiny_lm"])
 def test_a_language_model_is_a_folder(model: str) -> None:
     config = read({"deployments": {"a": {"model": model, "options": {"max_sequences": 4}}}})
     assert config.deployments["a"].model == model

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from app.config.schema import Config, read_config
-from app.errors import ConfigError
-from app.supervisor.preflight import security_problems
+from headwater_server.config.schema import Config, read_config
+from headwater_server.errors import ConfigError
+from headwater_server.supervisor.preflight import security_problems
 
 
 def config(**sections: Any) -> Config:

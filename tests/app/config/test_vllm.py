@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from app.config.schema import FORMER_FIELDS, Deployment, load_config, read_config
-from app.config.vllm import FORBIDDEN, VllmOptions, option_faults
-from app.errors import ConfigError
+from headwater_server.config.schema import FORMER_FIELDS, Deployment, load_config, read_config
+from headwater_server.config.vllm import FORBIDDEN, VllmOptions, option_faults
+from headwater_server.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
 MODEL = "vllm:models/llama"

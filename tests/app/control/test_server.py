@@ -16,17 +16,27 @@ from typing import Any
 import msgspec
 import pytest
 
-from app.control import messages
-from app.control import server as control
-from app.control.link import SupervisorLink
-from app.control.load import DeploymentLoad, LoadReport, Tally
-from app.control.messages import DOWNWARD, Command, CommandAnswer, Drain, Drained, Goodbye, Hello, Pong, encode_line
-from app.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
-from app.control.server import ControlServer
-from app.control.table_change import TableChange
-from app.errors import Unavailable
-from app.security.peer_tls import PeerTls
 from benchmarks.certificates import authority, issue
+from headwater_server.control import messages
+from headwater_server.control import server as control
+from headwater_server.control.link import SupervisorLink
+from headwater_server.control.load import DeploymentLoad, LoadReport, Tally
+from headwater_server.control.messages import (
+    DOWNWARD,
+    Command,
+    CommandAnswer,
+    Drain,
+    Drained,
+    Goodbye,
+    Hello,
+    Pong,
+    encode_line,
+)
+from headwater_server.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
+from headwater_server.control.server import ControlServer
+from headwater_server.control.table_change import TableChange
+from headwater_server.errors import Unavailable
+from headwater_server.security.peer_tls import PeerTls
 
 Tables = AsyncGenerator[RoutingTable, None]
 
@@ -482,7 +492,7 @@ def test_a_worker_that_ends_while_it_drains_has_nothing_in_flight() -> None:
 def test_a_worker_that_never_says_that_it_has_drained_is_waited_for_no_longer_than_that(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("app.control.server.DRAIN_GRACE_S", 0.05)
+    monkeypatch.setattr("headwater_server.control.server.DRAIN_GRACE_S", 0.05)
 
     async def scenario(bench: Bench) -> None:
         async def never(order: Drain) -> Drained:

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.control.messages import DOWNWARD, encode_line
-from app.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
-from app.control.table_change import DeploymentChange, TableChange
+from headwater_server.control.messages import DOWNWARD, encode_line
+from headwater_server.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
+from headwater_server.control.table_change import DeploymentChange, TableChange
 
 replicas = st.builds(ReplicaRoute, st.sampled_from("abcdefgh"), st.sampled_from(["/h", "/other"]), st.just("token"))
 lists = st.lists(replicas, max_size=6, unique_by=lambda one: one.id).map(tuple)

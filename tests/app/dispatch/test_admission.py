@@ -7,9 +7,9 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from app.dispatch.admission import BYTES_OF_ALL, ROWS_OF_ALL, Admission, QueueBudget
-from app.dispatch.queue import Item
-from app.errors import BadRequest, BodyTooLarge, QueueFull
+from headwater_server.dispatch.admission import BYTES_OF_ALL, ROWS_OF_ALL, Admission, QueueBudget
+from headwater_server.dispatch.queue import Item
+from headwater_server.errors import BadRequest, BodyTooLarge, QueueFull
 
 
 class Queue:

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.codecs.tensors import InferRequest, OutputWish, RawTensor
-from app.control.routing import CacheShare
-from app.dispatch.answer_cache import ENTRY_BYTES, TENSOR_BYTES, AnswerCache
-from app.telemetry.recorder import CacheMeter
-from app.telemetry.store import Key, Store
+from headwater_server.codecs.tensors import InferRequest, OutputWish, RawTensor
+from headwater_server.control.routing import CacheShare
+from headwater_server.dispatch.answer_cache import ENTRY_BYTES, TENSOR_BYTES, AnswerCache
+from headwater_server.telemetry.recorder import CacheMeter
+from headwater_server.telemetry.store import Key, Store
 
 EVICTIONS = Key("headwater_answer_cache_evictions", ("m",))
 
@@ -105,7 +105,7 @@ def test_a_kept_answer_holds_no_larger_piece_of_memory() -> None:
 
 def test_an_answer_is_used_for_as_long_as_it_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("app.dispatch.answer_cache.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("headwater_server.dispatch.answer_cache.time.monotonic", lambda: now[0])
     kept, _ = cache(ttl_s=5)
     kept.put(b"k", outputs(3))
     now[0] += 4.9

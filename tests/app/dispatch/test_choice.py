@@ -12,9 +12,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from app.control.routing import ReplicaRoute
-from app.dispatch.choice import REPORT_FRESH_S, Choice
-from app.dispatch.pool import FEW, ReplicaCalls
+from headwater_server.control.routing import ReplicaRoute
+from headwater_server.dispatch.choice import REPORT_FRESH_S, Choice
+from headwater_server.dispatch.pool import FEW, ReplicaCalls
 
 
 class Loop:

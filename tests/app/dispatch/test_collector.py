@@ -8,10 +8,10 @@ from typing import Literal
 
 import pytest
 
-from app.codecs.tensors import Answer, HeadAnswer, InferRequest, Outputs, RawTensor
-from app.dispatch.collector import PIECES_LIMIT, WHOLE, Collector, wanted_heads
-from app.errors import CallableFailed, DeadlineExceeded, QueueFull, ReplicaLost
-from inference.signature import HeadSpec, Signature, TensorSpec
+from headwater.signature import HeadSpec, Signature, TensorSpec
+from headwater_server.codecs.tensors import Answer, HeadAnswer, InferRequest, Outputs, RawTensor
+from headwater_server.dispatch.collector import PIECES_LIMIT, WHOLE, Collector, wanted_heads
+from headwater_server.errors import CallableFailed, DeadlineExceeded, QueueFull, ReplicaLost
 
 OnError = Literal["fail", "omit"]
 

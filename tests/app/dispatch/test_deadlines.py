@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 import uvloop
 
-from app.dispatch.collector import WHOLE, Collector
-from app.dispatch.deadlines import Deadlines
-from app.errors import DeadlineExceeded
-from inference.signature import HeadSpec
+from headwater.signature import HeadSpec
+from headwater_server.dispatch.collector import WHOLE, Collector
+from headwater_server.dispatch.deadlines import Deadlines
+from headwater_server.errors import DeadlineExceeded
 from tests.app.dispatch.test_collector import pieces_of
 
 LONG_S = 60.0

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from app.codecs.tensors import RawTensor
-from app.dispatch.difference import Difference, difference
-from inference.datatypes import DATATYPES, float32_to_bf16, pack_bytes
-from inference.signature import TensorSpec
+from headwater.datatypes import DATATYPES, float32_to_bf16, pack_bytes
+from headwater.signature import TensorSpec
+from headwater_server.codecs.tensors import RawTensor
+from headwater_server.dispatch.difference import Difference, difference
 
 NAN, INF = math.nan, math.inf
 

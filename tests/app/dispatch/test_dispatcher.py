@@ -12,11 +12,14 @@ import numpy as np
 import pytest
 import uvloop
 
-from app.codecs.tensors import InferRequest, OutputWish, RawTensor
-from app.control.routing import DeploymentRoute, ReplicaRoute, State
-from app.dispatch.admission import QueueBudget
-from app.dispatch.dispatcher import ModelDispatcher
-from app.errors import (
+from headwater.datatypes import pack_bytes, unpack_bytes
+from headwater.signature import Signature, TensorSpec
+from headwater.wire.report import HEADWATER, REPORT, CallNote, RowReport, Status, encode_reports
+from headwater_server.codecs.tensors import InferRequest, OutputWish, RawTensor
+from headwater_server.control.routing import DeploymentRoute, ReplicaRoute, State
+from headwater_server.dispatch.admission import QueueBudget
+from headwater_server.dispatch.dispatcher import ModelDispatcher
+from headwater_server.errors import (
     BadRequest,
     CallableFailed,
     DeadlineExceeded,
@@ -25,10 +28,7 @@ from app.errors import (
     ReplicaUnreachable,
     Unavailable,
 )
-from app.transport.segments import RemoteSegment
-from inference.datatypes import pack_bytes, unpack_bytes
-from inference.signature import Signature, TensorSpec
-from inference.wire.report import HEADWATER, REPORT, CallNote, RowReport, Status, encode_reports
+from headwater_server.transport.segments import RemoteSegment
 from tests.counted import count_from_zero, counts_of, requests_of
 
 NUMBERS = Signature(

@@ -9,9 +9,9 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.control.routing import ReplicaRoute
-from app.dispatch.admission import QueueBudget
-from app.errors import HeadwaterError, ReplicaLost, ReplicaUnreachable
+from headwater_server.control.routing import ReplicaRoute
+from headwater_server.dispatch.admission import QueueBudget
+from headwater_server.errors import HeadwaterError, ReplicaLost, ReplicaUnreachable
 from tests.app.dispatch.test_dispatcher import NUMBERS, Bench, Call, numbers, run, settle
 from tests.app.dispatch.test_queue import held
 from tests.counted import count_from_zero, requests_of

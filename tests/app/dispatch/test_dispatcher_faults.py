@@ -12,11 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.codecs.tensors import RawTensor
-from app.control.messages import ReplicaLoss
-from app.control.routing import ReplicaRoute, RoutingTable
-from app.dispatch.dispatcher import ModelDispatcher
-from app.errors import (
+from headwater.wire.frame import Piece
+from headwater.wire.report import CallNote, RowReport, Status
+from headwater_server.codecs.tensors import RawTensor
+from headwater_server.control.messages import ReplicaLoss
+from headwater_server.control.routing import ReplicaRoute, RoutingTable
+from headwater_server.dispatch.dispatcher import ModelDispatcher
+from headwater_server.errors import (
     CallableFailed,
     DeadlineExceeded,
     OutOfMemory,
@@ -27,9 +29,7 @@ from app.errors import (
     ReplicaUnreachable,
     SharedMemoryFull,
 )
-from app.gateway.models import Models
-from inference.wire.frame import Piece
-from inference.wire.report import CallNote, RowReport, Status
+from headwater_server.gateway.models import Models
 from tests.app.dispatch import test_frame_call as frames
 from tests.app.dispatch.test_dispatcher import NUMBERS, Bench, Call, numbers, run, settle
 from tests.counted import count_from_zero, counts_of

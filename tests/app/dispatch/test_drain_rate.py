@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.dispatch.admission import DrainRate
+from headwater_server.dispatch.admission import DrainRate
 
 
 def test_it_is_unknown_until_rows_left_behind_which_others_waited() -> None:

@@ -8,14 +8,14 @@ from collections.abc import Awaitable, Callable
 import msgspec
 import pytest
 
-from app.codecs.tensors import InferRequest, OutputWish, RawTensor
-from app.control.messages import Drain, Drained
-from app.control.routing import DeploymentRoute, ReplicaRoute, State
-from app.dispatch.dispatcher import ModelDispatcher
-from app.dispatch.protocol import drain
-from app.errors import Unavailable
-from app.gateway.models import Models
-from app.lm.dispatcher import LmDispatcher
+from headwater_server.codecs.tensors import InferRequest, OutputWish, RawTensor
+from headwater_server.control.messages import Drain, Drained
+from headwater_server.control.routing import DeploymentRoute, ReplicaRoute, State
+from headwater_server.dispatch.dispatcher import ModelDispatcher
+from headwater_server.dispatch.protocol import drain
+from headwater_server.errors import Unavailable
+from headwater_server.gateway.models import Models
+from headwater_server.lm.dispatcher import LmDispatcher
 from tests.app.dispatch import test_dispatcher as whole
 from tests.app.lm import stand_in as lm
 

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.codecs.tensors import Answer, InferRequest, OutputWish, RawTensor
-from app.control.routing import CacheShare, ReplicaRoute, State
-from app.dispatch.answer_cache import ENTRY_BYTES, TENSOR_BYTES
-from app.errors import BadRequest, CallableFailed, Cancelled, DeadlineExceeded, HeadwaterError, Unavailable
-from inference.wire.report import RowReport, Status
+from headwater.wire.report import RowReport, Status
+from headwater_server.codecs.tensors import Answer, InferRequest, OutputWish, RawTensor
+from headwater_server.control.routing import CacheShare, ReplicaRoute, State
+from headwater_server.dispatch.answer_cache import ENTRY_BYTES, TENSOR_BYTES
+from headwater_server.errors import BadRequest, CallableFailed, Cancelled, DeadlineExceeded, HeadwaterError, Unavailable
 from tests.app.dispatch.test_dispatcher import Bench, Call, Replica, run, settle
 from tests.counted import count_from_zero, counts_of
 

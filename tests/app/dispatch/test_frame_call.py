@@ -16,11 +16,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.codecs.tensors import Answer, HeadAnswer, InferRequest, OutputWish, RawTensor
-from app.control.routing import DeploymentRoute, ReplicaRoute, State
-from app.dispatch.collector import PIECES_LIMIT, PIECES_LIMIT_BYTES
-from app.dispatch.dispatcher import ModelDispatcher
-from app.errors import (
+from headwater.signature import HeadSpec, Signature, TensorSpec
+from headwater.wire.frame import Frame, FrameTensor, Piece, StepCount, encode_frame
+from headwater.wire.report import CallNote, Status
+from headwater.wire.shared_memory import MappedCall
+from headwater_server.codecs.tensors import Answer, HeadAnswer, InferRequest, OutputWish, RawTensor
+from headwater_server.control.routing import DeploymentRoute, ReplicaRoute, State
+from headwater_server.dispatch.collector import PIECES_LIMIT, PIECES_LIMIT_BYTES
+from headwater_server.dispatch.dispatcher import ModelDispatcher
+from headwater_server.errors import (
     BadRequest,
     CallableFailed,
     Cancelled,
@@ -30,12 +34,8 @@ from app.errors import (
     ReplicaUnreachable,
     Unavailable,
 )
-from app.transport.protocol import FrameRequest
-from app.transport.segments import RemoteSegment
-from inference.signature import HeadSpec, Signature, TensorSpec
-from inference.wire.frame import Frame, FrameTensor, Piece, StepCount, encode_frame
-from inference.wire.report import CallNote, Status
-from inference.wire.shared_memory import MappedCall
+from headwater_server.transport.protocol import FrameRequest
+from headwater_server.transport.segments import RemoteSegment
 from tests.counted import count_from_zero, counts_of, requests_of
 
 FACTORS = {"a": 2.0, "b": 3.0, "c": 5.0}
@@ -900,7 +900,7 @@ def test_a_stream_that_is_left_while_it_is_held_up_is_cancelled() -> None:
 
 
 def test_a_replica_that_was_lost_but_stands_in_the_table_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.dispatch.pool.LOST_RETRY_S", 0.01)
+    monkeypatch.setattr("headwater_server.dispatch.pool.LOST_RETRY_S", 0.01)
 
     async def scenario() -> None:
         bench = Bench(STREAMING)

@@ -10,11 +10,15 @@ import msgspec
 import numpy as np
 import pytest
 
-from app.codecs.tensors import Answer, HeadAnswer, InferRequest, Outputs, OutputWish, RawTensor
-from app.control.routing import CacheShare, DeploymentRoute, ReplicaRoute, State
-from app.dispatch.dispatcher import ModelDispatcher
-from app.dispatch.graph import GraphDispatcher
-from app.errors import (
+from headwater.datatypes import pack_bytes
+from headwater.model import Parameter
+from headwater.pipeline import PipelineSpec, Plan, StepSpec, make_plan
+from headwater.signature import Signature, TensorSpec
+from headwater_server.codecs.tensors import Answer, HeadAnswer, InferRequest, Outputs, OutputWish, RawTensor
+from headwater_server.control.routing import CacheShare, DeploymentRoute, ReplicaRoute, State
+from headwater_server.dispatch.dispatcher import ModelDispatcher
+from headwater_server.dispatch.graph import GraphDispatcher
+from headwater_server.errors import (
     BadRequest,
     CallableFailed,
     Cancelled,
@@ -24,11 +28,7 @@ from app.errors import (
     ReplicaLost,
     Unavailable,
 )
-from app.transport.segments import RemoteSegment
-from inference.datatypes import pack_bytes
-from inference.model import Parameter
-from inference.pipeline import PipelineSpec, Plan, StepSpec, make_plan
-from inference.signature import Signature, TensorSpec
+from headwater_server.transport.segments import RemoteSegment
 from tests.app.dispatch import test_dispatcher as replicas
 from tests.counted import count_from_zero, counts_of
 

@@ -6,9 +6,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import example, given
 
-from app.codecs.tensors import RawTensor
-from app.dispatch.policy import length_class
-from inference.datatypes import pack_bytes
+from headwater.datatypes import pack_bytes
+from headwater_server.codecs.tensors import RawTensor
+from headwater_server.dispatch.policy import length_class
 
 
 def texts(*rows: bytes) -> dict[str, RawTensor]:

@@ -10,9 +10,9 @@ from typing import Any, cast
 
 import pytest
 
-from app.control.messages import ReplicaLoss
-from app.control.routing import DeploymentRoute, ReplicaRoute, State
-from app.dispatch.pool import FEW, Replica, ReplicaPool
+from headwater_server.control.messages import ReplicaLoss
+from headwater_server.control.routing import DeploymentRoute, ReplicaRoute, State
+from headwater_server.dispatch.pool import FEW, Replica, ReplicaPool
 
 
 class Client:
@@ -71,7 +71,7 @@ def test_it_connects_to_what_is_new_and_closes_what_is_gone() -> None:
 
 
 def test_a_replica_that_is_lost_again_without_an_answer_is_reported_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.dispatch.pool.LOST_RETRY_S", 0.001)
+    monkeypatch.setattr("headwater_server.dispatch.pool.LOST_RETRY_S", 0.001)
 
     async def scenario(bench: Bench) -> None:
         reports: list[ReplicaLoss] = []
@@ -113,7 +113,7 @@ def test_what_is_out_of_reach_keeps_its_connection_and_is_eligible_once_it_is_ba
 def test_what_was_lost_while_it_was_out_of_reach_is_tried_again_once_it_is_back(
     monkeypatch: pytest.MonkeyPatch, grpc: str, closed: str
 ) -> None:
-    monkeypatch.setattr("app.dispatch.pool.LOST_RETRY_S", 0.001)
+    monkeypatch.setattr("headwater_server.dispatch.pool.LOST_RETRY_S", 0.001)
 
     async def scenario(bench: Bench) -> None:
         bench.update("ab", grpc=grpc)
@@ -154,7 +154,7 @@ def test_what_was_lost_but_stays_in_the_table_is_tried_again(
     monkeypatch: pytest.MonkeyPatch, grpc: str, closed: str
 ) -> None:
     """Over gRPC by a new connection, as all calls share one."""
-    monkeypatch.setattr("app.dispatch.pool.LOST_RETRY_S", 0.001)
+    monkeypatch.setattr("headwater_server.dispatch.pool.LOST_RETRY_S", 0.001)
 
     async def scenario(bench: Bench) -> None:
         bench.update("a", grpc=grpc)
@@ -168,7 +168,7 @@ def test_what_was_lost_but_stays_in_the_table_is_tried_again(
 
 @pytest.mark.parametrize("retiring", ["", "a"])
 def test_what_was_lost_and_is_replaced_is_not_tried_again(monkeypatch: pytest.MonkeyPatch, retiring: str) -> None:
-    monkeypatch.setattr("app.dispatch.pool.LOST_RETRY_S", 0.001)
+    monkeypatch.setattr("headwater_server.dispatch.pool.LOST_RETRY_S", 0.001)
 
     async def scenario(bench: Bench) -> None:
         bench.update("a")

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from app.codecs.tensors import InferRequest, OutputWish, RawTensor
-from app.dispatch.losses import LIMIT, Quarantine, fingerprint
+from headwater_server.codecs.tensors import InferRequest, OutputWish, RawTensor
+from headwater_server.dispatch.losses import LIMIT, Quarantine, fingerprint
 
 FOR_S = 10.0
 DIGESTS = st.sampled_from([b"a", b"b", b"c"])

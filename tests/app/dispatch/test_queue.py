@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from app.dispatch.queue import DEFAULT_WEIGHTS, REMOVED_LIMIT, BatchQueue, Item, Waiting
+from headwater_server.dispatch.queue import DEFAULT_WEIGHTS, REMOVED_LIMIT, BatchQueue, Item, Waiting
 
 Queue = BatchQueue[Item]
 

@@ -11,16 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.codecs.tensors import Answer, InferRequest, OutputWish, RawTensor
-from app.control.routing import CacheShare, DeploymentRoute, State, TrafficRoute
-from app.dispatch.admission import QueueBudget
-from app.dispatch.dispatcher import ModelDispatcher
-from app.dispatch.protocol import Dispatcher
-from app.dispatch.shadow import COPIES_LIMIT, HELD_LIMIT_BYTES, Shadow
-from app.dispatch.versions import VersionsDispatcher
-from app.errors import BadRequest, HeadwaterError, QueueFull, ReplicaLost, Unavailable
-from inference.signature import Signature, TensorSpec
-from inference.wire.report import RowReport, Status
+from headwater.signature import Signature, TensorSpec
+from headwater.wire.report import RowReport, Status
+from headwater_server.codecs.tensors import Answer, InferRequest, OutputWish, RawTensor
+from headwater_server.control.routing import CacheShare, DeploymentRoute, State, TrafficRoute
+from headwater_server.dispatch.admission import QueueBudget
+from headwater_server.dispatch.dispatcher import ModelDispatcher
+from headwater_server.dispatch.protocol import Dispatcher
+from headwater_server.dispatch.shadow import COPIES_LIMIT, HELD_LIMIT_BYTES, Shadow
+from headwater_server.dispatch.versions import VersionsDispatcher
+from headwater_server.errors import BadRequest, HeadwaterError, QueueFull, ReplicaLost, Unavailable
 from tests.app.dispatch.test_dispatcher import NUMBERS, Bench, Call, numbers, run, settle
 from tests.counted import count_from_zero, counts_of, requests_of
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from app.control.routing import ReplicaRoute
-from app.errors import BadRequest, ReplicaLost, ReplicaUnreachable
+from headwater_server.control.routing import ReplicaRoute
+from headwater_server.errors import BadRequest, ReplicaLost, ReplicaUnreachable
 from tests.app.dispatch import test_frame_call as frames
 from tests.app.dispatch.test_dispatcher import NUMBERS, Bench, numbers, run, settle
 

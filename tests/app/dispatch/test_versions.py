@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.dispatch.versions import version_for
+from headwater_server.dispatch.versions import version_for
 
 SHARES = st.lists(st.integers(1, 100), min_size=1, max_size=5).map(
     lambda parts: {str(n): part / sum(parts) for n, part in enumerate(parts)}

@@ -11,13 +11,13 @@ import httpx
 import pytest
 from starlette.types import ASGIApp
 
-from app.config.schema import Server
-from app.control.messages import CommandAnswer
-from app.errors import Unavailable
-from app.gateway.app import body_reader, create_app
-from app.gateway.models import Models
-from app.gateway.routes.repository import repository_routes
-from app.security.operator import OperatorGuard
+from headwater_server.config.schema import Server
+from headwater_server.control.messages import CommandAnswer
+from headwater_server.errors import Unavailable
+from headwater_server.gateway.app import body_reader, create_app
+from headwater_server.gateway.models import Models
+from headwater_server.gateway.routes.repository import repository_routes
+from headwater_server.security.operator import OperatorGuard
 from tests.app.serving import connect, serving, until_closed
 
 

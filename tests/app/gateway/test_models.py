@@ -14,29 +14,29 @@ import msgspec
 import pytest
 from fastapi import FastAPI
 
-from app.codecs.tensors import Answer, InferRequest, OutputWish, RawTensor
-from app.config.schema import Server
-from app.control.load import LoadReport
-from app.control.messages import Drain, Drained
-from app.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State, TrafficRoute
-from app.dispatch.dispatcher import ModelDispatcher
-from app.dispatch.graph import GraphDispatcher
-from app.dispatch.versions import VersionsDispatcher
-from app.errors import BadRequest, Cancelled, NotFound, Unavailable
-from app.gateway.app import create_app
-from app.gateway.http.bodies import BodyReader
-from app.gateway.models import Models
-from app.gateway.routes.metadata import metadata_routes
-from app.gateway.sampler import LoadSampler
-from app.lm.dispatcher import LmDispatcher
-from app.telemetry.catalogue import ALL_SERIES, VERSION_TIMES
-from app.telemetry.recorder import leave, recorder, use
-from app.telemetry.store import Store
-from app.transport.segments import RemoteSegment
-from inference.pipeline import PipelineSpec, StepSpec, make_plan
-from inference.signature import Signature, TensorSpec, VllmSpec
-from inference.wire.frame import StepCount
-from inference.wire.lm import Load
+from headwater.pipeline import PipelineSpec, StepSpec, make_plan
+from headwater.signature import Signature, TensorSpec, VllmSpec
+from headwater.wire.frame import StepCount
+from headwater.wire.lm import Load
+from headwater_server.codecs.tensors import Answer, InferRequest, OutputWish, RawTensor
+from headwater_server.config.schema import Server
+from headwater_server.control.load import LoadReport
+from headwater_server.control.messages import Drain, Drained
+from headwater_server.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State, TrafficRoute
+from headwater_server.dispatch.dispatcher import ModelDispatcher
+from headwater_server.dispatch.graph import GraphDispatcher
+from headwater_server.dispatch.versions import VersionsDispatcher
+from headwater_server.errors import BadRequest, Cancelled, NotFound, Unavailable
+from headwater_server.gateway.app import create_app
+from headwater_server.gateway.http.bodies import BodyReader
+from headwater_server.gateway.models import Models
+from headwater_server.gateway.routes.metadata import metadata_routes
+from headwater_server.gateway.sampler import LoadSampler
+from headwater_server.lm.dispatcher import LmDispatcher
+from headwater_server.telemetry.catalogue import ALL_SERIES, VERSION_TIMES
+from headwater_server.telemetry.recorder import leave, recorder, use
+from headwater_server.telemetry.store import Store
+from headwater_server.transport.segments import RemoteSegment
 from tests.app.lm.stand_in import Replica, event, route_of, spec
 from tests.counted import count_from_zero
 

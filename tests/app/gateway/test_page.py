@@ -18,10 +18,10 @@ from typing import Any
 import httpx
 import pytest
 
-from app.config.schema import Server
-from app.gateway.app import create_app
-from app.gateway.models import Models
-from app.gateway.routes.pages import FOLDER
+from headwater_server.config.schema import Server
+from headwater_server.gateway.app import create_app
+from headwater_server.gateway.models import Models
+from headwater_server.gateway.routes.pages import FOLDER
 from tests.browser import chromium, open_browser
 
 FILES = sorted(path.name for path in FOLDER.iterdir())

@@ -6,10 +6,10 @@ import asyncio
 
 import msgspec
 
-from app.control.load import DeploymentLoad, LoadReport
-from app.control.routing import ReplicaRoute, RoutingTable
-from app.gateway.models import Models
-from app.gateway.sampler import LoadSampler
+from headwater_server.control.load import DeploymentLoad, LoadReport
+from headwater_server.control.routing import ReplicaRoute, RoutingTable
+from headwater_server.gateway.models import Models
+from headwater_server.gateway.sampler import LoadSampler
 from tests.app.dispatch.test_dispatcher import Bench, Replica, run, settle
 
 

@@ -13,11 +13,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from app.config.schema import Server
-from app.control.messages import WorkerSettings
-from app.control.routing import RoutingTable
-from app.control.server import ControlServer
-from app.gateway.worker import serve_beside
+from headwater_server.config.schema import Server
+from headwater_server.control.messages import WorkerSettings
+from headwater_server.control.routing import RoutingTable
+from headwater_server.control.server import ControlServer
+from headwater_server.gateway.worker import serve_beside
 
 
 def test_a_background_task_that_fails_is_logged_and_ends_the_worker(caplog: pytest.LogCaptureFixture) -> None:
@@ -74,7 +74,7 @@ def test_a_request_that_the_end_cuts_off_is_in_the_access_log() -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener, (folder / "settings.json").open() as file:
             descriptors = file.fileno(), listener.fileno()
             worker = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "app.gateway.worker", settings.control, *map(str, descriptors), "2",
+                sys.executable, "-m", "headwater_server.gateway.worker", settings.control, *map(str, descriptors), "2",
                 pass_fds=descriptors, stderr=asyncio.subprocess.PIPE,
             )  # fmt: skip
             try:

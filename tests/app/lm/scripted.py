@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-import inference.zoo
-from app.control.routing import DeploymentRoute, State
-from app.errors import HeadwaterError, NotFound
-from app.lm.sequence import SequenceSpec, Tokens
-from app.lm.text.language import LanguageText
-from inference.engine import EngineLimits
-from inference.signature import LanguageModelSpec, Signature, TensorSpec
+import headwater.zoo
+from headwater.engine import EngineLimits
+from headwater.signature import LanguageModelSpec, Signature, TensorSpec
+from headwater_server.control.routing import DeploymentRoute, State
+from headwater_server.errors import HeadwaterError, NotFound
+from headwater_server.lm.sequence import SequenceSpec, Tokens
+from headwater_server.lm.text.language import LanguageText
 
-FOLDER = Path(inference.zoo.__file__).parent / "weights" / "tiny_lm"
+FOLDER = Path(headwater.zoo.__file__).parent / "weights" / "tiny_lm"
 LIMITS = EngineLimits(max_sequences=8, max_waiting=16, context_length=512, cache_tokens=2048, vocab_size=4096)
 EOS = 2
 
@@ -58,7 +58,7 @@ class Script:
 
 
 class ScriptedGeneration:
-    """See `app.lm.sequence.Generation`."""
+    """See `headwater_server.lm.sequence.Generation`."""
 
     def __init__(self, specs: Sequence[SequenceSpec], script: Script) -> None:
         self.specs = specs
@@ -124,7 +124,7 @@ class ScriptedGeneration:
 
 @dataclass
 class ScriptedDispatcher:
-    """What of `app.lm.dispatcher.LmDispatcher` routes use."""
+    """What of `headwater_server.lm.dispatcher.LmDispatcher` routes use."""
 
     name: str
     script: Script
@@ -178,7 +178,7 @@ class ScriptedDispatcher:
 
 
 class ScriptedModels:
-    """What of `app.gateway.models.Models` routes use."""
+    """What of `headwater_server.gateway.models.Models` routes use."""
 
     def __init__(self, *dispatchers: ScriptedDispatcher) -> None:
         self._dispatchers = {dispatcher.name: dispatcher for dispatcher in dispatchers}
@@ -208,7 +208,7 @@ class ScriptedModels:
 
 @dataclass
 class ScriptedModel:
-    """What of `app.gateway.models.ServedModel` routes use."""
+    """What of `headwater_server.gateway.models.ServedModel` routes use."""
 
     dispatcher: ScriptedDispatcher
     version = "1"

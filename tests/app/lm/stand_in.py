@@ -1,4 +1,4 @@
-"""A replica that speaks `inference.wire.lm` in this process, and says what the test has it say."""
+"""A replica that speaks `headwater.wire.lm` in this process, and says what the test has it say."""
 
 from __future__ import annotations
 
@@ -6,15 +6,9 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 
-from app.control.routing import DeploymentRoute, ReplicaRoute, State
-from app.errors import HeadwaterError, ReplicaLost, ReplicaUnreachable
-from app.lm.dispatcher import LmDispatcher
-from app.lm.sequence import SequenceSpec
-from app.transport.protocol import FrameRequest
-from app.transport.segments import RemoteSegment
-from inference.engine import EngineLimits
-from inference.signature import LanguageModelSpec, Signature, TensorSpec
-from inference.wire.lm import (
+from headwater.engine import EngineLimits
+from headwater.signature import LanguageModelSpec, Signature, TensorSpec
+from headwater.wire.lm import (
     Ending,
     Load,
     Message,
@@ -26,7 +20,13 @@ from inference.wire.lm import (
     decode_message,
     encode,
 )
-from inference.wire.report import CallNote
+from headwater.wire.report import CallNote
+from headwater_server.control.routing import DeploymentRoute, ReplicaRoute, State
+from headwater_server.errors import HeadwaterError, ReplicaLost, ReplicaUnreachable
+from headwater_server.lm.dispatcher import LmDispatcher
+from headwater_server.lm.sequence import SequenceSpec
+from headwater_server.transport.protocol import FrameRequest
+from headwater_server.transport.segments import RemoteSegment
 
 UNKNOWN = "channel: unknown name"
 LIMITS = EngineLimits(max_sequences=4, max_waiting=8, context_length=64, cache_tokens=256, vocab_size=100)

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.errors import BadRequest, QueueFull
-from app.lm.answers import AnswerForm, Event
-from app.lm.chat import ChatAnswer
-from app.lm.completion import CompletionAnswer
-from app.lm.generate import GenerateAnswer
-from app.lm.responses_answer import ResponsesAnswer
-from app.lm.text_stream import TextPiece, TokenLogprob, Usage
+from headwater_server.errors import BadRequest, QueueFull
+from headwater_server.lm.answers import AnswerForm, Event
+from headwater_server.lm.chat import ChatAnswer
+from headwater_server.lm.completion import CompletionAnswer
+from headwater_server.lm.generate import GenerateAnswer
+from headwater_server.lm.responses_answer import ResponsesAnswer
+from headwater_server.lm.text_stream import TextPiece, TokenLogprob, Usage
 from tests.app.lm.scripted import ids_of, tiny_text
 
 TEXTS = tiny_text().tokenizer.texts

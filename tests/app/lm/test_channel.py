@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.dispatch.admission import FinishRate
-from app.errors import (
+from headwater.engine import PromptLogprob, Sampling
+from headwater.wire.lm import Ending, Load, Open, Post, SequenceEvent
+from headwater_server.dispatch.admission import FinishRate
+from headwater_server.errors import (
     BadRequest,
     CallableFailed,
     Cancelled,
@@ -21,13 +23,11 @@ from app.errors import (
     ReplicaLost,
     Unavailable,
 )
-from app.lm import channel as channel_module
-from app.lm.channel import REMEMBERED_ENDS, Channel
-from app.lm.request import RequestRun
-from app.lm.sequence import SequenceSpec, Tokens
-from app.telemetry.recorder import recorder
-from inference.engine import PromptLogprob, Sampling
-from inference.wire.lm import Ending, Load, Open, Post, SequenceEvent
+from headwater_server.lm import channel as channel_module
+from headwater_server.lm.channel import REMEMBERED_ENDS, Channel
+from headwater_server.lm.request import RequestRun
+from headwater_server.lm.sequence import SequenceSpec, Tokens
+from headwater_server.telemetry.recorder import recorder
 from tests.app.lm.stand_in import UNKNOWN, Replica, event, run, settle, spec, until
 from tests.counted import count_from_zero, counts_of
 

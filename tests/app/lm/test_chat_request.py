@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from app.errors import BadRequest
-from app.lm.chat import ChatRequest
-from app.lm.text.language import LanguageText
-from app.lm.text_plan import TextPlan
-from inference.engine import SAMPLING_FIELDS, EngineLimits, Sampling
+from headwater.engine import SAMPLING_FIELDS, EngineLimits, Sampling
+from headwater_server.errors import BadRequest
+from headwater_server.lm.chat import ChatRequest
+from headwater_server.lm.text.language import LanguageText
+from headwater_server.lm.text_plan import TextPlan
 from tests.app.lm.scripted import LIMITS, tiny_text
 
 HELLO = [{"role": "user", "content": "hi"}]

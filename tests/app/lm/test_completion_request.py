@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from app.errors import BadRequest
-from app.lm.completion import CompletionRequest
-from app.lm.text_plan import TextPlan
-from inference.engine import EngineLimits
+from headwater.engine import EngineLimits
+from headwater_server.errors import BadRequest
+from headwater_server.lm.completion import CompletionRequest
+from headwater_server.lm.text_plan import TextPlan
 from tests.app.lm.scripted import LIMITS, ids_of, tiny_text
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from app.errors import BadRequest, CallableFailed
-from app.lm.generate import GenerateRequest
-from app.lm.text_plan import TextPlan
-from app.lm.text_stream import TextPiece, Usage
+from headwater_server.errors import BadRequest, CallableFailed
+from headwater_server.lm.generate import GenerateRequest
+from headwater_server.lm.text_plan import TextPlan
+from headwater_server.lm.text_stream import TextPiece, Usage
 from tests.app.lm.scripted import LIMITS, ids_of, tiny_text
 
 

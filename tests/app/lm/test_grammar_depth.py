@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from app.errors import BadRequest
-from app.lm.grammar_depth import MOST_DEPTH, check_depth, check_schema_depth
-from inference.engine import MAX_GRAMMAR, GrammarKind
+from headwater.engine import MAX_GRAMMAR, GrammarKind
+from headwater_server.errors import BadRequest
+from headwater_server.lm.grammar_depth import MOST_DEPTH, check_depth, check_schema_depth
 
 
 def chain(count: int) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from app.errors import BadRequest, ConfigError
-from app.lm.text.language import LanguageText
+from headwater_server.errors import BadRequest, ConfigError
+from headwater_server.lm.text.language import LanguageText
 from tests.app.lm.scripted import FOLDER, ids_of, tiny_text
 
 
@@ -64,6 +64,9 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_gateway_without_language_models_loads_no_tokenizers() -> None:
-    seen = "import sys, app.gateway.app; print([name for name in ('tokenizers', 'jinja2') if name in sys.modules])"
+    seen = (
+        "import sys, headwater_server.gateway.app\n"
+        "print([name for name in ('tokenizers', 'jinja2') if name in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", seen], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -11,10 +11,12 @@ import weakref
 import msgspec
 import pytest
 
-from app.control.load import Moment
-from app.control.routing import State
-from app.dispatch.pool import LOST_RETRY_S
-from app.errors import (
+from headwater.signature import LanguageModelSpec
+from headwater.wire.lm import Load, Open, Post, decode_message
+from headwater_server.control.load import Moment
+from headwater_server.control.routing import State
+from headwater_server.dispatch.pool import LOST_RETRY_S
+from headwater_server.errors import (
     BadRequest,
     CallableFailed,
     Cancelled,
@@ -24,13 +26,11 @@ from app.errors import (
     ReplicaUnreachable,
     Unavailable,
 )
-from app.lm import channel as channel_module
-from app.lm import dispatcher as dispatcher_module
-from app.lm.channel import REMEMBERED_ENDS
-from app.lm.dispatcher import LmDispatcher
-from app.lm.sequence import Generation
-from inference.signature import LanguageModelSpec
-from inference.wire.lm import Load, Open, Post, decode_message
+from headwater_server.lm import channel as channel_module
+from headwater_server.lm import dispatcher as dispatcher_module
+from headwater_server.lm.channel import REMEMBERED_ENDS
+from headwater_server.lm.dispatcher import LmDispatcher
+from headwater_server.lm.sequence import Generation
 from tests.app.lm.stand_in import LIMITS, SIGNATURE, Bench, Replica, event, route_of, run, settle, spec, until
 from tests.counted import count_from_zero, counts_of
 
@@ -236,7 +236,7 @@ def test_a_load_of_long_ago_keeps_nothing_from_a_replica(monkeypatch: pytest.Mon
 
 
 def test_a_replica_that_was_lost_but_stays_in_the_table_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.dispatch.pool.LOST_RETRY_S", 0.01)
+    monkeypatch.setattr("headwater_server.dispatch.pool.LOST_RETRY_S", 0.01)
     assert LOST_RETRY_S > 1
 
     async def scenario() -> None:
@@ -324,7 +324,9 @@ def test_what_no_replica_had_goes_to_none_that_is_about_to_be_closed(monkeypatch
         bench = Bench("a", "b")
         requests = [bench.dispatcher.open("q", [spec()]) for _ in range(2)]
         submitted: list[object] = []
-        monkeypatch.setattr("app.lm.request.RequestRun.submit", lambda run, channel: submitted.append(channel))
+        monkeypatch.setattr(
+            "headwater_server.lm.request.RequestRun.submit", lambda run, channel: submitted.append(channel)
+        )
         bench.dispatcher.close()
         for request in requests:
             assert isinstance(await failure(request), Unavailable)

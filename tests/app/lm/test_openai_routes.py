@@ -27,15 +27,15 @@ from openai.types.responses import (
     ResponseOutputMessage,
 )
 
-from app.config.schema import Server
-from app.errors import Cancelled, ContractBroken, QueueFull, ReplicaLost, Unavailable
-from app.gateway.app import create_app
-from app.gateway.models import Models
-from app.lm.completion import CompletionAnswer, CompletionRequest
-from app.lm.text.language import LanguageText
-from app.lm.text_plan import TextPlan
-from app.lm.text_stream import TextPiece, Usage
-from inference.engine import EngineLimits
+from headwater.engine import EngineLimits
+from headwater_server.config.schema import Server
+from headwater_server.errors import Cancelled, ContractBroken, QueueFull, ReplicaLost, Unavailable
+from headwater_server.gateway.app import create_app
+from headwater_server.gateway.models import Models
+from headwater_server.lm.completion import CompletionAnswer, CompletionRequest
+from headwater_server.lm.text.language import LanguageText
+from headwater_server.lm.text_plan import TextPlan
+from headwater_server.lm.text_stream import TextPiece, Usage
 from tests.app.lm.scripted import (
     EOS,
     Script,

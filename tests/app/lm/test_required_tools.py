@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from app.errors import BadRequest
-from app.lm.chat import ChatRequest
-from app.lm.dispatcher import LmDispatcher
-from inference.engine import Engine, EngineLimits
-from inference.lm.loading import plan_language_model
+from headwater.engine import Engine, EngineLimits
+from headwater.lm.loading import plan_language_model
+from headwater_server.errors import BadRequest
+from headwater_server.lm.chat import ChatRequest
+from headwater_server.lm.dispatcher import LmDispatcher
 from tests.app.lm.response_events import said, told
 from tests.app.lm.scripted import LIMITS
 from tests.app.lm.test_routes_with_engine import Ask, run

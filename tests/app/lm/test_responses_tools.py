@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseFunctionToolCall, ResponseOutputMessage
 
-from app.errors import ReplicaLost
-from app.lm.responses_answer import ResponsesAnswer
-from app.lm.text.tool_calls import FORMATS, ToolUse
-from app.lm.text_stream import TextPiece, Usage
-from inference.lm.grammars import KINDS
+from headwater.lm.grammars import KINDS
+from headwater_server.errors import ReplicaLost
+from headwater_server.lm.responses_answer import ResponsesAnswer
+from headwater_server.lm.text.tool_calls import FORMATS, ToolUse
+from headwater_server.lm.text_stream import TextPiece, Usage
 from tests.app.lm.response_events import said, told
 from tests.app.lm.scripted import LIMITS, Script, ScriptedDispatcher, ScriptedModels, ids_of, tiny_text
 from tests.app.lm.test_answers import data

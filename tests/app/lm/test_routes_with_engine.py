@@ -13,19 +13,19 @@ import msgspec
 import torch
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.config.schema import Server
-from app.control.routing import RoutingTable
-from app.gateway.app import create_app
-from app.gateway.http.entry import RequestRecords
-from app.gateway.http.event_stream import StreamLimits
-from app.gateway.models import Models
-from app.lm.dispatcher import LmDispatcher
-from inference.engine import Engine, EngineLimits, Sampling, SequenceRequest, TokenEvent
-from inference.lm.causal_lm import load_causal_lm
-from inference.lm.engine_host import EngineHost
-from inference.lm.null_engine import NullEngine
-from inference.lm.slot_engine import SlotEngine
-from inference.signature import LanguageModelSpec
+from headwater.engine import Engine, EngineLimits, Sampling, SequenceRequest, TokenEvent
+from headwater.lm.causal_lm import load_causal_lm
+from headwater.lm.engine_host import EngineHost
+from headwater.lm.null_engine import NullEngine
+from headwater.lm.slot_engine import SlotEngine
+from headwater.signature import LanguageModelSpec
+from headwater_server.config.schema import Server
+from headwater_server.control.routing import RoutingTable
+from headwater_server.gateway.app import create_app
+from headwater_server.gateway.http.entry import RequestRecords
+from headwater_server.gateway.http.event_stream import StreamLimits
+from headwater_server.gateway.models import Models
+from headwater_server.lm.dispatcher import LmDispatcher
 from tests.app.lm.scripted import FOLDER, tiny_text
 from tests.app.lm.stand_in import SIGNATURE, route_of, until
 from tests.app.lm.test_with_engine_host import HostClient

@@ -11,13 +11,13 @@ import httpx
 import msgspec
 import pytest
 
-from app.errors import BadRequest
-from app.lm.chat import ChatRequest
-from app.lm.dispatcher import LmDispatcher
-from inference.engine import MAX_GRAMMAR, Engine
-from inference.lm.grammars import KINDS
-from inference.lm.loading import plan_language_model
-from inference.lm.null_engine import NullEngine
+from headwater.engine import MAX_GRAMMAR, Engine
+from headwater.lm.grammars import KINDS
+from headwater.lm.loading import plan_language_model
+from headwater.lm.null_engine import NullEngine
+from headwater_server.errors import BadRequest
+from headwater_server.lm.chat import ChatRequest
+from headwater_server.lm.dispatcher import LmDispatcher
 from tests.app.lm.scripted import FOLDER, LIMITS
 from tests.app.lm.test_routes_with_engine import Ask, run
 from tests.app.lm.tool_text import tool_text

@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from app.errors import ContractBroken, HeadwaterError, ReplicaLost
-from app.lm.sequence import SequenceSpec, Tokens
-from app.lm.text.stop_automaton import StopAutomaton
-from app.lm.text_stream import TextGeneration, TextPiece, TextStream, Usage
+from headwater_server.errors import ContractBroken, HeadwaterError, ReplicaLost
+from headwater_server.lm.sequence import SequenceSpec, Tokens
+from headwater_server.lm.text.stop_automaton import StopAutomaton
+from headwater_server.lm.text_stream import TextGeneration, TextPiece, TextStream, Usage
 from tests.app.lm.scripted import Script, ScriptedGeneration, ids_of, tiny_text
 
 TEXTS = tiny_text().tokenizer.texts

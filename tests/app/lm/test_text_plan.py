@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.errors import ContextTooLong
-from app.lm.completion import CompletionRequest
-from app.lm.generate import GenerateRequest
-from app.lm.text_plan import bounded_ids
+from headwater_server.errors import ContextTooLong
+from headwater_server.lm.completion import CompletionRequest
+from headwater_server.lm.generate import GenerateRequest
+from headwater_server.lm.text_plan import bounded_ids
 from tests.app.lm.scripted import LIMITS, ids_of, tiny_text
 
 WORDS = st.sampled_from(

@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import pytest
 
-from app.errors import BadRequest, QueueFull
-from app.lm.text_pool import MAX_WAITING_BYTES, SHORT_BYTES, TextPool
+from headwater_server.errors import BadRequest, QueueFull
+from headwater_server.lm.text_pool import MAX_WAITING_BYTES, SHORT_BYTES, TextPool
 from tests.app.lm.stand_in import run, until
 
 LONG = SHORT_BYTES + 1

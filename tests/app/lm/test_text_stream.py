@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from app.lm.sequence import Tokens
-from app.lm.text.detokenizer import offsets_in
-from app.lm.text.stop_automaton import StopAutomaton
-from app.lm.text_stream import TextPiece, TextStream, TokenLogprob
-from inference.engine import PromptLogprob
+from headwater.engine import PromptLogprob
+from headwater_server.lm.sequence import Tokens
+from headwater_server.lm.text.detokenizer import offsets_in
+from headwater_server.lm.text.stop_automaton import StopAutomaton
+from headwater_server.lm.text_stream import TextPiece, TextStream, TokenLogprob
 from tests.app.lm.scripted import EOS, ids_of, tiny_text
 
 TEXTS = tiny_text().tokenizer.texts

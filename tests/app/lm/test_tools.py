@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.errors import BadRequest
-from app.lm.chat import ChatAnswer, ChatRequest
-from app.lm.text.tool_calls import FORMATS, ToolUse
-from app.lm.text_plan import TextPlan
-from app.lm.text_stream import TextPiece, TokenLogprob, Usage
-from app.lm.tools import NO_PARAMETERS
+from headwater_server.errors import BadRequest
+from headwater_server.lm.chat import ChatAnswer, ChatRequest
+from headwater_server.lm.text.tool_calls import FORMATS, ToolUse
+from headwater_server.lm.text_plan import TextPlan
+from headwater_server.lm.text_stream import TextPiece, TokenLogprob, Usage
+from headwater_server.lm.tools import NO_PARAMETERS
 from tests.app.lm.scripted import LIMITS, Script, ScriptedDispatcher, ScriptedModels, tiny_text
 from tests.app.lm.test_openai_routes import Gateway, serving
 from tests.app.lm.tool_text import CLOCK, WEATHER, tool_text

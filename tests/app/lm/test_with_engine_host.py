@@ -11,16 +11,16 @@ import msgspec
 import numpy as np
 import pytest
 
-from app.errors import BadRequest, Cancelled, ContractBroken, QueueFull, Unavailable
-from app.lm.dispatcher import LmDispatcher
-from app.lm.sequence import Generation
-from app.transport.protocol import FrameRequest
-from app.transport.segments import RemoteSegment
-from inference.engine import Engine, EngineLimits
-from inference.lm.engine_host import EngineHost
-from inference.lm.null_engine import NullEngine
-from inference.wire.frame import FRAME
-from inference.wire.report import HEADWATER, CallNote
+from headwater.engine import Engine, EngineLimits
+from headwater.lm.engine_host import EngineHost
+from headwater.lm.null_engine import NullEngine
+from headwater.wire.frame import FRAME
+from headwater.wire.report import HEADWATER, CallNote
+from headwater_server.errors import BadRequest, Cancelled, ContractBroken, QueueFull, Unavailable
+from headwater_server.lm.dispatcher import LmDispatcher
+from headwater_server.lm.sequence import Generation
+from headwater_server.transport.protocol import FrameRequest
+from headwater_server.transport.segments import RemoteSegment
 from tests.app.lm.stand_in import route_of, spec, until
 from tests.counted import count_from_zero, counts_of
 from tests.services.engines import FaultyEngine

@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from app.lm.text.language import LanguageText
+from headwater_server.lm.text.language import LanguageText
 from tests.app.lm.scripted import FOLDER
 
 _TURN = "{{ '<|im_start|>' + message.role + '\\n' }}"

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from app.config.vllm import VllmOptions
-from app.process.adapters import Adapter, find_adapters, lora_rank
-from app.process.vllm import VllmInstall, serve_command
-from inference.errors import LoadError
+from headwater.errors import LoadError
+from headwater_server.config.vllm import VllmOptions
+from headwater_server.process.adapters import Adapter, find_adapters, lora_rank
+from headwater_server.process.vllm import VllmInstall, serve_command
 
 INSTALL = VllmInstall("/env/python", "0", is_cpu=True)
 

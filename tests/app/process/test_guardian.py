@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from app.process.guardian import Guardian
+from headwater_server.process.guardian import Guardian
 from tests.running import wait_for
 
 SLEEP = "import time; time.sleep(600)"
@@ -31,7 +31,7 @@ while True:  # briefly: a signal just before a sleep begins does not end it
 """
 HANGS = """
 import ctypes, pathlib, sys, time
-from inference.runtime.watchdog import WATCHDOG_FILE, Watchdog
+from headwater.runtime.watchdog import WATCHDOG_FILE, Watchdog
 folder = pathlib.Path(sys.argv[1])
 watchdog = Watchdog(folder / WATCHDOG_FILE, 0.3)
 for _ in range(100):
@@ -108,8 +108,8 @@ def guarding(tmp_path: Path, code: str, *arguments: str, session_nice: int = 0) 
     command_read, command_write = os.pipe()
     process = subprocess.Popen(
         [
-            sys.executable, "-m", "app.process.guardian", "m", str(directory), str(status_write), str(command_read),
-            str(session_nice), "--", sys.executable, "-c", code, *arguments,
+            sys.executable, "-m", "headwater_server.process.guardian", "m", str(directory), str(status_write),
+            str(command_read), str(session_nice), "--", sys.executable, "-c", code, *arguments,
         ],
         pass_fds=(status_write, command_read),
         start_new_session=True,
@@ -262,7 +262,8 @@ class Looks:
         monkeypatch.setattr(self.guardian, "_host", SimpleNamespace(pid=os.getpid()), raising=False)
         monkeypatch.setattr(self.guardian, "_states", lambda: dict(self.states))
         monkeypatch.setattr(
-            "app.process.guardian.time", SimpleNamespace(monotonic=lambda: self.now_s, monotonic_ns=lambda: 0)
+            "headwater_server.process.guardian.time",
+            SimpleNamespace(monotonic=lambda: self.now_s, monotonic_ns=lambda: 0),
         )
 
     def after(self, pause_s: float, pid: int, state: str) -> str | None:
@@ -353,10 +354,10 @@ def test_a_host_that_cannot_be_started_is_reported_and_leaves_nothing(
     def fails(*_: object, **__: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr("app.process.guardian.subprocess.Popen", fails)
-    monkeypatch.setattr("app.process.guardian.signal.set_wakeup_fd", lambda *_, **__: None)
-    monkeypatch.setattr("app.process.guardian.signal.signal", lambda *_: None)
-    monkeypatch.setattr("app.process.guardian.ctypes.CDLL", lambda _: SimpleNamespace(prctl=lambda *_: 0))
+    monkeypatch.setattr("headwater_server.process.guardian.subprocess.Popen", fails)
+    monkeypatch.setattr("headwater_server.process.guardian.signal.set_wakeup_fd", lambda *_, **__: None)
+    monkeypatch.setattr("headwater_server.process.guardian.signal.signal", lambda *_: None)
+    monkeypatch.setattr("headwater_server.process.guardian.ctypes.CDLL", lambda _: SimpleNamespace(prctl=lambda *_: 0))
     directory = tmp_path / "m-1"
     directory.mkdir()
     status_read, status_write = os.pipe()

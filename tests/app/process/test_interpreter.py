@@ -17,11 +17,11 @@ import psutil
 import pytest
 import yaml
 
-from app.cli.check import check
-from app.config.schema import Deployment
-from app.process import interpreter
-from app.process.interpreter import InterpreterError, find_interpreter, foreign_environment, stage_package
-from inference import environment
+from headwater import environment
+from headwater_server.cli.check import check
+from headwater_server.config.schema import Deployment
+from headwater_server.process import interpreter
+from headwater_server.process.interpreter import InterpreterError, find_interpreter, foreign_environment, stage_package
 from tests.running import wait_for
 
 ROOT = Path(__file__).parents[3]
@@ -186,12 +186,13 @@ def test_what_is_meant_for_our_python_does_not_reach_the_other(tmp_path: Path) -
 
 def test_the_staged_folder_has_our_package_only(tmp_path: Path) -> None:
     folder = stage_package(tmp_path / "stage")
-    assert os.listdir(folder) == ["inference"]
-    assert (folder / "inference" / "environment.py").samefile(ROOT / "inference" / "environment.py")
+    assert os.listdir(folder) == ["headwater"]
+    assert (folder / "headwater" / "environment.py").samefile(ROOT / "inference" / "headwater" / "environment.py")
 
 
 def test_nothing_but_the_standard_library_is_imported_before_the_other_python_is_asked() -> None:
-    code = "import sys, app.process.launcher; print({'numpy', 'msgspec', 'inference', 'asyncio'} & sys.modules.keys())"
+    others = {"numpy", "msgspec", "headwater.environment", "asyncio"}
+    code = f"import sys, headwater_server.process.launcher; print({others} & sys.modules.keys())"
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert ended.stdout == "set()\n"
 
@@ -211,7 +212,7 @@ def checked(tmp_path: Path, deployments: dict[str, Any], capsys: pytest.CaptureF
     return report
 
 
-SCALE = {"model": "inference.zoo.scale:Scale"}
+SCALE = {"model": "headwater.zoo.scale:Scale"}
 
 
 def test_check_shows_a_deployments_python(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

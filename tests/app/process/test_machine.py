@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from app.process.machine import HOST, cpu_count, host_capacity, measure_groups_by_place
+from headwater_server.process.machine import HOST, cpu_count, host_capacity, measure_groups_by_place
 
 
 def fake_root(folder: Path, **files: str) -> Path:

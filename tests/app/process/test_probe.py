@@ -10,7 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from app.process.probe import HTTP_SOCKET, PATIENCE_LOOKS, PAUSE_LOOKS, PROBE_FILE, REFUSALS, RETRY_LOOKS, Probe
+from headwater_server.process.probe import (
+    HTTP_SOCKET,
+    PATIENCE_LOOKS,
+    PAUSE_LOOKS,
+    PROBE_FILE,
+    REFUSALS,
+    RETRY_LOOKS,
+    Probe,
+)
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
 

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from app.process.proc import GroupUse, group_members, group_uses
+from headwater_server.process.proc import GroupUse, group_members, group_uses
 
 TWO = """
 import os

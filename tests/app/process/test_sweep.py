@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from app.process.sweep import Journal, make_instance_folder, segments_mapped_by, sweep_replica, sweep_stale
+from headwater_server.process.sweep import Journal, make_instance_folder, segments_mapped_by, sweep_replica, sweep_stale
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ def test_folders_that_are_not_ours_stay(tmp_path: Path) -> None:
 def test_folders_of_the_backend_that_were_made_while_the_replica_started_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.process.sweep.BACKEND_FOLDERS", tmp_path)
+    monkeypatch.setattr("headwater_server.process.sweep.BACKEND_FOLDERS", tmp_path)
     replica = replica_in(tmp_path)
     for number, name in enumerate(
         ["python_env_early", "spec", "python_env_own", "python_env_used", "ready", "python_env_late"]

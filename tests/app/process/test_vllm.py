@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from app.config.vllm import VllmOptions
-from app.process.interpreter import InterpreterError
-from app.process.vllm import (
+from headwater.errors import LoadError
+from headwater_server.config.vllm import VllmOptions
+from headwater_server.process.interpreter import InterpreterError
+from headwater_server.process.vllm import (
     VllmInstall,
     context_length,
     device_problem,
@@ -22,7 +23,6 @@ from app.process.vllm import (
     serve_command,
     serve_environment,
 )
-from inference.errors import LoadError
 from tests.stand_in_vllm import environment
 
 CPU = VllmInstall("/env/bin/python", "0.32.0", is_cpu=True)

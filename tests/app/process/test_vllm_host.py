@@ -17,9 +17,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from app.config.vllm import VllmOptions
-from app.process.vllm_host import LOOKS, MISSED, Progress
-from inference.wire.handshake import ReplicaSpec
+from headwater.wire.handshake import ReplicaSpec
+from headwater_server.config.vllm import VllmOptions
+from headwater_server.process.vllm_host import LOOKS, MISSED, Progress
 from tests.running import processes_of, wait_for
 from tests.stand_in_vllm import environment
 
@@ -77,8 +77,9 @@ class Hosted:
         with self.log.open("w") as log:
             self.guardian = subprocess.Popen(
                 [
-                    sys.executable, "-m", "app.process.guardian", "m", str(self.directory), str(status_write),
-                    str(command_read), "0", "--", sys.executable, "-m", "app.process.vllm_host", str(python), "m",
+                    sys.executable, "-m", "headwater_server.process.guardian", "m", str(self.directory),
+                    str(status_write), str(command_read), "0", "--",
+                    sys.executable, "-m", "headwater_server.process.vllm_host", str(python), "m",
                     str(self.directory), str(status_write),
                 ],
                 pass_fds=(status_write, command_read),

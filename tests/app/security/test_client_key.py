@@ -5,8 +5,8 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from app.cli.client import ServerClient
-from app.errors import CommandError
+from headwater_server.cli.client import ServerClient
+from headwater_server.errors import CommandError
 
 
 def asked_with(environment: dict[str, str], answer: httpx.Response) -> httpx.Request:

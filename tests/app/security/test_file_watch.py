@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from app.security.file_watch import POLL_S, FileWatch
+from headwater_server.security.file_watch import POLL_S, FileWatch
 
 
 @pytest.fixture

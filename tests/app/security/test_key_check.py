@@ -21,23 +21,24 @@ from hypothesis import strategies as st
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import Scope
 
-from app.config.schema import Server
-from app.control.messages import CommandAnswer
-from app.control.routing import DeploymentRoute, RoutingTable, State
-from app.errors import ConfigError, Unauthorized
-from app.gateway.app import body_reader, create_app
-from app.gateway.http.entry import RequestRecords
-from app.gateway.http.event_stream import StreamLimits
-from app.gateway.models import Models
-from app.gateway.routes.repository import repository_routes
-from app.gateway.routes.status import metrics_routes, status_routes
-from app.gateway.sampler import Sampler
-from app.security.key_check import UNKNOWN, KeyRing
-from app.security.keys import OPEN, SCOPES, Key, scopes_for
-from app.security.limits import LimitFiles
-from app.security.operator import OperatorGuard
-from app.telemetry.ledger import Ledger
-from app.telemetry.logs import AccessLog
+from headwater_server.config.schema import Server
+from headwater_server.control.messages import CommandAnswer
+from headwater_server.control.routing import DeploymentRoute, RoutingTable, State
+from headwater_server.errors import ConfigError, Unauthorized
+from headwater_server.gateway.app import body_reader, create_app
+from headwater_server.gateway.http.entry import RequestRecords
+from headwater_server.gateway.http.event_stream import StreamLimits
+from headwater_server.gateway.models import Models
+from headwater_server.gateway.routes.repository import repository_routes
+from headwater_server.gateway.routes.status import metrics_routes, status_routes
+from headwater_server.gateway.sampler import Sampler
+from headwater_server.security.key_check import UNKNOWN, KeyRing
+from headwater_server.security.keys import OPEN, Key, scopes_for
+from headwater_server.security.limits import LimitFiles
+from headwater_server.security.operator import OperatorGuard
+from headwater_server.security.scopes import SCOPES
+from headwater_server.telemetry.ledger import Ledger
+from headwater_server.telemetry.logs import AccessLog
 
 KEYS = {scope: f"the-key-for-{scope}" for scope in SCOPES}
 

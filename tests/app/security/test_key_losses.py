@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from app.security.key_losses import KeyLosses
+from headwater_server.security.key_losses import KeyLosses
 
 
 def test_a_replica_counts_against_the_key_whose_requests_alone_it_had() -> None:

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.errors import ConfigError
-from app.security.key_check import shown_key
-from app.security.keys import MAX_KEYS, Key, Keys, make_key, read_keys
+from headwater_server.errors import ConfigError
+from headwater_server.security.key_check import shown_key
+from headwater_server.security.keys import MAX_KEYS, Key, Keys, make_key, read_keys
 
 
 def entry(**fields: Any) -> dict[str, Any]:

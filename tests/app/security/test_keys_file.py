@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from app.cli.main import main
-from app.errors import ConfigError
-from app.security.keys import Key
-from app.security.keys_file import change_file, keys_are_wanted, known_keys, read_file
+from headwater_server.cli.main import main
+from headwater_server.errors import ConfigError
+from headwater_server.security.keys import Key
+from headwater_server.security.keys_file import change_file, keys_are_wanted, known_keys, read_file
 
 Run = Callable[..., tuple[int, str, str]]
 

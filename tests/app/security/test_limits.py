@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from app.errors import RateLimited
-from app.security.keys import Key
-from app.security.limits import KeyLimits, LimitFiles
+from headwater_server.errors import RateLimited
+from headwater_server.security.keys import Key
+from headwater_server.security.limits import KeyLimits, LimitFiles
 
 DIGEST = "0" * 64
 

@@ -9,15 +9,15 @@ from typing import Any
 import httpx
 import pytest
 
-from app.config.schema import Server
-from app.control.messages import CommandAnswer
-from app.errors import Forbidden
-from app.gateway.app import body_reader, create_app
-from app.gateway.http.bodies import BodyReader
-from app.gateway.http.body_budget import BodyBudget
-from app.gateway.models import Models
-from app.gateway.routes.repository import repository_routes
-from app.security.operator import OperatorGuard, is_loopback, warn_if_exposed
+from headwater_server.config.schema import Server
+from headwater_server.control.messages import CommandAnswer
+from headwater_server.errors import Forbidden
+from headwater_server.gateway.app import body_reader, create_app
+from headwater_server.gateway.http.bodies import BodyReader
+from headwater_server.gateway.http.body_budget import BodyBudget
+from headwater_server.gateway.models import Models
+from headwater_server.gateway.routes.repository import repository_routes
+from headwater_server.security.operator import OperatorGuard, is_loopback, warn_if_exposed
 
 
 @pytest.mark.parametrize(

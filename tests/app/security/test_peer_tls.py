@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from app.errors import ConfigError
-from app.security.kept_files import KeptFiles
-from app.security.peer_tls import PeerTls, check_peer_files, peer_files
 from benchmarks.certificates import authority, issue
+from headwater_server.errors import ConfigError
+from headwater_server.security.kept_files import KeptFiles
+from headwater_server.security.peer_tls import PeerTls, check_peer_files, peer_files
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl")
 

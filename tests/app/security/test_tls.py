@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from app.config.sections import Tls
-from app.errors import ConfigError
-from app.security.kept_files import KeptFiles
-from app.security.tls import Certificate
+from headwater_server.config.sections import Tls
+from headwater_server.errors import ConfigError
+from headwater_server.security.kept_files import KeptFiles
+from headwater_server.security.tls import Certificate
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl")
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from app.config.schema import Deployment
-from app.control.messages import Drained
-from app.supervisor.handle import ReplicaHandle
-from inference.signature import Signature, VllmSpec
+from headwater.signature import Signature, VllmSpec
+from headwater_server.config.schema import Deployment
+from headwater_server.control.messages import Drained
+from headwater_server.supervisor.handle import ReplicaHandle
 from tests.app.supervisor.test_lifecycle import Supervisor, settle, until
 from tests.app.vllm.stand_in import Exchange, StandIn, error, stand_ins
 

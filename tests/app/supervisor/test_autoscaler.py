@@ -8,8 +8,8 @@ from collections.abc import Callable
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from app.config.sections import ReplicaBounds, Scaling
-from app.supervisor.autoscaler import Demand, ScalingPolicy
+from headwater_server.config.sections import ReplicaBounds, Scaling
+from headwater_server.supervisor.autoscaler import Demand, ScalingPolicy
 
 TICK_S = 0.5
 SCALING = Scaling(queue_wait_ms=100, up_after_s=2, down_after_s=10)

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.config.sections import RollbackRule, Traffic
-from app.control.load import Tally
-from app.supervisor.canary import WINDOW_S, Comparison
-from app.telemetry.catalogue import ALL_SERIES, VERSION_TIMES
+from headwater_server.config.sections import RollbackRule, Traffic
+from headwater_server.control.load import Tally
+from headwater_server.supervisor.canary import WINDOW_S, Comparison
+from headwater_server.telemetry.catalogue import ALL_SERIES, VERSION_TIMES
 
 BOUNDS_MS = np.array(ALL_SERIES[VERSION_TIMES].bounds) / 1e6
 BUCKETS = len(BOUNDS_MS) + 1

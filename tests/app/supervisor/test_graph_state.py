@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from app.config.schema import Deployment
-from app.control.routing import CacheShare, DeploymentRoute, State, unavailable
-from app.supervisor.graph_state import GraphState
-from inference.signature import Signature, TensorSpec
+from headwater.signature import Signature, TensorSpec
+from headwater_server.config.schema import Deployment
+from headwater_server.control.routing import CacheShare, DeploymentRoute, State, unavailable
+from headwater_server.supervisor.graph_state import GraphState
 
 Signatures = Mapping[str, Signature]
 

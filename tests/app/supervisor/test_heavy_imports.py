@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from app.config.schema import Deployment
-from app.supervisor.heavy_imports import heavy_imports
+from headwater_server.config.schema import Deployment
+from headwater_server.supervisor.heavy_imports import heavy_imports
 
-ENGINE = ["torch", "transformers", "inference.lm.causal_lm", "inference.lm.grammars", "inference.lm.slot_engine"]
+ENGINE = ["torch", "transformers", "headwater.lm.causal_lm", "headwater.lm.grammars", "headwater.lm.slot_engine"]
 
 
 def of(search: Path, **fields: Any) -> list[str]:

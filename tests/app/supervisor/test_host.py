@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from app.control.server import ControlServer
-from app.supervisor.host import Backoff, Host
-from app.supervisor.replica_memory import ReplicaMemory
+from headwater_server.control.server import ControlServer
+from headwater_server.supervisor.host import Backoff, Host
+from headwater_server.supervisor.replica_memory import ReplicaMemory
 from tests.running import wait_for
 
 

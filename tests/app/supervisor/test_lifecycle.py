@@ -12,23 +12,23 @@ from typing import Any
 
 import pytest
 
-from app.config.schema import Config, Deployment
-from app.control.messages import Command, CommandAnswer, Drained
-from app.control.routing import ReplicaRoute, State
-from app.errors import MemoryBudgetExceeded
-from app.process.proc import GroupUse
-from app.process.vllm import ask_vllm
-from app.supervisor.composite import Composite
-from app.supervisor.deployments import Deployments
-from app.supervisor.handle import ReplicaHandle
-from app.supervisor.host import FIRST_BACKOFF_S, Host
-from app.supervisor.lifecycle import Lifecycle
-from app.supervisor.replica_memory import ReplicaMemory
-from app.supervisor.replica_set import ReplicaSet
-from app.supervisor.slot import SLOW_FIRST_S, Slot
-from app.telemetry.recorder import recorder, use
-from app.telemetry.store import Key, Store
-from inference.signature import Signature, TensorSpec
+from headwater.signature import Signature, TensorSpec
+from headwater_server.config.schema import Config, Deployment
+from headwater_server.control.messages import Command, CommandAnswer, Drained
+from headwater_server.control.routing import ReplicaRoute, State
+from headwater_server.errors import MemoryBudgetExceeded
+from headwater_server.process.proc import GroupUse
+from headwater_server.process.vllm import ask_vllm
+from headwater_server.supervisor.composite import Composite
+from headwater_server.supervisor.deployments import Deployments
+from headwater_server.supervisor.handle import ReplicaHandle
+from headwater_server.supervisor.host import FIRST_BACKOFF_S, Host
+from headwater_server.supervisor.lifecycle import Lifecycle
+from headwater_server.supervisor.replica_memory import ReplicaMemory
+from headwater_server.supervisor.replica_set import ReplicaSet
+from headwater_server.supervisor.slot import SLOW_FIRST_S, Slot
+from headwater_server.telemetry.recorder import recorder, use
+from headwater_server.telemetry.store import Key, Store
 
 SIGNATURES = {
     "p.trunk": Signature(
@@ -541,7 +541,7 @@ def test_what_remains_makes_it_failed_and_is_told() -> None:
 
 
 def test_a_replica_that_does_not_end_when_told_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.supervisor.starter.REPLICA_END_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("headwater_server.supervisor.starter.REPLICA_END_TIMEOUT_S", 0.05)
 
     async def scenario() -> None:
         supervisor = Supervisor(one())
@@ -1092,7 +1092,7 @@ def test_a_reload_that_adds_a_version_starts_only_that_and_one_that_removes_it_d
 
 
 def test_a_version_that_is_gone_still_accepts_what_was_given_to_it_just_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.supervisor.lifecycle.CHOSEN_S", 600)
+    monkeypatch.setattr("headwater_server.supervisor.lifecycle.CHOSEN_S", 600)
 
     async def scenario() -> None:
         supervisor = Supervisor(versions(), allow_load="any")

@@ -11,16 +11,16 @@ from typing import Any
 import httpx
 import pytest
 
-from app.config.schema import Deployment, Server
-from app.control.link import SupervisorLink
-from app.control.messages import Drained
-from app.control.routing import ReplicaRoute, RoutingTable
-from app.control.server import ControlServer
-from app.gateway.app import body_reader, create_app
-from app.gateway.models import Models
-from app.gateway.routes.repository import repository_routes
-from app.security.operator import OperatorGuard
-from app.supervisor.handle import ReplicaHandle
+from headwater_server.config.schema import Deployment, Server
+from headwater_server.control.link import SupervisorLink
+from headwater_server.control.messages import Drained
+from headwater_server.control.routing import ReplicaRoute, RoutingTable
+from headwater_server.control.server import ControlServer
+from headwater_server.gateway.app import body_reader, create_app
+from headwater_server.gateway.models import Models
+from headwater_server.gateway.routes.repository import repository_routes
+from headwater_server.security.operator import OperatorGuard
+from headwater_server.supervisor.handle import ReplicaHandle
 from tests.app.dispatch.test_dispatcher import NUMBERS
 from tests.app.dispatch.test_dispatcher import Replica as Client
 from tests.app.supervisor.test_lifecycle import Supervisor, one, until

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from app.config.schema import Config
-from app.control.messages import Command, CommandAnswer
-from app.control.routing import State
-from app.errors import MemoryBudgetExceeded
-from app.process.machine import HOST
-from app.process.proc import GroupUse
-from app.supervisor.memory_budget import MemoryBudget
-from app.supervisor.replica_memory import ReplicaMemory
-from app.supervisor.supervisor import Supervisor as RealSupervisor
-from inference.signature import Signature, TensorSpec
+from headwater.signature import Signature, TensorSpec
+from headwater_server.config.schema import Config
+from headwater_server.control.messages import Command, CommandAnswer
+from headwater_server.control.routing import State
+from headwater_server.errors import MemoryBudgetExceeded
+from headwater_server.process.machine import HOST
+from headwater_server.process.proc import GroupUse
+from headwater_server.supervisor.memory_budget import MemoryBudget
+from headwater_server.supervisor.replica_memory import ReplicaMemory
+from headwater_server.supervisor.supervisor import Supervisor as RealSupervisor
 from tests.app.supervisor.test_lifecycle import (
     GRAPH,
     SIGNATURES,
@@ -235,7 +235,7 @@ def test_after_a_slot_has_given_up_load_scales_the_others(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.CRITICAL)
-    monkeypatch.setattr("app.supervisor.replica_set.GROW_RETRY_S", 0.0)
+    monkeypatch.setattr("headwater_server.supervisor.replica_set.GROW_RETRY_S", 0.0)
 
     async def scenario() -> None:
         host = Host(range_of(1, 3, max_crashes=2))
@@ -332,7 +332,7 @@ def test_a_replica_that_the_machine_has_no_room_for_says_so_and_keeps_none_from_
 
 
 def test_a_start_that_takes_long_keeps_no_other_from_starting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.supervisor.starter.LONG_START_S", 0.01)
+    monkeypatch.setattr("headwater_server.supervisor.starter.LONG_START_S", 0.01)
 
     async def scenario() -> None:
         supervisor = Supervisor({**one(), "b": {"model": "m:B"}})

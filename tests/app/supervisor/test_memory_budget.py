@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from app.process.gpu import gpu_name
-from app.process.machine import HOST
-from app.supervisor.memory_budget import MemoryBudget
+from headwater_server.process.gpu import gpu_name
+from headwater_server.process.machine import HOST
+from headwater_server.supervisor.memory_budget import MemoryBudget
 
 GPU = "GPU 0"
 MIB = 2**20

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from app.supervisor.preflight import open_listener
+from headwater_server.supervisor.preflight import open_listener
 
 
 def test_a_client_that_vanishes_without_a_word_is_noticed() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from app.supervisor.reloader import files_of_model
+from headwater_server.supervisor.reloader import files_of_model
 
 
 def test_they_are_a_module_a_file_or_those_of_a_folder(tmp_path: Path) -> None:
@@ -16,5 +16,5 @@ def test_they_are_a_module_a_file_or_those_of_a_folder(tmp_path: Path) -> None:
     (tmp_path / "llama").mkdir()
     (tmp_path / "llama" / "config.json").touch()
     assert files_of_model("lm:llama", search) == {tmp_path / "llama", tmp_path / "llama" / "config.json"}
-    assert files_of_model("lm:inference.zoo:weights/tiny_lm", search) == set()
+    assert files_of_model("lm:headwater.zoo:weights/tiny_lm", search) == set()
     assert files_of_model("", search) == set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import traceback
 
-from app.supervisor.replica_log import MAX_LINES, QUIET_S, ReplicaLog
+from headwater_server.supervisor.replica_log import MAX_LINES, QUIET_S, ReplicaLog
 
 
 def records(lines: list[str]) -> list[str]:

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from app.config.schema import Deployment
-from app.process.priority import START_NICE, may_raise_priority
-from app.supervisor import replica_process
-from app.supervisor.replica_process import SPINNING_NICE, ReplicaProcess, environment_of
-from inference.wire.handshake import GO, ForkRequest
+from headwater.wire.handshake import GO, ForkRequest
+from headwater_server.config.schema import Deployment
+from headwater_server.process.priority import START_NICE, may_raise_priority
+from headwater_server.supervisor import replica_process
+from headwater_server.supervisor.replica_process import SPINNING_NICE, ReplicaProcess, environment_of
 from tests.app.serving import until
 
 
@@ -63,7 +63,7 @@ def test_torch_obeys_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 STARTS = """
 import os, pathlib, subprocess, sys, threading, time
-from app.process.sweep import Journal
+from headwater_server.process.sweep import Journal
 goes = os.read(0, 9)
 apart = subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL, start_new_session=True)
 nice, policy = os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)

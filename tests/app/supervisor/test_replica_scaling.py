@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from app.config.schema import Deployment, Server
-from app.control.load import DeploymentLoad, LoadReport, together
-from app.control.messages import Command, CommandAnswer, Drained
-from app.control.routing import State
-from app.process.machine import HOST
-from app.supervisor.autoscaler import Autoscaler
-from app.supervisor.memory_budget import MemoryBudget
-from app.supervisor.replica_memory import ReplicaMemory
-from app.supervisor.replica_set import ReplicaSet
+from headwater_server.config.schema import Deployment, Server
+from headwater_server.control.load import DeploymentLoad, LoadReport, together
+from headwater_server.control.messages import Command, CommandAnswer, Drained
+from headwater_server.control.routing import State
+from headwater_server.process.machine import HOST
+from headwater_server.supervisor.autoscaler import Autoscaler
+from headwater_server.supervisor.memory_budget import MemoryBudget
+from headwater_server.supervisor.replica_memory import ReplicaMemory
+from headwater_server.supervisor.replica_set import ReplicaSet
 from tests.app.supervisor.test_lifecycle import GRAPH, Supervisor, one, run, settle, until
 
 NO_GROUP = 1 << 22
@@ -368,8 +368,8 @@ def test_a_full_gpu_sends_replicas_to_the_other() -> None:
 def test_a_part_bounds_machine_and_gpus_and_a_size_the_machine(
     limit: float | int | None, host: int, gpu: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.supervisor.replica_memory.host_capacity", lambda: 1000)
-    monkeypatch.setattr("app.supervisor.replica_memory.gpu_capacities", lambda: {"GPU 0": 2000})
+    monkeypatch.setattr("headwater_server.supervisor.replica_memory.host_capacity", lambda: 1000)
+    monkeypatch.setattr("headwater_server.supervisor.replica_memory.gpu_capacities", lambda: {"GPU 0": 2000})
     server = Server() if limit is None else Server.model_validate({"memory_limit": limit})
     assert ReplicaMemory.of(server).budget.limits == {HOST: host, "GPU 0": gpu}
 

@@ -14,19 +14,19 @@ from typing import Any, cast
 
 import pytest
 
-from app.config.schema import Deployment
-from app.config.sections import ReplicaBounds
-from app.control.messages import Drained, ReplicaLoss
-from app.control.routing import State, unavailable
-from app.errors import CallableFailed, MemoryBudgetExceeded
-from app.process.machine import HOST as HOST_MEMORY
-from app.process.proc import group_members
-from app.supervisor.handle import ReplicaHandle
-from app.supervisor.host import Host as RealHost
-from app.supervisor.memory_budget import MemoryBudget
-from app.supervisor.replica_memory import ReplicaMemory
-from app.supervisor.replica_process import ReplicaProcess
-from app.supervisor.replica_set import ReplicaSet
+from headwater_server.config.schema import Deployment
+from headwater_server.config.sections import ReplicaBounds
+from headwater_server.control.messages import Drained, ReplicaLoss
+from headwater_server.control.routing import State, unavailable
+from headwater_server.errors import CallableFailed, MemoryBudgetExceeded
+from headwater_server.process.machine import HOST as HOST_MEMORY
+from headwater_server.process.proc import group_members
+from headwater_server.supervisor.handle import ReplicaHandle
+from headwater_server.supervisor.host import Host as RealHost
+from headwater_server.supervisor.memory_budget import MemoryBudget
+from headwater_server.supervisor.replica_memory import ReplicaMemory
+from headwater_server.supervisor.replica_process import ReplicaProcess
+from headwater_server.supervisor.replica_set import ReplicaSet
 
 HOST = """
 import json, os, signal, sys, time
@@ -236,7 +236,7 @@ def test_crashes_in_a_row_end_in_failure_with_the_last_lines() -> None:
 
 
 def test_a_model_that_lost_too_many_replicas_goes_on_trying_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.supervisor.slot.SLOW_FIRST_S", 0.01)
+    monkeypatch.setattr("headwater_server.supervisor.slot.SLOW_FIRST_S", 0.01)
 
     async def scenario(host: Host, replicas: ReplicaSet) -> None:
         replicas.start()
@@ -284,7 +284,7 @@ def test_replicas_that_end_with_one_keys_requests_count_against_that_key() -> No
 
 @pytest.mark.slow
 def test_crashes_that_are_long_ago_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.supervisor.replica_set.CRASH_WINDOW_S", 0.3)
+    monkeypatch.setattr("headwater_server.supervisor.replica_set.CRASH_WINDOW_S", 0.3)
 
     async def scenario(host: Host, replicas: ReplicaSet) -> None:
         replicas.start()
@@ -313,7 +313,7 @@ def test_what_cannot_change_by_trying_again_fails_at_once(caplog: pytest.LogCapt
 def test_starts_for_which_the_machine_lacks_something_are_tried_again_without_end(
     mode: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("app.supervisor.replica_set.FAILED_STARTS_LIMIT", 1)
+    monkeypatch.setattr("headwater_server.supervisor.replica_set.FAILED_STARTS_LIMIT", 1)
 
     async def scenario(host: Host, replicas: ReplicaSet) -> None:
         replicas.start()
@@ -373,7 +373,7 @@ def test_what_cannot_be_listed_after_the_end_may_remain(monkeypatch: pytest.Monk
 
     async def scenario(host: Host, replicas: ReplicaSet) -> None:
         await replicas.load()
-        monkeypatch.setattr("app.supervisor.replica_process.group_members", no_descriptors)
+        monkeypatch.setattr("headwater_server.supervisor.replica_process.group_members", no_descriptors)
         await replicas.begin_unload(0)
         retired = await replicas.end_unload()
         assert retired.leftovers == ["perhaps processes, which can't be listed: [Errno 24] Too many open files"]

@@ -12,9 +12,9 @@ from typing import Any, cast
 
 import pytest
 
-from app.supervisor import front, runtime_folder
-from app.supervisor.front import Front
-from app.supervisor.runtime_folder import RuntimeFolder
+from headwater_server.supervisor import front, runtime_folder
+from headwater_server.supervisor.front import Front
+from headwater_server.supervisor.runtime_folder import RuntimeFolder
 
 
 @pytest.mark.parametrize("failing", ["_locked", "lock_instance_folder"])

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from app.config.schema import Config, Deployment
-from app.supervisor.scripts import Scripts
+from headwater_server.config.schema import Config, Deployment
+from headwater_server.supervisor.scripts import Scripts
 from tests.app.supervisor.test_lifecycle import Supervisor, one, run
 
 SCRIPT = """

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from app.config.schema import Deployment
-from app.control.routing import DeploymentRoute, State, TrafficRoute
-from app.errors import Conflict
-from app.supervisor.versions_state import VersionsState
-from inference.signature import Signature, TensorSpec
+from headwater.signature import Signature, TensorSpec
+from headwater_server.config.schema import Deployment
+from headwater_server.control.routing import DeploymentRoute, State, TrafficRoute
+from headwater_server.errors import Conflict
+from headwater_server.supervisor.versions_state import VersionsState
 
 SIGNATURE = Signature("c.1", (TensorSpec("x", "FP32", (1,)),), (TensorSpec("y", "FP32", (1,)),), max_batch_size=8)
 

@@ -14,12 +14,12 @@ from typing import cast
 
 import pytest
 
-from app.config.schema import Config
-from app.control.server import ControlServer
-from app.supervisor.host import Host, until
-from app.supervisor.replica_memory import ReplicaMemory
-from app.supervisor.workers import Workers
-from app.telemetry.observer import Observer
+from headwater_server.config.schema import Config
+from headwater_server.control.server import ControlServer
+from headwater_server.supervisor.host import Host, until
+from headwater_server.supervisor.replica_memory import ReplicaMemory
+from headwater_server.supervisor.workers import Workers
+from headwater_server.telemetry.observer import Observer
 
 
 class Pings:
@@ -47,7 +47,7 @@ def test_a_worker_that_gives_no_sign_of_life_is_killed_and_no_other(
     sleepers: list[subprocess.Popen[bytes]], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = Config.model_validate({"deployments": {"m": {"model": "m:M"}}})
-    monkeypatch.setattr("app.supervisor.workers.TIMEOUT_S", 4)
+    monkeypatch.setattr("headwater_server.supervisor.workers.TIMEOUT_S", 4)
     silent, alive, stranger = sleepers
 
     async def scenario() -> None:

@@ -13,11 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.types import Message, Scope
 
-from app.codecs.tensors import RawTensor
-from app.config.schema import Server
-from app.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
-from app.dispatch.dispatcher import ModelDispatcher
-from app.errors import (
+from headwater.signature import Signature, TensorSpec
+from headwater.wire.report import RowReport, Status
+from headwater_server.codecs.tensors import RawTensor
+from headwater_server.config.schema import Server
+from headwater_server.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
+from headwater_server.dispatch.dispatcher import ModelDispatcher
+from headwater_server.errors import (
     BadRequest,
     CallableFailed,
     Cancelled,
@@ -29,15 +31,13 @@ from app.errors import (
     ReplicaLost,
     Unavailable,
 )
-from app.gateway.app import create_app
-from app.gateway.models import Models
-from app.telemetry.catalogue import ACCEPTED, IN_FLIGHT, REQUESTS
-from app.telemetry.ledger import merged
-from app.telemetry.recorder import outcome_of, recorder, use
-from app.telemetry.store import Key, Store
-from app.transport.segments import RemoteSegment
-from inference.signature import Signature, TensorSpec
-from inference.wire.report import RowReport, Status
+from headwater_server.gateway.app import create_app
+from headwater_server.gateway.models import Models
+from headwater_server.telemetry.catalogue import ACCEPTED, IN_FLIGHT, REQUESTS
+from headwater_server.telemetry.ledger import merged
+from headwater_server.telemetry.recorder import outcome_of, recorder, use
+from headwater_server.telemetry.store import Key, Store
+from headwater_server.transport.segments import RemoteSegment
 from tests.app.dispatch.test_dispatcher import NUMBERS, Call
 
 REPORTS = {0: Status.OK, 1: Status.RAISED, 2: Status.BAD_INPUT, 3: Status.BAD_OUTPUT}

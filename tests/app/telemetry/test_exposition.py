@@ -20,11 +20,11 @@ from prometheus_client import Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics_families
 from prometheus_client.parser import text_string_to_metric_families
 
-from app.telemetry.catalogue import CATALOGUE, Phase
-from app.telemetry.exposition import ReplicaTarget, ReplicaText, ask_replicas, exposition
-from app.telemetry.ledger import Totals, merged
-from app.telemetry.recorder import Recorder
-from app.telemetry.store import Store
+from headwater_server.telemetry.catalogue import CATALOGUE, Phase
+from headwater_server.telemetry.exposition import ReplicaTarget, ReplicaText, ask_replicas, exposition
+from headwater_server.telemetry.ledger import Totals, merged
+from headwater_server.telemetry.recorder import Recorder
+from headwater_server.telemetry.store import Store
 
 DOCS = Path(__file__).parents[3] / "docs"
 OPEN_METRICS = "application/openmetrics-text; version=1.0.0"
@@ -311,5 +311,8 @@ def test_nobody_to_ask_is_no_wait() -> None:
 
 
 def test_a_worker_that_is_never_scraped_imports_no_client() -> None:
-    code = "import sys, app.gateway.worker; sys.exit('prometheus_client' in sys.modules or 'httpx' in sys.modules)"
+    code = (
+        "import sys, headwater_server.gateway.worker\n"
+        "sys.exit('prometheus_client' in sys.modules or 'httpx' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.telemetry import ledger as ledger_module
-from app.telemetry.catalogue import ACCEPTED, IN_FLIGHT, OUTCOMES, REQUESTS, Outcome
-from app.telemetry.instruments import Counter, Gauge, Histogram, Requests
-from app.telemetry.ledger import Ledger, merged, read_totals
-from app.telemetry.store import Key, Snapshot, Store, read_store
+from headwater_server.telemetry import ledger as ledger_module
+from headwater_server.telemetry.catalogue import ACCEPTED, IN_FLIGHT, OUTCOMES, REQUESTS, Outcome
+from headwater_server.telemetry.instruments import Counter, Gauge, Histogram, Requests
+from headwater_server.telemetry.ledger import Ledger, merged, read_totals
+from headwater_server.telemetry.store import Key, Snapshot, Store, read_store
 
 
 def of(folder: Path) -> dict[Key, list[int]]:

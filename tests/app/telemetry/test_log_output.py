@@ -16,12 +16,12 @@ from typing import IO, NamedTuple
 
 import pytest
 
-from app.telemetry.instruments import Counter
-from app.telemetry.ledger import read_totals
-from app.telemetry.log_output import LogOutput, never_blocking
-from app.telemetry.observer import Observer
-from app.telemetry.recorder import use
-from app.telemetry.store import Key, Store, read_store
+from headwater_server.telemetry.instruments import Counter
+from headwater_server.telemetry.ledger import read_totals
+from headwater_server.telemetry.log_output import LogOutput, never_blocking
+from headwater_server.telemetry.observer import Observer
+from headwater_server.telemetry.recorder import use
+from headwater_server.telemetry.store import Key, Store, read_store
 from tests.running import wait_for
 
 LINE = "x" * 99 + "\n"
@@ -143,7 +143,7 @@ def test_only_a_stream_with_a_file_is_replaced(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize("is_read", [True, False])
 def test_a_process_ends_with_all_that_it_logged_and_waits_for_no_reader(is_read: bool) -> None:
     script = (
-        "import logging; from app.telemetry.logs import set_up_logging; set_up_logging('json')\n"
+        "import logging; from headwater_server.telemetry.logs import set_up_logging; set_up_logging('json')\n"
         f"[logging.info('line %d', number) for number in range({100 if is_read else 10_000})]\n"
         "raise SystemExit('the end')"
     )

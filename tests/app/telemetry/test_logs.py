@@ -13,13 +13,13 @@ from typing import Any
 import httpx
 import pytest
 
-import app.errors
-from app.config.schema import Server, read_config
-from app.config.sections import LogFormat
-from app.errors import BadRequest, CallableFailed, ConfigError, HeadwaterError, QueueFull, Unavailable
-from app.gateway.app import create_app
-from app.gateway.models import Models
-from app.telemetry.logs import FLUSH_AFTER_S, REPLICA_LOGGER, AccessLog, json_line, set_up_logging, utc
+import headwater_server.errors
+from headwater_server.config.schema import Server, read_config
+from headwater_server.config.sections import LogFormat
+from headwater_server.errors import BadRequest, CallableFailed, ConfigError, HeadwaterError, QueueFull, Unavailable
+from headwater_server.gateway.app import create_app
+from headwater_server.gateway.models import Models
+from headwater_server.telemetry.logs import FLUSH_AFTER_S, REPLICA_LOGGER, AccessLog, json_line, set_up_logging, utc
 
 TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z\Z")
 SECRET = "the prompt \u2028 nobody shall read"
@@ -148,7 +148,11 @@ class TestAccessLog:
         assert json.loads(access_lines({"error": error("queue: full")}))["error"] == "queue: full"
 
     def test_an_error_of_a_new_kind_is_taken_to_quote(self) -> None:
-        quoting = {name for name in app.errors.__all__ if getattr(getattr(app.errors, name), "may_quote", False)}
+        quoting = {
+            name
+            for name in headwater_server.errors.__all__
+            if getattr(getattr(headwater_server.errors, name), "may_quote", False)
+        }
         assert {"HeadwaterError", "BadRequest", "NotFound", "CallableFailed", "UnsupportedMediaType"} <= quoting
 
     @pytest.mark.parametrize("human", [False, True])

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from app.dispatch.collector import Collector
-from app.dispatch.policy import GatherClock
-from app.errors import CallableFailed, DeadlineExceeded
-from app.telemetry.instruments import Histogram
-from app.telemetry.recorder import recorder, use
-from app.telemetry.store import Key, Store
-from inference.signature import HeadSpec
-from inference.wire.report import RowReport, Status
+from headwater.signature import HeadSpec
+from headwater.wire.report import RowReport, Status
+from headwater_server.dispatch.collector import Collector
+from headwater_server.dispatch.policy import GatherClock
+from headwater_server.errors import CallableFailed, DeadlineExceeded
+from headwater_server.telemetry.instruments import Histogram
+from headwater_server.telemetry.recorder import recorder, use
+from headwater_server.telemetry.store import Key, Store
 from tests.app.dispatch.test_dispatcher import Bench, run, settle
 
 HEADS = {"topic": HeadSpec("topic", ("t",), on_error="omit"), "mood": HeadSpec("mood", ("m",), on_error="omit")}

@@ -20,12 +20,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from app.control.routing import State
-from app.process.proc import group_uses, process_use
-from app.telemetry.ledger import read_totals
-from app.telemetry.observer import DeploymentView, Observer, ReplicaView
-from app.telemetry.recorder import use
-from app.telemetry.store import Key, Store
+from headwater_server.control.routing import State
+from headwater_server.process.proc import group_uses, process_use
+from headwater_server.telemetry.ledger import read_totals
+from headwater_server.telemetry.observer import DeploymentView, Observer, ReplicaView
+from headwater_server.telemetry.recorder import use
+from headwater_server.telemetry.store import Key, Store
 from tests.app.supervisor.test_lifecycle import Supervisor, one, run, settle
 
 TRANSITION = re.compile(r"(?P<name>\S+): (?P<before>[A-Z]+) -> (?P<after>[A-Z]+): ")

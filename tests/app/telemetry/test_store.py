@@ -14,15 +14,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.telemetry.catalogue import CATALOGUE, OUTCOMES, REQUESTS
-from app.telemetry.instruments import ACCEPTED_AT, Counter, Gauge, Histogram, Requests
-from app.telemetry.store import Key, Store, read_store
+from headwater_server.telemetry.catalogue import CATALOGUE, OUTCOMES, REQUESTS
+from headwater_server.telemetry.instruments import ACCEPTED_AT, Counter, Gauge, Histogram, Requests
+from headwater_server.telemetry.store import Key, Store, read_store
 
 COUNTING = """
 import sys
 from pathlib import Path
-from app.telemetry.instruments import Requests
-from app.telemetry.store import Store
+from headwater_server.telemetry.instruments import Requests
+from headwater_server.telemetry.store import Store
 store = Store(Path(sys.argv[1]))
 requests = Requests(store, "m", "infer")
 sys.stdout.write("x")

@@ -20,21 +20,21 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 from starlette.types import ASGIApp, Scope
 
-from app.codecs.tensors import Answer, InferRequest
-from app.config.schema import Server
-from app.config.sections import TracingSection
-from app.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
-from app.dispatch.graph import GraphDispatcher
-from app.errors import ReplicaLost
-from app.gateway.app import create_app
-from app.gateway.http.entry import RequestRecords
-from app.gateway.http.event_stream import StreamLimits
-from app.gateway.models import Models
-from app.supervisor.preflight import tracing_problems
-from app.telemetry.logs import AccessLog
-from app.telemetry.tracing import Tracing, add_model, current, exporting, use
-from inference.lm.null_engine import NullEngine
-from inference.wire.frame import StepCount
+from headwater.lm.null_engine import NullEngine
+from headwater.wire.frame import StepCount
+from headwater_server.codecs.tensors import Answer, InferRequest
+from headwater_server.config.schema import Server
+from headwater_server.config.sections import TracingSection
+from headwater_server.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
+from headwater_server.dispatch.graph import GraphDispatcher
+from headwater_server.errors import ReplicaLost
+from headwater_server.gateway.app import create_app
+from headwater_server.gateway.http.entry import RequestRecords
+from headwater_server.gateway.http.event_stream import StreamLimits
+from headwater_server.gateway.models import Models
+from headwater_server.supervisor.preflight import tracing_problems
+from headwater_server.telemetry.logs import AccessLog
+from headwater_server.telemetry.tracing import Tracing, add_model, current, exporting, use
 from tests.app.dispatch import test_frame_call as frames
 from tests.app.dispatch import test_graph as graph
 from tests.app.dispatch.test_dispatcher import settle
@@ -373,7 +373,10 @@ class TestOff:
         assert "trace_id" not in line
 
     def test_the_sdk_is_not_imported(self) -> None:
-        code = "import sys, app.gateway.worker, app.telemetry.tracing; sys.exit('opentelemetry.sdk' in sys.modules)"
+        code = (
+            "import sys, headwater_server.gateway.worker, headwater_server.telemetry.tracing\n"
+            "sys.exit('opentelemetry.sdk' in sys.modules)"
+        )
         assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
@@ -397,7 +400,7 @@ class TestConfiguration:
     def test_without_the_extra_it_says_what_to_install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         server = Server(tracing=TracingSection(endpoint="http://127.0.0.1:4318"))
         assert tracing_problems(server) == []
-        monkeypatch.setattr("app.supervisor.preflight.importlib.util.find_spec", lambda name: None)
+        monkeypatch.setattr("headwater_server.supervisor.preflight.importlib.util.find_spec", lambda name: None)
         assert tracing_problems(Server()) == []
         (problem,) = tracing_problems(server)
         assert "pip install 'headwater[otel]'" in problem.fix

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from app.codecs.tensors import InferRequest, RawTensor
-from app.transport.batch import encode_inputs
-from inference.model import Parameter
-from inference.signature import REQUEST, Signature, TensorSpec
+from headwater.model import Parameter
+from headwater.signature import REQUEST, Signature, TensorSpec
+from headwater_server.codecs.tensors import InferRequest, RawTensor
+from headwater_server.transport.batch import encode_inputs
 
 SIGNATURE = Signature(
     name="m",

@@ -16,12 +16,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.transport import channel as worker_channel
-from app.transport.channel import StreamChannel, Taken
-from inference.runtime import channel as replica_channel
-from inference.runtime.channel import StreamChannels
-from inference.runtime.stream_control import StreamControl
-from inference.wire.parcel import (
+from headwater.runtime import channel as replica_channel
+from headwater.runtime.channel import StreamChannels
+from headwater.runtime.stream_control import StreamControl
+from headwater.wire.parcel import (
     PARCEL_BYTES,
     PARCEL_WINDOW,
     STREAM_WINDOW,
@@ -29,7 +27,9 @@ from inference.wire.parcel import (
     ChannelNote,
     decode_parcel,
 )
-from inference.wire.report import CallNote
+from headwater.wire.report import CallNote
+from headwater_server.transport import channel as worker_channel
+from headwater_server.transport.channel import StreamChannel, Taken
 
 Array = np.ndarray[Any, np.dtype[np.uint8]]
 numbers = itertools.count()

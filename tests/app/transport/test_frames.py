@@ -17,11 +17,11 @@ import pytest
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc as pb_grpc
 
-from app.errors import CallableFailed, ReplicaLost, ReplicaUnreachable
-from app.transport.frames import FrameClient
-from app.transport.protocol import FrameRequest
-from inference.wire.parcel import PARCEL_WINDOW, STREAM_WINDOW, ChannelNote, Entry, encode_parcel
-from inference.wire.report import HEADWATER, CallNote
+from headwater.wire.parcel import PARCEL_WINDOW, STREAM_WINDOW, ChannelNote, Entry, encode_parcel
+from headwater.wire.report import HEADWATER, CallNote
+from headwater_server.errors import CallableFailed, ReplicaLost, ReplicaUnreachable
+from headwater_server.transport.frames import FrameClient
+from headwater_server.transport.protocol import FrameRequest
 
 NOTHING = FrameRequest([("x", "FP32", [1, 1], [bytes(4)])], CallNote(cancel="-"))
 

@@ -11,12 +11,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from app.codecs.tensors import InferRequest, OutputWish, RawTensor
-from app.transport.batch import encode_batch
-from app.transport.segments import Segment, Segments
-from inference.signature import Signature, TensorSpec
-from inference.wire.report import HEADWATER, CallNote
-from inference.wire.shared_memory import SHARED_FROM_BYTES, MappedCall, SharedCall
+from headwater.signature import Signature, TensorSpec
+from headwater.wire.report import HEADWATER, CallNote
+from headwater.wire.shared_memory import SHARED_FROM_BYTES, MappedCall, SharedCall
+from headwater_server.codecs.tensors import InferRequest, OutputWish, RawTensor
+from headwater_server.transport.batch import encode_batch
+from headwater_server.transport.segments import Segment, Segments
 
 SIGNATURE = Signature(
     name="m",
@@ -165,7 +165,7 @@ def test_memory_of_a_call_that_went_wrong_is_not_used_again() -> None:
 
 
 def test_what_is_not_used_for_a_while_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.transport.segments.KEPT_FOR_S", 0.001)
+    monkeypatch.setattr("headwater_server.transport.segments.KEPT_FOR_S", 0.001)
 
     async def scenario(segments: Segments) -> None:
         shared = taken(segments, SHARED_FROM_BYTES).shared()
@@ -175,7 +175,7 @@ def test_what_is_not_used_for_a_while_is_let_go(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_what_is_used_for_longer_than_that_is_let_go_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.transport.segments.KEPT_FOR_S", 0.001)
+    monkeypatch.setattr("headwater_server.transport.segments.KEPT_FOR_S", 0.001)
 
     async def scenario(segments: Segments) -> None:
         segment = taken(segments, SHARED_FROM_BYTES)
@@ -233,7 +233,7 @@ def test_without_room_for_another_file_all_goes_inline(monkeypatch: pytest.Monke
     async def scenario(segments: Segments) -> None:
         kept = segments.take(2 * SHARED_FROM_BYTES, 1)
         assert kept is not None
-        monkeypatch.setattr("app.transport.segments.os.memfd_create", no_room)
+        monkeypatch.setattr("headwater_server.transport.segments.os.memfd_create", no_room)
         assert segments.take(2 * SHARED_FROM_BYTES, 1) is None
 
     run(scenario)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from app.codecs.tensors import RawTensor
-from app.errors import CallableFailed, ReplicaLost, ReplicaUnreachable
-from app.transport.triton import TritonClient
+from headwater_server.codecs.tensors import RawTensor
+from headwater_server.errors import CallableFailed, ReplicaLost, ReplicaUnreachable
+from headwater_server.transport.triton import TritonClient
 
 HEAD = b'{"inputs":[]}'
 JSON = (

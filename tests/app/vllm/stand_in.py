@@ -10,10 +10,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from app.control.routing import DeploymentRoute, ReplicaRoute, State
-from app.vllm.dispatcher import VllmDispatcher
-from app.vllm.requests import VllmRequest, read_request
-from inference.signature import VllmSpec, text_signature
+from headwater.signature import VllmSpec, text_signature
+from headwater_server.control.routing import DeploymentRoute, ReplicaRoute, State
+from headwater_server.vllm.dispatcher import VllmDispatcher
+from headwater_server.vllm.requests import VllmRequest, read_request
 from tests.app.serving import until
 
 __all__ = [

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
-from app.control.messages import Drain, Drained
-from app.control.routing import RoutingTable
-from app.gateway.models import Models
-from app.telemetry.recorder import recorder
-from app.vllm.answers import ChunkAnswer, TokenCount
-from app.vllm.dispatcher import VllmDispatcher
+from headwater_server.control.messages import Drain, Drained
+from headwater_server.control.routing import RoutingTable
+from headwater_server.gateway.models import Models
+from headwater_server.telemetry.recorder import recorder
+from headwater_server.vllm.answers import ChunkAnswer, TokenCount
+from headwater_server.vllm.dispatcher import VllmDispatcher
 from tests.app.serving import until
 from tests.app.vllm.stand_in import Exchange, benched, chunk, request, route_of, run, stand_ins
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from app.vllm import affinity as affinity_module
-from app.vllm.affinity import BLOCK_BYTES, PrefixAffinity
+from headwater_server.vllm import affinity as affinity_module
+from headwater_server.vllm.affinity import BLOCK_BYTES, PrefixAffinity
 
 PROMPT = b"p" * 4 * BLOCK_BYTES
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.errors import (
+from headwater_server.errors import (
     BadRequest,
     CallableFailed,
     ContextTooLong,
@@ -18,9 +18,9 @@ from app.errors import (
     QueueFull,
     ReplicaLost,
 )
-from app.lm.generate import GenerateAnswer
-from app.telemetry.recorder import recorder
-from app.vllm.answers import (
+from headwater_server.lm.generate import GenerateAnswer
+from headwater_server.telemetry.recorder import recorder
+from headwater_server.vllm.answers import (
     DONE,
     ChunkAnswer,
     EmbeddingsAnswer,

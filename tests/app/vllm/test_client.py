@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from app.errors import ReplicaLost, ReplicaUnreachable
-from app.vllm import client as client_module
-from app.vllm.client import HIGH_BYTES, VllmAnswer, VllmClient
+from headwater_server.errors import ReplicaLost, ReplicaUnreachable
+from headwater_server.vllm import client as client_module
+from headwater_server.vllm.client import HIGH_BYTES, VllmAnswer, VllmClient
 from tests.app.serving import until
 from tests.app.vllm.stand_in import Exchange, StandIn, run, stand_ins
 

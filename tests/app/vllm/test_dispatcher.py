@@ -8,16 +8,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from app.codecs.tensors import InferRequest
-from app.control.load import Moment
-from app.control.routing import State
-from app.errors import BadRequest, HeadwaterError, ReplicaLost, Unavailable
-from app.telemetry.recorder import recorder
-from app.vllm import dispatcher as dispatcher_module
-from app.vllm.answers import ChunkAnswer, TokenCount
-from app.vllm.client import VllmClient
-from app.vllm.relay import Relay
-from inference.wire.lm import Load
+from headwater.wire.lm import Load
+from headwater_server.codecs.tensors import InferRequest
+from headwater_server.control.load import Moment
+from headwater_server.control.routing import State
+from headwater_server.errors import BadRequest, HeadwaterError, ReplicaLost, Unavailable
+from headwater_server.telemetry.recorder import recorder
+from headwater_server.vllm import dispatcher as dispatcher_module
+from headwater_server.vllm.answers import ChunkAnswer, TokenCount
+from headwater_server.vllm.client import VllmClient
+from headwater_server.vllm.relay import Relay
 from tests.app.serving import until
 from tests.app.vllm.stand_in import Bench, Exchange, benched, chunk, request, route_of, run, stand_ins
 from tests.counted import count_from_zero

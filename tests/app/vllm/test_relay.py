@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from app.errors import (
+from headwater_server.errors import (
     BadRequest,
     CallableFailed,
     Cancelled,
@@ -20,10 +20,10 @@ from app.errors import (
     ReplicaLost,
     Unavailable,
 )
-from app.telemetry.recorder import recorder
-from app.vllm.answers import Answer, ChunkAnswer, ResponsesAnswer, TokenCount
-from app.vllm.relay import Relay
-from app.vllm.requests import read_request
+from headwater_server.telemetry.recorder import recorder
+from headwater_server.vllm.answers import Answer, ChunkAnswer, ResponsesAnswer, TokenCount
+from headwater_server.vllm.relay import Relay
+from headwater_server.vllm.requests import read_request
 from tests.app.serving import until
 from tests.app.vllm.stand_in import (
     Bench,

@@ -7,10 +7,10 @@ from typing import Any
 import orjson
 import pytest
 
-from app.errors import BadRequest
-from app.lm.generate import GenerateRequest
-from app.telemetry.catalogue import Route
-from app.vllm.requests import MAX_SEQUENCES, from_generate, read_request
+from headwater_server.errors import BadRequest
+from headwater_server.lm.generate import GenerateRequest
+from headwater_server.telemetry.catalogue import Route
+from headwater_server.vllm.requests import MAX_SEQUENCES, from_generate, read_request
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 TEXT: dict[str, Any] = {"model": "m", "prompt": "x"}

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
-from app import __version__
-from app.config.schema import Server, read_config
-from app.errors import ConfigError
+from headwater_server import __version__
+from headwater_server.config.schema import Server, read_config
+from headwater_server.errors import ConfigError
 from tests.deploy.charts import EXAMPLES, ROOT, VERSIONS, Manifest, manifests, only, problems, variants
 from tests.pages import section
 

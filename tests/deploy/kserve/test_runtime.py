@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from app.cli.options import config_flags
-from app.config.schema import read_config
+from headwater_server.cli.options import config_flags
+from headwater_server.config.schema import read_config
 from tests.deploy.charts import DEPLOY, VERSIONS, Manifest, only, problems, variants
 
 FOUND: list[Manifest] = [

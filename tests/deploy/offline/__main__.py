@@ -20,7 +20,7 @@ import urllib.request
 from pathlib import Path
 from typing import Final
 
-MODEL: Final = "inference.zoo.scale:Scale"
+MODEL: Final = "headwater.zoo.scale:Scale"
 BODY: Final = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 3], "data": [1, 2, 3]}]}
 EXPECTED: Final = [2.0, 4.0, 6.0]
 START_TIMEOUT_S: Final = 120.0

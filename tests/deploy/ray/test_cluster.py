@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from app import __version__
-from app.config.schema import read_config
+from headwater_server import __version__
+from headwater_server.config.schema import read_config
 from tests.deploy.charts import DEPLOY
 
 FOLDER = DEPLOY / "ray"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from inference.hf import amx
+from headwater.hf import amx
 from tests.inference.hf.linear_layers import check_layers
 
 has_amx = pytest.mark.skipif(not torch.cpu.get_capabilities().get("amx_bf16"), reason="this CPU lacks AMX")

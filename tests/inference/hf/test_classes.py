@@ -10,10 +10,10 @@ import pytest
 import torch
 from sentence_transformers import CrossEncoder
 
-from inference.errors import LoadError
-from inference.model import Model
-from inference.runtime.loader import load_model
-from inference.signature import Signature
+from headwater.errors import LoadError
+from headwater.model import Model
+from headwater.runtime.loader import load_model
+from headwater.signature import Signature
 from tests.inference.hf.folders import TEXTS, bert, change, pipeline
 
 LABELS = ("tax", "animal", "place")

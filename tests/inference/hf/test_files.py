@@ -8,8 +8,8 @@ import tracemalloc
 
 import pytest
 
-from inference.errors import BadInput
-from inference.hf.files import file_of
+from headwater.errors import BadInput
+from headwater.hf.files import file_of
 
 FILE = bytes(range(256))
 TEXT = base64.b64encode(FILE)

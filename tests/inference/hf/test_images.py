@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFile
 
-from inference.errors import BadInput
-from inference.hf.images import MOST_PIXELS
-from inference.model import Model
-from inference.runtime.loader import load_model
+from headwater.errors import BadInput
+from headwater.hf.images import MOST_PIXELS
+from headwater.model import Model
+from headwater.runtime.loader import load_model
 from tests.inference.hf.folders import pipeline, vit
 
 LABELS = ("boat", "port")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from inference.hf import onednn
+from headwater.hf import onednn
 from tests.inference.hf.linear_layers import check_layers
 
 

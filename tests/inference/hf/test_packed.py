@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from inference.hf import amx, onednn, packed
-from inference.hf.packed import pack
+from headwater.hf import amx, onednn, packed
+from headwater.hf.packed import pack
 from tests.inference.hf.folders import LIBRARY
 
 LENGTHS = (5, 1, 12, 5, 7, 12, 3)

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from sentence_transformers import SentenceTransformer
 
-from inference.errors import BadInput, LoadError
-from inference.model import Embedding, Model
-from inference.runtime.loader import load_model
-from inference.signature import Signature
-from inference.zoo.text import weights_folder
+from headwater.errors import BadInput, LoadError
+from headwater.model import Embedding, Model
+from headwater.runtime.loader import load_model
+from headwater.signature import Signature
+from headwater.zoo.text import weights_folder
 from tests.inference.hf.folders import TEXTS, sentences
 
 QUERY: dict[str, Any] = {"prompts": {"query": "query: ", "document": ""}, "default_prompt_name": "query"}

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from scipy.signal import resample_poly
 
-from inference.errors import BadInput, LoadError
-from inference.hf.speech import LEAST_RATE, MOST_RATE, MOST_SAMPLES, MOST_SECONDS, read
-from inference.model import Model
-from inference.runtime.loader import load_model
+from headwater.errors import BadInput, LoadError
+from headwater.hf.speech import LEAST_RATE, MOST_RATE, MOST_SAMPLES, MOST_SECONDS, read
+from headwater.model import Model
+from headwater.runtime.loader import load_model
 from tests.inference.hf.folders import RATE, pipeline, wav, wav2vec2, whisper
 
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference.hf.texts import PASS_TOKENS, computed, filled, similar
+from headwater.hf.texts import PASS_TOKENS, computed, filled, similar
 
 
 def cost(groups: list[Any], lengths: np.ndarray[Any, Any], pass_tokens: int) -> int:

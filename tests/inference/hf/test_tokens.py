@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inference.errors import LoadError
-from inference.runtime.loader import load_model
+from headwater.errors import LoadError
+from headwater.runtime.loader import load_model
 from tests.inference.hf.folders import TEXTS, bert, pipeline
 
 LABELS = ("O", "B-PER", "I-PER", "B-LOC")

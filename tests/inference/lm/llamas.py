@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from inference.engine import Engine, Sampling, SequenceRequest, TokenEvent
+from headwater.engine import Engine, Sampling, SequenceRequest, TokenEvent
 
 VOCAB_SIZE = 96
 CONTEXT = 128

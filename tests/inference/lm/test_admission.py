@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference.engine import (
+from headwater.engine import (
     SAMPLING_FIELDS,
     EngineFull,
     EngineLimits,
@@ -18,7 +18,7 @@ from inference.engine import (
     Sampling,
     SequenceRequest,
 )
-from inference.lm.admission import Admission
+from headwater.lm.admission import Admission
 
 LIMITS = EngineLimits(max_sequences=4, max_waiting=3, context_length=100, cache_tokens=200, vocab_size=10)
 

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from inference.engine import Sampling, SequenceRequest
-from inference.errors import ReplicaError
-from inference.lm import invariant_attention, invariant_products, sampling
-from inference.lm.sampling import Choice, Sampler
-from inference.lm.slot_engine import SlotEngine
+from headwater.engine import Sampling, SequenceRequest
+from headwater.errors import ReplicaError
+from headwater.lm import invariant_attention, invariant_products, sampling
+from headwater.lm.sampling import Choice, Sampler
+from headwater.lm.slot_engine import SlotEngine
 from tests.inference.lm.llamas import prompt_of, request, run, tiny, tokens
 
-FOLDER = Path(__file__).parents[3] / "inference" / "zoo" / "weights" / "tiny_lm"
+FOLDER = Path(__file__).parents[3] / "inference" / "headwater" / "zoo" / "weights" / "tiny_lm"
 LONG: dict[str, Any] = {"max_position_embeddings": 1024}
 LLAMA = tiny()
 SLIDING = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
@@ -48,7 +48,7 @@ class Logits:
                     self._rows.setdefault(sampler.sampling.seed, []).append(row.clone())
             return choose(logits, samplers, *rest)
 
-        monkeypatch.setattr("inference.lm.slot_engine.choose", collect)
+        monkeypatch.setattr("headwater.lm.slot_engine.choose", collect)
 
     def of(self, engine: SlotEngine, *requests: SequenceRequest) -> dict[int, Tensor]:
         """The logits of each sequence, [tokens, vocab]."""

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from inference.errors import ReplicaError
-from inference.lm.causal_lm import load_causal_lm
-from inference.lm.slot_engine import SlotEngine
+from headwater.errors import ReplicaError
+from headwater.lm.causal_lm import load_causal_lm
+from headwater.lm.slot_engine import SlotEngine
 from tests.inference.lm.llamas import differs, generated, prompt_of, request, run, tiny, tokens
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from inference.lm.compile_queue import CompileQueue, Lane
+from headwater.lm.compile_queue import CompileQueue, Lane
 
 
 def test_scopes_take_turns() -> None:

@@ -17,11 +17,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from inference.lm import decode_graphs
-from inference.lm.cached_model import CachedModel
-from inference.lm.decode_graphs import GRAPHS, DecodeGraphs, Record, Recording, StepInputs
-from inference.lm.slot_cache import SlotCache
-from inference.lm.slot_engine import SlotEngine
+from headwater.lm import decode_graphs
+from headwater.lm.cached_model import CachedModel
+from headwater.lm.decode_graphs import GRAPHS, DecodeGraphs, Record, Recording, StepInputs
+from headwater.lm.slot_cache import SlotCache
+from headwater.lm.slot_engine import SlotEngine
 from tests.inference.lm.llamas import differs, generated, prompt_of, request, run, tiny, tokens
 
 FORBIDDEN = {"aten.item.default", "aten._local_scalar_dense.default", "aten.nonzero.default"}
@@ -96,7 +96,7 @@ def waiting_model(monkeypatch: pytest.MonkeyPatch) -> Any:
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     """What engines record with."""
     found = Recorder()
-    monkeypatch.setattr("inference.lm.cached_model.recorder_of", lambda device: found)
+    monkeypatch.setattr("headwater.lm.cached_model.recorder_of", lambda device: found)
     return found
 
 

@@ -18,13 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from inference.engine import EngineLimits, SequenceRequest, TokenEvent
-from inference.lm.engine_host import EngineHost
-from inference.lm.host_channel import ChannelLimits
-from inference.lm.null_engine import NullEngine
-from inference.wire.arrays import Array
-from inference.wire.frame import FRAME
-from inference.wire.lm import (
+from headwater.engine import EngineLimits, SequenceRequest, TokenEvent
+from headwater.lm.engine_host import EngineHost
+from headwater.lm.host_channel import ChannelLimits
+from headwater.lm.null_engine import NullEngine
+from headwater.wire.arrays import Array
+from headwater.wire.frame import FRAME
+from headwater.wire.lm import (
     CONTROL,
     Message,
     Open,
@@ -35,8 +35,8 @@ from inference.wire.lm import (
     decode_frame,
     encode,
 )
-from inference.wire.parcel import PARCEL_WINDOW, STREAM_WINDOW, ChannelNote, decode_parcel
-from inference.wire.report import HEADWATER, CallNote
+from headwater.wire.parcel import PARCEL_WINDOW, STREAM_WINDOW, ChannelNote, decode_parcel
+from headwater.wire.report import HEADWATER, CallNote
 from tests.services.engines import Fault, FaultyEngine
 
 LIMITS = EngineLimits(
@@ -744,7 +744,7 @@ class Clock:
 
 def test_a_pause_of_the_replica_costs_a_worker_that_is_there_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr("inference.lm.engine_host.time", clock)
+    monkeypatch.setattr("headwater.lm.engine_host.time", clock)
     engine = Gated(NullEngine(LIMITS))
 
     async def test(host: EngineHost) -> None:
@@ -804,7 +804,7 @@ def test_a_number_twice_ends_the_channel() -> None:
 def test_what_is_no_message_is_answered_so(data: bytes | None) -> None:
     async def test(host: EngineHost) -> None:
         (frame,) = [frame async for frame in _frames(host, data)]
-        assert frame.closed.startswith("control: expected a message of inference.wire.lm: ")
+        assert frame.closed.startswith("control: expected a message of headwater.wire.lm: ")
 
     hosted(NullEngine(LIMITS), test)
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from inference.engine import EngineLimits, Sampling
-from inference.errors import LoadError
-from inference.lm.generation_config import GENERATION_CONFIG
-from inference.lm.loading import LmPlan, lm_signature, plan_language_model
+from headwater.engine import EngineLimits, Sampling
+from headwater.errors import LoadError
+from headwater.lm.generation_config import GENERATION_CONFIG
+from headwater.lm.loading import LmPlan, lm_signature, plan_language_model
 from tests.inference.lm.llamas import tiny
 from tests.inference.lm.test_model_folder import ZOO
 

@@ -15,14 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from app.lm.answer_grammar import MAX_OPTIONAL
 from benchmarks.json_schemas import is_valid, schemas
-from inference.engine import Grammar, GrammarKind, RequestRejected, Sampling, TokenEvent
-from inference.errors import ReplicaError
-from inference.lm import grammars as module
-from inference.lm.grammars import Grammars
-from inference.lm.loading import plan_language_model
-from inference.lm.slot_engine import SlotEngine
+from headwater.engine import Grammar, GrammarKind, RequestRejected, Sampling, TokenEvent
+from headwater.errors import ReplicaError
+from headwater.lm import grammars as module
+from headwater.lm.grammars import Grammars
+from headwater.lm.loading import plan_language_model
+from headwater.lm.slot_engine import SlotEngine
+from headwater_server.lm.answer_grammar import MAX_OPTIONAL
 from tests.app.lm.scripted import FOLDER
 from tests.inference.lm.llamas import CONTEXT, GREEDY, by_id, request, run, tiny, tokens
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from app.process.sweep import process_stats
-from inference.engine import EngineFull, Grammar, Sampling, TokenEvent
-from inference.lm import grammars as module
-from inference.lm.compile_queue import Lane
-from inference.lm.grammars import Grammars
-from inference.lm.slot_engine import SlotEngine
+from headwater.engine import EngineFull, Grammar, Sampling, TokenEvent
+from headwater.lm import grammars as module
+from headwater.lm.compile_queue import Lane
+from headwater.lm.grammars import Grammars
+from headwater.lm.slot_engine import SlotEngine
+from headwater_server.process.sweep import process_stats
 from tests.app.lm.scripted import FOLDER
 from tests.inference.lm.llamas import by_id, request, run
 from tests.inference.lm.test_grammars import (

@@ -12,16 +12,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import inference.zoo
-from inference.errors import LoadError, ReplicaError, is_permanent
-from inference.lm.causal_lm import load_causal_lm
-from inference.lm.loading import plan_language_model
-from inference.replica.probe import Request, probe
-from inference.replica.served import load_language_model
-from inference.wire.handshake import ReplicaSpec
+import headwater.zoo
+from headwater.errors import LoadError, ReplicaError, is_permanent
+from headwater.lm.causal_lm import load_causal_lm
+from headwater.lm.loading import plan_language_model
+from headwater.replica.probe import Request, probe
+from headwater.replica.served import load_language_model
+from headwater.wire.handshake import ReplicaSpec
 from tests.inference.lm.llamas import LONG_ROPE, tiny
 
-ZOO = Path(inference.zoo.__file__).parent / "weights" / "tiny_lm"
+ZOO = Path(headwater.zoo.__file__).parent / "weights" / "tiny_lm"
 
 
 @pytest.fixture

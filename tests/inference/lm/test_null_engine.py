@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from inference.engine import Engine, EngineFull, EngineLimits, SequenceRequest, TokenEvent
-from inference.lm.null_engine import NullEngine
+from headwater.engine import Engine, EngineFull, EngineLimits, SequenceRequest, TokenEvent
+from headwater.lm.null_engine import NullEngine
 from tests.inference.lm.llamas import by_id, request, run, tokens
 from tests.services.engines import FaultyEngine
 

@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.cli.plan.cache_size import CHUNK
-from app.cli.plan.cache_size import KEPT_ROWS as planned_rows
-from inference.engine import EngineFull, RequestTooLong, TokenEvent
-from inference.lm.prefix_index import BLOCK, PrefixIndex, chain_of
-from inference.lm.slot_engine import KEPT_ROWS, SlotEngine
+from headwater.engine import EngineFull, RequestTooLong, TokenEvent
+from headwater.lm.prefix_index import BLOCK, PrefixIndex, chain_of
+from headwater.lm.slot_engine import KEPT_ROWS, SlotEngine
+from headwater_server.cli.plan.cache_size import CHUNK
+from headwater_server.cli.plan.cache_size import KEPT_ROWS as planned_rows
 from tests.inference.lm.llamas import (
     VOCAB_SIZE,
     by_id,
@@ -184,7 +184,7 @@ class TestWhatIsKept:
         assert held(engine) == 256
 
     def test_grows_to_its_bound_only(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("inference.lm.slot_engine.KEPT_TOKENS", 1000)
+        monkeypatch.setattr("headwater.lm.slot_engine.KEPT_TOKENS", 1000)
         for options, most in [({}, 3 * 256), ({"cache_tokens": 2000}, 7 * 256), ({"cache_tokens": 500}, 256)]:
             engine = engine_of(LONG, max_sequences=2, **options)
             for seed in range(12):

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-import inference.zoo
-from inference.engine import PromptLogprob, RequestRejected, Sampling, SequenceRequest, TokenEvent
-from inference.lm import slot_engine
-from inference.lm.causal_lm import load_causal_lm
-from inference.lm.null_engine import NullEngine
-from inference.lm.slot_engine import SlotEngine
+import headwater.zoo
+from headwater.engine import PromptLogprob, RequestRejected, Sampling, SequenceRequest, TokenEvent
+from headwater.lm import slot_engine
+from headwater.lm.causal_lm import load_causal_lm
+from headwater.lm.null_engine import NullEngine
+from headwater.lm.slot_engine import SlotEngine
 from tests.inference.lm.llamas import VOCAB_SIZE, by_id, prompt_of, request, tiny, tokens
 
 LLAMA = tiny()
-TINY_LM = Path(inference.zoo.__file__).parent / "weights" / "tiny_lm"
+TINY_LM = Path(headwater.zoo.__file__).parent / "weights" / "tiny_lm"
 
 
 def engine_of(model: Any = LLAMA, **options: Any) -> SlotEngine:

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from inference.errors import ReplicaError
-from inference.lm.rotary import switches_of
-from inference.lm.slot_engine import SlotEngine
+from headwater.errors import ReplicaError
+from headwater.lm.rotary import switches_of
+from headwater.lm.slot_engine import SlotEngine
 from tests.inference.lm.llamas import (
     LONG_ROPE,
     ORIGINAL,
@@ -53,7 +53,7 @@ class TestLongRoPE:
         differs(answers(engine, one=prompt)["one"], *expected)
 
     def test_the_check_sees_factors_that_follow_the_longest_neighbour(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("inference.lm.slot_engine.fix_frequencies", lambda model, length: None)
+        monkeypatch.setattr("headwater.lm.slot_engine.fix_frequencies", lambda model, length: None)
         engine = SlotEngine(tiny("phi3", **LONG_ROPE))
         with pytest.raises(ReplicaError, match=rf"other logits with the .* set `options.context_length: {ORIGINAL}`"):
             engine.check()

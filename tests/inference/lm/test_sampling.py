@@ -20,9 +20,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from inference.engine import Sampling
-from inference.lm import sampling as module
-from inference.lm.sampling import Allowed, Biases, Choice, Sampler, choose, filtered, penalised
+from headwater.engine import Sampling
+from headwater.lm import sampling as module
+from headwater.lm.sampling import Allowed, Biases, Choice, Sampler, choose, filtered, penalised
 
 CPU = torch.device("cpu")
 SEEDS = st.integers(0, 2**31)

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference.engine import EngineFull, RequestRejected, RequestTooLong, Sampling, TokenEvent
-from inference.errors import ReplicaError
-from inference.lm.slot_engine import SlotEngine
-from inference.runtime.capacity import Capacity
+from headwater.engine import EngineFull, RequestRejected, RequestTooLong, Sampling, TokenEvent
+from headwater.errors import ReplicaError
+from headwater.lm.slot_engine import SlotEngine
+from headwater.runtime.capacity import Capacity
 from tests.inference.lm.llamas import (
     CONTEXT,
     VOCAB_SIZE,
@@ -422,7 +422,7 @@ class TestAFailure:
             raise RuntimeError("CUDA error: device-side assert triggered")
 
         monkeypatch.setattr(model, "forward", fail)
-        monkeypatch.setattr("inference.lm.slot_engine.breaks_device", lambda reason, device: "CUDA error" in reason)
+        monkeypatch.setattr("headwater.lm.slot_engine.breaks_device", lambda reason, device: "CUDA error" in reason)
         assert run(engine, request("a", [1], 3))["a"][-1].finish == "error"
         assert reasons == ["RuntimeError: CUDA error: device-side assert triggered"]
 
@@ -601,7 +601,7 @@ class TestTheCache:
     def test_is_freed_for_the_device_whenever_the_cache_has_another_size(self, monkeypatch: pytest.MonkeyPatch) -> None:
         freed: list[tuple[int, int]] = []
         engine = engine_of(tiny(max_position_embeddings=2048), prefill_chunk=1024)
-        monkeypatch.setattr("inference.lm.slot_cache.free_memory", lambda: freed.append(engine._cache.shape))
+        monkeypatch.setattr("headwater.lm.slot_cache.free_memory", lambda: freed.append(engine._cache.shape))
         run(engine, request("a", prompt_of(5), 5))
         run(engine, request("b", prompt_of(300), 5))
         assert freed == [(1, 256), (1, 512)]

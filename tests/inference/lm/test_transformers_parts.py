@@ -1,4 +1,4 @@
-"""The parts of transformers that `inference.lm.transformers_parts` relies on. After an upgrade, this fails first."""
+"""The parts of transformers that `headwater.lm.transformers_parts` relies on. After an upgrade, this fails first."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 from transformers import AutoConfig, BertConfig, LlamaConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from inference.lm.slot_cache import SlotCache
-from inference.lm.transformers_parts import (
+from headwater.lm.slot_cache import SlotCache
+from headwater.lm.transformers_parts import (
     activation_classes,
     attention_of,
     blank_model,
@@ -47,7 +47,9 @@ def test_the_version_is_the_one_that_was_tested_and_is_pinned() -> None:
 @pytest.mark.parametrize("name", OVERRIDDEN)
 def test_a_method_of_a_cache_s_layer_is_there_and_takes_the_same(name: str) -> None:
     method = getattr(CacheLayerMixin, name, None)
-    assert method is not None, f"inference/lm/slot_cache.py overrides CacheLayerMixin.{name}, which models call no more"
+    assert method is not None, (
+        f"inference/headwater/lm/slot_cache.py overrides CacheLayerMixin.{name}, which models call no more"
+    )
     assert list(inspect.signature(method).parameters)[1:] == OVERRIDDEN[name]
 
 

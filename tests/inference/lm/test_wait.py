@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from inference.lm.step_watch import Wait
+from headwater.lm.step_watch import Wait
 
 
 def test_one_that_looks_when_told_ends_it_at_its_time() -> None:

@@ -41,7 +41,7 @@ finally:
 def _find(path: Path) -> dict[str, Any]:
     request = {"path": str(path), "working_dir": str(path.parent)}
     ended = subprocess.run(
-        [sys.executable, "-m", "inference.replica.bindings"],
+        [sys.executable, "-m", "headwater.replica.bindings"],
         input=json.dumps(request),
         capture_output=True,
         text=True,

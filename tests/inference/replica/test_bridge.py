@@ -19,8 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from inference.replica import callee
-from inference.replica.bridge import (
+from headwater.replica import callee
+from headwater.replica.bridge import (
     HEAD,
     TritonPythonModel,
     describe,
@@ -30,8 +30,8 @@ from inference.replica.bridge import (
     socket_path,
     tensors,
 )
-from inference.runtime.call_loop import CallLoop
-from inference.wire.triton_words import is_process_lost
+from headwater.runtime.call_loop import CallLoop
+from headwater.wire.triton_words import is_process_lost
 
 TIMEOUT_S = 30
 LARGE = np.arange(1 << 18, dtype=np.int64)
@@ -337,7 +337,9 @@ def test_the_script_runs_without_our_modules(tmp_path: Path) -> None:
     script.chmod(0o444)  # as where packages are for reading only
     install(script)
     found: dict[str, Any] = {"__name__": "model"}
-    hidden = {name: None for name in sys.modules if name.partition(".")[0] in ("inference", "app", "msgspec")}
+    hidden = {
+        name: None for name in sys.modules if name.partition(".")[0] in ("headwater", "headwater_server", "msgspec")
+    }
     with pytest.MonkeyPatch.context() as patch:
         for name, nothing in hidden.items():
             patch.setitem(sys.modules, name, nothing)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from inference.replica.imported import imported_files
+from headwater.replica.imported import imported_files
 
 
 def test_they_are_the_users_also_those_that_could_not_be_imported(

@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from inference.environment import library_path
-from inference.replica import preloaded
-from inference.wire.handshake import COMMAND, GO, HOST, READY, STATUS, ForkRequest, ReplicaSpec, ReplicaStatus
+from headwater.environment import library_path
+from headwater.replica import preloaded
+from headwater.wire.handshake import COMMAND, GO, HOST, READY, STATUS, ForkRequest, ReplicaSpec, ReplicaStatus
 from tests.running import wait_for
 
 GUARDIAN = "import os, sys; os.waitpid(int(sys.argv[3]), 0)"

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from inference.replica.probe_call import HTTP_SOCKET, PROBE_FILE, probe_request, write_probe
-from inference.signature import Signature, TensorSpec
+from headwater.replica.probe_call import HTTP_SOCKET, PROBE_FILE, probe_request, write_probe
+from headwater.signature import Signature, TensorSpec
 
 PLAIN = Signature(name="m", inputs=(TensorSpec("x", "FP32", (2,)),), outputs=(TensorSpec("y", "FP32", (2,)),))
 

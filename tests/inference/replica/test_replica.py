@@ -6,8 +6,8 @@ import errno
 
 import pytest
 
-from inference.errors import DeclarationError, LoadError, ModelUnfit, Problem, ReplicaError
-from inference.replica.__main__ import failure_of
+from headwater.errors import DeclarationError, LoadError, ModelUnfit, Problem, ReplicaError
+from headwater.replica.__main__ import failure_of
 
 
 def wrapped() -> LoadError:

@@ -17,28 +17,28 @@ import msgspec
 import numpy as np
 import pytest
 
-from app.process.sweep import Journal, segments_mapped_by, sweep_replica
-from inference.engine import EngineLimits, SequenceRequest
-from inference.environment import library_path
-from inference.errors import DeclarationError, LoadError
-from inference.lm.engine_host import EngineHost
-from inference.lm.loading import SlotOptions, lm_signature, plan_language_model
-from inference.lm.null_engine import NullEngine
-from inference.lm.slot_engine import SlotEngine
-from inference.pipeline import PipelineSpec, StepSpec
-from inference.replica.callee import Answers, Request
-from inference.replica.served import load_language_model, load_served
-from inference.replica.warmup_lm import counts, submits
-from inference.signature import Signature
-from inference.wire.frame import FRAME, decode_frame
-from inference.wire.handshake import ReplicaSpec, ReplicaStatus
+from headwater.engine import EngineLimits, SequenceRequest
+from headwater.environment import library_path
+from headwater.errors import DeclarationError, LoadError
+from headwater.lm.engine_host import EngineHost
+from headwater.lm.loading import SlotOptions, lm_signature, plan_language_model
+from headwater.lm.null_engine import NullEngine
+from headwater.lm.slot_engine import SlotEngine
+from headwater.pipeline import PipelineSpec, StepSpec
+from headwater.replica.callee import Answers, Request
+from headwater.replica.served import load_language_model, load_served
+from headwater.replica.warmup_lm import counts, submits
+from headwater.signature import Signature
+from headwater.wire.frame import FRAME, decode_frame
+from headwater.wire.handshake import ReplicaSpec, ReplicaStatus
+from headwater_server.process.sweep import Journal, segments_mapped_by, sweep_replica
 from tests.running import processes_of
 
-TINY = "lm:inference.zoo:weights/tiny_lm"
+TINY = "lm:headwater.zoo:weights/tiny_lm"
 ENGINES = """
 from pathlib import Path
-from inference.lm.null_engine import NullEngine
-from inference.engine import EngineLimits
+from headwater.lm.null_engine import NullEngine
+from headwater.engine import EngineLimits
 
 def null(folder, *, device, on_broken, length=100, **rest):
     assert isinstance(folder, Path)
@@ -332,7 +332,7 @@ def replica(model: str, path: Path, **options: Any) -> Iterator[list[ReplicaStat
         spec = ReplicaSpec("served", model, "token", write, (str(path),), str(path), options=options, device="cpu")
         (Path(directory) / "spec.json").write_bytes(msgspec.json.encode(spec))
         process = subprocess.Popen(
-            [sys.executable, "-m", "inference.replica", "served", directory],
+            [sys.executable, "-m", "headwater.replica", "served", directory],
             env={**os.environ, "LD_LIBRARY_PATH": library_path(os.environ), "TMPDIR": directory},
             pass_fds=[write],
             start_new_session=True,
@@ -383,16 +383,16 @@ def test_a_replica_whose_engine_fails_says_so(folder: Path) -> None:
 def test_the_warm_up_has_the_sizes_that_are_asked_for_and_records_every_graph(
     monkeypatch: pytest.MonkeyPatch, asked: tuple[int, ...] | None, options: dict[str, Any], expected: list[int]
 ) -> None:
-    monkeypatch.setattr("inference.replica.served.compile_modules", lambda model, signature, device, sizes: [*sizes, 4])
+    monkeypatch.setattr("headwater.replica.served.compile_modules", lambda model, signature, device, sizes: [*sizes, 4])
     spec = ReplicaSpec(
-        "m", "inference.zoo.scale:Scale", "", 0, (), "", device="cpu", options=options, max_batch_size=5,
+        "m", "headwater.zoo.scale:Scale", "", 0, (), "", device="cpu", options=options, max_batch_size=5,
         warmup_batch_sizes=asked,
     )  # fmt: skip
     assert load_served(spec, lambda text: None, lambda reason: None).warmup_sizes == expected
 
 
 def test_a_model_whose_answers_can_not_be_kept_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = "from inference.zoo.scale import Scale\nclass Effects(Scale):\n    idempotent = False\n"
+    source = "from headwater.zoo.scale import Scale\nclass Effects(Scale):\n    idempotent = False\n"
     (tmp_path / "effects_of_calls.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("Scale", "Effects"):
@@ -406,7 +406,7 @@ def test_a_model_whose_answers_can_not_be_kept_does_not_start(tmp_path: Path, mo
 
 AWAITED = """
 import asyncio
-from inference import Model, Tensor
+from headwater import Model, Tensor
 
 class Awaited(Model):
     inputs = [Tensor("x", "FP32", [1])]

@@ -1,4 +1,4 @@
-"""The private parts of PyTriton that `inference.replica.triton` relies on. After an upgrade, this fails first."""
+"""The private parts of PyTriton that `headwater.replica.triton` relies on. After an upgrade, this fails first."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from pytriton.server.triton_server import TritonServer
 from pytriton.server.triton_server_config import TritonServerConfig
 from pytriton.triton import Triton, TritonConfig, TritonLifecyclePolicy
 
-from inference.replica import bridge
-from inference.replica.triton import EmbeddedTriton, telling_lines
+from headwater.replica import bridge
+from headwater.replica.triton import EmbeddedTriton, telling_lines
 
 TESTED = "0.7.0"
 OVERRIDDEN = {
@@ -41,7 +41,9 @@ def test_the_version_is_the_one_that_was_tested_and_is_pinned() -> None:
 @pytest.mark.parametrize("name", OVERRIDDEN)
 def test_a_method_that_is_overridden_is_there_and_takes_the_same(name: str) -> None:
     method = getattr(Triton, name, None)
-    assert method is not None, f"inference/replica/triton.py overrides Triton.{name}, which PyTriton calls no more"
+    assert method is not None, (
+        f"inference/headwater/replica/triton.py overrides Triton.{name}, which PyTriton calls no more"
+    )
     assert list(inspect.signature(method).parameters)[1:] == OVERRIDDEN[name]
 
 
@@ -110,7 +112,7 @@ def _infer(requests: list[Any]) -> list[Any]:
 def test_a_triton_whose_threads_all_sleep_is_stuck(does: str, is_stuck: bool) -> None:
     code = f"""
 import subprocess, sys, time
-from inference.replica import triton
+from headwater.replica import triton
 child = subprocess.Popen([sys.executable, "-c", "import time; print(flush=True); {does}"], stdout=subprocess.PIPE)
 child.stdout.readline()
 triton.STUCK_S, triton.LOOK_EVERY_S = 2.0, 0.0

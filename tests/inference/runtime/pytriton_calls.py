@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 from pytriton.proxy.types import Request
 
-from inference.errors import LoadError
-from inference.model import Model
-from inference.replica.probe import own_output
-from inference.runtime.call_loop import CallLoop
-from inference.runtime.loader import load_model
-from inference.runtime.runner import Runner
-from inference.signature import REQUEST, Signature
-from inference.wire.report import HEADWATER, REPORT, CallNote, decode_reports
+from headwater.errors import LoadError
+from headwater.model import Model
+from headwater.replica.probe import own_output
+from headwater.runtime.call_loop import CallLoop
+from headwater.runtime.loader import load_model
+from headwater.runtime.runner import Runner
+from headwater.signature import REQUEST, Signature
+from headwater.wire.report import HEADWATER, REPORT, CallNote, decode_reports
 
 ROWS = 64
 

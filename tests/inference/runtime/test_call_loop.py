@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from inference.model import Model
-from inference.runtime.call_loop import CallLoop
+from headwater.model import Model
+from headwater.runtime.call_loop import CallLoop
 
 
 class Noted(Model):

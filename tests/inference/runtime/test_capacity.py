@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from inference.runtime.capacity import HOLDS_S, Capacity
+from headwater.runtime.capacity import HOLDS_S, Capacity
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Its only element is the time."""
     now = [1000.0]
-    monkeypatch.setattr("inference.runtime.capacity.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("headwater.runtime.capacity.time.monotonic", lambda: now[0])
     return now
 
 

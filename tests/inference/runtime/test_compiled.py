@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from inference import Model, Tensor
-from inference.errors import LoadError, ReplicaError
-from inference.runtime.compiled import begin_graphs, check_compiled, compile_modules, compiler_problem
-from inference.signature import Signature
+from headwater import Model, Tensor
+from headwater.errors import LoadError, ReplicaError
+from headwater.runtime.compiled import begin_graphs, check_compiled, compile_modules, compiler_problem
+from headwater.signature import Signature
 
 TORCHS_OWN_WARNING = pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 
@@ -170,7 +170,7 @@ def test_a_missing_compiler_is_named_with_what_to_do(
 
 
 def test_missing_headers_of_python_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("inference.runtime.compiled.sysconfig.get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr("headwater.runtime.compiled.sysconfig.get_path", lambda name: str(tmp_path))
     monkeypatch.setenv("CXX", "true")
     problem = compiler_problem("m", "cpu")
     assert problem is not None

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from inference.runtime.device import breaks_device, free_memory, is_out_of_memory, streams_of
+from headwater.runtime.device import breaks_device, free_memory, is_out_of_memory, streams_of
 
 MEMORY = [
     "OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.11 GiB",

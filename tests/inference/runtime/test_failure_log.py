@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from inference.errors import BadInput, BadOutput, ReplicaError
-from inference.runtime.failure_log import CallFailed, Failures
-from inference.wire.report import RowReport, Status
+from headwater.errors import BadInput, BadOutput, ReplicaError
+from headwater.runtime.failure_log import CallFailed, Failures
+from headwater.wire.report import RowReport, Status
 
 
 @pytest.mark.parametrize(

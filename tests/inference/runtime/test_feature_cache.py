@@ -12,12 +12,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference import BadInput, Model, Parameter, Tensor
-from inference.errors import DeclarationError
-from inference.pipeline import FeatureCacheSpec
-from inference.runtime.feature_cache import ROW_BYTES, THREAD_BYTES
-from inference.runtime.fused import FusedPipeline
-from inference.wire.frame import CacheCount
+from headwater import BadInput, Model, Parameter, Tensor
+from headwater.errors import DeclarationError
+from headwater.pipeline import FeatureCacheSpec
+from headwater.runtime.feature_cache import ROW_BYTES, THREAD_BYTES
+from headwater.runtime.fused import FusedPipeline
+from headwater.wire.frame import CacheCount
 from tests.pipelines import Stage, Word, ask, fused, only, rows
 
 Array = np.ndarray[Any, Any]
@@ -165,10 +165,10 @@ def test_they_end_with_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
     one, trunk = pipeline(FeatureCacheSpec(1 << 20, ttl_s=10))
     said(one, [1])
     now_s = time.monotonic()
-    monkeypatch.setattr("inference.runtime.feature_cache.time.monotonic", lambda: now_s + 9)
+    monkeypatch.setattr("headwater.runtime.feature_cache.time.monotonic", lambda: now_s + 9)
     said(one, [1])
     assert trunk.seen == [1]
-    monkeypatch.setattr("inference.runtime.feature_cache.time.monotonic", lambda: now_s + 11)
+    monkeypatch.setattr("headwater.runtime.feature_cache.time.monotonic", lambda: now_s + 11)
     said(one, [1])
     assert trunk.seen == [1, 1]
 

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inference.errors import LoadError
-from inference.model import Model
-from inference.runtime.loader import load_model
-from inference.signature import Signature
+from headwater.errors import LoadError
+from headwater.model import Model
+from headwater.runtime.loader import load_model
+from headwater.signature import Signature
 
 X = {"name": "x", "datatype": "FP32", "shape": [2]}
 Y = {"name": "y", "datatype": "FP32", "shape": [2]}
@@ -128,4 +128,4 @@ def test_what_does_not_fit_is_named() -> None:
 
 
 def test_other_objects_are_no_models() -> None:
-    assert "expected a class derived from inference.Model, got functools.partial" in failure("partly", **ONE)
+    assert "expected a class derived from headwater.Model, got functools.partial" in failure("partly", **ONE)

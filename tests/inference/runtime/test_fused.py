@@ -16,14 +16,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference import BadInput, Model, Parameter, Tensor
-from inference.runtime.batch_run import Pace
-from inference.runtime.fused import FusedPipeline
-from inference.runtime.step import Step
-from inference.wire.frame import FRAME, decode_frame
-from inference.wire.parcel import STREAM_WINDOW_BYTES, ChannelNote, decode_parcel
-from inference.wire.report import HEADWATER, CallNote, RowReport, Status
-from inference.wire.shared_memory import SharedCall
+from headwater import BadInput, Model, Parameter, Tensor
+from headwater.runtime.batch_run import Pace
+from headwater.runtime.fused import FusedPipeline
+from headwater.runtime.step import Step
+from headwater.wire.frame import FRAME, decode_frame
+from headwater.wire.parcel import STREAM_WINDOW_BYTES, ChannelNote, decode_parcel
+from headwater.wire.report import HEADWATER, CallNote, RowReport, Status
+from headwater.wire.shared_memory import SharedCall
 from tests.pipelines import Answer, Request, Stage, Word, ask, decoded, fused, hear, only, rows, totals
 
 Array = np.ndarray[Any, Any]
@@ -1113,7 +1113,7 @@ class TestNothingLeaves:
         def unforeseen(*_: Any) -> Any:
             raise ValueError("a bug of ours")
 
-        monkeypatch.setattr("inference.runtime.fused.read_request", unforeseen)
+        monkeypatch.setattr("headwater.runtime.fused.read_request", unforeseen)
         words = only(ask(pipeline, {"x": rows(1, 2)}))
         report = RowReport(Status.RAISED, "internal error: ValueError")
         assert words["h0"].failures == {0: report, 1: report}

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from inference.errors import LoadError
-from inference.hf.folder import HfFolder
-from inference.runtime.loader import load_model
+from headwater.errors import LoadError
+from headwater.hf.folder import HfFolder
+from headwater.runtime.loader import load_model
 from tests.inference.hf.folders import bert, change
 
 LABELS = {"0": "a", "1": "b"}

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from inference.errors import DeclarationError
-from inference.replica.served import Served, load_served
-from inference.wire.handshake import ReplicaSpec
+from headwater.errors import DeclarationError
+from headwater.replica.served import Served, load_served
+from headwater.wire.handshake import ReplicaSpec
 
 SERVICES = str(Path(__file__).parents[2] / "services")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
 import subprocess
 import sys
@@ -15,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from inference import Model
-from inference.errors import LoadError, ReplicaError, is_permanent
-from inference.runtime.loader import asks_compile, construct, load_model
+from headwater import Model
+from headwater.errors import LoadError, ReplicaError, is_permanent
+from headwater.runtime.loader import asks_compile, construct, load_model
 
 ROOT = Path(__file__).parents[3]
 GOOD = """
-    from inference import Model, Tensor
+    from headwater import Model, Tensor
 
     class Scale(Model):
         inputs = [Tensor("x", "FP32", [-1])]
@@ -80,7 +79,7 @@ def test_an_unknown_module() -> None:
 
 
 def test_an_unknown_module_of_a_package() -> None:
-    assert "there is no module 'ghost' in 'inference.zoo'" in failure("inference.zoo.ghost:Scale")
+    assert "there is no module 'ghost' in 'headwater.zoo'" in failure("headwater.zoo.ghost:Scale")
 
 
 def test_a_module_that_imports_what_is_not_installed(write: Write, tmp_path: Path) -> None:
@@ -113,7 +112,7 @@ def test_a_module_without_models(write: Write) -> None:
 )
 def test_what_is_no_model(write: Write, source: str, got: str) -> None:
     message = failure(f"{write(source)}:Scale")
-    assert f"expected a class derived from inference.Model, got {got}" in message
+    assert f"expected a class derived from headwater.Model, got {got}" in message
 
 
 def test_an_exception_on_import_names_class_message_and_line(write: Write, tmp_path: Path) -> None:
@@ -141,7 +140,7 @@ def test_a_module_that_exits(write: Write) -> None:
 
 
 def test_a_declaration_error_names_the_users_line(write: Write, tmp_path: Path) -> None:
-    name = write("from inference import Tensor\n\nBROKEN = Tensor('x', 'FP99', [1])\n")
+    name = write("from headwater import Tensor\n\nBROKEN = Tensor('x', 'FP99', [1])\n")
     message = failure(f"{name}:Scale")
     assert "FP99" in message
     assert f"({tmp_path / name}.py:3)" in message
@@ -155,7 +154,7 @@ def test_a_declaration_error_names_the_users_line(write: Write, tmp_path: Path) 
         ("class Scale: pass", True),
         ("import not_installed_here", True),
         ("class Scale(:", True),
-        ("from inference import Tensor\nTensor('x', 'FP99', [1])", True),
+        ("from headwater import Tensor\nTensor('x', 'FP99', [1])", True),
         ("raise OSError('no weights yet')", False),
     ],
 )
@@ -206,9 +205,8 @@ def test_a_constructor_that_raises_names_its_line(write: Write, tmp_path: Path) 
 
 def probe(requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ended = subprocess.run(
-        [sys.executable, "-m", "inference.replica.probe"],
+        [sys.executable, "-m", "headwater.replica.probe"],
         cwd="/",
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
         input=json.dumps(requests),
         capture_output=True,
         text=True,
@@ -253,7 +251,7 @@ def test_the_probe_keeps_its_answers_when_a_module_ends_the_process(write: Write
 def test_the_probe_names_a_gpu_that_is_absent() -> None:
     torch = pytest.importorskip("torch")
     wanted = f"cuda:{torch.cuda.device_count()}"
-    (finding,) = probe([{"name": "scale", "model": "inference.zoo.scale:Scale", "device": wanted}])
+    (finding,) = probe([{"name": "scale", "model": "headwater.zoo.scale:Scale", "device": wanted}])
     assert finding["signature"] is not None
     (problem,) = finding["problems"]
     assert f"device {wanted!r} was asked for" in problem["reason"]
@@ -267,10 +265,13 @@ def test_all_options_that_are_wrong_are_named_at_once(write: Write) -> None:
     assert "option 'factor' is required, but missing" in message
 
 
-def test_a_class_or_module_that_is_almost_there_is_named(write: Write) -> None:
+def test_a_class_or_module_that_is_almost_there_is_named(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert "its models are Scale; did you mean `Scale`?" in failure(f"{write(GOOD)}:Scal")
-    assert "there is no module 'scal' in 'inference.zoo'; did you mean `scale`?" in failure("inference.zoo.scal:Scale")
+    assert "there is no module 'scal' in 'headwater.zoo'; did you mean `scale`?" in failure("headwater.zoo.scal:Scale")
     name = write(GOOD)
+    monkeypatch.setattr("headwater.runtime.loader.user_folders", lambda: (str(tmp_path),))
     assert re.search(r"did you mean `loader_case_\d+`\?", failure(f"{name[:6]}_{name[6:]}:Scale"))
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.export import Dim
 
-from inference.runtime.module_state import changed, copies, program_writes, script_writes
+from headwater.runtime.module_state import changed, copies, program_writes, script_writes
 
 pytestmark = pytest.mark.torch
 

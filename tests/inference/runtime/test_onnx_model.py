@@ -16,16 +16,16 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from inference.errors import BadInput, BadOutput, LoadError, ReplicaError
-from inference.model import Model
-from inference.runtime.loader import load_model
-from inference.runtime.onnx_model import CPU, CUDA, OnnxModel, open_model
-from inference.runtime.runner import Runner
-from inference.runtime.step import Given
-from inference.signature import Signature, TensorSpec
-from inference.wire.arrays import Array, as_objects
-from inference.wire.report import Status
-from inference.zoo.training.export_digit_head import ONNX_FILE, digit_head
+from headwater.errors import BadInput, BadOutput, LoadError, ReplicaError
+from headwater.model import Model
+from headwater.runtime.loader import load_model
+from headwater.runtime.onnx_model import CPU, CUDA, OnnxModel, open_model
+from headwater.runtime.runner import Runner
+from headwater.runtime.step import Given
+from headwater.signature import Signature, TensorSpec
+from headwater.wire.arrays import Array, as_objects
+from headwater.wire.report import Status
+from headwater.zoo.training.export_digit_head import ONNX_FILE, digit_head
 
 FLOAT = TensorProto.FLOAT
 
@@ -498,17 +498,17 @@ def test_a_path_that_is_not_found_says_where_it_was_looked_for(tmp_path: Path, m
 
 
 def test_load_model_takes_classes_too() -> None:
-    from inference.zoo.scale import Scale
+    from headwater.zoo.scale import Scale
 
-    assert isinstance(load_model("inference.zoo.scale:Scale", {}), Scale)
+    assert isinstance(load_model("headwater.zoo.scale:Scale", {}), Scale)
 
 
 def test_it_needs_no_torch_and_the_rest_no_onnxruntime() -> None:
     code = (
         "import sys\n"
-        "import inference, inference.runtime.loader, inference.replica.probe, inference.replica\n"
+        "import inference, headwater.runtime.loader, headwater.replica.probe, headwater.replica\n"
         "assert 'onnxruntime' not in sys.modules\n"
-        "from inference.runtime.loader import load_model\n"
+        "from headwater.runtime.loader import load_model\n"
         f"model = load_model({f'onnx:{ONNX_FILE}'!r}, {{}})\n"
         "model.load('cpu')\n"
         "assert not {'torch', 'onnx'} & set(sys.modules)\n"
@@ -526,7 +526,7 @@ def features() -> Array:
 
 
 def test_the_digit_head_has_the_signature_of_the_class() -> None:
-    from inference.zoo.digits import Digit
+    from headwater.zoo.digits import Digit
 
     head, cls = signature(loaded(ONNX_FILE)), signature(Digit())
     assert (head.inputs, head.outputs) == (cls.inputs, cls.outputs)
@@ -536,7 +536,7 @@ def test_the_digit_head_has_the_signature_of_the_class() -> None:
 def test_the_digit_head_agrees_with_torch(features: Array) -> None:
     import torch
 
-    from inference.zoo.digits import Digit
+    from headwater.zoo.digits import Digit
 
     reference = Digit()
     reference.load("cpu")
@@ -555,7 +555,7 @@ def test_a_row_of_the_digit_head_does_not_depend_on_its_neighbours(features: Arr
 
 
 def test_the_shipped_file_is_what_the_script_writes() -> None:
-    # Fails after training: run `python -m inference.zoo.training.export_digit_head` then.
+    # Fails after training: run `python -m headwater.zoo.training.export_digit_head` then.
     assert onnx.load(ONNX_FILE) == digit_head()
 
 

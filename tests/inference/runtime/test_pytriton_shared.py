@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from pytriton.decorators import batch
 
-from inference.runtime.pytriton_shared import shared_objects
+from headwater.runtime.pytriton_shared import shared_objects
 
 COUNTS = [0]
 WEIGHTS = np.zeros(3)

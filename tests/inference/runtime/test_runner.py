@@ -12,11 +12,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from inference import BadInput, Model, Parameter, Tensor
-from inference.runtime.runner import Runner
-from inference.signature import Signature
-from inference.wire.report import HEADWATER, REPORT, CallNote, RowReport, Status, decode_reports
-from inference.wire.shared_memory import SHARED_FROM_BYTES, SharedCall, placed_outputs
+from headwater import BadInput, Model, Parameter, Tensor
+from headwater.runtime.runner import Runner
+from headwater.signature import Signature
+from headwater.wire.report import HEADWATER, REPORT, CallNote, RowReport, Status, decode_reports
+from headwater.wire.shared_memory import SHARED_FROM_BYTES, SharedCall, placed_outputs
 
 
 @dataclass
@@ -321,7 +321,7 @@ def test_every_datatype_goes_through_unchanged(datatype: str, arrays: str) -> No
 
 
 def _numpy(datatype: str) -> Any:
-    from inference.datatypes import DATATYPES
+    from headwater.datatypes import DATATYPES
 
     return DATATYPES[datatype].numpy
 

@@ -15,12 +15,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference import BadInput, Model, Parameter, Tensor
-from inference.runtime.capacity import Capacity
-from inference.runtime.fused import FusedPipeline
-from inference.runtime.step import Given, Made, Step
-from inference.runtime.stream_control import StreamControl
-from inference.wire.report import RowReport, Status
+from headwater import BadInput, Model, Parameter, Tensor
+from headwater.runtime.capacity import Capacity
+from headwater.runtime.fused import FusedPipeline
+from headwater.runtime.step import Given, Made, Step
+from headwater.runtime.stream_control import StreamControl
+from headwater.wire.report import RowReport, Status
 from tests.pipelines import Stage, ask, fused, only, rows, totals
 
 Array = np.ndarray[Any, Any]
@@ -242,7 +242,7 @@ class TestMemory:
     def test_is_freed_before_the_halves_are_computed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         model = Hungry(1)
         freed: list[int] = []
-        monkeypatch.setattr("inference.runtime.step.free_memory", lambda: freed.append(len(model.seen)))
+        monkeypatch.setattr("headwater.runtime.step.free_memory", lambda: freed.append(len(model.seen)))
         run(step_of(model), 1, 2)
         assert freed == [1]
 
@@ -252,7 +252,7 @@ class TestSizes:
     def threads(self, monkeypatch: pytest.MonkeyPatch) -> set[int]:
         """The threads for which CUDA graphs are kept."""
         kept: set[int] = set()
-        monkeypatch.setattr("inference.runtime.step.begin_graphs", lambda: kept.add(threading.get_ident()))
+        monkeypatch.setattr("headwater.runtime.step.begin_graphs", lambda: kept.add(threading.get_ident()))
         return kept
 
     def test_calls_are_padded_to_the_next_one_with_copies_of_their_last_row(self) -> None:

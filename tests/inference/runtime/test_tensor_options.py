@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from inference import Tensor
-from inference.errors import LoadError, is_permanent
-from inference.runtime.tensor_options import check_names, declared_tensors, new_names, served_name
+from headwater import Tensor
+from headwater.errors import LoadError, is_permanent
+from headwater.runtime.tensor_options import check_names, declared_tensors, new_names, served_name
 
 X = {"name": "x", "datatype": "FP32", "shape": [2]}
 

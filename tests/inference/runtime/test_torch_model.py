@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch.export import Dim
 
-from inference.errors import BadOutput, LoadError
-from inference.model import Model
-from inference.runtime.compiled import compile_modules
-from inference.runtime.exported_model import ExportedModel
-from inference.runtime.loader import asks_compile, load_model
-from inference.runtime.torch_model import ScriptModel
-from inference.signature import Signature
+from headwater.errors import BadOutput, LoadError
+from headwater.model import Model
+from headwater.runtime.compiled import compile_modules
+from headwater.runtime.exported_model import ExportedModel
+from headwater.runtime.loader import asks_compile, load_model
+from headwater.runtime.torch_model import ScriptModel
+from headwater.signature import Signature
 
 pytestmark = pytest.mark.torch
 X = {"name": "x", "datatype": "FP32", "shape": [4]}
@@ -270,7 +270,7 @@ def test_a_buffer_that_only_the_warm_up_shows_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     for module in ("torch_model.script_writes", "exported_model.program_writes"):
-        monkeypatch.setattr(f"inference.runtime.{module}", lambda module: [])
+        monkeypatch.setattr(f"headwater.runtime.{module}", lambda module: [])
     model = counting(tmp_path, kind)
     assert isinstance(model, (ExportedModel, ScriptModel))
     model.load("cpu")

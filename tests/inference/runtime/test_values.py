@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from inference.errors import BadOutput
-from inference.runtime.values import checked, converted, copied, joined, overlaps, rows_of, settled, version_of
-from inference.signature import TensorSpec
+from headwater.errors import BadOutput
+from headwater.runtime.values import checked, converted, copied, joined, overlaps, rows_of, settled, version_of
+from headwater.signature import TensorSpec
 
 FEATURES = TensorSpec("features", "FP32", (384,))
 Array = np.ndarray[Any, Any]

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.process.guardian import CallWatch
-from inference import Model, Tensor
-from inference.runtime.runner import Runner
-from inference.runtime.watchdog import SLOTS, WATCHDOG_FILE, Watchdog
-from inference.signature import Signature, TensorSpec
-from inference.wire.arrays import wire
+from headwater import Model, Tensor
+from headwater.runtime.runner import Runner
+from headwater.runtime.watchdog import SLOTS, WATCHDOG_FILE, Watchdog
+from headwater.signature import Signature, TensorSpec
+from headwater.wire.arrays import wire
+from headwater_server.process.guardian import CallWatch
 from tests.pipelines import Request, Stage, fused, hear, only, rows
 
 S = 10**9
@@ -106,7 +106,7 @@ def test_the_wait_for_what_a_gpu_computes_is_noted(
         seen.append(noted(tmp_path))
         return wire(spec, value, rows)
 
-    monkeypatch.setattr("inference.runtime.step.wire", copied)
+    monkeypatch.setattr("headwater.runtime.step.wire", copied)
     pipeline = fused({"m": kind(tmp_path)}, ["m"], watch=watchdog_in(tmp_path).call)
 
     async def ask() -> None:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from inference.datatypes import float32_to_bf16
-from inference.signature import TensorSpec
-from inference.wire.arrays import argument, fetched, wire
+from headwater.datatypes import float32_to_bf16
+from headwater.signature import TensorSpec
+from headwater.wire.arrays import argument, fetched, wire
 
 X = TensorSpec("x", "FP32", (3,))
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference.datatypes import DATATYPES, pack_bytes
-from inference.signature import TensorSpec
-from inference.wire.frame import Frame, FrameTensor, Piece, StepCount, decode_frame, encode_frame, tensor_bytes
+from headwater.datatypes import DATATYPES, pack_bytes
+from headwater.signature import TensorSpec
+from headwater.wire.frame import Frame, FrameTensor, Piece, StepCount, decode_frame, encode_frame, tensor_bytes
 
 shapes = st.lists(st.integers(0, 3), min_size=1, max_size=3).map(tuple)
 numbers = st.integers(0, 2**40)

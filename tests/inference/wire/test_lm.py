@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference.engine import Grammar, Sampling
-from inference.wire.lm import Open, Post, Submit, decode_message, encode, most_bytes
+from headwater.engine import Grammar, Sampling
+from headwater.wire.lm import Open, Post, Submit, decode_message, encode, most_bytes
 
 BIAS = {token: -100.0 + token % 200 for token in range(99_000)}
 TOKENS = st.lists(st.integers(0, 2**20), max_size=3)

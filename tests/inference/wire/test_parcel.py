@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference.wire.parcel import Entry, decode_parcel, encode_parcel
+from headwater.wire.parcel import Entry, decode_parcel, encode_parcel
 
 entries = st.lists(st.tuples(st.text(max_size=9), st.none() | st.binary(max_size=40)), max_size=9)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from inference.wire.triton_words import is_process_lost, is_shared_memory_full
+from headwater.wire.triton_words import is_process_lost, is_shared_memory_full
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
 
-from inference.zoo.training import train_tiny_lm
-from inference.zoo.training.tiny_lm_data import SYSTEM_PROMPTS, chats, collect, is_held_out
-from inference.zoo.training.train_tiny_lm import FOLDER, SPECIAL, Corpus, held_out_loss, learning_rate, train
+from headwater.zoo.training import train_tiny_lm
+from headwater.zoo.training.tiny_lm_data import SYSTEM_PROMPTS, chats, collect, is_held_out
+from headwater.zoo.training.train_tiny_lm import FOLDER, SPECIAL, Corpus, held_out_loss, learning_rate, train
 
 # Written for this test, so in no corpus.
 UNSEEN = '''"""Keep the lines of a log that a reader has not yet seen."""

@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from inference.signature import Signature, TensorSpec
-from inference.zoo.digits import FEATURES, WEIGHTS, DecoderNet, Digit, Digits, Parity, Reconstruction, Trunk, load_part
-from inference.zoo.training.digits_data import SPLIT_SEED, Floats, LabelledImages, anomalies, auc, held_out, split
+from headwater.signature import Signature, TensorSpec
+from headwater.zoo.digits import FEATURES, WEIGHTS, DecoderNet, Digit, Digits, Parity, Reconstruction, Trunk, load_part
+from headwater.zoo.training.digits_data import SPLIT_SEED, Floats, LabelledImages, anomalies, auc, held_out, split
 
 
 @pytest.fixture(scope="module")
@@ -112,8 +112,8 @@ def test_its_example_is_the_first_image_held_out_and_is_read_rightly(model: Digi
 
 def test_serving_it_needs_no_scikit_learn() -> None:
     code = (
-        "import sys; from inference.zoo.digits import Digits; Digits().load('cpu'); "
-        "sys.exit(any(name in sys.modules for name in ('sklearn', 'scipy', 'inference.zoo.training.digits_data')))"
+        "import sys; from headwater.zoo.digits import Digits; Digits().load('cpu'); "
+        "sys.exit(any(name in sys.modules for name in ('sklearn', 'scipy', 'headwater.zoo.training.digits_data')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

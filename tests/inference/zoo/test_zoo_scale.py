@@ -5,8 +5,8 @@ import sys
 
 import numpy as np
 
-from inference.signature import Signature, TensorSpec
-from inference.zoo.scale import Scale
+from headwater.signature import Signature, TensorSpec
+from headwater.zoo.scale import Scale
 
 
 def test_it_doubles_every_number_and_keeps_shape_and_datatype() -> None:
@@ -37,5 +37,5 @@ def test_its_signature() -> None:
 
 
 def test_it_needs_no_torch() -> None:
-    code = "import sys, inference.zoo.scale; sys.exit('torch' in sys.modules)"
+    code = "import sys, headwater.zoo.scale; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

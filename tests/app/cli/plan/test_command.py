@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from app.cli.plan.command import exit_status
-from app.cli.plan.measuring import Measured, Weights
-from app.cli.plan.memory_model import Need
-from app.cli.plan.planning import Plan
-from app.cli.plan.point import Point
-from app.cli.plan.prediction import Prediction, fit
-from app.cli.plan.profiles import Budget, Profile
-from app.cli.plan.subject import make_subject
-from app.cli.plan.trial import Trial
-from app.config.schema import read_config
+from headwater_server.cli.plan.command import exit_status
+from headwater_server.cli.plan.measuring import Measured, Weights
+from headwater_server.cli.plan.memory_model import Need
+from headwater_server.cli.plan.planning import Plan
+from headwater_server.cli.plan.point import Point
+from headwater_server.cli.plan.prediction import Prediction, fit
+from headwater_server.cli.plan.profiles import Budget, Profile
+from headwater_server.cli.plan.subject import make_subject
+from headwater_server.cli.plan.trial import Trial
+from headwater_server.config.schema import read_config
 
 POINT = Point(8)
 MEASURED = Measured(POINT, 1000, 100, 200, 700, 700, 100.0, 5.0, 9.0, 16)

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from app.cli.main import main
-from app.cli.plan.known_sizes import largest_batches, model_of_sizes, read_sizes
-from app.cli.plan.point import Point
-from app.cli.plan.profiles import Budget
-from app.errors import CommandError
+from headwater_server.cli.main import main
+from headwater_server.cli.plan.known_sizes import largest_batches, model_of_sizes, read_sizes
+from headwater_server.cli.plan.point import Point
+from headwater_server.cli.plan.profiles import Budget
+from headwater_server.errors import CommandError
 
 DOCS = Path(__file__).parents[4] / "docs/plan.md"
 GIB = 2**30

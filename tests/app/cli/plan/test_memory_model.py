@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.cli.plan.measuring import Measured
-from app.cli.plan.memory_model import (
+from headwater_server.cli.plan.measuring import Measured
+from headwater_server.cli.plan.memory_model import (
     MemoryModel,
     Need,
     ReplicaTerms,
@@ -19,8 +19,8 @@ from app.cli.plan.memory_model import (
     fit_memory,
     fit_non_negative,
 )
-from app.cli.plan.point import Point, grid
-from app.errors import CommandError
+from headwater_server.cli.plan.point import Point, grid
+from headwater_server.errors import CommandError
 
 MIB = 2**20
 POINTS = grid([1, 8, 32], [1, 2], [1, 2])

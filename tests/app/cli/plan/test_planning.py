@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import yaml
 
-from app.cli.plan import planning
-from app.cli.plan.measuring import Measured, Weights
-from app.cli.plan.planning import Plan
-from app.cli.plan.point import Point, grid
-from app.cli.plan.profiles import Budget
-from app.cli.plan.report import plan_json, plan_page, plan_text
-from app.cli.plan.subject import Subject, choose_deployment, make_subject
-from app.config.schema import Config, read_config
-from app.errors import CommandError
+from headwater_server.cli.plan import planning
+from headwater_server.cli.plan.measuring import Measured, Weights
+from headwater_server.cli.plan.planning import Plan
+from headwater_server.cli.plan.point import Point, grid
+from headwater_server.cli.plan.profiles import Budget
+from headwater_server.cli.plan.report import plan_json, plan_page, plan_text
+from headwater_server.cli.plan.subject import Subject, choose_deployment, make_subject
+from headwater_server.config.schema import Config, read_config
+from headwater_server.errors import CommandError
 
 GIB = 2**30
 POINTS = grid([1, 8, 32], [1, 2], [1, 2])

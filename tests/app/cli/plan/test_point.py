@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import yaml
 
-from app.cli.plan.point import Point, grid, section_of, takes_instances, threads_of
-from app.cli.plan.profiles import profile_yaml
-from app.cli.plan.subject import make_subject
-from app.config.schema import Config, Deployment, read_config
+from headwater_server.cli.plan.point import Point, grid, section_of, takes_instances, threads_of
+from headwater_server.cli.plan.profiles import profile_yaml
+from headwater_server.cli.plan.subject import make_subject
+from headwater_server.config.schema import Config, Deployment, read_config
 
 
 def config_of(**section: Any) -> Config:

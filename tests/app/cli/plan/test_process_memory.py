@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from app.cli.plan.process_memory import (
+from headwater_server.cli.plan.process_memory import (
     ProcessMemory,
     add_up,
     descendants,

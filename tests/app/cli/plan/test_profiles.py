@@ -7,9 +7,9 @@ from types import MappingProxyType
 
 import pytest
 
-from app.cli.plan.memory_model import MemoryModel, ReplicaTerms
-from app.cli.plan.point import Point
-from app.cli.plan.profiles import Budget, Profile, recommend
+from headwater_server.cli.plan.memory_model import MemoryModel, ReplicaTerms
+from headwater_server.cli.plan.point import Point
+from headwater_server.cli.plan.profiles import Budget, Profile, recommend
 
 MODEL = MemoryModel(server=100, files=200, host=ReplicaTerms(fixed=1000, instance=50, row=10))
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from app.cli.plan import server
-from app.cli.plan.server import STOP_TIMEOUT_S, serve_point
-from app.errors import CommandError
+from headwater_server.cli.plan import server
+from headwater_server.cli.plan.server import STOP_TIMEOUT_S, serve_point
+from headwater_server.errors import CommandError
 
 
 def test_why_a_replica_did_not_start(tmp_path: Path) -> None:
@@ -36,6 +36,6 @@ def test_a_server_that_ends_says_why(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_server_is_stopped_without_the_delay_of_its_configuration() -> None:
-    with serve_point("inference.zoo.scale:Scale", {"server.drain_delay_s": 600}, 120):
+    with serve_point("headwater.zoo.scale:Scale", {"server.drain_delay_s": 600}, 120):
         left_s = time.monotonic()
     assert time.monotonic() - left_s < STOP_TIMEOUT_S  # after which it is killed

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from app.cli.bench import command as bench_run
-from app.cli.bench.plan import Plan, points_of
-from app.cli.client import Metadata, ServerClient, Tensor
-from app.cli.main import main
-from app.cli.plan.point import Point
-from app.cli.plan.profiles import served_at
-from app.cli.plan.subject import WARMUP_S, Subject, make_subject
-from app.config.schema import read_config
+from headwater_server.cli.bench import command as bench_run
+from headwater_server.cli.bench.plan import Plan, points_of
+from headwater_server.cli.client import Metadata, ServerClient, Tensor
+from headwater_server.cli.main import main
+from headwater_server.cli.plan.point import Point
+from headwater_server.cli.plan.profiles import served_at
+from headwater_server.cli.plan.subject import WARMUP_S, Subject, make_subject
+from headwater_server.config.schema import read_config
 
 URL = "http://127.0.0.1:8000"
 METADATA = Metadata("one", [Tensor("x", "FP32", [-1, 4]), Tensor("text", "BYTES", [-1, 1])])

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from app.cli.plan.measuring import Measured
-from app.cli.plan.point import Point
-from app.cli.plan.sweep import measure_outliers_again, measured_of, run_sweep
-from app.cli.plan.trial import Trial
-from app.errors import CommandError
+from headwater_server.cli.plan.measuring import Measured
+from headwater_server.cli.plan.point import Point
+from headwater_server.cli.plan.sweep import measure_outliers_again, measured_of, run_sweep
+from headwater_server.cli.plan.trial import Trial
+from headwater_server.errors import CommandError
 
 POINTS = [Point(1), Point(8), Point(32)]
 

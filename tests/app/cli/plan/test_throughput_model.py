@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from app.cli.plan.point import Point, grid
-from app.cli.plan.prediction import fit_throughput
+from headwater_server.cli.plan.point import Point, grid
+from headwater_server.cli.plan.prediction import fit_throughput
 
 
 def rate(rows: int, gain: float = 1.0) -> float:

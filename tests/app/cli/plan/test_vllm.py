@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from app.cli.main import main
-from app.cli.plan import vllm
-from app.cli.plan.vllm import GIB, Started, propose
-from app.config.schema import Config, Deployment
-from app.errors import CommandError
-from app.process.vllm import VllmInstall
+from headwater_server.cli.main import main
+from headwater_server.cli.plan import vllm
+from headwater_server.cli.plan.vllm import GIB, Started, propose
+from headwater_server.config.schema import Config, Deployment
+from headwater_server.errors import CommandError
+from headwater_server.process.vllm import VllmInstall
 
 MIB = 1024**2
 
@@ -88,7 +88,7 @@ def plan(monkeypatch: pytest.MonkeyPatch, *arguments: str, is_cpu: bool = True, 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "chat.yaml").write_text(
-        f"deployments: {{chat: {{model: 'vllm:inference.zoo:weights/tiny_lm', python: {sys.executable}}}}}"
+        f"deployments: {{chat: {{model: 'vllm:headwater.zoo:weights/tiny_lm', python: {sys.executable}}}}}"
     )
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from app.cli.plan.measuring import Weights, weigh_deployment
-from app.config.schema import Deployment
+from headwater_server.cli.plan.measuring import Weights, weigh_deployment
+from headwater_server.config.schema import Deployment
 from tests.running import SERVICES
 
 MIB = 2**20
@@ -23,7 +23,7 @@ def test_without_torch_it_is_how_much_the_process_grew() -> None:
 
 
 def test_torchs_tensors_are_counted() -> None:
-    found = weigh("inference.zoo.digits:Trunk", device="cpu")
+    found = weigh("headwater.zoo.digits:Trunk", device="cpu")
     assert found.how == "tensors"
     assert found.bytes is not None
     # The trunk's numbers, and less than all that the file has.

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from app.cli.options import check_writable, write_file
-from app.errors import CommandError
+from headwater_server.cli.options import check_writable, write_file
+from headwater_server.errors import CommandError
 
 
 def test_a_file_is_written_with_its_folders(tmp_path: Path) -> None:

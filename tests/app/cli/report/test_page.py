@@ -7,8 +7,8 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from app.cli.report.page import Code, Figure, Paragraph, Part, Section, Table, Warn, render_page
-from app.cli.report.plots import Curve, cdf, line_chart
+from headwater_server.cli.report.page import Code, Figure, Paragraph, Part, Section, Table, Warn, render_page
+from headwater_server.cli.report.plots import Curve, cdf, line_chart
 
 HOSTILE = "<script>alert('x')</script>&"
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from starlette.types import Receive, Scope
 
-from app.codecs.memory import object_bytes
-from app.errors import (
+from headwater_server.codecs.memory import object_bytes
+from headwater_server.errors import (
     BadRequest,
     BodyTooLarge,
     BodyTooSlow,
@@ -20,12 +20,12 @@ from app.errors import (
     Unavailable,
     UnsupportedMediaType,
 )
-from app.gateway.http.bodies import BodyReader, decoded
-from app.gateway.http.body_budget import SMALL_BYTES, BodyBudget, BodyLease, release_body
-from app.gateway.http.endpoint import Endpoint, EndpointRoute
-from app.gateway.http.entry import INFER_PATH, Entry, RequestRecords
-from app.gateway.http.event_stream import StreamLimits
-from app.gateway.http.replies import Reply
+from headwater_server.gateway.http.bodies import BodyReader, decoded
+from headwater_server.gateway.http.body_budget import SMALL_BYTES, BodyBudget, BodyLease, release_body
+from headwater_server.gateway.http.endpoint import Endpoint, EndpointRoute
+from headwater_server.gateway.http.entry import INFER_PATH, Entry, RequestRecords
+from headwater_server.gateway.http.event_stream import StreamLimits
+from headwater_server.gateway.http.replies import Reply
 from tests.app.serving import connect, serving, until
 
 LIMIT = 1000

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from app.errors import ClientGone
-from app.gateway.http.connections import SPARE_PLACES
-from app.gateway.http.event_stream import PING, EventStream, StreamLimits
-from app.gateway.http.exchange import EXTENSION, DisconnectWatch, exchange_of
-from app.telemetry.logs import AccessLog
+from headwater_server.errors import ClientGone
+from headwater_server.gateway.http.connections import SPARE_PLACES
+from headwater_server.gateway.http.event_stream import PING, EventStream, StreamLimits
+from headwater_server.gateway.http.exchange import EXTENSION, DisconnectWatch, exchange_of
+from headwater_server.telemetry.logs import AccessLog
 from tests.app.serving import TIMEOUT_S, connect, run_with, serving, until, until_closed
 
 

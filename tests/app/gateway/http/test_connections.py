@@ -6,7 +6,7 @@ import resource
 
 import pytest
 
-from app.gateway.http.connections import OTHER_FILES, SPARE_PLACES, Closable, Connections, allow_open_files
+from headwater_server.gateway.http.connections import OTHER_FILES, SPARE_PLACES, Closable, Connections, allow_open_files
 
 
 class Fake(Closable):

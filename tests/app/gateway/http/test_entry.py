@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from app.gateway.http.endpoint import Endpoint, EndpointRoute
-from app.gateway.http.entry import INFER_PATH, Entry, RequestRecords
-from app.gateway.http.event_stream import StreamLimits
-from app.gateway.http.replies import Reply
+from headwater_server.gateway.http.endpoint import Endpoint, EndpointRoute
+from headwater_server.gateway.http.entry import INFER_PATH, Entry, RequestRecords
+from headwater_server.gateway.http.event_stream import StreamLimits
+from headwater_server.gateway.http.replies import Reply
 
 
 class Asked(Endpoint):

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from starlette.types import Message
 
-from app.gateway.http.event_stream import PING, EventStream, StreamLimits
-from app.gateway.http.exchange import EXTENSION
+from headwater_server.gateway.http.event_stream import PING, EventStream, StreamLimits
+from headwater_server.gateway.http.exchange import EXTENSION
 
 
 class Unwritable:

@@ -11,10 +11,10 @@ from collections.abc import Callable
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from app.config.schema import Server
-from app.errors import ClientGone
-from app.gateway.app import create_app
-from app.gateway.http.exchange import DisconnectWatch, Exchange, exchange_of
+from headwater_server.config.schema import Server
+from headwater_server.errors import ClientGone
+from headwater_server.gateway.app import create_app
+from headwater_server.gateway.http.exchange import DisconnectWatch, Exchange, exchange_of
 from tests.app.gateway.routes.test_status import served
 from tests.app.serving import connect, run_with, serving, until, until_closed
 

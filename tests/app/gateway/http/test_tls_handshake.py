@@ -10,7 +10,7 @@ import subprocess
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from app.gateway.http.connections import SPARE_PLACES
+from headwater_server.gateway.http.connections import SPARE_PLACES
 from tests.app.serving import connect, serving, until, until_closed
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl")

@@ -1,5 +1,5 @@
-"""The private parts of uvicorn that `app.gateway.http.connection` and `app.gateway.http.exchange` rely on. After an
-upgrade, this fails first."""
+"""The private parts of uvicorn that `headwater_server.gateway.http.connection` and
+`headwater_server.gateway.http.exchange` rely on. After an upgrade, this fails first."""
 
 from __future__ import annotations
 
@@ -91,29 +91,23 @@ def test_the_version_is_the_one_that_was_tested_and_is_pinned() -> None:
 @pytest.mark.parametrize("name", OVERRIDDEN)
 def test_a_method_that_a_connection_overrides_is_there_and_takes_the_same(name: str) -> None:
     method = getattr(HttpToolsProtocol, name, None)
-    assert method is not None, (
-        f"app/gateway/http/connection.py overrides HttpToolsProtocol.{name}, which uvicorn calls no more"
-    )
+    assert method is not None, f"connection.py overrides HttpToolsProtocol.{name}, which uvicorn calls no more"
     assert list(inspect.signature(method).parameters)[1:] == OVERRIDDEN[name]
 
 
 @pytest.mark.parametrize("name", CONNECTION)
 def test_an_attribute_of_a_connection_is_there(connection: HttpToolsProtocol, name: str) -> None:
-    assert hasattr(connection, name), f"app/gateway/http/connection.py reads HttpToolsProtocol.{name}"
+    assert hasattr(connection, name), f"connection.py reads HttpToolsProtocol.{name}"
 
 
 @pytest.mark.parametrize("name", CYCLE)
 def test_an_attribute_of_a_request_is_there(connection: HttpToolsProtocol, name: str) -> None:
-    assert hasattr(connection.cycle, name), (
-        f"app/gateway/http/connection.py or app/gateway/http/exchange.py reads RequestResponseCycle.{name}"
-    )
+    assert hasattr(connection.cycle, name), f"connection.py or exchange.py reads RequestResponseCycle.{name}"
 
 
 @pytest.mark.parametrize("name", FLOW)
 def test_an_attribute_of_the_flow_is_there(connection: HttpToolsProtocol, name: str) -> None:
-    assert hasattr(connection.flow, name), (
-        f"app/gateway/http/connection.py or app/gateway/http/exchange.py uses FlowControl.{name}"
-    )
+    assert hasattr(connection.flow, name), f"connection.py or exchange.py uses FlowControl.{name}"
 
 
 def test_a_status_line_ends_itself() -> None:

@@ -8,12 +8,12 @@ from typing import Any, Final, cast
 import pytest
 from fastapi import FastAPI
 
-from app.control.routing import DeploymentRoute, State
-from app.gateway.http.replies import OPENAI_PATHS
-from app.gateway.models import Models
-from app.gateway.openapi.schema import openapi_schema
-from inference.model import Classification, Embedding, Reranking, Transcription
-from inference.signature import Signature, TensorSpec
+from headwater.model import Classification, Embedding, Reranking, Transcription
+from headwater.signature import Signature, TensorSpec
+from headwater_server.control.routing import DeploymentRoute, State
+from headwater_server.gateway.http.replies import OPENAI_PATHS
+from headwater_server.gateway.models import Models
+from headwater_server.gateway.openapi.schema import openapi_schema
 from tests.app.lm.stand_in import route_of
 from tests.app.security.test_key_check import KEYS, TABLE, Ring, bearer, filled
 

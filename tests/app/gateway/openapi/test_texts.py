@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from app.gateway.openapi.texts import body_schemas, of_models
+from headwater_server.gateway.openapi.texts import body_schemas, of_models
 
 BODIES, COMPONENTS = body_schemas()
 

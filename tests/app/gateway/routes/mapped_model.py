@@ -9,14 +9,14 @@ from typing import Any, cast
 import httpx
 import numpy as np
 
-from app.codecs.tensors import Answer, InferRequest, RawTensor
-from app.config.schema import Server
-from app.control.routing import DeploymentRoute, State
-from app.errors import BadRequest, NotFound
-from app.gateway.app import create_app
-from app.gateway.models import Models
-from inference.datatypes import pack_bytes, unpack_bytes
-from inference.signature import Signature
+from headwater.datatypes import pack_bytes, unpack_bytes
+from headwater.signature import Signature
+from headwater_server.codecs.tensors import Answer, InferRequest, RawTensor
+from headwater_server.config.schema import Server
+from headwater_server.control.routing import DeploymentRoute, State
+from headwater_server.errors import BadRequest, NotFound
+from headwater_server.gateway.app import create_app
+from headwater_server.gateway.models import Models
 
 Columns = dict[str, list[str]]
 Compute = Callable[[Columns], dict[str, Any]]

@@ -7,8 +7,8 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from inference.model import Classification
-from inference.signature import Signature, TensorSpec
+from headwater.model import Classification
+from headwater.signature import Signature, TensorSpec
 from tests.app.gateway.routes.mapped_model import Columns, MappedModel
 
 LABELS = ("short", "long")

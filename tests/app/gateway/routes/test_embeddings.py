@@ -10,15 +10,15 @@ import httpx
 import numpy as np
 import pytest
 
-from app.codecs.tensors import Answer, InferRequest, RawTensor
-from app.config.schema import Server
-from app.control.routing import DeploymentRoute, State
-from app.errors import NotFound
-from app.gateway.app import create_app
-from app.gateway.models import Models
-from inference.datatypes import unpack_bytes
-from inference.model import Embedding, Parameter
-from inference.signature import Signature, TensorSpec
+from headwater.datatypes import unpack_bytes
+from headwater.model import Embedding, Parameter
+from headwater.signature import Signature, TensorSpec
+from headwater_server.codecs.tensors import Answer, InferRequest, RawTensor
+from headwater_server.config.schema import Server
+from headwater_server.control.routing import DeploymentRoute, State
+from headwater_server.errors import NotFound
+from headwater_server.gateway.app import create_app
+from headwater_server.gateway.models import Models
 
 TEXT = TensorSpec("text", "BYTES", (1,))
 IDS = TensorSpec("token_ids", "INT32", (-1,), optional=True)

@@ -13,15 +13,15 @@ from typing import Any
 import httpx
 import pytest
 
-from app.config.schema import Server
-from app.control.routing import RoutingTable
-from app.gateway.app import create_app
-from app.gateway.http.entry import RequestRecords
-from app.gateway.http.event_stream import StreamLimits
-from app.gateway.models import Models
-from app.security.key_check import KeyRing
-from app.security.keys import Key
-from app.security.limits import LimitFiles
+from headwater_server.config.schema import Server
+from headwater_server.control.routing import RoutingTable
+from headwater_server.gateway.app import create_app
+from headwater_server.gateway.http.entry import RequestRecords
+from headwater_server.gateway.http.event_stream import StreamLimits
+from headwater_server.gateway.models import Models
+from headwater_server.security.key_check import KeyRing
+from headwater_server.security.keys import Key
+from headwater_server.security.limits import LimitFiles
 from tests.app.serving import connect, serving, until, until_closed
 from tests.app.vllm.stand_in import (
     POOLING,

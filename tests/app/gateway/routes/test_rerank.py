@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inference.model import Reranking
-from inference.signature import Signature, TensorSpec
+from headwater.model import Reranking
+from headwater.signature import Signature, TensorSpec
 from tests.app.gateway.routes.mapped_model import Columns, MappedModel
 
 SIGNATURE = Signature(

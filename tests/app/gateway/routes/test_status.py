@@ -12,20 +12,20 @@ from typing import Any
 import httpx
 import pytest
 
-from app.config.schema import Server
-from app.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
-from app.gateway.app import create_app
-from app.gateway.http.entry import RequestRecords
-from app.gateway.http.event_stream import StreamLimits
-from app.gateway.models import Models
-from app.gateway.routes.status import status_routes
-from app.gateway.sampler import Sampler
-from app.telemetry import recorder as recorders
-from app.telemetry.ledger import Ledger
-from app.telemetry.logs import AccessLog
-from app.telemetry.recorder import Recorder
-from app.telemetry.store import Key, Store
-from inference.signature import HeadSpec, Signature, TensorSpec
+from headwater.signature import HeadSpec, Signature, TensorSpec
+from headwater_server.config.schema import Server
+from headwater_server.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
+from headwater_server.gateway.app import create_app
+from headwater_server.gateway.http.entry import RequestRecords
+from headwater_server.gateway.http.event_stream import StreamLimits
+from headwater_server.gateway.models import Models
+from headwater_server.gateway.routes.status import status_routes
+from headwater_server.gateway.sampler import Sampler
+from headwater_server.telemetry import recorder as recorders
+from headwater_server.telemetry.ledger import Ledger
+from headwater_server.telemetry.logs import AccessLog
+from headwater_server.telemetry.recorder import Recorder
+from headwater_server.telemetry.store import Key, Store
 
 X = (TensorSpec("x", "FP32", (1,)),)
 MS = 1_000_000

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from app.codecs.multipart import read_form
-from inference.model import Parameter, Transcription
-from inference.signature import Signature, TensorSpec
+from headwater.model import Parameter, Transcription
+from headwater.signature import Signature, TensorSpec
+from headwater_server.codecs.multipart import read_form
 from tests.app.gateway.routes.mapped_model import Columns, MappedModel
 
 FILE = b"RIFF\x00\r\n--\xff"
@@ -92,7 +92,7 @@ def test_a_form_is_read_outside_the_event_loop(monkeypatch: pytest.MonkeyPatch) 
         threads.append(threading.current_thread())
         return read_form(body, content_type)
 
-    monkeypatch.setattr("app.gateway.routes.transcriptions.read_form", read)
+    monkeypatch.setattr("headwater_server.gateway.routes.transcriptions.read_form", read)
     assert ask().status_code == 200
     assert threads
     assert threading.main_thread() not in threads

@@ -11,15 +11,15 @@ from typing import Any
 import httpx
 import pytest
 
-from app.cli.announce import print_what_is_served
-from app.config.schema import Server
-from app.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
-from app.gateway.app import create_app
-from app.gateway.models import Models
-from app.gateway.routes.status import metrics_routes, status_routes
-from app.gateway.sampler import Sampler
-from app.telemetry.ledger import Ledger
-from inference.signature import Signature, VllmSpec, text_signature
+from headwater.signature import Signature, VllmSpec, text_signature
+from headwater_server.cli.announce import print_what_is_served
+from headwater_server.config.schema import Server
+from headwater_server.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
+from headwater_server.gateway.app import create_app
+from headwater_server.gateway.models import Models
+from headwater_server.gateway.routes.status import metrics_routes, status_routes
+from headwater_server.gateway.sampler import Sampler
+from headwater_server.telemetry.ledger import Ledger
 
 SPEC = VllmSpec(max_sequences=8, context_length=512, cache_tokens=1000, version="0.32.0")
 SIGNATURE = text_signature("chat", Path("models/llama"), vllm=SPEC)

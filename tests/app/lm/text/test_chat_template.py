@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.errors import BadRequest, ConfigError
-from app.lm.text.chat_template import ChatTemplate
-from app.lm.text.tokenizer import Tokenizer
+from headwater_server.errors import BadRequest, ConfigError
+from headwater_server.lm.text.chat_template import ChatTemplate
+from headwater_server.lm.text.tokenizer import Tokenizer
 from tests.app.lm.text.tokenizer_files import model_folder
 
 CHATML: Final = (

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from app.lm.text.detokenizer import Detokenizer, offsets_in
-from app.lm.text.token_texts import TokenTexts
+from headwater_server.lm.text.detokenizer import Detokenizer, offsets_in
+from headwater_server.lm.text.token_texts import TokenTexts
 from tests.app.lm.text.tokenizer_files import FAMILIES, decoder_json
 
 TEXTS = {name: TokenTexts(tokenizer, decoder_json(tokenizer)) for name, tokenizer in FAMILIES.items()}

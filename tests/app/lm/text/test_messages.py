@@ -7,8 +7,8 @@ import tracemalloc
 
 import pytest
 
-from app.errors import BadRequest
-from app.lm.text.messages import ROLES, checked_messages
+from headwater_server.errors import BadRequest
+from headwater_server.lm.text.messages import ROLES, checked_messages
 
 
 def test_text_parts_become_one_text() -> None:

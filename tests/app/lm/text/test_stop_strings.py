@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.codecs.faults import read_json
-from app.errors import BadRequest
-from app.lm.text.stop_automaton import StopAutomaton
-from app.lm.text.stop_strings import Emitted, StopFinder, StopStrings
+from headwater_server.codecs.faults import read_json
+from headwater_server.errors import BadRequest
+from headwater_server.lm.text.stop_automaton import StopAutomaton
+from headwater_server.lm.text.stop_strings import Emitted, StopFinder, StopStrings
 
 texts = st.text(st.sampled_from("ab\n🙂"), max_size=30)
 some_stops = st.lists(st.text(st.sampled_from("ab\n🙂"), min_size=1, max_size=5), min_size=1, max_size=5)

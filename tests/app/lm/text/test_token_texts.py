@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
-from app.errors import ConfigError
-from app.lm.text.detokenizer import Detokenizer
-from app.lm.text.token_texts import TokenTexts
+from headwater_server.errors import ConfigError
+from headwater_server.lm.text.detokenizer import Detokenizer
+from headwater_server.lm.text.token_texts import TokenTexts
 from tests.app.lm.text.tokenizer_files import FAMILIES, decoder_json
 
 TEXT = "größer 🙂 the fox, é漢"

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.errors import BadRequest, ConfigError
-from app.lm.text.detokenizer import Detokenizer
-from app.lm.text.tokenizer import Tokenizer
+from headwater_server.errors import BadRequest, ConfigError
+from headwater_server.lm.text.detokenizer import Detokenizer
+from headwater_server.lm.text.tokenizer import Tokenizer
 from tests.app.lm.text.tokenizer_files import FAMILIES, byte_level, model_folder
 
 BACKEND = {"tokenizer_class": "TokenizersBackend"}
@@ -96,7 +96,7 @@ def test_the_models_own_classes_decode_alike(family: str, kind: str, tmp_path: P
 
 
 def test_the_shipped_models_tokenizer() -> None:
-    from inference.zoo.text import weights_folder
+    from headwater.zoo.text import weights_folder
 
     folder = weights_folder()
     check_against(Tokenizer(folder), reference_of(folder), TEXTS)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.lm.text.tool_calls import FORMATS, CallFinder, CallFormat, CallPart, ToolUse, call_format
+from headwater_server.lm.text.tool_calls import FORMATS, CallFinder, CallFormat, CallPart, ToolUse, call_format
 
 NAMES = frozenset({"weather", "add-up"})
 HERMES, LLAMA3, MISTRAL = FORMATS["hermes"], FORMATS["llama3"], FORMATS["mistral"]

@@ -1,5 +1,0 @@
-"""``python -m app`` is ``headwater``."""
-
-from app.cli.main import main
-
-main()

@@ -1,0 +1,12 @@
+"""The HTTP side of Headwater: command line, supervisor and gateway."""
+
+import importlib.util
+from importlib.machinery import ExtensionFileLoader
+
+__version__ = "0.1.0"
+
+
+def is_compiled() -> bool:
+    """Whether the modules that every request passes are compiled (`make wheel`)."""
+    spec = importlib.util.find_spec("headwater_server.codecs.tensors")
+    return spec is not None and isinstance(spec.loader, ExtensionFileLoader)

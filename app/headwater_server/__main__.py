@@ -1,0 +1,25 @@
+"""The command ``headwater``, which is also ``python -m headwater_server``."""
+
+import sys
+
+import headwater
+from headwater_server import __version__
+
+
+def main() -> None:
+    """Run the command, unless `headwater` is another package than ours, or another version."""
+    version = getattr(headwater, "__version__", None)
+    if version != __version__:
+        got = f"{version} in " if version else ""
+        where = headwater.__file__ or ", ".join(headwater.__path__)
+        sys.exit(
+            f"headwater: expected Headwater's package headwater {__version__}, which models import, got {got}{where}; "
+            "rename that, or remove its folder from PYTHONPATH"
+        )
+    from headwater_server.cli.main import main as run
+
+    run()
+
+
+if __name__ == "__main__":
+    main()

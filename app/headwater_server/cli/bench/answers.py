@@ -1,0 +1,250 @@
+"""Reads answers, whole ones and streams of server-sent events, and tells what is wrong with them.
+
+Sources: the HTML standard's section on server-sent events; OpenAI's chat and text completions; Triton's generate
+extension.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+__all__ = ["LONGEST_REASON", "EventParser", "Fault", "Sample", "TokenReader", "answer_fault", "failed_status"]
+
+LONGEST_REASON: Final = 160
+_ID: Final = re.compile(r"[0-9a-f]{16,}")
+_UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+
+class Fault(NamedTuple):
+    """One kind of error; equal faults are counted together."""
+
+    kind: str
+    """``status``: an answer other than 200; ``connect``: no connection; ``reset``: the connection ended before the
+    answer; ``timeout``: no whole answer in time; ``bad answer``: status 200, but against the protocol; ``stream``: an
+    error among the events of a stream."""
+    status: int | None
+    """The answer's status, or the one in a stream's error event."""
+    reason: str
+
+    def __str__(self) -> str:
+        kind = self.kind if self.status is None else f"{self.kind} {self.status}"
+        return f"{kind}: {self.reason}" if self.reason else kind
+
+
+def failed_status(status: int | None, body: bytes, kind: str = "status") -> Fault:
+    """The fault of an error answer. Ids in its reason are masked, so that equal faults are counted together."""
+    reason = body.decode(errors="replace")
+    try:
+        content = msgspec.json.decode(body)
+    except _UNREADABLE:
+        content = None
+    if isinstance(content, dict):
+        error = content.get("error", content.get("detail", ""))
+        reason = str(error.get("message", error)) if isinstance(error, dict) else str(error)
+    lines = reason.splitlines()
+    return Fault(kind, status, _ID.sub("…", lines[0])[:LONGEST_REASON] if lines else "")
+
+
+class _Answer(msgspec.Struct):
+    outputs: msgspec.Raw
+
+
+_answer: Final = msgspec.json.Decoder(_Answer)
+
+
+def answer_fault(body: bytes, json_length: int | None) -> Fault | None:
+    """The fault of an inference answer. Its tensors are not decoded, which would cost as much as the request.
+
+    Args:
+        body: the answer.
+        json_length: the number of bytes that are JSON; None: all.
+    """
+    try:
+        _answer.decode(body if json_length is None else memoryview(body)[:json_length])
+    except _UNREADABLE as error:
+        return Fault("bad answer", None, f"not an inference answer: {error}"[:LONGEST_REASON])
+    return None
+
+
+class EventParser:
+    """Splits bytes into the data of events."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._data: list[bytes] = []
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The events completed by this data."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        events = []
+        for line in lines:
+            if line.endswith(b"\r"):
+                line = line[:-1]
+            if line.startswith(b"data:"):
+                self._data.append(line[6:] if line[5:6] == b" " else line[5:])
+            elif not line and self._data:
+                events.append(self._data[0] if len(self._data) == 1 else b"\n".join(self._data))
+                self._data = []
+        return events
+
+
+class _Function(msgspec.Struct):
+    arguments: str | None = None
+
+
+class _Call(msgspec.Struct):
+    index: int = 0
+    function: _Function | None = None
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[_Call] | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+
+
+class _Usage(msgspec.Struct):
+    completion_tokens: int = 0
+
+
+class _OpenAiEvent(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: Any = None
+
+
+class _GenerateEvent(msgspec.Struct):
+    final: bool = False
+    error: Any = None
+    status: int | str | None = None
+    head: str | None = None
+    text_output: str | None = None
+    completion_tokens: int | None = None
+
+
+_openai_event: Final = msgspec.json.Decoder(_OpenAiEvent)
+_generate_event: Final = msgspec.json.Decoder(_GenerateEvent)
+
+
+class TokenReader:
+    """Reads one stream: the times and number of its tokens, and its fault.
+
+    Args:
+        mode: one of `headwater_server.cli.bench.job.PATHS` that streams.
+    """
+
+    def __init__(self, mode: str) -> None:
+        self._parser = EventParser()
+        self._read = self._generate if mode == "stream" else self._openai
+        self._now_s = 0.0
+        self._fault: Fault | None = None
+        self.is_done = False
+        """Whether the stream's last event has come."""
+        self.times_s: list[float] = []
+        """The arrival of each event with text or with a result."""
+        self.reported_tokens: int | None = None
+        """The server's count of tokens."""
+        self._finish_reason: str | None = None
+        self._content: list[str] = []
+        self._arguments: dict[int, list[str]] = {}
+
+    @property
+    def ending(self) -> str:
+        """How an OpenAI answer of one choice ended.
+
+        ``cut``: not by itself; ``calls``: with calls of tools, whose arguments are all JSON objects; ``json``: without
+        calls, and its content is JSON; ``other``: by itself, with anything else.
+        """
+        if self._finish_reason not in ("stop", "tool_calls"):
+            return "cut"
+        texts = list(self._arguments.values()) or [self._content]
+        try:
+            # As floats, numbers may be of any length and size.
+            values = [json.loads("".join(text), parse_int=float) for text in texts]
+        except (ValueError, RecursionError):
+            return "other"
+        if not self._arguments:
+            return "json"
+        return "calls" if all(isinstance(value, dict) for value in values) else "other"
+
+    @property
+    def tokens(self) -> int:
+        """The server's own count or, without one, the number of events with text."""
+        return self.reported_tokens if self.reported_tokens is not None else len(self.times_s)
+
+    def feed(self, data: bytes, now_s: float) -> None:
+        """Read data that arrived at this time."""
+        self._now_s = now_s
+        for event in self._parser.feed(data):
+            try:
+                self._read(event)
+            except _UNREADABLE:
+                self._note(Fault("bad answer", None, f"invalid event: {event[:60].decode('latin-1')}"))
+
+    def end(self) -> Fault | None:
+        """The stream's fault, once it has ended."""
+        if self._fault is None and not self.is_done:
+            return Fault("bad answer", None, "the stream ended without its last event")
+        return self._fault
+
+    def _note(self, fault: Fault) -> None:
+        self._fault = self._fault or fault
+
+    def _openai(self, data: bytes) -> None:
+        if data == b"[DONE]":
+            self.is_done = True
+            return
+        event = _openai_event.decode(data)
+        if event.error is not None:
+            self._note(failed_status(None, data, "stream"))
+        if event.usage is not None:
+            self.reported_tokens = event.usage.completion_tokens
+        has_text = False
+        for choice in event.choices:
+            self._finish_reason = choice.finish_reason or self._finish_reason
+            has_text = has_text or bool(choice.text)
+            if (delta := choice.delta) is None:
+                continue
+            has_text = has_text or bool(delta.content or delta.reasoning_content or delta.tool_calls)
+            if delta.content:
+                self._content.append(delta.content)
+            for call in delta.tool_calls or ():
+                arguments = call.function.arguments if call.function is not None else None
+                self._arguments.setdefault(call.index, []).append(arguments or "")
+        if has_text:
+            self.times_s.append(self._now_s)
+
+    def _generate(self, data: bytes) -> None:
+        event = _generate_event.decode(data)
+        if event.completion_tokens is not None:
+            self.reported_tokens = event.completion_tokens
+        if event.final:
+            self.is_done = True
+        elif event.error is not None and event.head is not None:
+            self._note(Fault("stream", None, f"head {event.head}: {event.status}"))
+        elif event.error is not None:
+            self._note(failed_status(event.status if isinstance(event.status, int) else None, data, "stream"))
+        elif event.text_output != "":
+            self.times_s.append(self._now_s)
+
+
+class Sample(NamedTuple):
+    """One request; times are `time.perf_counter`'s."""
+
+    fault: Fault | None
+    """None: the answer is good."""
+    sent_s: float = 0.0
+    """0: it was not sent."""
+    ended_s: float = 0.0
+    """When the last byte of its answer arrived; 0: it has no answer."""
+    stream: TokenReader | None = None

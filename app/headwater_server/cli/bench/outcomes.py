@@ -1,0 +1,177 @@
+"""The outcomes of one run: counts, rates and percentiles."""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from headwater_server.cli.bench.answers import Fault, Sample
+from headwater_server.cli.bench.limits import Limits
+
+__all__ = ["Outcomes", "distribution_ms", "merged", "percentile"]
+
+MOST_REASONS: Final = 50
+"""Kinds of errors that are counted apart; beyond this, errors are counted by status."""
+_ENOUGH: Final = {"p50": (50.0, 1), "p90": (90.0, 10), "p99": (99.0, 100), "p99.9": (99.9, 1000)}
+"""The reported percentiles, and the number of values from which each is more than the maximum repeated."""
+
+
+def _floats() -> array[float]:
+    return array("d")
+
+
+def percentile(values: Sequence[float] | npt.NDArray[Any], percent: float) -> float:
+    """The smallest value that at least ``percent`` of all values do not exceed: by nearest rank, a value that occurred.
+
+    Args:
+        values: in any order; at least one.
+        percent: 0 to 100.
+    """
+    return float(np.percentile(values, percent, method="inverted_cdf"))
+
+
+def distribution_ms(values_s: Sequence[float]) -> dict[str, float | int | None]:
+    """Count, mean, minimum, maximum and percentiles of times in seconds, which become milliseconds.
+
+    A percentile is None if there are too few values: p90 needs 10, p99 100, p99.9 1,000.
+    """
+    values = np.asarray(values_s, float) * 1000
+    count = len(values)
+    found: dict[str, float | int | None] = {"count": count, "mean": None, "min": None, "max": None}
+    if count:
+        found |= {"mean": float(values.mean()), "min": float(values.min()), "max": float(values.max())}
+    for name, (percent, least) in _ENOUGH.items():
+        found[name] = percentile(values, percent) if count >= least else None
+    return found
+
+
+@dataclass
+class Outcomes:
+    """Counts, rates and times of the requests sent in the measured time. Times are those of good answers only."""
+
+    latencies_s: array[float] = field(default_factory=_floats)
+    first_token_s: array[float] = field(default_factory=_floats)
+    """TTFT: for each stream, the time until its first event with text."""
+    gaps_s: array[float] = field(default_factory=_floats)
+    """ITL: the times between events with text, over all streams."""
+    per_token_s: array[float] = field(default_factory=_floats)
+    """TPOT: for each stream with two tokens or more, (last - first) / (tokens - 1)."""
+    errors: Counter[Fault] = field(default_factory=Counter)
+    met: int = 0
+    """Good answers that met all limits."""
+    tokens: int = 0
+    endings: Counter[str] = field(default_factory=Counter)
+    """Of chats: good answers by `TokenReader.ending`."""
+    requests_per_s: float = 0.0
+    """Good answers per second."""
+    met_per_s: float = 0.0
+    """Goodput."""
+    tokens_per_s: float = 0.0
+    elapsed_s: float = 0.0
+    """From the first request that counts to the last answer."""
+    lateness_s: array[float] = field(default_factory=_floats)
+    """Open loop: how late each answered request was sent, for whatever reason."""
+    behind_s: array[float] = field(default_factory=_floats)
+    """Open loop: how late the generator itself was with each request."""
+    waited: int = 0
+    """Open loop: requests that had to wait for a free connection."""
+    cpu_share: float = 0.0
+    """The fraction of a core that the generator used; the maximum over its processes."""
+    ended: str = ""
+    """Why the run ended early; empty: it did not."""
+
+    @property
+    def answers(self) -> int:
+        """Requests with a good answer."""
+        return len(self.latencies_s)
+
+    @property
+    def failures(self) -> int:
+        """Requests without a good answer."""
+        return sum(self.errors.values())
+
+    @property
+    def requests(self) -> int:
+        """All requests that count."""
+        return self.answers + self.failures
+
+    @property
+    def error_share(self) -> float:
+        """The fraction of requests that failed; 0 without requests."""
+        return self.failures / self.requests if self.requests else 0.0
+
+    def latency_ms(self, percent: float) -> float:
+        """A percentile of the latency, for example 50 for the median.
+
+        Raises:
+            ValueError: there was no good answer.
+        """
+        if not self.latencies_s:
+            raise ValueError("no request had a good answer")
+        return percentile(self.latencies_s, percent) * 1000
+
+    def note(self, sample: Sample, begin_s: float, limits: Limits) -> None:
+        """Count a request.
+
+        Args:
+            sample: the request.
+            begin_s: when its latency begins: when it was sent, or should have been.
+            limits: the limits it should meet.
+        """
+        if sample.fault is not None:
+            self.note_fault(sample.fault)
+            return
+        self.latencies_s.append(sample.ended_s - begin_s)
+        self.met += limits.are_met(sample, begin_s)
+        stream = sample.stream
+        if stream is None:
+            return
+        times, tokens = stream.times_s, stream.tokens
+        self.tokens += tokens
+        self.endings[stream.ending] += 1
+        if times:
+            self.first_token_s.append(times[0] - begin_s)
+            self.gaps_s.extend(after - before for before, after in itertools.pairwise(times))
+            if tokens > 1:
+                self.per_token_s.append((times[-1] - times[0]) / (tokens - 1))
+
+    def note_fault(self, fault: Fault, count: int = 1) -> None:
+        """Count requests that failed."""
+        if fault not in self.errors and len(self.errors) >= MOST_REASONS:
+            fault = fault._replace(reason="other reasons")
+        self.errors[fault] += count
+
+    def set_rates(self, elapsed_s: float) -> None:
+        """Derive the rates from the counts, once all requests are counted."""
+        self.elapsed_s = elapsed_s
+        self.requests_per_s = self.answers / elapsed_s
+        self.met_per_s = self.met / elapsed_s
+        self.tokens_per_s = self.tokens / elapsed_s
+
+
+def merged(parts: Iterable[Outcomes]) -> Outcomes:
+    """Merge the outcomes of several connections or generators that sent requests at the same time."""
+    whole = Outcomes()
+    for part in parts:
+        for times in ("latencies_s", "first_token_s", "gaps_s", "per_token_s", "lateness_s", "behind_s"):
+            getattr(whole, times).extend(getattr(part, times))
+        for fault, count in part.errors.items():
+            whole.note_fault(fault, count)
+        whole.met += part.met
+        whole.tokens += part.tokens
+        whole.endings.update(part.endings)
+        whole.requests_per_s += part.requests_per_s
+        whole.met_per_s += part.met_per_s
+        whole.tokens_per_s += part.tokens_per_s
+        whole.waited += part.waited
+        whole.elapsed_s = max(whole.elapsed_s, part.elapsed_s)
+        whole.cpu_share = max(whole.cpu_share, part.cpu_share)
+        whole.ended = whole.ended or part.ended
+    return whole

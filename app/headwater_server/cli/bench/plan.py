@@ -1,0 +1,152 @@
+"""What a bench measures: its options, and the requests for each load."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from headwater_server.cli.bench.bodies import Body, Wishes, infer_bodies, read_bodies, stream_bodies
+from headwater_server.cli.bench.connection import ConnectFailed, Dialler
+from headwater_server.cli.bench.job import Job, Load, Target
+from headwater_server.cli.bench.limits import request_limits
+from headwater_server.cli.client import Metadata, ServerClient
+from headwater_server.errors import CommandError
+
+__all__ = ["Plan", "Point", "check_answers", "points_of"]
+
+REFUSALS: Final = (400, 401, 403, 404, 405, 413, 415, 422)
+"""Statuses due to the request itself: another try would get the same."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One load on one selection of heads; measured once in each repeat."""
+
+    load: Load
+    heads: tuple[str, ...] | None
+    """The heads to ask for; None: the request names none, and gets all."""
+    target: Target
+    constraint: str | None = None
+    """``schema`` or ``tools``: what constrains the answers; ``none``: the same load without it, for comparison; None:
+    the bench constrains no answers."""
+
+    def __str__(self) -> str:
+        parts = [str(self.load)]
+        if self.heads is not None:
+            parts.append(f"heads {','.join(self.heads)}")
+        if self.constraint is not None:
+            parts.append("unconstrained" if self.constraint == "none" else self.constraint)
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The options of a bench."""
+
+    url: str
+    model: str | None
+    mode: str
+    loads: Sequence[Load]
+    arrivals: str
+    max_connections: int
+    seconds: float
+    warmup_s: float
+    repeats: int
+    timeout_s: float
+    processes: int
+    input: Path | None
+    heads: Sequence[tuple[str, ...] | None]
+    """Selections of heads, each measured under every load."""
+    constraints: Sequence[str | None]
+    """See `Point.constraint`; each is measured under every load."""
+    wishes: Wishes
+    slo: dict[str, float]
+    """Limits by name, in milliseconds."""
+    key: str
+    json: Path | None
+    html: Path | None
+
+    @property
+    def run_s(self) -> float:
+        """The length of one run, warm-up included."""
+        return self.warmup_s + self.seconds
+
+    def job(self, point: Point, repeat: int) -> Job:
+        """The job for one run. An open loop's schedule differs between repeats, but not between runs of the bench."""
+        return Job(
+            point.target, point.load, self.seconds, self.warmup_s, self.arrivals, self.max_connections,
+            seed=self.wishes.seed + 1000 * repeat, limits=request_limits(self.slo),
+        )  # fmt: skip
+
+
+def points_of(plan: Plan, server: ServerClient, model: str) -> list[Point]:
+    """The points to measure, with their requests.
+
+    Raises:
+        CommandError: the plan and the model contradict each other.
+    """
+    metadata = None
+    if plan.mode in ("infer", "stream"):
+        metadata = server.metadata(model)
+    elif (known := server.models()) and model not in known:
+        raise CommandError(f"--model: expected one of the server's models, {', '.join(known)}, got {model!r}")
+    points = []
+    for heads in plan.heads:
+        targets = [
+            Target(plan.url, model, _bodies(plan, metadata, model, heads, one), plan.mode, plan.key, plan.timeout_s)
+            for one in plan.constraints
+        ]
+        # What is compared runs one after the other.
+        points += [
+            Point(load, heads, target, one)
+            for load in plan.loads
+            for one, target in zip(plan.constraints, targets, strict=True)
+        ]
+    return points
+
+
+def _bodies(
+    plan: Plan, metadata: Metadata | None, model: str, heads: tuple[str, ...] | None, constraint: str | None
+) -> tuple[Body, ...]:
+    if heads is not None and metadata is not None:
+        known = [head.name for head in metadata.heads]
+        for head in heads:
+            if head not in known:
+                expected = f"one of the heads {', '.join(known)}" if known else f"no --heads, since {model} has none"
+                raise CommandError(f"--heads: expected {expected}, got {head!r}")
+    if plan.input is not None:
+        return read_bodies(plan.input, plan.mode, model)
+    if plan.mode == "infer" and metadata is not None:
+        return infer_bodies(metadata, heads, plan.wishes)
+    wishes = replace(plan.wishes, chat_fields={}) if constraint == "none" else plan.wishes
+    return stream_bodies(plan.mode, metadata, model, heads, wishes)
+
+
+async def check_answers(points: Sequence[Point]) -> None:
+    """Send one request for each selection before any load.
+
+    Other errors, such as a 500, are left for the load to count.
+
+    Raises:
+        CommandError: the server refuses the request itself, or can't be reached.
+    """
+    for target in dict.fromkeys(point.target for point in points):
+        dialler = Dialler(target.url)
+        expires_s = time.perf_counter() + target.timeout_s
+        watch = asyncio.get_running_loop().call_later(target.timeout_s + 0.1, dialler.expire)
+        try:
+            connection = await dialler.dial()
+            fault = (await connection.ask(target.requests()[0], target.mode, expires_s)).fault
+        except ConnectFailed as failed:
+            raise CommandError(f"URL: {target.url}: {failed.fault}; is the server running there?") from None
+        finally:
+            watch.cancel()
+            dialler.close()
+        if fault is not None and (fault.status in REFUSALS or fault.kind == "bad answer"):
+            raise CommandError(
+                f"{target.path}: the server refuses the request: {fault}; provide a valid one with --input FILE.json"
+            )

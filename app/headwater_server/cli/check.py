@@ -1,0 +1,373 @@
+"""``headwater check``: finds in a few seconds what would go wrong in serving."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headwater.errors import DeclarationError, LoadError, Problem
+from headwater.pipeline import make_plan
+from headwater.reference import find_folder, is_vllm
+from headwater.signature import Signature, VllmSpec, text_signature
+from headwater_server.cli.scripts import load_with_scripts
+from headwater_server.config.pipeline import Pipeline
+from headwater_server.config.schema import PLACEHOLDER, Deployment, InvalidConfig, is_model_reference, read_config
+from headwater_server.errors import ConfigError
+from headwater_server.process.adapters import find_adapters, lora_rank
+from headwater_server.process.interpreter import InterpreterError
+from headwater_server.process.machine import cpu_count, host_capacity, size_text
+from headwater_server.process.model_side import PROCESS_TIMEOUT_S, ModelSide, last_line
+from headwater_server.process.vllm import device_problem, find_vllm, folder_problem, gives_embeddings
+from headwater_server.supervisor.preflight import (
+    address_problems,
+    free_shared_memory_problems,
+    needed_shared_memory_bytes,
+    open_files_problems,
+    runtime_dir_problems,
+    security_problems,
+    temporary_folder_problems,
+    tracing_problems,
+)
+
+__all__ = ["check", "model_request"]
+
+
+def check(
+    what: str | Path | None, *, as_json: bool, flags: Mapping[str, Any] | None = None, loads: bool = False
+) -> int:
+    """Check the environment and, if given, a configuration or model, and print the findings.
+
+    The valid parts of an invalid configuration are checked too, so that all problems are found at once.
+
+    Args:
+        what: a YAML file or a model, as for `load_with_scripts`; None: only the server's settings, from environment and
+            flags.
+        as_json: print ``{"ok", "versions", "machine", "deployments", "problems"}`` rather than text.
+        flags: override the file, as in `load_config`.
+        loads: load the models, too, and call them, each deployment in turn, but not those of vLLM.
+
+    Returns:
+        The exit status: 0 if ready to serve, 1 if there is a problem.
+    """
+    problems: list[Problem] = []
+    config = None
+    paths: tuple[str, ...] = (os.getcwd(),)
+    if what is not None and not is_model_reference(str(what)):
+        paths = tuple(dict.fromkeys((*paths, str(Path(what).resolve().parent))))
+    try:
+        if what is None:  # deployments are required
+            content = {"deployments": {"none": {"model": PLACEHOLDER}}}
+            config = read_config(content, source="command line", flags=flags or {})
+        else:
+            loaded = load_with_scripts(str(what), flags=flags or {})
+            config = loaded.config
+            for warning in loaded.warnings:
+                print(f"warning: {warning}", file=sys.stderr)
+    except InvalidConfig as error:
+        config = error.rest
+        for problem in error.problems:
+            problems.append(Problem("configuration", f"{error.source}: {problem}", "correct the named field"))
+    except ConfigError as error:
+        problems.append(Problem("configuration", str(error), "correct what the reason names"))
+    with ModelSide({}) as side:
+        versions, found = side.report()
+    problems += found
+    deployments: list[dict[str, Any]] = []
+    if config is not None:
+        served, computed = (
+            {name: one for name, one in some.items() if one.model != PLACEHOLDER}
+            for some in (config.deployments, config.all_deployments())
+        )
+        signatures, pythons, notes, found = _signatures(computed, paths, loads=loads)
+        problems += found
+        joined, found = _joined(served, signatures)
+        problems += found
+        shown: dict[str, Deployment] = {}
+        for name, one in served.items():
+            shown |= one.with_replicas(name) if one.versions else {name: one}
+        deployments = [_summary(name, one, (signatures | joined).get(name), pythons) for name, one in shown.items()]
+        for summary in deployments:
+            if summary["name"] in notes:
+                summary["notes"] = notes[summary["name"]]
+        problems += _cache_problems({**computed, **served}, signatures | joined)
+        problems += free_shared_memory_problems(needed_shared_memory_bytes(computed, signatures))
+        problems += address_problems(config.server.host, config.server.port)
+        problems += runtime_dir_problems(config.server, computed)
+        problems += temporary_folder_problems(computed.values())
+        problems += open_files_problems()
+        problems += tracing_problems(config.server)
+        problems += security_problems(config)
+    if as_json:
+        machine = {"cpus": cpu_count(), "memory_bytes": host_capacity()}
+        report = {"ok": not problems, "versions": versions, "machine": machine, "deployments": deployments}
+        print(json.dumps({**report, "problems": [asdict(problem) for problem in problems]}, indent=2))
+    else:
+        _print(versions, deployments, problems, loads=loads)
+    return 1 if problems else 0
+
+
+def _signatures(
+    deployments: Mapping[str, Deployment], path: tuple[str, ...], *, loads: bool
+) -> tuple[dict[str, Signature], dict[str, dict[str, Any]], dict[str, tuple[str, ...]], list[Problem]]:
+    """The signatures of models that can be constructed, the Pythons that deployments name, notes, and the problems."""
+    notes: dict[str, tuple[str, ...]] = {}
+    signatures: dict[str, Signature] = {}
+    problems: dict[str, list[Problem]] = {}
+    pythons: dict[str, dict[str, Any]] = {}
+    groups: dict[tuple[Path | None, frozenset[tuple[str, str]]], list[str]] = {}
+    for name, one in deployments.items():
+        if one.is_vllm:
+            pythons[name], found = _look_at_vllm(name, one, path)
+            if isinstance(found, Signature):
+                signatures[name] = found
+            problems[name] = [found] if isinstance(found, Problem) else []
+        else:
+            groups.setdefault((one.python, frozenset(one.environment.items())), []).append(name)
+    for (python, environment), names in groups.items():
+        try:
+            side = ModelSide(dict(environment), python)
+        except InterpreterError as error:
+            reason = f"python {error.path}: {error.reason}"
+            problems.update({name: [Problem(f"deployment {name}", reason, error.fix)] for name in names})
+            pythons.update({name: {"path": error.path, "versions": {}} for name in names})
+            continue
+        with side:
+            if python is not None:
+                versions, reported = side.report()
+                for name in names:
+                    pythons[name] = {"path": side.python, "versions": versions}
+                    title, python_is = f"deployment {name}", f"python {side.python}: "
+                    problems[name] = [
+                        Problem(title, f"{python_is}{one.title}: {one.reason}", one.fix) for one in reported
+                    ]
+            _probe(side, {name: deployments[name] for name in names}, path, signatures, problems, notes, loads=loads)
+    return signatures, pythons, notes, [problem for name in deployments for problem in problems[name]]
+
+
+def _look_at_vllm(
+    name: str, deployment: Deployment, path: tuple[str, ...]
+) -> tuple[dict[str, Any], Signature | Problem]:
+    """The Python of a deployment that vLLM computes, and its signature or what would keep it from serving."""
+    title = f"deployment {name}"
+    python: dict[str, Any] = {"path": os.path.abspath(str(deployment.python)), "versions": {}}
+    try:
+        install = find_vllm(str(deployment.python), {**os.environ, **deployment.environment})
+        python["versions"] = {"vllm": install.version}
+        folder = find_folder(deployment.model or "", path)
+        options = deployment.checked_options
+        lora_rank(options, find_adapters(deployment.adapters, path))
+        environ = {**os.environ, **deployment.environment}
+        problems = (device_problem(device, environ, options, install) for device in deployment.placements)
+        problem = next(filter(None, problems), None) or folder_problem(folder, options, install)
+    except InterpreterError as error:
+        own = "" if os.path.exists(error.path) else "; `make vllm-env` makes one in .venv-vllm"
+        return python, Problem(title, f"python {error.path}: {error.reason}", f"{error.fix}{own}")
+    except LoadError as error:
+        problem = error.problem
+    if problem is not None:
+        return python, Problem(title, f"{problem.title}: {problem.reason}", problem.fix)
+    length = -1 if gives_embeddings(folder, options) else 0  # how long they are, a start shows
+    return python, text_signature(name, folder, vllm=VllmSpec(0, 0, 0, install.version, embedding_length=length))
+
+
+def _probe(
+    side: ModelSide,
+    deployments: Mapping[str, Deployment],
+    path: tuple[str, ...],
+    signatures: dict[str, Signature],
+    problems: dict[str, list[Problem]],
+    notes: dict[str, tuple[str, ...]],
+    *,
+    loads: bool,
+) -> None:
+    """Construct the models of these deployments, and add to ``signatures``, ``problems`` and ``notes``."""
+    pending = list(deployments)
+    while pending:
+        requests = [{**model_request(name, deployments[name], path), "loads": loads} for name in pending]
+        status, output, errors = side.run("headwater.replica.probe", msgspec.json.encode(requests))
+        tried: list[str] = []  # steps of the next deployment
+        for line in output.splitlines():
+            finding = msgspec.json.decode(line)
+            name = finding["name"]
+            problems.setdefault(name, []).extend(Problem(**problem) for problem in finding["problems"])
+            if finding["step"]:
+                tried.append(finding["step"])
+                continue
+            pending.remove(name)
+            tried.clear()
+            if finding["notes"]:
+                notes[name] = tuple(finding["notes"])
+            if finding["signature"] is not None:
+                signatures[name] = msgspec.convert(finding["signature"], Signature)
+        if pending:  # the process ended at the next deployment; the remaining ones get another process
+            name = pending.pop(0)
+            problems.setdefault(name, []).append(_ended(name, deployments[name], tried, status, errors))
+
+
+def _joined(
+    deployments: Mapping[str, Deployment], signatures: Mapping[str, Signature]
+) -> tuple[dict[str, Signature], list[Problem]]:
+    """The signatures of pipelines in placement ``graph``, and the problems of those whose steps don't fit together."""
+    joined: dict[str, Signature] = {}
+    problems: list[Problem] = []
+    for name, one in deployments.items():
+        if one.pipeline is None or one.pipeline.placement == "fused":
+            continue
+        steps = {step: signatures.get(where) for step, where in _places(name, one.pipeline).items()}
+        known = {step: signature for step, signature in steps.items() if signature is not None}
+        if len(known) < len(steps):
+            continue  # the problems of the others are already reported
+        try:
+            plan = make_plan(one.pipeline.spec(), known, name=name, max_batch_size=one.batching.max_batch_size)
+            joined[name] = plan.signature
+        except DeclarationError as error:
+            fix = "correct the pipeline, or the model's declaration"
+            problems.append(Problem(f"deployment {name}", str(error), fix))
+    return joined, problems
+
+
+def _cache_problems(deployments: Mapping[str, Deployment], signatures: Mapping[str, Signature]) -> Iterator[Problem]:
+    """The problems of those whose answers can't be kept."""
+    for name, one in deployments.items():
+        if one.cache is not None and name in signatures:
+            try:
+                signatures[name].check_cacheable()
+            except DeclarationError as error:
+                reason, _, fix = str(error).rpartition("; ")
+                yield Problem(f"deployment {name}", reason, fix)
+
+
+def _places(name: str, pipeline: Pipeline) -> dict[str, str]:
+    """The deployment that computes each step of a pipeline in placement ``graph``."""
+    return {step: one.deployment or f"{name}.{step}" for step, one in pipeline.all_steps().items()}
+
+
+def model_request(name: str, deployment: Deployment, path: Sequence[str]) -> dict[str, Any]:
+    """The fields of an `headwater.replica.probe.Request`; the first folder of ``path`` is the working folder."""
+    return {
+        "name": name,
+        "model": deployment.model or "",
+        "options": deployment.options,
+        "pipeline": deployment.pipeline.spec() if deployment.pipeline is not None else None,
+        "max_batch_size": deployment.batching.max_batch_size,
+        "instances": deployment.instances,
+        "device": deployment.placements[0],
+        "path": path,
+        "working_dir": path[0],
+    }
+
+
+def _ended(name: str, deployment: Deployment, tried: Sequence[str], status: int | None, errors: str) -> Problem:
+    title, model = f"deployment {name}", deployment.model or "its steps"
+    if deployment.pipeline is not None:
+        for step, one in deployment.pipeline.all_steps().items():
+            if step not in tried:
+                title, model = f"{title}, step {step}", one.model or ""
+                break
+    how = f"took more than {PROCESS_TIMEOUT_S:g} s" if status is None else f"ended the process with status {status}"
+    said = f": {last_line(errors)}" if errors.strip() else ""
+    return Problem(
+        title,
+        f"{model}: importing or constructing it {how}{said}",
+        "do slow or risky work in load(), not on import or in the constructor",
+    )
+
+
+def _summary(
+    name: str, deployment: Deployment, signature: Signature | None, pythons: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    summary: dict[str, Any] = {"name": name, "model": deployment.model, "ok": signature is not None}
+    if name in pythons:
+        summary["python"] = pythons[name]
+    pipeline = deployment.pipeline
+    if pipeline is not None:
+        steps = {step: one.model or f"deployment {one.deployment}" for step, one in pipeline.all_steps().items()}
+        summary["pipeline"] = {"placement": pipeline.placement, "steps": steps, "heads": list(pipeline.heads)}
+        if pipeline.placement == "graph":
+            own = {step: pythons[at] for step, at in _places(name, pipeline).items() if at in pythons}
+            summary["pipeline"].update({"pythons": own} if own else {})
+    if signature is not None:
+        summary["inputs"] = msgspec.to_builtins(signature.inputs)
+        summary["outputs"] = msgspec.to_builtins(signature.outputs)
+        summary["parameters"] = [parameter.name for parameter in signature.own_parameters]
+    return summary
+
+
+def _print(
+    versions: Mapping[str, str | None],
+    deployments: Sequence[Mapping[str, Any]],
+    problems: Sequence[Problem],
+    *,
+    loads: bool,
+) -> None:
+    colours = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    bold, red, green, plain = ("\033[1m", "\033[31m", "\033[32m", "\033[0m") if colours else ("", "", "", "")
+    for name, version in versions.items():
+        print(f"{name:<10} {version or 'unknown'}")
+    cpus, memory_bytes = cpu_count(), host_capacity()
+    memory = f", {size_text(memory_bytes)} of memory" if memory_bytes is not None else ""
+    print(f"{'machine':<10} {cpus} CPU{'' if cpus == 1 else 's'}{memory}")
+    if deployments:
+        print()
+    width = max((len(one["name"]) for one in deployments), default=0)
+    for one in deployments:
+        tensors = f"  {_tensors(one['inputs'])} -> {_tensors(one['outputs'])}" if one["ok"] else ""
+        pipeline = one.get("pipeline")
+        what = one["model"] if pipeline is None else f"{pipeline['placement']} pipeline"
+        print(f"{bold}{one['name']:<{width}}{plain}  {what}{tensors}")
+        if "python" in one:
+            print(f"{'':<{width}}    {_python(one['python'])}")
+        for note in one.get("notes", ()):
+            print(f"{'':<{width}}    {note}")
+        if pipeline is not None:
+            for step, model in pipeline["steps"].items():
+                print(f"{'':<{width}}    {'head' if step in pipeline['heads'] else 'step'} {step}  {model}")
+                if step in pipeline.get("pythons", {}):
+                    print(f"{'':<{width}}      {_python(pipeline['pythons'][step])}")
+    print()
+    if not problems:
+        print(f"{green}ready to serve{plain}")
+        if deployments:
+            print(_tried(deployments) if loads else "imported, not loaded: `--load` tries that, too")
+        return
+    print(f"{red}{len(problems)} problem{'' if len(problems) == 1 else 's'}{plain}")
+    for problem in problems:
+        print(f"\n{bold}{problem.title}{plain}\n  why   {problem.reason}\n  fix   {problem.fix}")
+
+
+def _tried(deployments: Sequence[Mapping[str, Any]]) -> str:
+    """What `--load` has tried, and what it has not."""
+    tried = "loaded and called with one row each, not served"
+    untried = [text for one in deployments if (text := _untried(one))]
+    return f"{tried}; not tried: {', '.join(untried)}" if untried else tried
+
+
+def _untried(deployment: Mapping[str, Any]) -> str:
+    """What `--load` does not try of a deployment; empty: nothing."""
+    name, pipeline = deployment["name"], deployment.get("pipeline")
+    if deployment["model"] and is_vllm(deployment["model"]):
+        return f"{name} (vLLM)"
+    return f"{name} as a whole (its steps were)" if pipeline and pipeline["placement"] == "graph" else ""
+
+
+def _python(python: Mapping[str, Any]) -> str:
+    versions = python["versions"]
+    if "vllm" in versions:
+        return f"python {python['path']}: vllm {versions['vllm']}"
+    own = str(versions.get("python") or "can't be used").partition(" (")[0]
+    others = [f"{name} {versions[name]}" for name in ("numpy", "pytriton", "torch") if versions.get(name)]
+    return f"python {python['path']}: {', '.join([own, *others])}"
+
+
+def _tensors(specs: Sequence[Mapping[str, Any]]) -> str:
+    return ", ".join(
+        f"{spec['name']} {spec['datatype']} [{', '.join(map(str, spec['shape']))}]{'?' if spec['optional'] else ''}"
+        for spec in specs
+    )

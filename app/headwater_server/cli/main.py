@@ -1,0 +1,281 @@
+"""The command line ``headwater``: ``serve``, ``check``, and the commands for a running server.
+
+Each command imports what it needs when it runs: together the imports take several times what most commands do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import headwater_server
+from headwater_server.cli.bench.options import add_bench_command
+from headwater_server.cli.init import KINDS, write_template
+from headwater_server.cli.keys import add_key_commands
+from headwater_server.cli.options import add_set_option, config_flags
+from headwater_server.cli.plan.options import add_plan_command
+from headwater_server.cli.surroundings import complete, require_folders
+from headwater_server.errors import CommandError, ConfigError, StartError
+
+if TYPE_CHECKING:
+    from headwater.signature import Signature
+    from headwater_server.config.schema import Config
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command and exit with its status."""
+    complete()
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        status = int(options.run(options))
+    except (ConfigError, StartError, CommandError) as error:
+        print(f"headwater: {error}", file=sys.stderr)
+        status = 1
+    sys.exit(status)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="headwater", description="Serve PyTorch models over HTTP, through PyTriton.")
+    version = f"headwater {headwater_server.__version__}{', compiled' if headwater_server.is_compiled() else ''}"
+    parser.add_argument("--version", action="version", version=version)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    serve = commands.add_parser("serve", help="serve the models of a configuration, or one model")
+    serve.add_argument(
+        "what",
+        metavar="CONFIG | MODULE:CLASS | KIND:PATH",
+        help="a YAML file, or a model such as my.models:Scale, onnx:head.onnx, torch:head.pt2, hf:FOLDER or "
+        "pytriton:server.py",
+    )
+    serve.add_argument("--host", help="address to listen on")
+    serve.add_argument("--port", type=int, help="port to listen on; 0: any free port")
+    serve.add_argument("--workers", type=int, help="number of gateway processes")
+    serve.add_argument(
+        "--reload", action="store_true",
+        help="for development: reload a model when its code, its file or its configuration changes",
+    )  # fmt: skip
+    add_set_option(serve)
+    serve.set_defaults(run=_serve)
+
+    join = commands.add_parser("join", help="add a gateway to what `headwater serve` serves on a cluster")
+    _add_address(join)
+    join.add_argument("--host", help="address to listen on")
+    join.add_argument("--port", type=int, help="port to listen on; 0: any free port")
+    join.add_argument("--workers", type=int, help="number of gateway processes")
+    join.set_defaults(run=_join)
+    stop = commands.add_parser("stop", help="end what is served on a cluster: gateways, replicas and supervisor")
+    _add_address(stop)
+    stop.set_defaults(run=_stop)
+
+    check = commands.add_parser("check", help="check the environment and, if given, a configuration or model")
+    check.add_argument("what", nargs="?", metavar="CONFIG | MODULE:CLASS | KIND:PATH", help="as for `headwater serve`")
+    check.add_argument("--json", action="store_true", help="print JSON")
+    check.add_argument("--load", action="store_true", help="load the models, too, and call those that answer whole")
+    check.add_argument("--host")
+    check.add_argument("--port", type=int)
+    add_set_option(check)
+    check.set_defaults(run=_check)
+
+    init = commands.add_parser("init", help="write a folder to begin with: a model, a configuration, a test")
+    init.add_argument("kind", metavar="KIND", choices=KINDS, help=f"one of {', '.join(KINDS)}")
+    init.add_argument("folder", nargs="?", type=Path, metavar="FOLDER", help="default: one named as the kind")
+    init.set_defaults(run=_init)
+
+    status = commands.add_parser("status", help="show the models of a running server, and their states")
+    _add_url(status)
+    status.set_defaults(run=_status)
+    health = commands.add_parser("health", help="exit with 0 if a running server is ready, else with 1 and the reason")
+    health.add_argument("--url", help="the server's URL; default: this machine, on the port that the environment sets")
+    health.set_defaults(run=_health)
+    for action, what in (
+        ("load", "load a model that is not loaded"),
+        ("unload", "unload a model, and verify that nothing of it remains"),
+        ("reload", "replace a model's replicas without downtime"),
+    ):
+        command = commands.add_parser(action, help=f"{what}, on a running server on this machine")
+        command.add_argument("name", metavar="NAME", help="the deployment")
+        if action != "unload":
+            command.add_argument(
+                "--config", metavar="FILE | JSON",
+                help="a deployment's section, merged into the one that the server was started with: a YAML or JSON "
+                "file, or JSON such as '{\"timeout_s\": 5}'",
+            )  # fmt: skip
+        _add_url(command)
+        command.set_defaults(run=_command, action=action)
+    scale = commands.add_parser("scale", help="change the number of a model's replicas, on a running server")
+    scale.add_argument("name", metavar="NAME", help="the deployment, PIPELINE.STEP or DEPLOYMENT.VERSION")
+    scale.add_argument("replicas", metavar="N | MIN-MAX", type=_bounds, help="their number, or bounds to scale between")
+    _add_url(scale)
+    scale.set_defaults(run=_command, action="scale")
+    promote = commands.add_parser("promote", help="give a version of a model all requests, on a running server")
+    rollback = commands.add_parser("rollback", help="undo the last change of how a model's versions share requests")
+    for command, action in ((promote, "promote"), (rollback, "rollback")):
+        command.add_argument("name", metavar="NAME", help="the deployment")
+        if action == "promote":
+            command.add_argument("version", metavar="VERSION", help="the version, which becomes the default, too")
+        else:
+            command.add_argument("--undo", action="store_true", help="take back the last rollback")
+        _add_url(command)
+        command.set_defaults(run=_command, action=action)
+    add_bench_command(commands)
+    add_plan_command(commands)
+    add_key_commands(commands)
+    return parser
+
+
+def _add_address(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--address", default="auto", help="of Ray's head, HOST:PORT; auto: the Ray that this machine belongs to"
+    )
+
+
+def _bounds(text: str) -> dict[str, int]:
+    least, separator, most = text.partition("-")
+    try:
+        return {"min": int(least), "max": int(most)} if separator else {"replicas": int(text)}
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a number such as 3, or 1-3, got {text!r}") from None
+
+
+def _add_url(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--url", default="http://127.0.0.1:8000",
+        help="the server's URL; default: %(default)s; an API key is read from the environment variable HEADWATER_KEY",
+    )  # fmt: skip
+
+
+def _health(options: argparse.Namespace) -> int:
+    from headwater_server.cli.health import default_url, health_status
+
+    return health_status(options.url or default_url())
+
+
+def _serve(options: argparse.Namespace) -> int:
+    if os.getpid() == 1:
+        # The kernel drops signals that process 1 has no handler for; the supervisor installs its own a second later.
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+    require_folders()
+    import asyncio
+
+    from headwater_server.cli.scripts import load_with_scripts
+    from headwater_server.config.schema import is_model_reference
+    from headwater_server.supervisor.supervisor import Supervisor
+    from headwater_server.telemetry.log_output import never_blocking
+    from headwater_server.telemetry.logs import set_up_logging
+
+    flags = config_flags(options)
+    config, user_paths, warnings = load_with_scripts(options.what, flags=flags)
+    sys.stdout = never_blocking(sys.stdout)
+    set_up_logging(config.server.log_format)
+    for warning in warnings:
+        logging.getLogger("headwater").warning("%s", warning)
+    announce = _announcer(config)
+    if options.reload:
+        if config.cluster is not None:
+            raise CommandError("--reload: expected replicas on this machine, got the section `cluster`; remove one")
+        # Bytecode is found by the source's size and second: that of an edit within the same second would be stale.
+        os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+
+        def reread() -> Config:
+            return load_with_scripts(options.what, flags=flags)[0]
+
+        file = None if is_model_reference(options.what) else Path(options.what)
+        supervisor = Supervisor(config, user_paths, announce, reread, file)
+        return asyncio.run(supervisor.run())
+    if config.cluster is None:
+        return asyncio.run(Supervisor(config, user_paths, announce).run())
+    from headwater_server.cluster.gateway import serve_gateway
+
+    return asyncio.run(serve_gateway(config, user_paths, config.cluster.address, {}, announce))
+
+
+def _announcer(config: Config) -> Callable[[str, list[tuple[str, Signature | None, str]]], None]:
+    """What says once what is served."""
+    import functools
+
+    from headwater_server.cli.announce import log_what_is_served, print_what_is_served
+    from headwater_server.security.keys_file import keys_are_wanted
+
+    if config.server.log_format == "json":
+        return log_what_is_served
+    return functools.partial(print_what_is_served, asks_for_keys=keys_are_wanted(config.security.keys_file))
+
+
+def _join(options: argparse.Namespace) -> int:
+    import asyncio
+
+    from headwater_server.cli.announce import log_what_is_served
+    from headwater_server.cluster.gateway import serve_gateway
+    from headwater_server.telemetry.logs import set_up_logging
+
+    set_up_logging("auto")
+    flags = {name: value for name in ("host", "port", "workers") if (value := getattr(options, name)) is not None}
+    return asyncio.run(serve_gateway(None, (), options.address, flags, log_what_is_served))
+
+
+def _stop(options: argparse.Namespace) -> int:
+    from headwater_server.cluster.discovery import stop_cluster
+
+    stop_cluster(options.address)
+    print("stopped")
+    return 0
+
+
+def _check(options: argparse.Namespace) -> int:
+    require_folders()
+    from headwater_server.cli.check import check
+
+    return check(options.what, as_json=options.json, flags=config_flags(options), loads=options.load)
+
+
+def _init(options: argparse.Namespace) -> int:
+    folder = options.folder or Path(options.kind)
+    for path in write_template(options.kind, folder):
+        print(path)
+    print(f"next: cd {folder}, and see README.md")
+    return 0
+
+
+def _status(options: argparse.Namespace) -> int:
+    from headwater_server.cli.client import ServerClient, status_table
+
+    print(status_table(ServerClient(options.url).index()))
+    return 0
+
+
+def _command(options: argparse.Namespace) -> int:
+    from headwater_server.cli.client import ServerClient, command_line
+
+    client, given = ServerClient(options.url), getattr(options, "config", None)
+    if options.action == "scale":
+        answer = client.scale(options.name, options.replicas)
+    elif options.action == "promote":
+        answer = client.promote(options.name, options.version)
+    elif options.action == "rollback":
+        answer = client.roll_back(options.name, is_undo=options.undo)
+    else:
+        answer = client.command(options.action, options.name, None if given is None else _section(given))
+    print(command_line(options.action, answer))
+    return 0
+
+
+def _section(given: str) -> str:
+    """A deployment's section as JSON text, from JSON or from a YAML or JSON file."""
+    if given.lstrip().startswith("{"):
+        return given
+    from headwater_server.config.schema import read_yaml
+
+    try:
+        return json.dumps(read_yaml(Path(given)))
+    except (TypeError, ValueError) as error:  # YAML has dates, and keys of any type
+        raise ConfigError(f"{given}: expected values that JSON can represent: {error}") from error

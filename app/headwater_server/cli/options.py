@@ -1,0 +1,174 @@
+"""Readers of option values for argparse's ``type``, and the options and files of reports."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any, TypeVar
+
+from headwater_server.errors import CommandError, ConfigError
+
+__all__ = [
+    "add_report_options",
+    "add_set_option",
+    "check_writable",
+    "config_flags",
+    "listed",
+    "named",
+    "number",
+    "read_size",
+    "whole",
+    "write_file",
+]
+
+_T = TypeVar("_T")
+
+
+def whole(least: int, most: int) -> Callable[[str], int]:
+    """A reader of integers from ``least`` to ``most``."""
+
+    def read(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if not least <= value <= most:
+            raise ArgumentTypeError(f"expected a whole number from {least:,} to {most:,}, got {text!r}")
+        return value
+
+    return read
+
+
+def listed(read: Callable[[str], _T]) -> Callable[[str], tuple[_T, ...]]:
+    """A reader of comma-separated values, each read by ``read``; duplicates are dropped."""
+    return lambda text: tuple(dict.fromkeys(read(part) for part in text.split(",")))
+
+
+def number(accepts: Callable[[float], bool], expected: str) -> Callable[[str], float]:
+    """A reader of finite numbers.
+
+    Args:
+        accepts: whether a number is in bounds.
+        expected: the bounds in words.
+    """
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and accepts(value)):
+            raise ArgumentTypeError(f"expected {expected}, got {text!r}")
+        return value
+
+    return read
+
+
+def named(text: str, names: Collection[str], read: Callable[[str], _T]) -> dict[str, _T]:
+    """Read comma-separated ``name=value`` pairs.
+
+    Raises:
+        ArgumentTypeError: a name is unknown or repeated, or ``read`` raised it.
+    """
+    found: dict[str, _T] = {}
+    for part in text.split(","):
+        name, _, value = part.strip().partition("=")
+        if name not in names:
+            raise ArgumentTypeError(f"expected one of {', '.join(names)}, got {name!r}")
+        if name in found:
+            raise ArgumentTypeError(f"{name}: expected once, got it twice")
+        try:
+            found[name] = read(value)
+        except ArgumentTypeError as error:
+            raise ArgumentTypeError(f"{name}: {error}") from None
+    return found
+
+
+def read_size(text: str) -> int:
+    """``4GiB`` as bytes.
+
+    Raises:
+        ArgumentTypeError: it is no size.
+    """
+    from pydantic import TypeAdapter, ValidationError  # imported late, as below: most commands read no configuration
+
+    from headwater_server.config.sections import MemorySize
+
+    try:
+        size: int = TypeAdapter(MemorySize).validate_python(text.strip())
+        return size
+    except ValidationError:
+        raise ArgumentTypeError(f"expected a size such as 4GiB or 512MiB, got {text!r}") from None
+
+
+def add_report_options(command: argparse.ArgumentParser, page: str) -> None:
+    """Add ``--json`` and ``--html``.
+
+    Args:
+        command: the command's parser.
+        page: what the HTML page is, for the help.
+    """
+    command.add_argument("--json", type=Path, metavar="FILE", help="write all figures as JSON")
+    command.add_argument("--html", type=Path, metavar="FILE", help=f"write {page}; needs headwater[reports]")
+
+
+def add_set_option(command: argparse.ArgumentParser) -> None:
+    """Add ``--set``, which `config_flags` reads."""
+    command.add_argument(
+        "--set", action="append", default=[], metavar="FIELD=VALUE", dest="fields",
+        help="set any field of the configuration, such as deployments.text.timeout_s=5; may be repeated",
+    )  # fmt: skip
+
+
+def config_flags(options: argparse.Namespace) -> dict[str, Any]:
+    """The fields of the configuration that the command line sets, by dotted path.
+
+    Raises:
+        ConfigError: a value of ``--set`` is wrong.
+    """
+    from headwater_server.config.schema import Unparsed
+
+    flags: dict[str, Any] = {}
+    for pair in options.fields:
+        name, separator, value = pair.partition("=")
+        if not separator:
+            raise ConfigError(f"flag --set: expected FIELD=VALUE, got {pair!r}")
+        flags[name] = Unparsed(value)
+    for name in ("host", "port", "workers"):
+        if getattr(options, name, None) is not None:
+            flags[f"server.{name}"] = getattr(options, name)
+    return flags
+
+
+def check_writable(option: str, path: Path | None) -> None:
+    """Check that a file can be written, before the minutes that it takes to produce its content.
+
+    `write_file` creates missing folders.
+
+    Raises:
+        CommandError: it can't be written.
+    """
+    if path is None:
+        return
+    there = next(one for one in (path, *path.absolute().parents) if one.exists())
+    if path.is_dir() or not (there.is_dir() or there == path) or not os.access(there, os.W_OK):
+        raise CommandError(f"{option}: {path}: can't be written: expected a file in a writable folder")
+
+
+def write_file(option: str, path: Path | None, text: str) -> None:
+    """Write a file, and create its folders; do nothing if ``path`` is None.
+
+    Raises:
+        CommandError: it can't be written.
+    """
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise CommandError(f"{option}: {path}: can't be written: {error.strerror}") from error

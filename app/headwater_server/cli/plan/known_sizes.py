@@ -1,0 +1,92 @@
+"""Plans from known sizes: what fits if nothing can be run."""
+
+from __future__ import annotations
+
+from argparse import ArgumentTypeError
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
+
+from headwater_server.cli.options import named, read_size
+from headwater_server.cli.plan.memory_model import MemoryModel, ReplicaTerms
+from headwater_server.cli.plan.point import Point
+from headwater_server.cli.plan.profiles import Budget, recommend
+from headwater_server.cli.report.columns import columns
+from headwater_server.errors import CommandError
+from headwater_server.process.machine import size_text
+
+__all__ = ["known_sizes_text", "largest_batches", "model_of_sizes", "read_sizes"]
+
+NAMES: Final = ("weights", "process", "row", "instance")
+"""One copy of the model; a replica without weights, such as libraries and a GPU's context; what each row of a batch
+adds; what another instance adds besides its rows."""
+MOST_ROWS: Final = 1024
+MOST_REPLICAS: Final = 64
+SEVERAL: Final = 4
+"""The number of replicas, by default, of a profile with several: the machine's cores are unknown."""
+
+
+def read_sizes(text: str) -> dict[str, int]:
+    """Bytes by name, from the value of ``--from-sizes``.
+
+    Raises:
+        CommandError: a size is wrong, or weights are missing.
+    """
+    try:
+        sizes = named(text, NAMES, read_size)
+    except ArgumentTypeError as error:
+        raise CommandError(f"--from-sizes: {error}") from None
+    if "weights" not in sizes:
+        raise CommandError("--from-sizes: expected weights=SIZE among them, got none")
+    return sizes
+
+
+def model_of_sizes(sizes: Mapping[str, int]) -> MemoryModel:
+    """The model of memory with these terms, all for one kind of memory."""
+    terms = ReplicaTerms(sizes["weights"] + sizes.get("process", 0), sizes.get("instance", 0), sizes.get("row", 0))
+    return MemoryModel(server=0, files=0, host=terms)
+
+
+def largest_batches(model: MemoryModel, budget: Budget, instances: Sequence[int]) -> Iterator[Point]:
+    """The largest batches, as powers of two, that fit with each number of replicas and instances with which any do."""
+    for replicas in range(1, MOST_REPLICAS + 1):
+        fitted = False
+        for each in instances:
+            rows = MOST_ROWS
+            while rows and budget.excess(model.at(Point(rows, each, replicas))):
+                rows //= 2
+            if rows:
+                fitted = True
+                yield Point(rows, each, replicas)
+        if not fitted:
+            return
+
+
+def known_sizes_text(
+    sizes: Mapping[str, int], memory: int, headroom: float, instances: Sequence[int]
+) -> tuple[str, bool]:
+    """What fits, as text, and whether anything does."""
+    model = model_of_sizes(sizes)
+    budget = Budget(round(memory * (1 - headroom)))
+    lines = [
+        f"{size_text(memory)} of memory, {headroom:.0%} kept free: {size_text(budget.host)} may be taken.",
+        "Computed from the sizes given; nothing was run.",
+        "",
+    ]
+
+    def cells(size: Point) -> tuple[str, ...]:
+        return str(size.replicas), str(size.instances), str(size.rows), size_text(model.at(size).host)
+
+    found = list(largest_batches(model, budget, instances))
+    if not found:
+        least = size_text(model.at(Point(1)).host)
+        return "\n".join([*lines, f"Nothing fits: one replica with batches of one row takes {least}."]), False
+    lines += [columns([("REPLICAS", "INSTANCES", "LARGEST BATCH", "MEMORY"), *map(cells, found)]), ""]
+    # Nothing is measured, so the larger the batch of a single call, the higher its rate is taken to be.
+    rates = {point: float(point.rows) for point in found if point.calls == 1} or {Point(1): 1.0}
+    most = Point(MOST_ROWS, max(instances), MOST_REPLICAS)
+    rows = [
+        (one.name, *("-" * 4 if one.point is None else cells(one.point)), one.note)
+        for one in recommend(model, rates, budget, most=most, cores=SEVERAL)
+    ]
+    lines.append(columns([("PROFILE", "REPLICAS", "INSTANCES", "BATCH", "MEMORY", "NOTE"), *rows]))
+    return "\n".join(lines), True

@@ -1,0 +1,136 @@
+"""Memory as a function of the size, fitted by least squares with non-negative coefficients.
+
+::
+
+    host   = server + files + replicas × own
+    own    = fixed + (instances - 1) × instance + rows × instances × row + cache
+    device =                  replicas × (the same terms for the device)
+
+``fixed`` includes the weights, of which the instances of a replica share one copy. A replica may take more while it
+starts (``starting``) than later under load. ``cache`` is a language model's key/value cache: see `CacheShape.size`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from headwater_server.cli.plan.measuring import Measured
+from headwater_server.cli.plan.point import Point
+from headwater_server.errors import CommandError
+
+__all__ = ["CacheSize", "MemoryModel", "Need", "ReplicaTerms", "check_fitting", "fit_memory", "fit_non_negative"]
+
+CacheSize = Callable[[int], int]
+"""Bytes of a replica's key/value cache, by the number of concurrent sequences."""
+
+
+def check_fitting() -> None:
+    """Check that measurements can be fitted, before a long measurement.
+
+    Raises:
+        CommandError: scipy can't be imported, as in an environment that lacks it or has it for another numpy.
+    """
+    try:
+        importlib.import_module("scipy.optimize")
+    except ImportError as error:
+        reason = f"headwater plan: expected scipy, to fit predictions to measurements, got none ({error})"
+        raise CommandError(f"{reason}; {sys.executable} -m pip install scipy 'numpy<2'") from None
+
+
+def fit_non_negative(features: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
+    """Coefficients with the least sum of squared relative errors; a column that depends on earlier ones gets 0.
+
+    Args:
+        features: a row for each value, with few columns, the most important one first.
+        values: positive numbers.
+    """
+    from scipy.optimize import nnls  # imported late, because plans from known sizes don't need it
+
+    raw: npt.NDArray[Any] = np.asarray(features, float)
+    chosen: list[int] = []
+    for column in range(raw.shape[1]):
+        if np.linalg.matrix_rank(raw[:, [*chosen, column]]) > len(chosen):
+            chosen.append(column)
+    matrix = raw[:, chosen] / np.asarray(values, float)[:, None]
+    scales = np.linalg.norm(matrix, axis=0)
+    found, _ = nnls(matrix / scales, np.ones(len(values)))
+    coefficients = np.zeros(raw.shape[1])
+    coefficients[chosen] = found / scales
+    return [float(one) for one in coefficients]
+
+
+class Need(NamedTuple):
+    """Bytes of the machine's and of the device's memory."""
+
+    host: int
+    device: int
+
+
+@dataclass(frozen=True)
+class ReplicaTerms:
+    """Bytes of one kind of memory that one replica takes."""
+
+    fixed: float = 0.0
+    instance: float = 0.0
+    row: float = 0.0
+
+    def at(self, point: Point) -> float:
+        """Bytes at a size."""
+        return self.fixed + (point.instances - 1) * self.instance + point.rows * point.instances * self.row
+
+
+@dataclass(frozen=True)
+class MemoryModel:
+    """The formula of this module with its terms, in bytes."""
+
+    server: float
+    """The supervisor and the gateway workers."""
+    files: float
+    """Pages of libraries and other files, which all processes share."""
+    host: ReplicaTerms
+    device: ReplicaTerms = ReplicaTerms()
+    starting: ReplicaTerms = ReplicaTerms()
+    """The machine's memory that a replica takes until it is ready, at most."""
+    cache: CacheSize = lambda rows: 0
+    caches_on_device: bool = False
+
+    def at(self, point: Point) -> Need:
+        """Memory of all processes together under load."""
+        device = self.device.at(point) + (self.cache(point.rows) if self.caches_on_device else 0)
+        return Need(round(self.server + self.files + point.replicas * self._own(point)), round(point.replicas * device))
+
+    def most(self, point: Point) -> Need:
+        """The larger of the memory under load and of that while the last replica starts beside loaded ones."""
+        need = self.at(point)
+        return Need(round(need.host + max(0.0, self.starting.at(point) - self._own(point))), need.device)
+
+    def _own(self, point: Point) -> float:
+        return self.host.at(point) + (0 if self.caches_on_device else self.cache(point.rows))
+
+
+def fit_memory(measured: Sequence[Measured], cache: CacheSize = lambda rows: 0) -> MemoryModel:
+    """Fit the model to at least one measurement. ``cache`` is a language model's, under the load that was measured."""
+    on_device = measured[0].is_on_gpu
+    features = [(1.0, size.instances - 1.0, float(size.rows * size.instances)) for size in (m.point for m in measured)]
+
+    def terms(values: Sequence[float]) -> ReplicaTerms:
+        return ReplicaTerms(*fit_non_negative(features, [max(value, 1.0) for value in values]))
+
+    return MemoryModel(
+        server=sum(one.server_bytes for one in measured) / len(measured),
+        files=sum(one.shared_files_bytes for one in measured) / len(measured),
+        host=terms([one.replica_bytes - (0 if on_device else one.cache_bytes) for one in measured]),
+        device=terms([one.device_bytes / one.point.replicas - one.cache_bytes for one in measured])
+        if on_device
+        else ReplicaTerms(),
+        starting=terms([one.replica_starting_bytes for one in measured]),
+        cache=cache,
+        caches_on_device=on_device,
+    )

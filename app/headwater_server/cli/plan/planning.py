@@ -1,0 +1,191 @@
+"""Makes a whole plan: measures sizes, fits the models, chooses profiles, and runs each as recommended."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from headwater_server.cli.bench.closed_loop import STOPPED
+from headwater_server.cli.options import write_file
+from headwater_server.cli.plan.measuring import Measured, Weights, measure_point, measure_server_under_load
+from headwater_server.cli.plan.point import Point, grid
+from headwater_server.cli.plan.prediction import Prediction, Predictor, fit, held_out_error, unseen_points
+from headwater_server.cli.plan.profiles import WORTH, Budget, Profile, profile_comments, profile_yaml, recommend
+from headwater_server.cli.plan.subject import Subject
+from headwater_server.cli.plan.sweep import measure_outliers_again, measured_of, run_sweep
+from headwater_server.cli.plan.trial import Trial
+from headwater_server.errors import CommandError
+
+__all__ = ["Plan", "SizeRow"]
+
+
+class SizeRow(NamedTuple):
+    """A size, and whether it fits."""
+
+    point: Point
+    predicted: Prediction
+    excess: str
+    """Why it doesn't fit; empty: it fits."""
+    was_measured: bool
+
+
+@dataclass
+class Plan:
+    """A plan and all that was found so far.
+
+    Args:
+        subject: the deployment to plan for.
+        budget: the memory that may be taken.
+        capacity: bytes of the machine's memory; None: unknown.
+        weights: of one replica.
+        files: the path that the names of the profiles' files begin with.
+        progress: called with a line for each step that is done.
+    """
+
+    subject: Subject
+    budget: Budget
+    capacity: int | None
+    weights: Weights
+    files: Path
+    progress: Callable[[str], None]
+    sweep: list[Trial] = field(default_factory=list)
+    """The sizes that the models are fitted to."""
+    predictor: Predictor | None = None
+    held_out: float | None = None
+    """The largest error of a size's memory if predicted by all other sizes."""
+    checks: list[Trial] = field(default_factory=list)
+    """The sizes that were predicted first and then run, other than the profiles'."""
+    profiles: list[Profile] = field(default_factory=list)
+    ended: str = ""
+    """Why the plan is not complete; empty: it is complete."""
+
+    def run(self, points: Sequence[Point], *, checks: bool, rounds: int) -> None:
+        """Make the plan; Ctrl-C ends it with what there is.
+
+        Args:
+            points: the sizes to measure, the smallest first.
+            checks: whether to run sizes that were not measured, and compare.
+            rounds: how often to run each profile; may be 0.
+        """
+        with self._ending():
+            run_sweep(self.sweep, points, self._measure, self.capacity, self._report)
+            measure_outliers_again(self.sweep, self._measure, self._report)
+        measured = self.measured
+        if not measured:
+            return
+        self.predictor = fit(measured, self.subject)
+        self.held_out = held_out_error(measured, self.subject.filled_cache)
+        self._recommend(self.predictor)
+        if self.ended:
+            return
+        with self._ending():
+            if checks:
+                self._check(self.predictor)
+            for number in range(1, rounds + 1):
+                self._verify(f"round {number} of {rounds}")
+            self._settle()
+
+    @property
+    def measured(self) -> list[Measured]:
+        """The figures of the sweep."""
+        return measured_of(self.sweep)
+
+    def size_rows(self) -> list[SizeRow]:
+        """Predictions for sizes up to the largest that was measured, the small ones first; empty: no size was."""
+        if self.predictor is None:
+            return []
+        measured = {one.point for one in self.measured}
+        rows, instances, replicas = zip(*measured, strict=True)
+        found = []
+        for point in grid(rows, instances, range(1, max(replicas) + 1)):
+            predicted = self.predictor.at(point)
+            found.append(SizeRow(point, predicted, self.budget.excess(predicted.most), point in measured))
+        return found
+
+    def smallest_excess(self) -> str:
+        """Why not even the smallest size fits; empty: it fits, or nothing was measured."""
+        return "" if self.predictor is None else self.budget.excess(self.predictor.largest.most(Point(1)))
+
+    @contextlib.contextmanager
+    def _ending(self) -> Iterator[None]:
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.ended = STOPPED
+        except CommandError as error:
+            self.ended = str(error)
+
+    def _measure(self, point: Point) -> Measured:
+        return measure_point(self.subject, point)
+
+    def _report(self, trial: Trial) -> None:
+        figures = "" if trial.measured is None else trial.measured.text(self.subject.unit)
+        self.progress(f"{trial.point}: {'; '.join(filter(None, (figures, trial.note)))}")
+
+    def _recommend(self, predictor: Predictor) -> None:
+        rates = {one.point: one.rate for one in self.measured}
+        most = Point(*map(max, zip(*rates, strict=True)))
+        self.profiles = recommend(predictor.largest, rates, self.budget, most=most, cores=self.subject.cores)
+        trials: dict[Point, Trial] = {}
+        for profile in self.profiles:
+            if profile.point is not None:
+                profile.trial = trials.setdefault(profile.point, Trial(profile.point, predictor.at(profile.point)))
+                profile.file = self.files.with_name(f"{self.files.name}-{profile.name}.yaml")
+                self._write(profile)
+
+    def _check(self, predictor: Predictor) -> None:
+        """Predict sizes that were not measured, and then run them."""
+        limit = Budget(self.capacity) if self.capacity is not None else self.budget
+        measured = [one.point for one in self.measured]
+        for point in unseen_points(measured, lambda one: not limit.excess(predictor.largest.most(one))):
+            self.checks.append(Trial(point, predictor.at(point)))
+            self._run(self.checks[-1], f"check {point}", functools.partial(self._measure, point))
+
+    def _verify(self, which: str) -> None:
+        """Run the file of each profile once; profiles of the same size share a run."""
+        by_point: dict[Point, list[Profile]] = {}
+        for profile in self.profiles:
+            if profile.point is not None:
+                by_point.setdefault(profile.point, []).append(profile)
+        for point, same in by_point.items():
+            trial = same[0].trial
+            assert trial is not None
+            if trial.error:
+                continue
+            names = " and ".join(one.name for one in same)
+            measure = functools.partial(measure_server_under_load, self.subject, point, str(same[0].file), {})
+            self._run(trial, f"{names}, {which}", measure)
+            for one in same:
+                self._write(one)
+
+    def _run(self, trial: Trial, title: str, measure: Callable[[], Measured]) -> None:
+        trial.run(measure)
+        self.progress(f"{title}: {trial.error or trial.rounds[-1].text(self.subject.unit)}")
+
+    def _settle(self) -> None:
+        """Give ``throughput`` the size of another profile that was faster when both were run."""
+        found = {one.name: one for one in self.profiles}
+        rates = {name: one.trial.measured.rate for name, one in found.items() if one.trial and one.trial.measured}
+        if "throughput" not in rates:
+            return
+        name = max(rates, key=lambda name: rates[name])
+        if rates[name] <= WORTH * rates["throughput"]:
+            return
+        one, faster = found["throughput"], found[name]
+        assert one.trial is not None
+        one.note = (
+            f"as {name}: {one.point} was expected to be faster, but gave {rates['throughput']:.4g} "
+            f"{self.subject.unit}, and {faster.point} {rates[name]:.4g}"
+        )
+        self.checks.append(one.trial)
+        one.point, one.trial = faster.point, faster.trial
+        self._write(one)
+
+    def _write(self, profile: Profile) -> None:
+        assert profile.point is not None
+        comments = profile_comments(profile, self.subject)
+        write_file("--out", profile.file, profile_yaml(self.subject, profile.point, comments))

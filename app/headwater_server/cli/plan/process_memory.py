@@ -1,0 +1,160 @@
+"""The machine's memory taken by the processes of one server, at most since a mark.
+
+The kernel's proportional share (PSS) of a page depends on who else maps it, so a library that an unrelated process also
+uses would make a server look smaller. Here, anonymous pages count for their process, and pages of files once for all
+processes that map them. On a machine that runs nothing else, the sum is the server's PSS.
+
+Source: proc_pid_smaps(5), proc_pid_status(5), proc_pid_clear_refs(5).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+__all__ = [
+    "ProcessMemory",
+    "ServerMemory",
+    "add_up",
+    "descendants",
+    "mark_peaks",
+    "measure_server",
+    "process_memory",
+]
+
+SHARED_MEMORY: Final = ("/dev/shm/", "/memfd:", "/dev/zero", "/SYSV")
+RESET_PEAK: Final = "5"
+"""Written to ``clear_refs``, it restarts VmHWM, the peak of the resident memory."""
+
+
+@dataclass(frozen=True)
+class ProcessMemory:
+    """Memory of one process, in bytes."""
+
+    anonymous: int
+    """The maximum since the mark."""
+    files: Mapping[str, int] = field(default_factory=dict)
+    """Resident pages of each file by path, shared memory included."""
+
+
+@dataclass(frozen=True)
+class ServerMemory:
+    """Memory of one server, in bytes."""
+
+    server: int
+    """Of the supervisor and the gateway workers."""
+    replicas: tuple[int, ...]
+    """Of each replica's processes and its guardian, without what it shares with others."""
+    files: int
+    """Pages of files, mostly libraries, that any process maps."""
+
+    @property
+    def host(self) -> int:
+        """All of these together."""
+        return self.server + sum(self.replicas) + self.files
+
+
+def descendants(pid: int) -> list[int]:
+    """The living among a process and all processes started by it and its children."""
+    return [one for branch in _branches(pid).values() for one in branch]
+
+
+def _branches(pid: int) -> dict[int, list[int]]:
+    """A process by itself, and each child with its descendants, by the child's process id."""
+    found = {pid: [pid]}
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(pid).children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                branch = [child, *child.children(recursive=True)]
+                found[child.pid] = [one.pid for one in branch if _lives(one)]
+    return found
+
+
+def _lives(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    return False
+
+
+def mark_peaks(pids: Collection[int]) -> None:
+    """Restart the peaks of these processes."""
+    for pid in pids:
+        with contextlib.suppress(OSError):  # it ended, or the kernel can't: then the peak is that of its whole life
+            Path(f"/proc/{pid}/clear_refs").write_text(RESET_PEAK)
+
+
+def measure_server(supervisor: int, runtime_dir: Path) -> ServerMemory:
+    """Measure a server by its supervisor's process id. Files in ``runtime_dir`` belong to one replica each."""
+    server: list[ProcessMemory] = []
+    replicas = []
+    for child, pids in _branches(supervisor).items():
+        found = [memory for pid in pids if (memory := process_memory(pid)) is not None]
+        if _is_guardian(child):
+            replicas.append(found)
+        else:
+            server += found
+    return add_up(server, replicas, str(runtime_dir))
+
+
+def add_up(server: Sequence[ProcessMemory], replicas: Sequence[Sequence[ProcessMemory]], own_dir: str) -> ServerMemory:
+    """Sum over processes.
+
+    Args:
+        server: the supervisor and the gateway workers.
+        replicas: the processes of each replica.
+        own_dir: files below it and shared memory are a replica's own.
+    """
+    own_paths = (own_dir.rstrip("/") + "/", *SHARED_MEMORY)
+    own = [
+        sum(one.anonymous for one in group)
+        + sum(count for path, count in _largest(group).items() if path.startswith(own_paths))
+        for group in replicas
+    ]
+    everything = _largest([*server, *(one for group in replicas for one in group)])
+    shared = sum(count for path, count in everything.items() if not path.startswith(own_paths))
+    return ServerMemory(sum(one.anonymous for one in server), tuple(own), shared)
+
+
+def _largest(processes: Sequence[ProcessMemory]) -> dict[str, int]:
+    """Resident bytes of each file: at least those of the process that has most of it."""
+    found: dict[str, int] = {}
+    for one in processes:
+        for path, count in one.files.items():
+            found[path] = max(found.get(path, 0), count)
+    return found
+
+
+def _is_guardian(pid: int) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return "headwater_server.process.guardian" in psutil.Process(pid).cmdline()
+    return False
+
+
+def process_memory(pid: int) -> ProcessMemory | None:
+    """Measure a process; None if it has ended. Pages of a private mapping that were written are anonymous."""
+    try:
+        mappings = psutil.Process(pid).memory_maps(grouped=False)
+        status = Path(f"/proc/{pid}/status").read_text(errors="replace")
+    except (psutil.Error, OSError):
+        return None
+    files: dict[str, int] = {}
+    for one in mappings:
+        if not one.path.startswith("[") and one.rss > one.anonymous:  # [heap], [anon]
+            files[one.path] = files.get(one.path, 0) + one.rss - one.anonymous
+    anonymous: int = sum(one.anonymous for one in mappings)
+    return ProcessMemory(max(anonymous, _peak_anonymous(status)), files)
+
+
+def _peak_anonymous(status: str) -> int:
+    """The peak of the resident memory without pages that are now not anonymous; 0 if the kernel doesn't report it."""
+    sizes = {line.partition(":")[0]: line.split() for line in status.splitlines() if line.startswith(("VmHWM", "Rss"))}
+    try:
+        peak, files, shared = (1024 * int(sizes[name][1]) for name in ("VmHWM", "RssFile", "RssShmem"))
+    except (KeyError, IndexError, ValueError):
+        return 0
+    return peak - files - shared

@@ -1,0 +1,156 @@
+"""Three ways to run a deployment: chosen by rule, scaled down until they fit, or left out with the reason; as files."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from headwater_server.cli.plan.memory_model import MemoryModel, Need
+from headwater_server.cli.plan.point import Point, section_of
+from headwater_server.cli.plan.subject import Subject
+from headwater_server.cli.plan.trial import Trial
+from headwater_server.config.schema import Config
+from headwater_server.process.machine import size_text
+
+__all__ = ["PROFILES", "WORTH", "Budget", "Profile", "profile_comments", "profile_yaml", "recommend", "served_at"]
+
+PROFILES: Final = {
+    "memory-lean": "small batches, in several replicas where these are allowed",
+    "throughput": "the size with the highest measured rate",
+    "balanced": "small batches, in two replicas where these are allowed, with a few instances each",
+}
+SMALL_ROWS: Final = (8, 4)
+BALANCED_ROWS: Final = (4, 2, 1)
+MOST_REPLICAS: Final = 8
+WORTH: Final = 1.03
+"""The factor between two rates from which one counts as faster; below, memory decides."""
+LOOPBACK: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+"""For addresses of all interfaces, the address at which a server is reached on its own machine."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes of memory that may be taken, without what is kept free."""
+
+    host: int
+    device: int | None = None
+    """None: no GPU is used."""
+
+    def excess(self, need: Need) -> str:
+        """Why a need doesn't fit; empty: it fits."""
+        for place, needed, limit in (
+            ("the machine's memory", need.host, self.host), ("the device's memory", need.device, self.device),
+        ):  # fmt: skip
+            if limit is not None and needed > limit:
+                return f"needs {size_text(needed)} of {place}, {size_text(limit)} may be taken"
+        return ""
+
+
+@dataclass
+class Profile:
+    """One recommendation."""
+
+    name: str
+    point: Point | None
+    """None: it is left out."""
+    note: str
+    """How it was scaled down, or why it is left out; empty: neither."""
+    trial: Trial | None = None
+    """Its prediction and what came of running its file; None: it is left out."""
+    file: Path | None = None
+
+
+def recommend(
+    model: MemoryModel, rates: Mapping[Point, float], budget: Budget, *, most: Point, cores: int
+) -> list[Profile]:
+    """Choose the three profiles.
+
+    Args:
+        model: predicts the memory.
+        rates: rows per second at the measured sizes.
+        budget: the memory into which each profile must fit.
+        most: the maximum of rows, instances and replicas.
+        cores: the machine's cores.
+    """
+    several = min(max(2, min(cores, MOST_REPLICAS)), most.replicas)
+    lean = [Point(min(size, most.rows), 1, count) for count in range(several, 0, -1) for size in SMALL_ROWS]
+    balanced = [
+        Point(min(size, most.rows), each, count)
+        for count in (2, 1)
+        if count <= most.replicas
+        for each in (most.instances, 1)
+        for size in BALANCED_ROWS
+    ]
+    profiles = []
+    for name, points in zip(PROFILES, (lean, _by_rate(rates, model), balanced), strict=True):
+        reasons = [budget.excess(model.most(point)) for point in points]
+        point = next((point for point, reason in zip(points, reasons, strict=True) if not reason), None)
+        note = f"scaled down from {points[0]}, which {reasons[0]}" if reasons[0] else ""
+        if point is None:
+            note = f"left out: even {points[-1]} {reasons[-1]}"
+        profiles.append(Profile(name, point, note))
+    return profiles
+
+
+def _by_rate(rates: Mapping[Point, float], model: MemoryModel) -> list[Point]:
+    """Sizes, the fastest first; those about as fast as the fastest are ordered by memory."""
+    least = max(rates.values()) / WORTH
+
+    def place(point: Point) -> tuple[float, ...]:
+        need = model.most(point)
+        return (0, need.device, need.host) if rates[point] >= least else (1, -rates[point])
+
+    return sorted(rates, key=place)
+
+
+def profile_comments(profile: Profile, subject: Subject) -> list[str]:
+    """The comment lines of a profile that is not left out: its figures, and how to measure it again."""
+    trial = profile.trial
+    assert trial is not None
+    assert trial.predicted is not None
+    predicted, measured = trial.predicted, trial.measured
+    device = f", {size_text(predicted.need.device)} of GPU memory" if predicted.need.device else ""
+    lines = [
+        f"{profile.name}: {PROFILES[profile.name]}. Made by `headwater plan` from {subject.what}.",
+        *filter(None, [profile.note]),
+        f"Predicted: {size_text(predicted.need.host)} of memory{device}, {predicted.rate:.4g} {subject.unit}, "
+        f"p50 {predicted.p50_ms:.1f} ms, p99 {predicted.p99_ms:.1f} ms.",
+    ]
+    if trial.rounds and trial.error:
+        lines.append(f"Measured:  no figure, since round {len(trial.rounds) + 1} failed: {trial.error}.")
+    elif measured is None:
+        lines.append(f"Measured:  {', '.join(filter(None, ('not run', trial.error)))}.")
+    else:
+        lines.append(f"Measured:  {measured.text(subject.unit)}.")
+        if measured.rates:
+            lines.append(f"Medians of {len(measured.rates)} rounds: {measured.spread_text} {subject.unit}.")
+        if measured.is_unsteady:
+            lines.append("The rounds differ that much: the machine was busy with something else. Plan again.")
+    again = ["headwater", "bench", *subject.bench_arguments(served_at(subject.config), trial.point)]
+    lines += ["To measure it again, serve this file and run", f"  {shlex.join(again)}"]
+    return [line.replace("\n", " ") for line in lines]
+
+
+def served_at(config: Config) -> str:
+    """The URL of a server of this configuration on its own machine."""
+    server = config.server
+    host = LOOPBACK.get(server.host, server.host)
+    scheme = "http" if server.tls is None else "https"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{server.port}"
+
+
+def profile_yaml(subject: Subject, point: Point, comments: Sequence[str]) -> str:
+    """A configuration with this deployment only, at this size, below comment lines."""
+    content: dict[str, Any] = {}
+    for part in ("server", "security"):
+        given = getattr(subject.config, part).model_dump(mode="json", exclude_unset=True)
+        if given:
+            content[part] = given
+    content["deployments"] = {subject.name: section_of(subject.deployment, point, subject.cores)}
+    head = "".join(f"# {line}".rstrip() + "\n" for line in comments)
+    return head + str(yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=120))

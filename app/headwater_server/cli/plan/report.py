@@ -1,0 +1,251 @@
+"""A plan as text for a terminal, as an HTML page with curves, and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import headwater_server
+from headwater_server.cli.plan.measuring import RATE_TOLERANCE, Measured
+from headwater_server.cli.plan.planning import Plan
+from headwater_server.cli.plan.point import Point
+from headwater_server.cli.plan.prediction import Prediction
+from headwater_server.cli.plan.trial import MEMORY_TOLERANCE, Trial
+from headwater_server.cli.report.columns import columns
+from headwater_server.cli.report.page import Figure, Paragraph, Part, Section, Table, Warn, render_page
+from headwater_server.cli.report.plots import Curve, line_chart
+from headwater_server.process.machine import size_text
+
+__all__ = ["plan_json", "plan_page", "plan_text"]
+
+MIB: Final = 2**20
+SIZE: Final = ("batch", "instances", "replicas")
+
+
+def plan_text(plan: Plan) -> str:
+    """All tables as text."""
+    sections = [_measured(plan)]
+    if plan.predictor is not None:
+        sections += [_model(plan), _sizes(plan), _recommended(plan)]
+    return "\n\n".join(f"{section.title}:\n{_parts_text(section)}" for section in sections)
+
+
+def _parts_text(section: Section) -> str:
+    texts = []
+    for part in section.parts:
+        if isinstance(part, Table):
+            title = f"\n{part.caption}:\n" if part.caption else ""
+            head = [cell.upper() for cell in part.head]
+            texts.append(title + columns([head, *([str(cell) for cell in row] for row in part.rows)]))
+        elif isinstance(part, Paragraph):
+            texts.append(part.text)
+    return "\n".join(texts)
+
+
+def plan_page(plan: Plan) -> str:
+    """All tables and curves as HTML."""
+    subject, budget = plan.subject, plan.budget
+    lead = f"{subject.name} of {subject.what}, on {subject.cores} cores; {size_text(budget.host)} of memory to take."
+    sections = [Section("Not complete", [Warn(plan.ended)])] if plan.ended else []
+    if plan.predictor is not None:
+        sections += [_recommended(plan), _curves(plan), _model(plan), _sizes(plan)]
+    return render_page(f"Plan for {subject.name}", lead, [*sections, _measured(plan)])
+
+
+def _measured(plan: Plan) -> Section:
+    rows = []
+    for trial in plan.sweep:
+        one = trial.measured
+        if one is None:
+            rows.append([*trial.point, *"-" * 6, trial.note])
+        else:
+            rows.append([
+                *trial.point, size_text(one.host_bytes), size_text(one.device_bytes) if one.device_bytes else "-",
+                f"{one.rate:.4g}", f"{one.p50_ms:.1f}", f"{one.p99_ms:.1f}",
+                "-" if one.mean_rows is None else f"{one.mean_rows:.1f}", trial.note,
+            ])  # fmt: skip
+    head = [*SIZE, "memory", "GPU", plan.subject.unit, "p50 ms", "p99 ms", "rows/call", "note"]
+    return Section("Measured", [Table(head, rows)])
+
+
+def _model(plan: Plan) -> Section:
+    assert plan.predictor is not None
+    model = plan.predictor.memory
+    terms = [
+        ("supervisor and gateway", model.server, "once"),
+        ("libraries and other files", model.files, "once"),
+        ("replica, weights included", model.host.fixed, "each replica"),
+        ("another instance", model.host.instance, "each beyond the first, of each replica"),
+        ("row of a batch", model.host.row, "times instances, of each replica"),
+    ]
+    if model.caches_on_device:
+        terms += [
+            ("GPU: replica", model.device.fixed, "each replica"),
+            ("GPU: another instance", model.device.instance, "each beyond the first, of each replica"),
+            ("GPU: row of a batch", model.device.row, "times instances, of each replica"),
+        ]
+    rows = [(name, f"{size / MIB:.1f} MiB", counts) for name, size, counts in terms]
+    if plan.subject.cache is not None:
+        token = f"{plan.subject.cache.token_bytes / 1024:.1f} KiB"
+        full = size_text(plan.subject.cache.size(1))
+        rows.append(("key/value cache, computed", token, f"each token; {full} for a full sequence"))
+    weights = plan.weights
+    how = weights.how if weights.bytes is None else f"{size_text(weights.bytes)} ({weights.how})"
+    worst = max(abs(model.at(one.point).host / one.host_bytes - 1) for one in plan.measured)
+    texts = [f"Weights of one replica: {how}", f"Largest error of the fit: {worst:.1%}"]
+    if plan.held_out is not None:
+        texts.append(f"Largest error for a size that was left out of the fit: {plan.held_out:.1%}")
+    return Section("Model of memory", [Table(["memory of", "size", "counts"], rows), *map(Paragraph, texts)])
+
+
+def _sizes(plan: Plan) -> Section:
+    budget, sizes = plan.budget, plan.size_rows()
+    rows = [
+        [
+            *size.point, size_text(size.predicted.most.host),
+            size_text(size.predicted.most.device) if size.predicted.most.device else "-", f"{size.predicted.rate:.4g}",
+            "no" if size.excess else "yes", "measured" if size.was_measured else "predicted only",
+        ]
+        for size in sizes
+    ]  # fmt: skip
+    head = [*SIZE, "memory", "GPU", plan.subject.unit, "fits", "figures"]
+    device = "" if budget.device is None else f", and {size_text(budget.device)} of GPU memory"
+    full = ", with full caches" if plan.subject.cache is not None else ""
+    title = f"Predicted, with {size_text(budget.host)} of memory to take{device}{full}"
+    excess = plan.smallest_excess()
+    nothing = [Warn(f"Nothing fits: one replica with batches of one row {excess}.")] if excess else []
+    flagged = frozenset(place for place, size in enumerate(sizes) if size.excess)
+    return Section(title, [Table(head, rows, flagged=flagged), *nothing])
+
+
+def _recommended(plan: Plan) -> Section:
+    rows = [[one.name, *(one.point or "---"), str(one.file or "-"), one.note] for one in plan.profiles]
+    parts: list[Part] = [Table(["profile", *SIZE, "file", "note"], rows)]
+    trials = [("check", trial) for trial in plan.checks]
+    trials += [(one.name, one.trial) for one in plan.profiles if one.trial is not None]
+    rows, flagged = [], set()
+    for name, trial in trials:
+        measured = trial.measured
+        for one in trial.comparisons:
+            shown = [size_text(round(value)) for value in (one.predicted, one.measured)]
+            rounds, notes = "", ["too far off"] if one.is_off else []
+            if one.what == "rate" and measured is not None:
+                shown = [f"{one.predicted:.4g}", f"{one.measured:.4g}"]
+                rounds = measured.spread_text
+                notes += ["rounds differ: not a quiet machine"] if measured.is_unsteady else []
+            if notes:
+                flagged.add(len(rows))
+            rows.append([name, str(trial.point), one.what, *shown, f"{one.error:+.1%}", rounds, ", ".join(notes)])
+        if measured is None and trial.predicted is not None:
+            need = size_text(trial.predicted.need.host)
+            rows.append([name, str(trial.point), "host memory", need, "-", "-", "", trial.error or "not run"])
+    if rows:
+        head = ["run", "size", "figure", "predicted", "measured", "error", "rounds", "note"]
+        caption = "Predicted, then run (batch × instances × replicas)"
+        parts.append(Table(head, rows, caption, frozenset(flagged)))
+    return Section("Recommended", parts)
+
+
+def _curves(plan: Plan) -> Section:
+    predictor = plan.predictor
+    assert predictor is not None
+    parts: list[Part] = [
+        Paragraph("Points were measured; dashed lines are the models, beyond the points predictions."),
+        _figure(plan, "Memory", "MiB", lambda one: one.host_bytes / MIB, lambda at: predictor.memory.at(at).host / MIB),
+        _figure(plan, "Throughput", plan.subject.unit, lambda one: one.rate, predictor.speed.rows_per_s),
+        _figure(plan, "Median latency", "ms", lambda one: one.p50_ms, lambda at: predictor.at(at).p50_ms),
+    ]
+    return Section("Curves", parts)
+
+
+def _figure(
+    plan: Plan, title: str, unit: str, measured: Callable[[Measured], float], predicted: Callable[[Point], float]
+) -> Figure:
+    values = {one.point: measured(one) for one in plan.measured}
+    most = max(point.rows for point in values)
+    beyond = sorted({*(point.rows for point in values), 2 * most})
+    curves = []
+    for pair in sorted({point[1:] for point in values}):
+        name = "{} × {}".format(*pair)
+        found = sorted((point.rows, value) for point, value in values.items() if point[1:] == pair)
+        curves.append(Curve(name, [rows for rows, _ in found], [value for _, value in found]))
+        line = [predicted(Point(rows, *pair)) for rows in beyond]
+        curves.append(Curve(f"{name}, predicted", beyond, line, dashed=True))
+    rows_name = "concurrent sequences" if plan.subject.is_language_model else "rows in a call"
+    return Figure(line_chart(title, rows_name, unit, curves, log_x=True), f"{title}, by instances × replicas")
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """All figures; docs/plan.md explains the fields. Sizes are in bytes, times in milliseconds."""
+    subject, model = plan.subject, None if plan.predictor is None else plan.predictor.memory
+    return {
+        "headwater": headwater_server.__version__,
+        "complete": not plan.ended,
+        "ended": plan.ended,
+        "config": subject.what,
+        "deployment": subject.name,
+        "unit": subject.unit,
+        "cores": subject.cores,
+        "seconds": subject.seconds,
+        "memory": {"machine": plan.capacity, "host_budget": plan.budget.host, "device_budget": plan.budget.device},
+        "weights": {"bytes": plan.weights.bytes, "how": plan.weights.how},
+        "points": [
+            {
+                **trial.point._asdict(),
+                "error": trial.error or None,
+                "first_error": trial.first_error or None,
+                **(_figures(trial.measured) or {}),
+            }
+            for trial in plan.sweep
+        ],
+        "model": model and {
+            "server": model.server,
+            "shared_files": model.files,
+            "host": vars(model.host),
+            "device": vars(model.device),
+            "starting": vars(model.starting),
+        },
+        "held_out_error": plan.held_out,
+        "sizes": [
+            {**one.point._asdict(), **_prediction(one.predicted), "fits": not one.excess, "why_not": one.excess or None}
+            for one in plan.size_rows()
+        ],
+        "checks": [_trial(trial) for trial in plan.checks],
+        "profiles": [
+            {
+                "name": one.name,
+                "note": one.note or None,
+                "file": None if one.file is None else str(one.file),
+                **({} if one.trial is None else {
+                    **_trial(one.trial),
+                    "bench": subject.bench_arguments("URL", one.trial.point),
+                }),
+            }
+            for one in plan.profiles
+        ],
+        "tolerance": {"memory": MEMORY_TOLERANCE, "rate": RATE_TOLERANCE},
+    }  # fmt: skip
+
+
+def _figures(one: Measured | None) -> dict[str, Any] | None:
+    if one is None:
+        return None
+    fields = {name: value for name, value in vars(one).items() if name != "point"}
+    return {**fields, "rates": list(one.rates or (one.rate,)), "spread": one.spread}
+
+
+def _prediction(one: Prediction) -> dict[str, Any]:
+    return {
+        "host_bytes": one.need.host, "device_bytes": one.need.device, "most_host_bytes": one.most.host,
+        "most_device_bytes": one.most.device, "rate": one.rate, "p50_ms": one.p50_ms, "p99_ms": one.p99_ms,
+    }  # fmt: skip
+
+
+def _trial(trial: Trial) -> dict[str, Any]:
+    return {
+        **trial.point._asdict(),
+        "predicted": trial.predicted and _prediction(trial.predicted),
+        "measured": _figures(trial.measured),
+        "error": trial.error or None,
+        "comparisons": [{**one._asdict(), "error": one.error} for one in trial.comparisons],
+    }

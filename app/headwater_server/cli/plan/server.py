@@ -1,0 +1,164 @@
+"""Runs ``headwater serve`` for a while, as a user would, until it is ready or can't become so."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from headwater_server.cli.client import ServerClient
+from headwater_server.errors import CommandError
+from headwater_server.process.model_side import last_line
+
+__all__ = ["PlanServer", "serve_point"]
+
+PR_SET_PDEATHSIG: Final = 1
+POLL_S: Final = 0.05
+STOP_TIMEOUT_S: Final = 60.0
+
+
+class PlanServer(NamedTuple):
+    """A server with all its replicas ready."""
+
+    pid: int
+    """The supervisor's."""
+    url: str
+    runtime_dir: Path
+
+    def get(self, path: str) -> Any:
+        """The JSON that the server answers to a GET.
+
+        Raises:
+            CommandError: there is no answer, or the answer is an error.
+        """
+        status, content = ServerClient(self.url, key="").get(path)
+        if status != 200:
+            raise CommandError(f"the server that is measured: GET {path}: status {status}")
+        return content
+
+
+@contextlib.contextmanager
+def serve_point(what: str, fields: Mapping[str, Any], timeout_s: float) -> Iterator[PlanServer]:
+    """Serve a configuration on a free port of the loopback interface until the block ends.
+
+    Args:
+        what: the configuration as ``headwater serve`` takes it.
+        fields: fields that override it, by dotted path.
+        timeout_s: time until all replicas must be ready.
+
+    Raises:
+        CommandError: the server ends or isn't ready in time; the message has the reason from its log.
+    """
+    # A short prefix, because replicas have sockets in this folder, whose paths are limited.
+    with tempfile.TemporaryDirectory(prefix="hw-plan-") as name:
+        runtime_dir, log = Path(name, "run"), Path(name, "log")
+        given = {
+            **fields,
+            "server.host": "127.0.0.1",
+            "server.port": 0,
+            "server.runtime_dir": str(runtime_dir),
+            "server.tls": None,
+            "server.tracing": None,
+            "server.log_format": "json",
+            "server.drain_delay_s": 0,
+            "security": {},
+        }
+        flags = [part for field, value in given.items() for part in ("--set", f"{field}={json.dumps(value)}")]
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "headwater_server", "serve", what, *flags],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C reaches the planner only, which then stops the server
+                preexec_fn=_end_with_parent,
+                # `-m` would put the current folder first, where a module could hide one of ours.
+                env={**os.environ, "PYTHONSAFEPATH": "1"},
+            )
+        try:
+            url = _wait_ready(process, log, time.monotonic() + timeout_s)
+            yield PlanServer(process.pid, url, runtime_dir)
+        finally:
+            process.terminate()
+            try:
+                process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()  # the guardians notice, and end the replicas
+                process.wait()
+
+
+def _end_with_parent() -> None:
+    """Let the server end if the planner is killed."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _wait_ready(process: subprocess.Popen[bytes], log: Path, deadline_s: float) -> str:
+    """Returns the server's URL."""
+    url = ""
+    while True:
+        if process.poll() is not None:
+            raise CommandError(f"the server ended with status {process.returncode}: {_reason(log)}")
+        if (failure := _start_failure(log)) is not None:
+            raise CommandError(failure)  # the server would start the replica again, which would fail again
+        if not url:
+            url = _address(log)
+        elif (obstacle := _obstacle(url)) == "":
+            return url
+        elif obstacle is not None:
+            raise CommandError(obstacle)
+        if time.monotonic() > deadline_s:
+            raise CommandError(f"it was not ready in time: {_reason(log)}; raise `load_timeout_s`")
+        time.sleep(POLL_S)
+
+
+def _obstacle(url: str) -> str | None:
+    """Why not every replica is ready or can become so; empty: all are ready; None: they may become ready."""
+    client = ServerClient(url, key="")
+    with contextlib.suppress(CommandError):
+        is_ready = client.get("/v2/health/ready")[0] == 200
+        for model in client.index():
+            replicas = model.get("replicas")
+            if model.get("shortage"):
+                return str(model["shortage"])
+            if model.get("state") == "FAILED" and not is_ready:
+                return str(model.get("reason") or "the model failed to load")
+            is_ready = is_ready and (replicas is None or replicas["ready"] >= replicas["wanted"])
+        return "" if is_ready else None
+    return None
+
+
+def _address(log: Path) -> str:
+    """The URL at which the server listens; empty: not yet."""
+    messages = _messages(log, "info")
+    return next((one.rpartition(" ")[2] for one in messages if one.startswith("listening on ")), "")
+
+
+def _start_failure(log: Path) -> str | None:
+    """Why a replica did not start; None: none has failed."""
+    return next((one.partition("): ")[2] for one in _messages(log, "error") if ": did not start (" in one), None)
+
+
+def _reason(log: Path) -> str:
+    """The last error in the log, or its last line."""
+    errors = _messages(log, "error", "critical")
+    return errors[-1] if errors else last_line(log.read_text(errors="replace")).removeprefix("headwater: ")
+
+
+def _messages(log: Path, *levels: str) -> list[str]:
+    """The messages of these levels; lines that are not JSON are left out."""
+    found = []
+    for line in log.read_text(errors="replace").splitlines():
+        with contextlib.suppress(ValueError):
+            entry = json.loads(line)
+            if isinstance(entry, dict) and entry.get("level") in levels:
+                found.append(str(entry.get("message", "")))
+    return found

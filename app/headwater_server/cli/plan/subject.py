@@ -1,0 +1,158 @@
+"""The deployment that is planned for, and the load that is put on it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from headwater.errors import LoadError
+from headwater.reference import is_language_model
+from headwater_server.cli.bench.bodies import Wishes, infer_bodies, read_bodies, stream_bodies
+from headwater_server.cli.bench.job import Target
+from headwater_server.cli.client import ServerClient
+from headwater_server.cli.plan.cache_size import CacheShape, cache_shape
+from headwater_server.cli.plan.point import Point
+from headwater_server.config.schema import Config, Deployment
+from headwater_server.errors import CommandError
+
+__all__ = ["WARMUP_S", "Subject", "choose_deployment", "make_subject"]
+
+MOST_CONNECTIONS: Final = 512
+"""With more connections, the load itself would take the machine's time."""
+WARMUP_S: Final = 1.0
+"""Load before the measured one."""
+PROMPT_TOKENS: Final = 48
+"""More than the prompts that are sent have."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One deployment of a configuration, and how it is measured."""
+
+    what: str
+    """The configuration as ``headwater serve`` takes it."""
+    config: Config
+    name: str
+    """The deployment's."""
+    cores: int
+    seconds: float
+    """Duration of the load at each size."""
+    tokens: int
+    """Tokens per answer of a language model."""
+    input: Path | None = None
+    """A file with the bodies of requests; None: they are made from the model's metadata."""
+    cache: CacheShape | None = None
+    """A language model's cache; None: it has none, or its size is unknown."""
+
+    @property
+    def deployment(self) -> Deployment:
+        """The deployment."""
+        return self.config.deployments[self.name]
+
+    @property
+    def is_language_model(self) -> bool:
+        """Whether its rows are sequences, and its rates tokens per second."""
+        return is_language_model(self.deployment.model or "")
+
+    @property
+    def unit(self) -> str:
+        """The unit of its rates."""
+        return "tokens/s" if self.is_language_model else "rows/s"
+
+    def filled_cache(self, rows: int) -> int:
+        """Bytes of the key/value cache with this many sequences, as far as this load fills it."""
+        if self.cache is None:
+            return 0
+        return self.cache.size(rows, min(self.tokens + PROMPT_TOKENS, self.cache.context_length))
+
+    def largest_cache(self, rows: int) -> int:
+        """Bytes of the key/value cache with this many sequences, if full."""
+        return 0 if self.cache is None else self.cache.most(rows)
+
+    def connections(self, point: Point) -> int:
+        """The number of connections, each with one row in flight, that keeps every call full."""
+        if self.is_language_model:
+            return min(point.rows * point.replicas, MOST_CONNECTIONS)
+        return min(2 * point.rows * point.calls, MOST_CONNECTIONS)
+
+    def target(self, url: str) -> Target:
+        """The requests to a server of the deployment, one row each.
+
+        Raises:
+            CommandError: no request can be made.
+        """
+        kind = "completions" if self.is_language_model else "infer"
+        if self.input is not None:
+            bodies = read_bodies(self.input, kind, self.name)
+        elif self.is_language_model:
+            bodies = stream_bodies(kind, None, self.name, None, Wishes(max_tokens=self.tokens, ignores_eos=True))
+        else:
+            bodies = infer_bodies(ServerClient(url, key="").metadata(self.name), None, Wishes())
+        return Target(url, self.name, bodies, kind, timeout_s=self.deployment.timeout_s)
+
+    def bench_arguments(self, url: str, point: Point) -> list[str]:
+        """Arguments of ``headwater bench`` that put the same load on a server."""
+        arguments = [url, "--model", self.name, "--connections", str(self.connections(point))]
+        arguments += ["--seconds", f"{self.seconds:g}", "--warmup", f"{WARMUP_S:g}"]
+        if self.is_language_model:
+            arguments += ["--mode", "completions"]
+        if self.input is not None:
+            arguments += ["--input", str(self.input)]
+        elif self.is_language_model:
+            arguments += ["--max-tokens", str(self.tokens), "--ignore-eos"]
+        return [*arguments, "--timeout", f"{self.deployment.timeout_s:g}"]
+
+
+def choose_deployment(config: Config, wanted: str | None) -> str:
+    """The name of the deployment to plan for; ``wanted`` may be None if there is only one.
+
+    Raises:
+        CommandError: the deployment is not named although there are several, unknown, or can't be planned for.
+    """
+    name = next(iter(config.deployments)) if wanted is None and len(config.deployments) == 1 else wanted
+    if name is None or name not in config.deployments:
+        known, got = ", ".join(config.deployments), "none" if name is None else repr(name)
+        raise CommandError(f"--deployment: expected one of {known}, got {got}")
+    if config.deployments[name].versions:
+        raise CommandError(
+            f"--deployment: expected a deployment without versions, got {name!r}: put one version's fields into a "
+            "configuration, and plan for that"
+        )
+    pipeline = config.deployments[name].pipeline
+    if pipeline is not None and pipeline.placement == "graph":
+        raise CommandError(
+            f"--deployment: expected a model, a language model or a fused pipeline, got {name!r}, a pipeline of "
+            "placement graph, whose steps are deployments with sizes of their own: put one step's model into a "
+            "configuration, and plan for that"
+        )
+    return name
+
+
+def make_subject(
+    what: str, config: Config, name: str, search: Sequence[str], *, cores: int, seconds: float, tokens: int,
+    input: Path | None,
+) -> Subject:  # fmt: skip
+    """Make a `Subject` with a language model's cache; ``search`` has the folders in which models are found.
+
+    Raises:
+        CommandError: the language model doesn't exist, its context is too short for the answers, or the file with the
+            bodies is wrong.
+    """
+    cache = None
+    deployment = config.deployments[name]
+    if is_language_model(deployment.model or ""):
+        try:
+            cache = cache_shape(deployment, search)
+        except LoadError as error:
+            raise CommandError(str(error)) from error
+        if cache is not None and tokens + PROMPT_TOKENS > cache.context_length:
+            raise CommandError(
+                f"--tokens: expected at most {cache.context_length - PROMPT_TOKENS}, so that prompt and answer fit "
+                f"into the {cache.context_length} tokens of the context, got {tokens}"
+            )
+    subject = Subject(what, config, name, cores, seconds, tokens, input, cache)
+    if input is not None:
+        subject.target("http://127.0.0.1:1")  # reads the file, so that its errors appear before a server starts
+    return subject

@@ -1,0 +1,83 @@
+"""Configurations with PyTriton scripts, whose fields are the script's where the configuration doesn't set them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from headwater.errors import Problem
+from headwater.reference import kind_and_path, script_and_name
+from headwater.user_folders import user_module_headwater
+from headwater_server.config.content import config_content
+from headwater_server.config.schema import Config, is_model_reference, load_what, read_config
+from headwater_server.errors import ConfigError
+from headwater_server.supervisor.scripts import KIND, Scripts, scripts_of
+
+__all__ = ["Loaded", "load_with_scripts"]
+
+
+class Loaded(NamedTuple):
+    """What a command names."""
+
+    config: Config
+    user_paths: tuple[str, ...]
+    warnings: list[str]
+    """What the scripts ask for in vain."""
+
+
+def load_with_scripts(what: str, *, flags: Mapping[str, Any]) -> Loaded:
+    """Read what a command names, as `headwater_server.config.schema.load_what` does, and run the PyTriton scripts in
+    it.
+
+    ``pytriton:SCRIPT`` alone becomes a deployment for each model that the script binds.
+
+    Raises:
+        ConfigError: a field is invalid, the only script can't be served, or a user's module is named ``headwater``.
+    """
+    kind, path = kind_and_path(what) if is_model_reference(what) else ("", "")
+    if kind == KIND:
+        paths: tuple[str, ...] = (os.getcwd(),)
+        scripts = Scripts(paths)
+        config = read_config(_content(scripts, what, path), source=what, flags=flags)
+    else:
+        config, paths = load_what(what, flags=flags)
+        scripts = Scripts(paths)
+    _refuse_own_name(config, paths)
+    deployments = {name: one for name, one in config.deployments.items() if any(scripts_of(one))}
+    if deployments:
+        scripts.run(deployments.values())
+        whole = config_content(config)
+        whole["deployments"] |= {name: scripts.laid_under(one) for name, one in deployments.items()}
+        config = read_config(whole, source=what, environment={}, flags={})
+    return Loaded(config, paths, scripts.warnings())
+
+
+def _refuse_own_name(config: Config, paths: tuple[str, ...]) -> None:
+    """See that nobody's module has the name of the package that models import.
+
+    Raises:
+        ConfigError: a module in a folder of models has.
+    """
+    places = {"models": list(paths)} | {
+        f"deployments.{name}.environment.PYTHONPATH": one.environment["PYTHONPATH"].split(os.pathsep)
+        for name, one in config.deployments.items()
+        if "PYTHONPATH" in one.environment
+    }
+    for field, folders in places.items():
+        if file := user_module_headwater(folders):
+            raise ConfigError(
+                f"{field}: expected no module of the name headwater, since models import Headwater's package by it, "
+                f"got {file}; rename that"
+            )
+
+
+def _content(scripts: Scripts, what: str, path: str) -> dict[str, Any]:
+    """The content of a configuration that has only the models of one script, or one of them."""
+    script, name = script_and_name(path)
+    alone = read_config({"deployments": {KIND: {"model": what}}}, source=what, environment={}, flags={})
+    finding = scripts.finding(alone.deployments[KIND])
+    if isinstance(finding, Problem):
+        raise ConfigError(f"{finding.title}: {finding.reason}; {finding.fix}")
+    names = [name] if name else list(finding["settings"])
+    return {"deployments": {one: {"model": f"{KIND}:{script}:{one}"} for one in names}}

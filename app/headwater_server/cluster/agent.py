@@ -1,0 +1,315 @@
+"""Holds one replica on a node of the cluster, and opens its port.
+
+Run by `headwater_server.cluster.holder` as ``python -m headwater_server.cluster.agent``, with an `AgentSpec` on its
+standard input. Its first line of output is the port's address, the replica's token, and the token of those who may give
+orders. It ends the replica and itself when its standard input ends, and some time after the replica has ended by
+itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import logging
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+from typing import Final, Literal, NamedTuple
+
+import msgspec
+
+from headwater_server.cluster.holder import outlive_no_holder, read_spec
+from headwater_server.cluster.messages import BEAT_S, LISTENER, Adapters, Ask, Beat, Hello, Order, Said, State, encode
+from headwater_server.cluster.port import Port
+from headwater_server.config.content import content
+from headwater_server.config.schema import Deployment
+from headwater_server.control.messages import Drained
+from headwater_server.control.routing import ReplicaRoute
+from headwater_server.process.sweep import make_instance_folder, sweep_stale
+from headwater_server.security.file_watch import FileWatch
+from headwater_server.security.peer_tls import PeerTls
+from headwater_server.supervisor.host import Host
+from headwater_server.supervisor.replica_memory import ReplicaMemory
+from headwater_server.supervisor.replica_process import ReplicaProcess
+from headwater_server.telemetry.logs import set_up_logging
+
+__all__ = ["AgentSpec", "digest", "main"]
+
+logger = logging.getLogger("headwater")
+
+UNREAD_BYTES: Final = 16 * 1024 * 1024
+"""Who doesn't read, and for whom so much waits, is cut off."""
+LINGER_S: Final = 10.0
+"""How long the port stays open after the replica has ended, so that the supervisor can read why."""
+
+
+class AgentSpec(NamedTuple):
+    """What an agent is started with."""
+
+    name: str
+    """The deployment's."""
+    id: str
+    deployment: Deployment
+    user_paths: tuple[str, ...]
+    token: str
+    """The replica's; the port asks for it, too."""
+    order_token: str
+    """See `Hello.token`."""
+    runtime_dir: Path | None
+    host: str | None
+    """The address that the port listens on; None: this node's with TLS, and without it 127.0.0.1."""
+    tls: Path | None
+    log_format: Literal["auto", "human", "json"]
+
+    def encoded(self) -> bytes:
+        """As JSON."""
+        return json.dumps({name: content(value) for name, value in self._asdict().items()}).encode()
+
+    @classmethod
+    def decoded(cls, raw: bytes) -> AgentSpec:
+        """From JSON."""
+        found = json.loads(raw)
+        for name in ("runtime_dir", "tls"):
+            found[name] = None if found[name] is None else Path(found[name])
+        found["deployment"] = Deployment.model_validate(found["deployment"])
+        return cls(**{**found, "user_paths": tuple(found["user_paths"])})
+
+
+def digest(deployment: Deployment) -> bytes:
+    """Tells whether two replicas were started alike, but for their adapters, which may change while they run."""
+    return hashlib.sha256(repr(deployment.with_adapters({})).encode()).digest()[:16]
+
+
+class Agent:
+    """One replica, its port, and those who listen to what becomes of it."""
+
+    def __init__(self, spec: AgentSpec, tls: PeerTls | None) -> None:
+        self._spec = spec
+        self._tls = tls
+        self._host = Host(ReplicaMemory(), spec.user_paths, _no_drain, lambda: None)
+        self._replica: ReplicaProcess | None = None
+        self._port: Port | None = None
+        self._address = ""
+        self._stage = ""
+        self._is_let_go = False
+        self._epoch = 0
+        self._listeners: dict[asyncio.StreamWriter, int] = {}
+        """Each with its epoch."""
+        self._sent = b""
+
+    async def run(self) -> None:
+        """Run the replica to its end."""
+        spec = self._spec
+        loop = asyncio.get_running_loop()
+        for stale in sweep_stale(spec.runtime_dir):
+            logger.warning("swept what an earlier replica left behind: %s", stale)
+        self._host.folder, lock = make_instance_folder(spec.runtime_dir)
+        orders = asyncio.StreamReader()
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(orders), sys.stdin.buffer)
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            folder = self._host.folder / "r"
+            replica = ReplicaProcess(spec.name, spec.id, spec.deployment, folder, spec.user_paths, self._note)
+            replica.token = spec.token
+            self._host.adopt_orphans()
+            guardian = replica.start()
+            exited = self._host.follow(guardian, f"the guardian of {spec.id}", replica)
+            pidfd = os.pidfd_open(guardian.pid)  # uvloop keeps SIGCHLD to itself
+            loop.add_reader(pidfd, self._host.reap)
+            exited.add_done_callback(lambda _: loop.remove_reader(pidfd))
+            replica.exited = self._host.spawn(replica.follow(exited, self._host.end_orphans))
+            self._replica = replica
+            sockets = ReplicaRoute(spec.id, f"unix:{folder / 'h'}", spec.token, f"unix:{folder / 'g:1'}")
+            is_vllm = spec.deployment.is_vllm
+            self._port = Port(spec.name, sockets, is_vllm=is_vllm, tls=self._tls, on_control=self._listen)
+            node = os.environ.get("HEADWATER_NODE", "127.0.0.1")
+            self._address = await self._port.start(spec.host or (node if self._tls is not None else "127.0.0.1"))
+            if spec.host in ("0.0.0.0", "::"):
+                self._address = f"{node}:{self._address.rpartition(':')[2]}"
+            print(self._address, spec.token, spec.order_token, flush=True)
+            tasks = [asyncio.create_task(one) for one in (self._host.watch(), self._beat(), self._tell_ending(replica))]
+            replica.ready.add_done_callback(lambda _: self._tell())
+            held = asyncio.create_task(orders.read())
+            await asyncio.wait({replica.exited, held}, return_when=asyncio.FIRST_COMPLETED)
+            if held.done():
+                self._is_let_go = not replica.ending.is_set()
+                replica.kill()
+                guardian.send_signal(signal.SIGCONT)  # it may be stopped
+                await replica.exited
+            # Before anyone hears of the end: who does has Ray kill the actor, and Ray kills its children, too.
+            shutil.rmtree(self._host.folder, ignore_errors=True)
+            self._tell()
+            if not held.done():
+                await asyncio.wait({held}, timeout=LINGER_S)
+        finally:
+            for task in tasks:
+                task.cancel()
+            if self._port is not None:
+                await self._port.close()
+            if self._replica is not None:
+                self._replica.kill()  # unless it has ended
+            await self._host.finish()
+            shutil.rmtree(self._host.folder, ignore_errors=True)
+            os.close(lock)
+
+    def _note(self, stage: str) -> None:
+        self._stage = stage
+        self._tell()
+
+    async def _tell_ending(self, replica: ReplicaProcess) -> None:
+        await replica.ending.wait()
+        self._tell()
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(BEAT_S)
+            self._tell()  # what no event announces, such as a limit
+            if self._replica is None or not self._listeners:
+                continue
+            try:
+                use = await self._replica.use()
+            except OSError as error:
+                logger.error("the replica's memory can't be measured: %s", error)
+                continue
+            self._send(encode(Beat(use.threads, use.resident_bytes, use.gpu_bytes, use.gpu_utilization)))
+
+    def _tell(self) -> None:
+        """Send the replica's state to all, if it has changed."""
+        line = encode(self._state())
+        if line != self._sent:
+            self._sent = line
+            self._send(line)
+
+    def _send(self, line: bytes) -> None:
+        for writer in self._listeners:
+            if writer.transport.get_write_buffer_size() > UNREAD_BYTES:
+                writer.transport.abort()
+            elif not writer.is_closing():
+                writer.write(line)
+
+    def _state(self, *, is_stale: bool = False) -> State:
+        replica, address = self._replica, self._address
+        assert replica is not None
+        signature = replica.signature
+        frames = signature is not None and signature.is_framed
+        node = os.environ.get("HEADWATER_NODE", "")
+        route = ReplicaRoute(
+            replica.id, address, replica.token, address if frames else "", replica.facts.get("device", ""), node
+        )
+        return State(
+            route=route,
+            deployment=digest(self._spec.deployment),
+            name=self._spec.name,
+            node=os.environ.get("HEADWATER_NODE_ID", ""),
+            stage=self._stage,
+            is_ready=signature is not None,
+            is_ending=replica.ending.is_set(),
+            has_exited=replica.exited.done(),
+            is_let_go=self._is_let_go,
+            signature=None if signature is None else msgspec.to_builtins(signature),
+            facts=replica.facts,
+            adapters=replica.adapters,
+            batch_limit=replica.batch_limit,
+            reason=replica.reason,
+            is_permanent=replica.is_permanent,
+            is_shortage=replica.is_shortage,
+            account=replica.account(),
+            cause=replica.cause(),
+            leftovers=replica.leftovers,
+            is_stale=is_stale,
+        )
+
+    async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Speak with a supervisor or a gateway."""
+        answers: set[asyncio.Task[None]] = set()
+        try:
+            hello = LISTENER.decode(await reader.readline())
+            if not isinstance(hello, Hello):
+                raise ValueError("expected hello")
+            if hello.epoch and not hmac.compare_digest(hello.token.encode(), self._spec.order_token.encode()):
+                raise ValueError("expected the supervisor's token, got another")
+            if hello.epoch and hello.epoch < self._epoch:
+                writer.write(encode(self._state(is_stale=True)))
+                await writer.drain()
+                return
+            if hello.epoch > self._epoch:
+                self._epoch = hello.epoch
+                for other, epoch in self._listeners.items():
+                    if epoch:
+                        other.write(encode(self._state(is_stale=True)))
+            self._listeners[writer] = hello.epoch
+            writer.write(encode(self._state()))
+            while line := await reader.readline():
+                message = LISTENER.decode(line)
+                if not hello.epoch or hello.epoch < self._epoch:
+                    raise ValueError("not obeyed")
+                if isinstance(message, Order):
+                    self._obey(message)
+                elif isinstance(message, Adapters):
+                    assert self._replica is not None
+                    self._replica.adapters = message.adapters
+                    self._tell()
+                elif isinstance(message, Ask):
+                    task = asyncio.create_task(self._ask(message, writer))
+                    answers.add(task)
+                    task.add_done_callback(answers.discard)
+        except (ValueError, msgspec.MsgspecError) as error:
+            logger.warning("%s: a connection for control is closed: %s", self._spec.id, error)
+        finally:
+            self._listeners.pop(writer, None)
+            for task in answers:
+                task.cancel()
+
+    def _obey(self, order: Order) -> None:
+        assert self._replica is not None
+        if order.what == "stop":
+            self._replica.stop()
+        else:
+            self._replica.kill()
+
+    async def _ask(self, message: Ask, writer: asyncio.StreamWriter) -> None:
+        replica = self._replica
+        assert replica is not None
+        try:
+            status, body = await replica.ask_vllm(message.url, message.body, message.timeout_s)
+        except Exception as error:  # whatever it is, the supervisor says it to the operator
+            writer.write(encode(Said(message.number, 0, str(error) or type(error).__name__)))
+            return
+        writer.write(encode(Said(message.number, status, body.decode(errors="replace"))))
+        self._tell()
+
+
+async def _no_drain(*_: object) -> Drained:
+    return Drained()
+
+
+def main() -> None:
+    """Entry point; see the module's docstring."""
+    outlive_no_holder()
+    spec = AgentSpec.decoded(read_spec(sys.stdin.buffer))
+    set_up_logging(spec.log_format)
+    os.set_blocking(sys.stdin.fileno(), True)
+
+    async def run() -> None:
+        tls = None if spec.tls is None else PeerTls(spec.tls)
+        watch = None if tls is None else asyncio.create_task(FileWatch(tls.paths).run(tls.renew))
+        try:
+            await Agent(spec, tls).run()
+        finally:
+            if watch is not None:
+                watch.cancel()
+
+    try:
+        import uvloop
+    except ImportError:
+        asyncio.run(run())
+    else:
+        uvloop.run(run())
+
+
+if __name__ == "__main__":
+    main()

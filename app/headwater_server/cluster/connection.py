@@ -1,0 +1,557 @@
+"""One connection to a replica's port: its requests are checked, and then passed to the replica."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import math
+import re
+from collections.abc import Callable
+from typing import Any, Final, Protocol, cast
+
+from headwater.wire.shared_memory import ANSWER_HEAD_BYTES, ELSEWHERE, left_bytes
+from headwater_server.cluster.request_head import MOST_HEAD_BYTES, Refusal, RequestHead
+from headwater_server.control.routing import ReplicaRoute
+from headwater_server.errors import ReplicaUnreachable
+from headwater_server.transport.address import TOKEN_HEADER, dial
+from headwater_server.transport.segments import LARGEST_REMOTE_BYTES, SegmentFile, SegmentFiles
+
+__all__ = ["HEAD_TIMEOUT_S", "READ_BYTES", "PortConnection", "PortState"]
+
+logger = logging.getLogger("headwater.port")
+
+ANSWER_HEADER: Final = "Headwater-Answer"
+"""How many bytes behind Triton's answer are what the replica left in the segment."""
+HEAD_TIMEOUT_S: Final = 5.0
+"""How long a request's head may take, and a connection's first byte."""
+STALLED_S: Final = 10.0
+"""How long a client may take nothing of what is written to it, or give nothing of a body that it owes."""
+LINGER_S: Final = 1.0
+"""How long a refused client's bytes are still read, so that it gets the refusal."""
+READ_BYTES: Final = 256 * 1024
+MOST_JSON_BYTES: Final = 16 * 1024 * 1024
+"""Of a call with a segment; its JSON is held until the segment has all inputs."""
+TIMER_RESOLUTION_S: Final = 0.002
+_END: Final = b"\r\n\r\n"
+_LENGTH: Final = re.compile(rb"\r\ncontent-length: *([0-9]+)\r\n", re.IGNORECASE)
+_ENDS: Final = re.compile(rb"\r\nconnection: *close\r\n", re.IGNORECASE)
+_VLLM: Final = {
+    ("GET", "/health"), ("GET", "/metrics"), ("POST", "/v1/chat/completions"), ("POST", "/v1/completions"),
+    ("POST", "/v1/embeddings"), ("POST", "/v1/responses"),
+}  # fmt: skip
+"""What a gateway asks of a vLLM."""
+
+
+class PortState(Protocol):
+    """What a port's connections share."""
+
+    name: str
+    route: ReplicaRoute
+    is_vllm: bool
+    files: SegmentFiles
+    buffer: bytearray
+    """Of `READ_BYTES`: what is read into it is taken before the next connection is read."""
+    connections: set[PortConnection]
+
+    def is_peer(self, transport: asyncio.BaseTransport) -> bool:
+        """Whether the other side belongs to the cluster."""
+        ...
+
+    def control(self, transport: asyncio.Transport, first: bytes) -> None:
+        """Take over a connection for control."""
+        ...
+
+    def spawn(self, work: Any) -> None:
+        """Run a coroutine to its end, or to the port's."""
+        ...
+
+
+class _Replica(asyncio.Protocol):
+    """A connection's own connection to the replica."""
+
+    def __init__(self, owner: PortConnection) -> None:
+        self._owner = owner
+        self.transport: asyncio.Transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._owner.take_answer(data)
+
+    def pause_writing(self) -> None:
+        self._owner.hold(is_held=True)
+
+    def resume_writing(self) -> None:
+        self._owner.hold(is_held=False)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._owner.lose_replica(self)
+
+
+class _Patience:
+    """Ends a connection whose client takes nothing of what is written."""
+
+    def __init__(self, transport: asyncio.WriteTransport) -> None:
+        self._transport = transport
+        self._timer: asyncio.TimerHandle | None = None
+        self._left = 0
+
+    def begin(self) -> None:
+        """More is written than the client takes at once."""
+        self._left = self._transport.get_write_buffer_size()
+        self._timer = asyncio.get_running_loop().call_later(STALLED_S, self._look)
+
+    def end(self) -> None:
+        """It has taken most of it, or has gone."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _look(self) -> None:
+        if self._transport.get_write_buffer_size() >= self._left:
+            self._transport.abort()
+        else:
+            self.begin()
+
+
+class PortConnection(asyncio.BufferedProtocol):
+    """One connection, which has one request at a time."""
+
+    def __init__(self, port: PortState) -> None:
+        self._port = port
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport
+        self._patience: _Patience
+        self._replica: _Replica | None = None
+        self._read: Callable[[bytes], None] = self._read_head
+        """Takes what comes."""
+        self._gathered = bytearray()
+        self._waiting: list[bytes] = []
+        """For the replica, while it is dialled."""
+        self._body_left = 0
+        self._segment: tuple[SegmentFile, memoryview] | None = None
+        self._filled = self._inputs_bytes = 0
+        """Bytes of the segment that are there, and that are to come."""
+        self._json_length = 0
+        self._answer_head: bytearray | None = None
+        """While it is incomplete."""
+        self._answer_left = 0
+        self._is_asked = False
+        """Whether the replica has a request, or will get it."""
+        self._shared_left = 0
+        """The bytes of the segment that follow the answer."""
+        self._is_last = self._is_placing = False
+        self._is_relay = False
+        self._address = port.route.http_address
+        self._deadline_s = math.inf
+        self._timer_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    # What the client sends
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._patience = _Patience(self._transport)
+        self._port.connections.add(self)
+        tls = transport.get_extra_info("ssl_object")
+        if not self._port.is_peer(transport):
+            self._refuse(Refusal("403 Forbidden", "certificate: expected one of the cluster, got another name"))
+        elif tls is not None and tls.selected_alpn_protocol() == "h2":
+            self._relay_grpc(b"")
+        else:
+            self._expect_within(HEAD_TIMEOUT_S)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        if self._segment is not None and self._filled < self._inputs_bytes:
+            return self._segment[1][self._filled : self._inputs_bytes]
+        return memoryview(self._port.buffer)
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if self._segment is not None and self._filled < self._inputs_bytes:
+            self._filled += nbytes
+            self._expect_within(STALLED_S)
+            self._note_filled()
+            return
+        try:
+            self._read(bytes(memoryview(self._port.buffer)[:nbytes]))
+        except Refusal as refusal:
+            self._refuse(refusal)
+
+    def eof_received(self) -> bool:
+        return False  # closes the connection
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._port.connections.discard(self)
+        self._patience.end()
+        self._end_timer()
+        self._leave_replica()
+
+    def abort(self) -> None:
+        """End it at once."""
+        self._transport.abort()
+
+    def _read_head(self, data: bytes) -> None:
+        is_first = not self._gathered
+        self._gathered += data
+        end = self._gathered.find(_END)
+        if (end if end >= 0 else len(self._gathered)) > MOST_HEAD_BYTES:
+            raise Refusal("431 Request Header Fields Too Large", f"head: expected at most {MOST_HEAD_BYTES} bytes")
+        if end < 0:
+            if is_first:
+                self._expect_within(HEAD_TIMEOUT_S)
+            return
+        raw = bytes(self._gathered)
+        self._gathered = bytearray()
+        # gRPC without TLS; but what comes after a request would go where that went.
+        if raw.startswith(b"PRI * HTTP/2.0\r\n") and self._replica is None and not self._waiting:
+            self._relay_grpc(raw)
+            return
+        head, rest = RequestHead(raw[:end]), raw[end + len(_END) :]
+        token = head.header(TOKEN_HEADER).encode("latin-1")
+        if not hmac.compare_digest(token, self._port.route.token.encode()):
+            # A gateway that comes with another token looks for a replica that had this address before.
+            raise Refusal("401 Unauthorized", f"{TOKEN_HEADER}: expected this replica's token", unsent=True)
+        self._expect_within(None)
+        if self._segment is not None:  # placed before, for a call that has been answered
+            self._segment[0].is_spoiled = False
+            self._segment = None
+        if head.path == "/control":
+            self._begin_control(head, rest)
+        elif head.path == "/segment" and self._port.route.grpc_address:
+            self._begin_place(head, rest)
+        elif self._port.is_vllm:
+            self._relay_vllm(head, raw[: end + len(_END)], rest)
+        else:
+            self._begin_call(head, rest)
+
+    def _begin_control(self, head: RequestHead, rest: bytes) -> None:
+        if head.method != "GET":
+            raise Refusal("405 Method Not Allowed", "method: expected GET")
+        if head.length:
+            raise Refusal("400 Bad Request", "content-length: expected no body")
+        self._port.connections.discard(self)
+        self._end_timer()
+        self._leave_replica()
+        self._port.control(self._transport, rest)
+
+    def _begin_call(self, head: RequestHead, rest: bytes) -> None:
+        if head.path != f"/v2/models/{self._port.name}/infer":
+            raise Refusal("404 Not Found", "path: expected that of this replica's model")
+        if head.method != "POST":
+            raise Refusal("405 Method Not Allowed", "method: expected POST")
+        length, json_length = head.length, head.json_length
+        self._inputs_bytes, size_bytes = head.segment or (0, 0)
+        if json_length + self._inputs_bytes > length:
+            raise Refusal("400 Bad Request", "content-length: expected what the other lengths add up to, got less")
+        self._body_left = length - self._inputs_bytes
+        self._is_asked = True
+        self._answer_head = bytearray()
+        if not head.segment:
+            self._send(self._call_head(json_length, length))
+            self._read = self._read_body
+        else:
+            if json_length > MOST_JSON_BYTES:
+                raise Refusal("413 Content Too Large", f"expected JSON of at most {MOST_JSON_BYTES} bytes")
+            rest = self._take_segment(size_bytes, rest)
+            self._json_length = json_length
+            self._read = self._read_json
+        if rest or not self._body_left:
+            self._read(rest)
+
+    def _begin_place(self, head: RequestHead, rest: bytes) -> None:
+        """Take a segment for a call that comes over gRPC, and keep it until this connection's next request or end."""
+        if head.method != "POST":
+            raise Refusal("405 Method Not Allowed", "method: expected POST")
+        self._inputs_bytes, size_bytes = head.segment or (0, 0)
+        if not self._inputs_bytes or self._inputs_bytes != head.length:
+            raise Refusal("400 Bad Request", "Headwater-Segment: expected the body's length and the segment's")
+        rest = self._take_segment(size_bytes, rest)
+        self._is_placing = True
+        self._read = self._read_body  # which takes nothing
+        self._note_filled()
+        if rest:
+            self._read(rest)
+
+    def _take_segment(self, size_bytes: int, rest: bytes) -> bytes:
+        """Take a segment for inputs, the first of which are there. Returns what isn't theirs."""
+        if self._inputs_bytes + ANSWER_HEAD_BYTES > size_bytes:
+            raise Refusal("400 Bad Request", "Headwater-Segment: expected space for an answer behind the inputs")
+        if size_bytes > LARGEST_REMOTE_BYTES:
+            raise Refusal("413 Content Too Large", f"expected a segment of at most {LARGEST_REMOTE_BYTES} bytes")
+        try:
+            self._segment = self._port.files.take(size_bytes)
+        except OSError as error:
+            message = f"the machine has no memory for a segment: {error.strerror}"
+            raise Refusal("503 Service Unavailable", message, unsent=True) from error
+        self._segment[0].is_spoiled = True  # until it has answered, the replica may write at any time
+        memory = self._segment[1]
+        memory[self._inputs_bytes : self._inputs_bytes + 4] = bytes(4)  # no outputs yet
+        self._filled = min(len(rest), self._inputs_bytes)
+        memory[: self._filled] = rest[: self._filled]
+        self._expect_within(STALLED_S)
+        return rest[self._filled :]
+
+    def _note_filled(self) -> None:
+        """Say where a segment is, once its inputs are there."""
+        if not self._is_placing or self._filled < self._inputs_bytes:
+            return
+        assert self._segment is not None
+        self._is_placing = False
+        path = self._segment[0].path.encode()
+        self._transport.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(path), path))
+        self._expect_within(None)
+        self._read = self._read_head
+
+    def _call_head(self, json_length: int, length: int) -> bytes:
+        """The head of the request to Triton."""
+        return (
+            f"POST /v2/models/{self._port.name}/infer HTTP/1.1\r\nHost: replica\r\n"
+            f"{TOKEN_HEADER}: {self._port.route.token}\r\n"
+            f"Inference-Header-Content-Length: {json_length}\r\nContent-Length: {length}\r\n\r\n"
+        ).encode()
+
+    def _read_json(self, data: bytes) -> None:
+        """The JSON of a call whose segment has all its inputs."""
+        self._gathered += data
+        self._expect_within(STALLED_S)
+        if len(self._gathered) < self._json_length:
+            return
+        assert self._segment is not None
+        text, rest = bytes(self._gathered[: self._json_length]), bytes(self._gathered[self._json_length :])
+        self._gathered = bytearray()
+        # What a client's parameters say comes before.
+        before, marker, after = text.rpartition(ELSEWHERE.encode())
+        if not marker:
+            raise Refusal("400 Bad Request", "JSON: expected the place of the segment's path, got none")
+        text = before + self._segment[0].path.encode() + after
+        self._body_left -= self._json_length
+        self._send(self._call_head(len(text), len(text) + self._body_left) + text)
+        self._read = self._read_body
+        if rest or not self._body_left:
+            self._read_body(rest)
+
+    def _read_body(self, data: bytes) -> None:
+        self._body_left -= len(data)
+        if self._body_left < 0:
+            raise Refusal("400 Bad Request", "body: expected as many bytes as Content-Length says, got more")
+        self._expect_within(STALLED_S if self._body_left else None)
+        if data:
+            self._send(data)
+
+    # Relays
+
+    def _relay_grpc(self, first: bytes) -> None:
+        """Pass on all bytes from here on, both ways."""
+        address = self._port.route.grpc_address
+        if not address:
+            self._transport.abort()
+            return
+        self._expect_within(None)
+        self._is_relay = True
+        self._address = address
+        self._read = self._send
+        self._send(first)
+
+    def _relay_vllm(self, head: RequestHead, raw: bytes, rest: bytes) -> None:
+        """Pass on one request as it is, and all bytes that come back."""
+        if (head.method, head.path) not in _VLLM:
+            raise Refusal("404 Not Found", "path: expected one that gateways ask of a vLLM")
+        self._body_left = len(raw) + head.length
+        self._is_relay = True
+        self._read = self._read_relayed
+        self._read_relayed(raw + rest)
+
+    def _read_relayed(self, data: bytes) -> None:
+        """The rest of a request to a vLLM; what follows is another one, and is checked likewise."""
+        taken, rest = data[: self._body_left], data[self._body_left :]
+        self._body_left -= len(taken)
+        self._expect_within(STALLED_S if self._body_left else None)
+        self._send(taken)
+        if not self._body_left:
+            self._read = self._read_head
+            if rest:
+                self._read_head(rest)
+
+    # The replica
+
+    def _send(self, data: bytes) -> None:
+        """Send something to the replica, which is dialled first if need be."""
+        if self._replica is not None:
+            self._replica.transport.write(data)
+            return
+        self._waiting.append(data)
+        if len(self._waiting) == 1:
+            self.hold(is_held=True)
+            self._port.spawn(self._dial())
+
+    async def _dial(self) -> None:
+        try:
+            replica = await dial(self._address, lambda: _Replica(self))
+            if replica.transport.is_closing():  # it has ended meanwhile
+                raise ReplicaUnreachable("the replica ended")
+        except ReplicaUnreachable as error:
+            if not self._is_relay:
+                self._refuse(Refusal("502 Bad Gateway", error.message, unsent=True))
+            else:
+                self._transport.abort()
+            return
+        waiting, self._waiting = self._waiting, []
+        if self._transport.is_closing() or not waiting:  # the client has gone, or was refused
+            replica.transport.abort()
+            return
+        self._replica = replica
+        replica.transport.writelines(waiting)
+        self.hold(is_held=False)
+
+    def hold(self, *, is_held: bool) -> None:
+        """Read nothing more from the client, because the replica doesn't take it; or read on."""
+        if self._transport.is_closing():
+            return
+        if is_held:
+            self._expect_within(None)
+            self._transport.pause_reading()
+        else:
+            self._expect_within(STALLED_S if self._body_left > 0 else None)
+            self._transport.resume_reading()
+
+    def take_answer(self, data: bytes) -> None:
+        """Take what came from the replica."""
+        if self._is_relay:
+            self._transport.write(data)
+            return
+        try:
+            self._pass_on(data)
+        except ValueError as error:
+            logger.warning("%s: a call was cut off: %s", self._port.route.id, error)
+            self._transport.abort()
+
+    def _pass_on(self, data: bytes) -> None:
+        """Pass on a piece of an answer.
+
+        Raises:
+            ValueError: it is no such piece.
+        """
+        if not self._is_asked:
+            raise ValueError("expected no answer to no request")
+        head = b""
+        if self._answer_head is not None:
+            self._answer_head += data
+            end = self._answer_head.find(_END) + len(_END)
+            if end < len(_END):
+                if len(self._answer_head) > MOST_HEAD_BYTES:
+                    raise ValueError(f"expected an answer's head of at most {MOST_HEAD_BYTES} bytes")
+                return
+            head, data = bytes(self._answer_head[:end]), bytes(self._answer_head[end:])
+            self._answer_head = None
+            head = self._begin_answer(head)
+        self._answer_left -= len(data)
+        if self._answer_left < 0:
+            raise ValueError("expected an answer of its Content-Length, got more")
+        self._transport.write(head + data)
+        if not self._answer_left:
+            self._end_answer()
+
+    def _begin_answer(self, head: bytes) -> bytes:
+        """The head for the client."""
+        length = _LENGTH.search(head)
+        if length is None:
+            raise ValueError("expected an answer with a Content-Length")
+        self._answer_left = int(length[1])
+        self._is_last = _ENDS.search(head) is not None
+        if self._segment is None:
+            return head
+        if not head.startswith(b"HTTP/1.1 200 "):
+            return head
+        self._segment[0].is_spoiled = False  # the replica is done with it
+        self._shared_left = left_bytes(self._segment[1], self._inputs_bytes)
+        if not self._shared_left:
+            return head
+        lengths = b"\r\nContent-Length: %d\r\n%s: %d\r\n" % (
+            self._answer_left + self._shared_left, ANSWER_HEADER.encode(), self._shared_left,
+        )  # fmt: skip
+        return head[: length.start()] + lengths + head[length.end() :]
+
+    def _end_answer(self) -> None:
+        if self._segment is not None and self._shared_left:
+            at = self._inputs_bytes
+            self._transport.write(self._segment[1][at : at + self._shared_left])
+        self._segment = None
+        self._shared_left = self._inputs_bytes = 0
+        self._is_asked = False
+        if self._is_last or self._body_left:  # it was answered before it was there as a whole
+            self._transport.close()
+        else:
+            self._read = self._read_head
+
+    def lose_replica(self, replica: _Replica) -> None:
+        """A connection to the replica has ended."""
+        if replica is not self._replica:  # it was left
+            return
+        self._replica = None
+        if self._is_relay:
+            self._transport.close()
+        elif self._is_asked:  # what became of the request is not known
+            self._transport.abort()
+
+    def _leave_replica(self) -> None:
+        """Want nothing more of the replica."""
+        self._is_asked = False
+        self._segment = None  # which is spoiled, unless the replica was done with it
+        self._waiting = []
+        replica, self._replica = self._replica, None
+        if replica is not None:
+            replica.transport.close() if self._is_relay else replica.transport.abort()
+
+    # The client
+
+    def pause_writing(self) -> None:
+        if self._replica is not None:
+            self._replica.transport.pause_reading()
+        self._patience.begin()
+
+    def resume_writing(self) -> None:
+        self._patience.end()
+        if self._replica is not None:
+            self._replica.transport.resume_reading()
+
+    def _refuse(self, refusal: Refusal) -> None:
+        """Answer with an error, and end the connection once the client has had time to read that."""
+        has_begun = self._is_asked and self._answer_head is None
+        self._leave_replica()
+        if has_begun:
+            self._transport.abort()
+            return
+        self._read = lambda data: None
+        self._transport.write(refusal.encoded())
+        if self._transport.can_write_eof():
+            self._transport.write_eof()
+        self.hold(is_held=False)
+        self._expect_within(LINGER_S)
+
+    # Deadlines
+
+    def _expect_within(self, limit_s: float | None) -> None:
+        """End the connection if this isn't called again in time; None: at any time."""
+        if limit_s is None:
+            self._deadline_s = math.inf
+            return
+        self._deadline_s = self._loop.time() + limit_s
+        if self._timer is None or self._timer_s > self._deadline_s:
+            self._end_timer()
+            self._timer_s = self._deadline_s
+            self._timer = self._loop.call_later(limit_s, self._check_deadline)
+
+    def _check_deadline(self) -> None:
+        self._timer = None
+        left_s = self._deadline_s - self._loop.time()
+        if left_s < TIMER_RESOLUTION_S:
+            self._transport.abort()
+        elif left_s < math.inf:
+            self._expect_within(left_s)
+
+    def _end_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

@@ -1,0 +1,69 @@
+"""Connections to other processes of the cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any, TypeVar
+
+from headwater_server.control.messages import MAX_MESSAGE_BYTES
+from headwater_server.security.peer_tls import PeerTls
+from headwater_server.transport.address import CONNECT_TIMEOUT_S, host_and_port, keep_alive
+
+__all__ = ["connected", "within"]
+
+T = TypeVar("T")
+
+
+@contextlib.asynccontextmanager
+async def connected(
+    address: str, tls: PeerTls | None
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A connection, which is closed at the context's end, also if a cancellation comes just when it has opened.
+
+    Args:
+        address: host and port.
+        tls: the cluster's.
+
+    Raises:
+        OSError: the address can't be reached.
+        asyncio.TimeoutError: it does not answer.
+    """
+    host, port = host_and_port(address)
+    context, name = (None, None) if tls is None else (tls.client_context(), tls.server_name)
+    opened: list[asyncio.StreamWriter] = []
+
+    async def connect() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, writer = await asyncio.open_connection(
+            host, port, ssl=context, server_hostname=name, limit=MAX_MESSAGE_BYTES
+        )
+        opened.append(writer)
+        keep_alive(writer.transport)
+        return reader, writer
+
+    try:
+        yield await within(CONNECT_TIMEOUT_S, connect())
+    finally:
+        for writer in opened:
+            writer.transport.abort()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+
+
+async def within(timeout_s: float, work: Coroutine[Any, Any, T]) -> T:
+    """As `asyncio.wait_for`, which before Python 3.12 loses a cancellation that comes just when the work is done.
+
+    Raises:
+        asyncio.TimeoutError: the work is not done in time; it is cancelled.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        done, _ = await asyncio.wait({task}, timeout=timeout_s)
+        if not done:
+            task.cancel()
+            await asyncio.wait({task})
+            raise asyncio.TimeoutError
+        return task.result()
+    finally:
+        task.cancel()

@@ -1,0 +1,178 @@
+"""Finds the supervisor of a cluster, for gateways, which so have no connection to Ray of their own: Ray ends a process
+that has one some time after Ray's head is gone.
+
+Run as ``python -m headwater_server.cluster.discovery ADDRESS``, with a `SupervisorSpec`, or nothing, on its standard
+input: with one it starts the supervisor if there is none. It writes a line whenever that has changed, an `Announcement`
+or a `Trouble`, and ends with its standard input.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncGenerator
+from typing import IO, Final
+
+import msgspec
+
+from headwater_server.cluster.holder import own_output, read_spec, write_spec
+from headwater_server.cluster.ray_client import ActorGone, RayClient
+from headwater_server.cluster.supervisor import HEAD_TIMEOUT_S, Announcement, SupervisorSpec
+from headwater_server.control.messages import MAX_MESSAGE_BYTES
+from headwater_server.errors import StartError
+
+__all__ = ["NAME", "Trouble", "announcements", "main", "stop_cluster"]
+
+logger = logging.getLogger("headwater")
+
+NAME: Final = "supervisor"
+"""Of the supervisor's actor."""
+LOOK_EVERY_S: Final = 0.5
+ANSWER_TIMEOUT_S: Final = 5.0
+RESTART_S: Final = 2.0
+STOP_AGAIN_S: Final = 60.0
+
+
+class Trouble(msgspec.Struct, frozen=True):
+    """Why the supervisor can't be found now."""
+
+    error: str
+
+
+async def announcements(address: str, spec: SupervisorSpec | None) -> AsyncGenerator[Announcement | Trouble, None]:
+    """Yield where the supervisor is, first of all, and then what has changed about that.
+
+    Args:
+        address: of Ray's head, or ``auto``.
+        spec: starts it, if there is none.
+
+    Raises:
+        StartError: there is no supervisor, or it can't serve this; only before the first one.
+    """
+    is_first = True
+    while True:
+        try:
+            process = _search(address)
+        except OSError as error:  # no descriptors, for one
+            if is_first:
+                raise StartError(f"cluster: the search for the supervisor can't be started: {error}") from error
+            await asyncio.sleep(RESTART_S)
+            continue
+        assert process.stdin is not None
+        assert process.stdout is not None
+        transport: asyncio.BaseTransport | None = None
+        try:
+            write_spec(process.stdin, spec.encoded() if spec is not None and is_first else b"")
+            reader = asyncio.StreamReader(limit=MAX_MESSAGE_BYTES)
+            make = functools.partial(asyncio.StreamReaderProtocol, reader)
+            transport, _ = await asyncio.get_running_loop().connect_read_pipe(make, process.stdout)
+            while line := await reader.readline():
+                said = _decoded(line)
+                if is_first and isinstance(said, Trouble):
+                    raise StartError(said.error)
+                is_first = False
+                yield said
+        except BrokenPipeError:
+            pass
+        finally:
+            with contextlib.suppress(OSError):
+                process.stdin.close()
+            if transport is not None:
+                transport.close()
+        if is_first:
+            raise StartError("cluster: the search for the supervisor ended without a result; see the lines above")
+        await asyncio.sleep(RESTART_S)
+
+
+def stop_cluster(address: str) -> None:
+    """End what a cluster serves, and wait until nothing of it runs.
+
+    Raises:
+        StartError: there is no Ray, or nothing is served there.
+    """
+    ray = RayClient(address)
+    try:
+        actor = ray.find(NAME)
+    except ActorGone:
+        raise StartError("cluster: nothing is served there") from None
+    asked_s = float("-inf")
+    while True:
+        try:
+            if time.monotonic() - asked_s > STOP_AGAIN_S:  # a supervisor that has ended meanwhile has forgotten it
+                ray.ask_order(actor, "stop")
+                asked_s = time.monotonic()
+            ray.ask(actor, ANSWER_TIMEOUT_S)
+        except ActorGone:
+            return
+        except TimeoutError:
+            pass
+        time.sleep(LOOK_EVERY_S)
+
+
+def _decoded(line: bytes) -> Announcement | Trouble:
+    try:
+        return msgspec.json.decode(line, type=Trouble)
+    except msgspec.ValidationError:
+        return msgspec.json.decode(line, type=Announcement)
+
+
+def _search(address: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "headwater_server.cluster.discovery", address]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+
+
+def main() -> None:
+    """Entry point; see the module's docstring."""
+    spec = read_spec(sys.stdin.buffer)
+    output = own_output()
+    threading.Thread(target=_end_with_input, daemon=True).start()
+    try:
+        ray = RayClient(sys.argv[1])
+        if spec:
+            command = [sys.executable, "-m", "headwater_server.cluster.supervisor"]
+            ray.start_supervisor(NAME, command, spec, {"PWD": os.getcwd()})
+    except StartError as error:
+        _tell(Trouble(str(error)), output)
+        return
+    before: Announcement | Trouble | None = None
+    while True:
+        found = _look(ray) or before
+        if found is not None and found != before:
+            before = found
+            _tell(found, output)
+        time.sleep(LOOK_EVERY_S)
+
+
+def _look(ray: RayClient) -> Announcement | Trouble | None:
+    """Where the supervisor is, or why nobody can tell; None: it is about to start, or its node can't be reached."""
+    if trouble := ray.head_trouble(HEAD_TIMEOUT_S):
+        return Trouble(f"cluster: {trouble}")
+    try:
+        said = ray.ask(ray.find(NAME), ANSWER_TIMEOUT_S)
+    except ActorGone:
+        text = "cluster: nothing is served there; expected `headwater serve CONFIG` on one of its machines before"
+        return Trouble(text)
+    except TimeoutError:
+        return None
+    return _decoded(said.encode()) if said else None
+
+
+def _tell(found: Announcement | Trouble, output: IO[str]) -> None:
+    print(msgspec.json.encode(found).decode(), file=output, flush=True)
+
+
+def _end_with_input() -> None:
+    while os.read(sys.stdin.fileno(), 1024):
+        continue
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

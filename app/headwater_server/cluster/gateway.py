@@ -1,0 +1,347 @@
+"""A gateway of a cluster: serves what the cluster's supervisor decides, and goes on while that one is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import secrets
+from collections.abc import AsyncGenerator, Callable, Iterable
+from typing import Final
+
+import msgspec
+
+from headwater.errors import Problem
+from headwater.signature import Signature
+from headwater_server.cluster.agent_link import AgentLink
+from headwater_server.cluster.dial import connected, within
+from headwater_server.cluster.discovery import Trouble, announcements
+from headwater_server.cluster.messages import Beat
+from headwater_server.cluster.supervisor import Announcement, SupervisorSpec, what_is_served
+from headwater_server.config.cluster import Cluster
+from headwater_server.config.schema import PLACEHOLDER, Config
+from headwater_server.control.link import SupervisorLink
+from headwater_server.control.load import LoadReport, together
+from headwater_server.control.messages import Command, CommandAnswer, Drain, Drained, Hello, Quarantined
+from headwater_server.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
+from headwater_server.control.server import ControlServer
+from headwater_server.errors import StartError, Unavailable
+from headwater_server.process.proc import GroupUse
+from headwater_server.security.file_watch import FileWatch
+from headwater_server.security.keys_file import keys_are_wanted
+from headwater_server.security.peer_tls import PeerTls
+from headwater_server.supervisor.front import Front
+from headwater_server.supervisor.host import Host
+from headwater_server.supervisor.replica_memory import ReplicaMemory
+from headwater_server.telemetry.observer import ReplicaView
+
+__all__ = ["serve_gateway"]
+
+logger = logging.getLogger("headwater")
+
+REPORT_EVERY_S: Final = 1.0
+SILENCE_S: Final = 4.0
+"""A supervisor from which nothing comes for so long is looked for anew."""
+RETRY_S: Final = 0.5
+AWAY: Final = "its replicas can't be reached"
+
+
+class _Watch:
+    """One replica, as this gateway sees it."""
+
+    def __init__(self, route: ReplicaRoute, tls: PeerTls | None, on_reach: Callable[[], None]) -> None:
+        self.route = route
+        self.is_reachable = True
+        self.use: GroupUse | None = None
+        self._on_reach = on_reach
+        self.link = AgentLink(route.http_address, route.token, 0, tls, on_beat=self._take, on_reach=self._note)
+        self.task = asyncio.create_task(self.link.run())
+
+    def _take(self, beat: Beat) -> None:
+        self.use = GroupUse(beat.threads, beat.resident_bytes, beat.gpu_bytes, beat.gpu_utilization)
+
+    def _note(self, is_reachable: bool) -> None:
+        self.is_reachable = is_reachable
+        logger.warning("%s: %s", self.route.id, "in reach again" if is_reachable else "out of reach: set aside")
+        self._on_reach()
+
+
+class Uplink:
+    """What this gateway knows of the cluster; see `headwater_server.supervisor.front.Backend`.
+
+    Args:
+        found: where the supervisor is, again and again.
+        first: what came of it first.
+        workers: of this gateway.
+        tls: the cluster's.
+        host: runs the tasks.
+        control: talks to this gateway's workers.
+        on_change: called when routes have changed.
+    """
+
+    failure = ""
+
+    def __init__(
+        self,
+        found: AsyncGenerator[Announcement | Trouble, None],
+        first: Announcement,
+        workers: int,
+        tls: PeerTls | None,
+        host: Host,
+        control: ControlServer,
+        on_change: Callable[[], None],
+    ) -> None:
+        self.link = SupervisorLink(
+            self._drain,
+            lambda model, fingerprint: control.quarantine(Quarantined(model, fingerprint.hex())),
+            control.cancel,
+            self._hear,
+        )
+        self._found = found
+        self._where = first
+        self._has_moved = asyncio.Event()
+        self._hello = functools.partial(Hello, workers=workers, gateway=secrets.token_hex(8))
+        self._tls = tls
+        self._host = host
+        self._control = control
+        self._on_change = on_change
+        self._trouble = ""
+        """Why the supervisor can't be found now."""
+        self._table = RoutingTable()
+        self._is_known = asyncio.Event()
+        self._watches: dict[str, _Watch] = {}
+        self._heard_s = 0.0
+        self._tasks: list[asyncio.Task[None]] = []
+
+    # As a Backend
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether no deployment is about to start."""
+        return bool(self._table.deployments) and all(one.state is not State.LOADING for one in self._table.deployments)
+
+    def start(self) -> None:
+        """Nothing more: it has begun already."""
+
+    async def prepare(self) -> None:
+        """Listen to the supervisor, and wait for its first table."""
+        for work in (self._follow(), self._find(), self._report()):
+            task = asyncio.create_task(work)
+            task.add_done_callback(self._host.note_done)
+            self._tasks.append(task)
+        known = asyncio.create_task(self._is_known.wait())
+        stopping = asyncio.create_task(self._host.stopping.wait())
+        await asyncio.wait({known, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        known.cancel()
+        stopping.cancel()
+
+    async def end(self, is_hurried: Callable[[], bool]) -> None:
+        """Listen no longer."""
+        self.link.leave()
+        for task in (*self._tasks, *(one.task for one in self._watches.values())):
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await task
+        await self._found.aclose()
+
+    def routes(self, workers: int) -> list[DeploymentRoute]:
+        """The supervisor's routes; replicas out of reach from here get nothing new, but keep what they have."""
+        away = {id for id, one in self._watches.items() if not one.is_reachable}
+        found = [_without(route, away) for route in self._table.deployments] if away else list(self._table.deployments)
+        return [_troubled(route, self._trouble) for route in found] if self._trouble else found
+
+    def replica_views(self) -> list[ReplicaView]:
+        """The replicas that serve."""
+        return [
+            ReplicaView(id.rpartition("-")[0], id, 0, use=one.use)
+            for id, one in self._watches.items()
+            if one.use is not None
+        ]
+
+    def problems(self) -> Iterable[Problem]:
+        """None: no replicas are started here."""
+        return ()
+
+    def warnings(self) -> Iterable[Problem]:
+        """None: no replicas are started here."""
+        return ()
+
+    async def answer(self, command: Command) -> CommandAnswer:
+        """Have the supervisor carry out a command."""
+        try:
+            answer = await self.link.command(command.action, command.model, command.arguments)
+        except Unavailable:
+            text = f"model `{command.model}`: {command.action}: the cluster's supervisor is gone; expected it back soon"
+            return CommandAnswer(command.id, 503, {"error": text})
+        return msgspec.structs.replace(answer, id=command.id)
+
+    # The supervisor
+
+    async def _drain(self, order: Drain) -> Drained:
+        return await self._control.drain(order.model, order.timeout_s, order.replicas, order.adapters)
+
+    def _hear(self) -> None:
+        self._heard_s = asyncio.get_running_loop().time()
+
+    async def _find(self) -> None:
+        """Note where the supervisor is, whenever that has changed, and why nobody can tell."""
+        async for found in self._found:
+            trouble = found.error if isinstance(found, Trouble) else ""
+            if trouble != self._trouble:
+                self._trouble = trouble
+                logger.warning("%s", trouble or "cluster: Ray's head answers again, and the supervisor is known")
+                self._on_change()
+            if isinstance(found, Announcement) and found.epoch > self._where.epoch:
+                self._where = found
+                self._has_moved.set()
+
+    async def _follow(self) -> None:
+        """Take the supervisor's tables; while it is gone, the last one stays."""
+        while True:
+            where = self._where
+            self._has_moved.clear()
+            is_open = False
+            try:
+                async with connected(where.address, self._tls) as (reader, writer):
+                    is_open = True
+                    self._hear()
+                    cutting = asyncio.create_task(self._cut_silent(writer, where))
+                    try:
+                        async for table in self.link.tables_from(reader, writer, self._hello(where.token)):
+                            self._take(table)
+                    finally:
+                        cutting.cancel()
+            except (OSError, ValueError, asyncio.TimeoutError, msgspec.MsgspecError) as error:
+                logger.log(logging.WARNING if is_open else logging.DEBUG, "the cluster's supervisor: %s", error)
+            if is_open and not self._host.is_stopping:
+                logger.warning("the cluster's supervisor is gone; what it said last stays until it is back")
+            with contextlib.suppress(asyncio.TimeoutError):
+                await within(RETRY_S, self._has_moved.wait())
+
+    async def _cut_silent(self, writer: asyncio.StreamWriter, where: Announcement) -> None:
+        """Close the connection to a supervisor that is silent, or that another one has followed."""
+        while self._where is where and asyncio.get_running_loop().time() - self._heard_s < SILENCE_S:  # noqa: ASYNC110
+            await asyncio.sleep(RETRY_S)
+        writer.transport.abort()
+
+    def _take(self, table: RoutingTable) -> None:
+        self._table = table
+        self._is_known.set()
+        routes = {one.id: one for route in table.deployments for one in (*route.replicas, *route.retiring) if one.node}
+        for id in [id for id in self._watches if id not in routes]:
+            self._watches.pop(id).task.cancel()
+        for id, route in routes.items():
+            if id not in self._watches:
+                self._watches[id] = _Watch(route, self._tls, self._on_change)
+        if table.draining:
+            logger.info("the cluster is being stopped, and this gateway with it")
+            self._host.stop()
+        self._on_change()
+
+    async def _report(self) -> None:
+        while True:
+            await asyncio.sleep(REPORT_EVERY_S)
+            self.link.report(
+                LoadReport(list(together(self._control.loads()).values()), list(self._control.tallies.values()))
+            )
+
+
+def _without(route: DeploymentRoute, away: set[str]) -> DeploymentRoute:
+    """A route that has some replicas only for what they have in flight."""
+    left = tuple(one for one in route.replicas if one.id not in away)
+    if len(left) == len(route.replicas):
+        return route
+    retiring = (*route.retiring, *(one for one in route.replicas if one.id in away))
+    if left:
+        return msgspec.structs.replace(route, replicas=left, retiring=retiring)
+    return msgspec.structs.replace(route, replicas=(), retiring=retiring, state=State.UNAVAILABLE, reason=AWAY)
+
+
+def _troubled(route: DeploymentRoute, trouble: str) -> DeploymentRoute:
+    """A route that says what is wrong with the cluster."""
+    return msgspec.structs.replace(route, shortage="; ".join(filter(None, (route.shortage, trouble))))
+
+
+class ClusterGateway(Front):
+    """Serves what a cluster's supervisor decides, until a signal stops it or the cluster is stopped."""
+
+    def __init__(
+        self,
+        config: Config,
+        on_serving: Callable[[str, list[tuple[str, Signature | None, str]]], None],
+        found: AsyncGenerator[Announcement | Trouble, None],
+        first: Announcement,
+        tls: PeerTls | None,
+    ) -> None:
+        control = ControlServer(
+            lambda command: uplink.answer(command),
+            on_quarantined=lambda found: uplink.link.report_quarantined(found.model, bytes.fromhex(found.fingerprint)),
+            on_lost=lambda loss: uplink.link.report_lost(loss),
+            on_cancel=lambda request_id: uplink.link.cancel_elsewhere(request_id),
+        )
+        host = Host(ReplicaMemory(), (), control.drain, self.on_change)
+        uplink = Uplink(found, first, config.server.workers, tls, host, control, self.on_change)
+        super().__init__(config, on_serving, control, host, uplink)
+
+
+async def serve_gateway(
+    config: Config | None,
+    user_paths: tuple[str, ...],
+    address: str,
+    flags: dict[str, object],
+    on_serving: Callable[[str, list[tuple[str, Signature | None, str]]], None],
+) -> int:
+    """Serve on this machine what a cluster serves. Returns the exit status.
+
+    Args:
+        config: is served if nothing is yet; None: join what is served.
+        user_paths: folders of the user's modules, for every replica's ``sys.path``.
+        address: of Ray's head, or ``auto``.
+        flags: the server's fields that differ here from those of the cluster's configuration.
+        on_serving: see `Front`.
+
+    Raises:
+        StartError: there is no Ray, nothing to join, or another configuration is served.
+    """
+    spec = None if config is None else SupervisorSpec(config, user_paths)
+    found = announcements(address, spec)
+    try:
+        first = await anext(found)
+        assert isinstance(first, Announcement)
+        if config is not None and first.serves != what_is_served(config):
+            raise StartError(
+                "cluster: it serves other deployments than this configuration; expected `headwater join` to add a "
+                "gateway to it, load and reload to change its models, or `headwater stop` to end it first"
+            )
+        if config is None:
+            config = joined(first, address, flags)
+        keys_file = config.security.keys_file
+        if first.asks_for_keys and not (keys_file.exists() if keys_file is not None else keys_are_wanted(None)):
+            where = "the file of `security.keys_file`, or the variable HEADWATER_KEYS,"
+            raise StartError(
+                "security: the cluster's other gateways ask for API keys, and this machine has none: expected "
+                f"{where if keys_file is None else f'the file of `security.keys_file`, {keys_file},'} here as well"
+            )
+        cluster = config.cluster
+        tls = None if cluster is None or cluster.tls is None else PeerTls(cluster.tls)
+        watch = None if tls is None else asyncio.create_task(FileWatch(tls.paths).run(tls.renew))
+        try:
+            return await ClusterGateway(config, on_serving, found, first, tls).run()
+        finally:
+            if watch is not None:
+                watch.cancel()
+    finally:
+        await found.aclose()
+
+
+def joined(first: Announcement, address: str, flags: dict[str, object]) -> Config:
+    """The configuration of a gateway that joins: the cluster's, with what is different here."""
+    config = Config.model_validate(
+        {
+            "server": {**first.server, **flags},
+            "security": first.security,
+            "deployments": {"none": {"model": PLACEHOLDER}},
+        }
+    )
+    return config.with_cluster(Cluster.model_validate({"engine": "ray", "address": address, "tls": first.tls}))

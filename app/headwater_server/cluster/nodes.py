@@ -1,0 +1,100 @@
+"""The machines that Ray has, and which of them a replica should be on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, NamedTuple
+
+from headwater_server.config.sections import NodePlacement
+
+__all__ = ["Node", "choose", "needs", "shortage"]
+
+_PLAIN: Final = re.compile(r"[A-Za-z0-9_.-]*\Z")
+
+
+class Node(NamedTuple):
+    """A machine that is alive."""
+
+    id: str
+    resources: Mapping[str, float]
+    """What it has, by Ray's names."""
+    free: Mapping[str, float]
+    """What of it nobody has reserved, as far as Ray knows."""
+    labels: Mapping[str, str]
+    address: str = ""
+    """Of its raylet, ``HOST:PORT``."""
+
+
+def needs(placement: NodePlacement, memory: int | None) -> dict[str, float]:
+    """What a replica reserves, by Ray's names.
+
+    Args:
+        placement: the deployment's.
+        memory: the deployment's, in bytes; with GPUs it is theirs.
+    """
+    found = {"GPU": placement.gpus, "CPU": placement.cpus}
+    return found if memory is None or placement.gpus else {**found, "memory": memory}
+
+
+def choose(
+    placement: NodePlacement,
+    memory: int | None,
+    nodes: Iterable[Node],
+    own: Mapping[str, int],
+    reserved: Mapping[str, Iterable[Mapping[str, float]]],
+) -> str:
+    """The id of the machine for a replica; empty: none has what it takes now.
+
+    Args:
+        placement: the deployment's.
+        memory: see `needs`.
+        nodes: those that are alive.
+        own: how many replicas of the deployment each machine has.
+        reserved: what each replica of any deployment reserves, by machine: Ray may not know of the newest yet.
+    """
+    takes = needs(placement, memory)
+
+    def has_capacity(node: Node) -> bool:
+        ours = list(reserved.get(node.id, ()))
+        for name, amount in takes.items():
+            left = node.resources.get(name, 0) - sum(one.get(name, 0) for one in ours)
+            if min(left, node.free.get(name, 0)) < amount:
+                return False
+        return all(_is_selected(node.labels.get(name), value) for name, value in placement.labels.items())
+
+    def cost(node: Node) -> tuple[float, ...]:
+        wastes_gpus = bool(not placement.gpus and node.resources.get("GPU"))
+        count, total = own.get(node.id, 0), len(list(reserved.get(node.id, ())))
+        return (wastes_gpus, -count, -total) if placement.pack else (count, wastes_gpus, total)
+
+    fitting = [node for node in nodes if has_capacity(node)]
+    return min(fitting, key=lambda node: (cost(node), node.id)).id if fitting else ""
+
+
+def shortage(placement: NodePlacement, nodes: Sequence[Node]) -> str:
+    """Why none of these machines can have a replica even if it is empty; empty text: one can.
+
+    Label selectors other than plain values are left to Ray.
+    """
+    if not nodes:
+        return "Ray has no node"
+    wants = {"GPU": placement.gpus, "CPU": placement.cpus}
+    plain = {name: value for name, value in placement.labels.items() if _PLAIN.match(value)}
+    fitting = [one for one in nodes if plain.items() <= one.labels.items()]
+    if not fitting:
+        return f"no node has the labels {plain}"
+    for name, wanted in wants.items():
+        most = max(one.resources.get(name, 0) for one in fitting)
+        if wanted > most:
+            return f"it takes {wanted:g} {name}, and the largest{' such' * bool(plain)} node has {most:g}"
+    if not any(all(one.resources.get(name, 0) >= wanted for name, wanted in wants.items()) for one in fitting):
+        return f"no{' such' * bool(plain)} node has the {placement.gpus:g} GPU and {placement.cpus:g} CPU that it takes"
+    return ""
+
+
+def _is_selected(label: str | None, selector: str) -> bool:
+    """Whether Ray's selector takes a label: ``a``, ``!a``, ``in(a,b)`` or ``!in(a,b)``."""
+    bare = selector.removeprefix("!")
+    values = bare[3:-1].split(",") if bare.startswith("in(") else [bare]
+    return (label in {value.strip() for value in values}) is (bare == selector)

@@ -1,0 +1,320 @@
+"""All that is asked of Ray. Each call may take long, so all of them run in threads.
+
+Of Ray's private parts it uses what Ray Serve does, too: `ray.experimental.internal_kv`, the key-value store, and
+`ray._private.state.available_resources_per_node`; tests/app/cluster/test_ray_client.py names the functions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, Final
+
+from headwater_server.cluster import holder
+from headwater_server.cluster.nodes import Node, choose, needs, shortage
+from headwater_server.config.sections import NodePlacement
+from headwater_server.errors import StartError
+
+__all__ = ["PREFIX", "ActorGone", "RayClient"]
+
+logger = logging.getLogger("headwater")
+
+PREFIX: Final = "replica:"
+"""Begins the name of a replica's actor; its id follows."""
+NAMESPACE: Final = "headwater"
+ORDER_TIMEOUT_S: Final = 5.0
+CONNECT_TIMEOUT_S: Final = 30.0
+ANSWER_TIMEOUT_S: Final = 1.0
+THREADS: Final = 32
+"""Calls of Ray at once."""
+
+
+class ActorGone(Exception):
+    """An actor has ended, and won't come back."""
+
+
+class RayClient:
+    """A connection to Ray.
+
+    Args:
+        address: of Ray's head, or ``auto``.
+
+    Raises:
+        StartError: there is no Ray, or it can't be reached.
+    """
+
+    def __init__(self, address: str) -> None:
+        try:
+            import ray
+        except ImportError as error:
+            raise StartError("cluster.engine: Ray isn't installed: pip install 'headwater[cluster]'") from error
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        self._ray: Any = ray
+        self._connect(address)
+        ray.cloudpickle.register_pickle_by_value(holder)
+        self._threads = ThreadPoolExecutor(THREADS, "ray")
+        self._asked_head: Future[object] | None = None
+        self.head = str(ray.get_runtime_context().gcs_address)
+        """The address of Ray's head."""
+
+    def close(self) -> None:
+        """End the connection; detached actors go on."""
+        self._ray.shutdown()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def node_address(self) -> str:
+        """This node's address in Ray."""
+        return str(self._ray.util.get_node_ip_address())
+
+    def _connect(self, address: str) -> None:
+        """As `ray.init`, which waits for a head that is gone without end and without a word."""
+        done: Future[None] = Future()
+
+        def connect() -> None:
+            try:
+                self._ray.init(
+                    address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.WARNING,
+                    configure_logging=False,
+                )  # fmt: skip
+                done.set_result(None)
+            except Exception as error:
+                done.set_exception(error)
+
+        # It says otherwise that only a main thread can handle SIGTERM.
+        logging.getLogger("ray._private.worker").setLevel(logging.ERROR)
+        threading.Thread(target=connect, daemon=True).start()
+        try:
+            wait([done], CONNECT_TIMEOUT_S)
+            if not done.done():
+                raise TimeoutError(f"no answer within {CONNECT_TIMEOUT_S:g} s")
+            done.result()
+        except (ConnectionError, RuntimeError, ValueError, OSError, TimeoutError) as error:
+            text = _first_line(error)
+            raise StartError(
+                f"cluster.address: no Ray at {address!r}: {text}; start one with `ray start --head`, or name its head "
+                "as HOST:PORT"
+            ) from error
+
+    def head_trouble(self, timeout_s: float) -> str:
+        """What is wrong with Ray's head, empty if it answers within this time.
+
+        A call that it hasn't answered yet goes on, and counts the next time.
+        """
+        if self._asked_head is None or self._asked_head.done():
+            self._asked_head = self._threads.submit(self._kv("_internal_kv_get"), b"", NAMESPACE.encode())
+        wait([self._asked_head], timeout_s)
+        error = self._asked_head.exception() if self._asked_head.done() else TimeoutError()
+        if error is None:
+            return ""
+        if "WrongClusterID" in str(error):
+            return (
+                f"Ray's head at {self.head} was started anew without what it knew: what runs is served until Ray ends "
+                "it; expected a storage behind the head, and now `ray stop` and `ray start` on every machine, then "
+                "`headwater serve`"
+            )
+        return (
+            f"Ray's head at {self.head} doesn't answer: what runs is served, but nothing is placed, repaired or "
+            "scaled; expected it back at this address"
+        )
+
+    async def _call(self, function: Any, *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+
+    # Actors
+
+    async def start_replica(
+        self,
+        name: str,
+        command: Sequence[str],
+        spec: bytes,
+        environment: Mapping[str, str],
+        placement: NodePlacement,
+        memory: int | None,
+        node: str = "",
+    ) -> Any:
+        """Have an actor placed that holds a process of a replica, and return it; it may still wait for its place.
+
+        Args:
+            name: the actor's.
+            command: see `Holder`, as for the next two.
+            spec: see there.
+            environment: see there.
+            placement: the deployment's.
+            memory: see `needs`.
+            node: the id of the machine that it should be on; empty: Ray chooses. Where that machine has no capacity,
+                the actor waits for it, and Ray's autoscaler starts no other.
+        """
+        takes = needs(placement, memory)
+        options: dict[str, Any] = {"num_gpus": takes.pop("GPU"), "num_cpus": takes.pop("CPU"), "max_restarts": 0}
+        options |= takes
+        if placement.labels:
+            options["label_selector"] = dict(placement.labels)
+        if node:
+            strategies = self._ray.util.scheduling_strategies
+            options["scheduling_strategy"] = strategies.NodeAffinitySchedulingStrategy(node, soft=True)
+        else:
+            options["scheduling_strategy"] = "DEFAULT" if placement.pack else "SPREAD"
+        return await self._call(self._start, name, list(command), spec, dict(environment), options)
+
+    def start_supervisor(self, name: str, command: Sequence[str], spec: bytes, environment: Mapping[str, str]) -> Any:
+        """Have an actor started that holds the supervisor, or find the one that there is."""
+        options = {"num_cpus": 0, "max_restarts": -1, "get_if_exists": True}
+        return self._start(name, list(command), spec, dict(environment), options)
+
+    def _start(
+        self, name: str, command: list[str], spec: bytes, environment: dict[str, str], options: dict[str, Any]
+    ) -> Any:
+        is_restarted = options["max_restarts"] != 0
+        kind = self._ray.remote(holder.Holder)
+        found = kind.options(name=name, lifetime="detached", max_concurrency=16, **options)
+        return found.remote(command, spec, environment, is_restarted)
+
+    def find(self, name: str) -> Any:
+        """The actor of this name.
+
+        Raises:
+            ActorGone: there is none.
+        """
+        try:
+            return self._ray.get_actor(name)
+        except ValueError as error:
+            raise ActorGone(name) from error
+
+    async def replicas(self) -> dict[str, Any]:
+        """The actors of replicas, by name."""
+
+        def look() -> dict[str, Any]:
+            found = {}
+            for name in self._ray.util.list_named_actors():
+                if name.startswith(PREFIX):
+                    try:
+                        found[name] = self._ray.get_actor(name)
+                    except ValueError:  # it has ended
+                        continue
+            return found
+
+        found: dict[str, Any] = await self._call(look)
+        return found
+
+    async def said(self, actor: Any) -> str:
+        """What the process that an actor holds says first, once it does. No thread waits for that.
+
+        Raises:
+            ActorGone: the actor has ended.
+            TimeoutError: it can't be reached now.
+        """
+        reference = await self._call(actor.said.remote)
+        with self._translated():
+            return str(await asyncio.wrap_future(reference.future()))
+
+    def ask(self, actor: Any, timeout_s: float) -> str:
+        """As `said`, in the calling thread, for so long at most."""
+        with self._translated():
+            return str(self._ray.get(actor.said.remote(), timeout=timeout_s))
+
+    @contextlib.contextmanager
+    def _translated(self) -> Iterator[None]:
+        errors = self._ray.exceptions
+        try:
+            yield
+        except errors.GetTimeoutError as error:
+            raise TimeoutError("no answer") from error
+        except errors.ActorUnavailableError as error:
+            raise TimeoutError(_first_line(error)) from error
+        except errors.RayError as error:
+            raise ActorGone(_first_line(error)) from error
+
+    def ask_order(self, actor: Any, line: str) -> None:
+        """Have an actor write a line to its process's standard input."""
+        with self._translated():
+            self._ray.get(actor.order.remote(line), timeout=ORDER_TIMEOUT_S)
+
+    async def kill(self, actor: Any) -> None:
+        """End an actor, and with it its process; best effort."""
+
+        def kill() -> None:
+            try:
+                self._ray.kill(actor, no_restart=True)
+            except Exception as error:
+                logger.debug("an actor could not be killed: %s", error)
+
+        await self._call(kill)
+
+    async def node_addresses(self) -> set[str]:
+        """The machines that Ray has."""
+        return {str(node["NodeManagerAddress"]) for node in await self._call(self._ray.nodes) if node["Alive"]}
+
+    async def nodes(self) -> list[Node]:
+        """The machines that are alive."""
+
+        def look() -> list[Node]:
+            free = self._ray._private.state.available_resources_per_node()
+            return [
+                Node(
+                    id,
+                    one["Resources"],
+                    free.get(id, one["Resources"]),
+                    one.get("Labels") or {},
+                    f"{one['NodeManagerAddress']}:{one['NodeManagerPort']}",
+                )
+                for one in self._ray.nodes()
+                if one["Alive"] and (id := one["NodeID"])  # one that has just come may not be in `free` yet
+            ]
+
+        found: list[Node] = await self._call(look)
+        return found
+
+    @staticmethod
+    async def answers(node: Node) -> bool:
+        """Whether a machine's raylet can be connected to, which shows sooner than Ray says that a machine is gone."""
+        host, _, port = node.address.rpartition(":")
+        try:
+            _, writer = await asyncio.wait_for(asyncio.open_connection(host.strip("[]"), int(port)), ANSWER_TIMEOUT_S)
+        except (OSError, asyncio.TimeoutError):
+            return False
+        writer.close()
+        return True
+
+    async def look(self, placement: NodePlacement, memory: int | None) -> tuple[str, bool]:
+        """Why no machine that Ray has can ever have a replica, empty if some can; and whether one has room for it."""
+        nodes = await self.nodes()
+        return shortage(placement, nodes), bool(choose(placement, memory, nodes, {}, {}))
+
+    # Storage
+
+    async def put(self, key: str, value: bytes) -> None:
+        """Store a value."""
+        await self._call(self._kv("_internal_kv_put"), key.encode(), value, True, NAMESPACE.encode())
+
+    async def get(self, key: str) -> bytes | None:
+        """A stored value."""
+        found: bytes | None = await self._call(self._kv("_internal_kv_get"), key.encode(), NAMESPACE.encode())
+        return found
+
+    async def delete(self, key: str) -> None:
+        """Remove a stored value."""
+        function = self._kv("_internal_kv_del")
+        await self._call(lambda: function(key.encode(), namespace=NAMESPACE.encode()))
+
+    def _kv(self, name: str) -> Any:
+        from ray.experimental import internal_kv
+
+        function = getattr(internal_kv, name)
+        if name == "_internal_kv_get":
+            return lambda key, namespace: function(key, namespace=namespace)
+        if name == "_internal_kv_put":
+            return lambda key, value, overwrite, namespace: function(
+                key, value, overwrite=overwrite, namespace=namespace
+            )
+        return function
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

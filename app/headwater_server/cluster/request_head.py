@@ -1,0 +1,115 @@
+"""The head of a request to a replica's port: strictly read, since only our own clients send any."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from headwater_server.transport.address import UNSENT_HEADER
+
+__all__ = ["MOST_HEAD_BYTES", "Refusal", "RequestHead"]
+
+MOST_HEAD_BYTES: Final = 16 * 1024
+_LINE: Final = re.compile(rb"([A-Z]{1,16}) ([\x21-\x7e]+) HTTP/1\.1")
+_HEADER: Final = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):([\t\x20-\x7e\x80-\xff]*)")
+_NUMBER: Final = re.compile(r"[0-9]{1,15}")
+_PAIR: Final = re.compile(r"([0-9]{1,15}) ([0-9]{1,15})")
+
+
+class Refusal(Exception):
+    """Why a request is refused.
+
+    Args:
+        status: of the answer, with its reason phrase.
+        message: of the error.
+        unsent: whether another replica should get the request.
+    """
+
+    def __init__(self, status: str, message: str, *, unsent: bool = False) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.unsent = unsent
+
+    def encoded(self) -> bytes:
+        """The whole answer. A message has nothing of the request, so it needs no escapes."""
+        body = f'{{"error":"{self.message}"}}'
+        unsent = f"{UNSENT_HEADER.decode()}: 1\r\n" if self.unsent else ""
+        head = f"HTTP/1.1 {self.status}\r\nContent-Type: application/json\r\nConnection: close\r\n{unsent}"
+        return f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode()
+
+
+class RequestHead:
+    """One head.
+
+    Args:
+        raw: its bytes, without the empty line at the end.
+
+    Raises:
+        Refusal: it is no head.
+    """
+
+    def __init__(self, raw: bytes) -> None:
+        first, *lines = raw.split(b"\r\n")
+        line = _LINE.fullmatch(first)
+        if line is None:
+            raise _bad("request line: expected `METHOD PATH HTTP/1.1`, got something else")
+        self.method, self.path = line[1].decode(), line[2].decode()
+        self._headers: dict[str, str] = {}
+        for one in lines:
+            header = _HEADER.fullmatch(one)
+            if header is None:
+                raise _bad("headers: expected lines `NAME: VALUE`, got something else")
+            name = header[1].decode().lower()
+            if name in self._headers:
+                raise _bad("headers: expected each once, got one more than once")
+            self._headers[name] = header[2].decode("latin-1").strip(" \t")
+
+    def header(self, name: str) -> str:
+        """A header's value; empty: there is none."""
+        return self._headers.get(name, "")
+
+    @property
+    def length(self) -> int:
+        """The body's length.
+
+        Raises:
+            Refusal: the framing is another.
+        """
+        if "transfer-encoding" in self._headers or "expect" in self._headers or "upgrade" in self._headers:
+            raise _bad("headers: expected Content-Length only, got Transfer-Encoding, Expect or Upgrade")
+        return self._number("content-length", "0" if self.method == "GET" else "")
+
+    @property
+    def json_length(self) -> int:
+        """The length of the JSON in the body; without the header, all of the body.
+
+        Raises:
+            Refusal: the header has no number.
+        """
+        return self._number("inference-header-content-length", str(self.length))
+
+    @property
+    def segment(self) -> tuple[int, int] | None:
+        """The bytes of the segment's inputs, which begin the body, and of the segment; None: there is none.
+
+        Raises:
+            Refusal: the header has no two numbers.
+        """
+        text = self._headers.get("headwater-segment")
+        if text is None:
+            return None
+        found = _PAIR.fullmatch(text)
+        if found is None:
+            raise _bad("Headwater-Segment: expected `INPUT_BYTES SIZE_BYTES`, got something else")
+        return int(found[1]), int(found[2])
+
+    def _number(self, name: str, default: str) -> int:
+        text = self._headers.get(name, default)
+        if _NUMBER.fullmatch(text) is None:
+            raise _bad(f"{name}: expected a number of bytes, got something else")
+        return int(text)
+
+
+def _bad(message: str) -> Refusal:
+    return Refusal("400 Bad Request", message)

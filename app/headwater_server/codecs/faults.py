@@ -1,0 +1,396 @@
+"""Reads a request's JSON and reports its faults: the field, what was expected, and what the client sent.
+
+Every route reports a fault in the same words.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from headwater_server.codecs.wording import (
+    PARSE_ERRORS,
+    PATH_PART,
+    ParsedError,
+    bounds_at,
+    choices_at,
+    fields_at,
+    kind_of,
+    parsed,
+)
+from headwater_server.errors import BadRequest, HeadwaterError
+
+__all__ = [
+    "MAX_CONTAINERS",
+    "MAX_VALUES",
+    "at",
+    "check_keys",
+    "check_size",
+    "colons",
+    "is_narrow",
+    "key_text",
+    "no_json_form",
+    "read_json",
+    "shape_text",
+    "shown",
+    "unreadable",
+]
+
+MAX_CONTAINERS: Final = 100_000
+"""Keys, objects and arrays in a body, not counting a tensor's numbers. One call decodes a body, and no other thread
+runs meanwhile: this bounds that time to a few hundredths of a second."""
+MAX_VALUES: Final = 1_000_000
+"""Values in a body, not counting a tensor's numbers; a plain value costs a tenth of a key or an object."""
+
+_ENTRY: Final = re.compile(r"\.(?:inputs|outputs)\[\d+\]")
+_NOT_FINITE: Final = re.compile(rb"-?\b(?:NaN|Infinity)\b")
+_NOT_FINITE_HERE: Final = re.compile(rb"nan|inf", re.IGNORECASE)
+_HIGH_SURROGATE: Final = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}")
+_BACKSLASHES: Final = re.compile(rb"\\*")
+# A longer body is not parsed again for an error's words: errors must be cheap too.
+_LOOK_AGAIN_BYTES: Final = 1 << 20
+_PIECE_BYTES: Final = 1 << 16
+_FEW_BYTES: Final = 4096
+_LONG_TEXT_BYTES: Final = 1 << 20
+_LONG_STRING_BYTES: Final = 1 << 16
+_STRINGS: Final = re.compile(rb'(?:[^"]*"[^"\\]*(?:\\.[^"\\]*)*")*', re.DOTALL)
+"""Whole strings, and what stands before each."""
+_IN_STRING: Final = re.compile(rb'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)
+"""A string's characters up to its closing quote."""
+_FEW_COLONS: Final = 1000
+
+_Value = TypeVar("_Value")
+
+
+class _Inputs(msgspec.Struct):
+    inputs: list[dict[str, msgspec.Raw]] = []
+
+
+def at(path: str, tensor: str | None, message: str) -> BadRequest:
+    """A `BadRequest` that names the field by its path, and the tensor, if any."""
+    named = f"{path} (tensor {shown(tensor)})" if tensor is not None else path
+    return BadRequest(f"{named}: {message}", field=path)
+
+
+def shown(value: object) -> str:
+    """A JSON value as quoted in a message; its length is bounded."""
+    if isinstance(value, str):
+        return repr(value) if len(value) <= 80 else f"{value[:80]!r}... ({len(value)} characters)"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"an integer of {value.bit_length()} bits"
+    if isinstance(value, (int, float)):
+        return repr(value)
+    return "null" if value is None else kind_of("object" if isinstance(value, dict) else "array")
+
+
+def key_text(name: str) -> str:
+    """A key from the client as the last part of a path."""
+    return repr(name[:80])[1:-1] + "..." * (len(name) > 80)
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """A shape as quoted in a message; its length is bounded."""
+    text = ", ".join(shown(dim) for dim in shape[:12])
+    return f"[{text}]" if len(shape) <= 12 else f"[{text}, ...] ({len(shape)} dimensions)"
+
+
+def no_json_form(path: str, tensor: str, datatype: str) -> BadRequest:
+    """The error for an output requested in JSON that has no JSON form."""
+    fix = 'ask for binary data: "parameters": {"binary_data": true} on the output, or "parameters": '
+    fix += '{"binary_data_output": true} on the request'
+    return at(path, tensor, f"expected a datatype that has a JSON form, got {datatype}; {fix}")
+
+
+def read_json(
+    text: bytes | msgspec.Raw,
+    kind: type[_Value] | Any,
+    path: str = "",
+    *,
+    hint: str = "",
+    strict: bool = True,
+    is_checked: bool = False,
+) -> _Value:
+    """Decode JSON that has no tensors.
+
+    Args:
+        text: the JSON.
+        kind: the value's type. A struct's field of type None is part of the API but not supported here: only null is
+            accepted. A bound has words of its own where its `msgspec.Meta` has `extra={"expected": words}`.
+        path: the field whose value the JSON is; empty: the body.
+        hint: added to an error's message.
+        strict: whether a number or a boolean may not be written as a string.
+        is_checked: whether the text is a part of a text that this function has read, and so has no duplicate key.
+
+    Raises:
+        BadRequest: the text isn't JSON, is too large, or has a duplicate key; or a field is unknown, missing,
+            unsupported, of another type or out of bounds. The message names the field.
+    """
+    text = bytes(text)
+    try:
+        check_size(text)
+        value: _Value = msgspec.json.decode(text, type=kind, strict=strict)
+        if not is_checked:
+            check_keys(text)
+    except BadRequest as error:
+        raise _hinted(error, hint) from None
+    except PARSE_ERRORS as error:
+        raise _hinted(unreadable(error, text, kind, path), hint) from None
+    return value
+
+
+def _hinted(fault: BadRequest, hint: str) -> HeadwaterError:
+    """The fault with a hint. A local variable of the function that raises it would make a cycle that keeps the body."""
+    return fault.again(f"{fault.message}; {hint}") if hint else fault
+
+
+def check_size(text: bytes, end: int | None = None, *, tensors: bool = False) -> None:
+    """Check that JSON may be decoded in one call: see `MAX_CONTAINERS`.
+
+    Args:
+        text: the JSON; need not be valid.
+        end: where it ends in ``text``.
+        tensors: whether arrays are the elements of tensors, so that only keys count.
+
+    Raises:
+        BadRequest: the JSON holds too much.
+    """
+    end = len(text) if end is None else end
+    if end <= MAX_CONTAINERS:
+        return
+    brackets = () if tensors else (b"[", b"{")
+    if colons(text, end) + sum(text.count(one, 0, end) for one in brackets) > MAX_CONTAINERS:
+        what = "keys" if tensors else "keys, objects and arrays"
+        _check_outside(text, end, (b":", *brackets), MAX_CONTAINERS, what)
+    if not tensors and text.count(b",", 0, end) > MAX_VALUES:
+        _check_outside(text, end, (b",",), MAX_VALUES, "values")
+
+
+def _check_outside(text: bytes, end: int, counted: Sequence[bytes], limit: int, what: str) -> None:
+    """Count outside strings, in pieces, so that other threads can run in between."""
+    found = start = 0
+    quotes = 0
+    while start < end:
+        stop = min(start + _PIECE_BYTES, end)
+        if text[stop - 1 : stop] == b"\\":  # don't cut an escape in two
+            backslashes = _BACKSLASHES.match(text, stop, end)
+            assert backslashes is not None  # it may be empty
+            stop = min(backslashes.end() + 1, end)
+        parts = text[start:stop].replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
+        outside = b"".join(parts[quotes % 2 :: 2])
+        quotes += len(parts) - 1
+        found += sum(outside.count(one) for one in counted)
+        if found > limit:
+            raise at("body", None, f"expected at most {limit} {what} in a JSON body, got more; split the request")
+        start = stop
+
+
+def colons(text: bytes, end: int) -> int:
+    """``text.count(b":", 0, end)``, ten times as fast where colons are rare: `bytes.find` uses memchr."""
+    if end < _FEW_BYTES:
+        return text.count(b":", 0, end)
+    found, place = 0, text.find(b":", 0, end)
+    while place >= 0:
+        if found == _FEW_COLONS:
+            return found + text.count(b":", place, end)
+        found, place = found + 1, text.find(b":", place + 1, end)
+    return found
+
+
+def check_keys(text: bytes) -> None:
+    """Refuse duplicate keys, of which some readers take the first and most the last.
+
+    Args:
+        text: valid JSON.
+
+    Raises:
+        BadRequest: an object has a key twice.
+        RecursionError: objects or arrays are nested too deeply.
+    """
+    if len(text) > _LONG_TEXT_BYTES and not is_narrow(text):
+        text = _without_long_strings(text)
+    _PAIRS.decode(text.decode(errors="replace"))
+
+
+def is_narrow(text: bytes) -> bool:
+    """Whether all characters of the text's strings are ASCII, so that each takes one byte in memory."""
+    return text.isascii() and b"\\u" not in text
+
+
+def _without_long_strings(text: bytes) -> bytes:
+    """The text with a digest in place of each long string, so that one call can decode it in a short time.
+
+    No other thread runs during that call, and a wide character gives each character of its string 4 bytes. Two long
+    strings with the same characters have different digests if their escapes differ.
+
+    Args:
+        text: valid JSON, which is read in pieces, so that other threads can run in between.
+    """
+    parts: list[bytes] = []
+    kept = end = 0
+    while end < len(text):
+        strings = _STRINGS.match(text, end, end + _PIECE_BYTES)
+        assert strings is not None  # it may be empty
+        if strings.end() > end:
+            end = strings.end()
+            continue
+        quote = text.find(b'"', end)
+        if quote < 0:
+            break
+        end = start = quote + 1
+        while text[end : end + 1] != b'"':
+            inside = _IN_STRING.match(text, end, end + _PIECE_BYTES)
+            assert inside is not None
+            end = inside.end()
+        if end - start > _LONG_STRING_BYTES:
+            digest = hashlib.sha256(memoryview(text)[start:end]).hexdigest()
+            parts += (text[kept:start], f"{end - start} bytes, SHA-256 {digest}".encode())
+            kept = end
+        end += 1
+    return b"".join((*parts, text[kept:]))
+
+
+def _unique(pairs: list[tuple[str, object]]) -> None:
+    if len(pairs) != len(dict(pairs)):
+        ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise at(key_text(key), None, "expected every key of an object once, got this one twice; leave one out")
+
+
+_PAIRS: Final = json.JSONDecoder(object_pairs_hook=_unique, strict=False, parse_int=len, parse_float=len)
+
+
+def unreadable(
+    error: Exception,
+    text: bytes | memoryview | msgspec.Raw,
+    kind: Any,
+    path: str = "",
+    *,
+    binary: str = "",
+    tensor: str | None = None,
+) -> BadRequest:
+    """The error that says why a request's JSON does not parse.
+
+    Args:
+        error: one of `PARSE_ERRORS`.
+        text: the JSON.
+        kind: the type expected.
+        path: the field whose value the JSON is; empty: the body.
+        binary: how to send a tensor that JSON can't carry; empty: the request has no tensors.
+        tensor: the name of the tensor that the value belongs to; None: the text tells it.
+    """
+    text = memoryview(text)
+    whole = path or "body"
+    if isinstance(error, RecursionError):
+        return at(whole, None, "expected JSON, got arrays or objects nested too deeply")
+    if isinstance(error, UnicodeDecodeError):
+        return at(whole, None, f"expected JSON in UTF-8, got byte 0x{error.object[error.start]:02x} in a string")
+    fault = parsed(error)
+    if not isinstance(error, msgspec.ValidationError):
+        return _malformed(fault, text, whole, binary)
+    tensor = _tensor(text, fault.path) if tensor is None else tensor
+    expected = fault.expected
+    place = (path + fault.path).lstrip(".")
+    name = fault.missing if fault.unknown is None else fault.unknown
+    if name is not None:
+        listed = ", ".join(fields_at(kind, fault.path))
+        field = f"{place}.{key_text(name)}" if place else key_text(name)
+        if fault.missing is None:
+            return at(field, tensor, f"expected one of the fields {listed}, got {shown(name)}")
+        return at(field, tensor, f"expected this field, got an object without it; the fields are {listed}")
+    place = place or "body"
+    if expected == "null":
+        return at(place, tensor, "this model does not support it; leave it out")
+    if expected:
+        return at(place, tensor, f"expected {kind_of(expected)}, got {kind_of(fault.got)}")
+    if fault.value is not None:
+        return at(place, tensor, f"expected {choices_at(kind, fault.path)}, got {fault.value[:80]}")
+    if fault.bounded is not None:
+        return at(place, tensor, f"expected {bounds_at(kind, fault.path, fault.bounded)}{_got(fault, text)}")
+    if fault.is_out_of_range:
+        return at(place, tensor, "expected a number in range, got one beyond it")
+    return at(place, tensor, f"expected a valid value, got this: {fault.text[:200]}")
+
+
+def _got(fault: ParsedError, text: bytes | memoryview) -> str:
+    """The value that is out of bounds, for a message; empty if it can't be found."""
+    value = _value_at(text, fault.path, check=True)
+    if value is None:
+        return ""
+    if fault.bounded == "str":
+        return f", got {len(value)} characters" if value else ", got an empty string"
+    if fault.bounded == "array":
+        return f", got {len(value)}"
+    return f", got {shown(float(value) if fault.bounded == 'float' else value)}"
+
+
+def _value_at(text: bytes | memoryview, path: str, *, check: bool = False) -> Any:
+    """The value at a path; None if the text is long or malformed, or the path leads into an object of any keys.
+
+    Only this value is built, and no long array or object: a tensor's elements may be many more than a request's keys,
+    objects and arrays.
+
+    Raises:
+        BadRequest: ``check`` is set, and an object has a key twice.
+    """
+    if len(text) > _LOOK_AGAIN_BYTES:
+        return None
+    raw: Any = text
+    try:
+        if check:
+            msgspec.json.decode(raw, type=msgspec.Raw)
+            check_keys(bytes(text))
+        for part in PATH_PART.finditer(path):
+            if part[1] is None:
+                raw = msgspec.json.decode(raw, type=list[msgspec.Raw])[int(part[2])]
+            else:
+                raw = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])[part[1]]
+        is_long = len(memoryview(raw)) > _FEW_BYTES and bytes(memoryview(raw)[:1]) in (b"[", b"{")
+        return None if is_long else msgspec.json.decode(raw)
+    except (*PARSE_ERRORS, LookupError, ValueError):
+        return None
+
+
+def _tensor(text: bytes | memoryview, path: str) -> str | None:
+    """The name of the input or output that a path lies in."""
+    place = _ENTRY.match(path)
+    name = None if place is None else _value_at(text, f"{place[0]}.name")
+    return name if isinstance(name, str) else None
+
+
+def _malformed(fault: ParsedError, text: bytes | memoryview, path: str, binary: str) -> BadRequest:
+    position = len(text) if fault.byte is None else fault.byte
+    here = bytes(text[position : position + 3])
+    if not len(text) or bytes(text).isspace():
+        return at(path, None, "expected a JSON object, got an empty body")
+    if _NOT_FINITE_HERE.match(here):
+        field, tensor = _not_finite_tensor(text) if binary else (path, None)
+        hint = f"; send the tensor as {binary}, which has both" if binary else ""
+        message = f"expected JSON numbers, got a NaN or Infinity at byte {position}: JSON has neither{hint}"
+        return at(field, tensor, message)
+    # A high surrogate without a low one after it; msgspec reports it in some places only.
+    before = text[-16:] if fault.byte is None else text[max(position - 6, 0) : position]
+    if "surrogate" in fault.text or _HIGH_SURROGATE.search(bytes(before)):
+        hint = f"; bytes that are no text can be sent as {binary}" if binary else ""
+        return at(path, None, f"expected strings of Unicode text, got a lone surrogate{hint}")
+    return at(path, None, f"expected JSON, got malformed JSON: {fault.text}")
+
+
+def _not_finite_tensor(text: bytes | memoryview) -> tuple[str, str | None]:
+    """The path and name of the first input whose data hold a NaN or an infinity."""
+    if len(text) <= _LOOK_AGAIN_BYTES:
+        text = _NOT_FINITE.sub(b"null", bytes(text))
+        try:
+            inputs = msgspec.json.decode(text, type=_Inputs).inputs
+        except PARSE_ERRORS:
+            inputs = []
+        for index, entry in enumerate(inputs):
+            if b"null" in bytes(entry.get("data", b"")):
+                return f"inputs[{index}].data", _tensor(text, f".inputs[{index}]")
+    return "body", None

@@ -1,0 +1,320 @@
+"""The body of ``POST /v2/models/{m}/infer``, decoded and checked against the model's signature.
+
+Sources: the Open Inference Protocol's inference request; Triton's binary tensor data, classification, sequence,
+schedule policy and shared memory extensions (classification, sequences and shared memory are refused).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from headwater.datatypes import DATATYPES
+from headwater.signature import Signature
+from headwater_server.codecs.faults import (
+    MAX_CONTAINERS,
+    at,
+    check_keys,
+    check_size,
+    colons,
+    key_text,
+    no_json_form,
+    shown,
+    unreadable,
+)
+from headwater_server.codecs.infer_body import NO_DATA, InferBody, InputEntry, OutputEntry
+from headwater_server.codecs.inputs import declared_input, element_count, take_binary
+from headwater_server.codecs.parameters import MAX_UINT64, RequestParameters, boolean, integer, unsupported
+from headwater_server.codecs.tensors import InferRequest, OutputWish, RawTensor
+from headwater_server.codecs.wording import PARSE_ERRORS, parsed
+from headwater_server.errors import BadRequest
+
+__all__ = ["RequestDecoder", "example_body", "json_example"]
+
+_SIZE: Final = "binary_data_size"
+_SHAPE: Final = msgspec.json.Decoder(list[int])
+_VALUE: Final = msgspec.json.Decoder()
+LIGHT_BYTES: Final = 64 * 1024
+LARGEST_EXAMPLE: Final = 1000
+"""An input with more elements gets no made-up example."""
+
+
+class RequestDecoder:
+    """Decodes requests to one model. Stateless, so any number of tasks may share it.
+
+    Args:
+        signature: the model's inputs, outputs and parameters.
+    """
+
+    def __init__(self, signature: Signature) -> None:
+        self._name = signature.name
+        self._bare_rows = signature.bare_rows
+        self._inputs = {spec.name: declared_input(spec, rows=False) for spec in signature.inputs}
+        self._required = tuple(spec.name for spec in signature.inputs if not spec.optional)
+        self._outputs = {spec.name: DATATYPES[spec.datatype] for spec in signature.outputs}
+        self._wishes = {binary: [OutputWish(name, binary) for name in self._outputs] for binary in (False, True)}
+        """All outputs, as JSON and binary."""
+        self._binary_only = next((name for name, datatype in self._outputs.items() if not datatype.json), None)
+        self._parameters = RequestParameters(signature, binary=True)
+        self._heads = self._parameters.heads
+        self._has_texts = any(spec.datatype == "BYTES" for spec in signature.inputs)  # whose lengths are checked
+        self._parse: Callable[[bytes | memoryview], InferBody] = msgspec.json.Decoder(InferBody).decode
+
+    def is_light(self, header_length: int) -> bool:
+        """Whether decoding is fast, however long the binary tensors after ``header_length`` bytes of JSON are."""
+        return header_length < LIGHT_BYTES and not self._has_texts
+
+    def decode(self, body: bytes, header_length: int | None = None) -> InferRequest:
+        """Decode one request.
+
+        Args:
+            body: the whole body, decompressed, within the size limit.
+            header_length: the value of ``Inference-Header-Content-Length``: how many bytes of the body are JSON. The
+                binary tensors follow, in the order of the inputs that have ``parameters.binary_data_size``. None: the
+                whole body is JSON.
+
+        Returns:
+            The request; binary tensors are views of ``body``.
+
+        Raises:
+            BadRequest: the request is invalid; the message names the field, what was expected and what was sent.
+        """
+        text: bytes | memoryview = body
+        if header_length is not None:
+            if not 0 <= header_length <= len(body):
+                expected = f"expected the length of the JSON in bytes, 0 to the body's {len(body)}"
+                raise at("Inference-Header-Content-Length", None, f"{expected}, got {shown(header_length)}")
+            text = memoryview(body)[:header_length]
+        is_long = len(text) > MAX_CONTAINERS
+        if is_long:
+            check_size(body, len(text), tensors=True)
+        try:
+            asked = self._parse(text)
+            if is_long:
+                check_size(_without_data(asked, bytes(text)))
+            if colons(body, len(text)) != _keys(asked):
+                _check_keys(asked, bytes(text))
+        except PARSE_ERRORS as error:
+            raise self._unreadable(error, text, body, header_length) from None
+        if asked.model_name is not None and asked.model_name != self._name:
+            expected = f"expected {self._name!r} as in the request's path"
+            raise at("model_name", None, f"{expected}, got {shown(asked.model_name)}; leave it out")
+        request = self._parameters.request(asked.id)
+        # The cheap checks come first: an invalid request should cost no work on its data.
+        given = asked.parameters
+        binary_output = self._parameters.take(_values(given, "parameters"), request) if given else False
+        if asked.outputs:
+            request.outputs = self._take_outputs(asked.outputs, binary_output)
+            if self._heads is not None:
+                request.heads = self._heads.heads_of([wish.name for wish in request.outputs], request.heads)
+        else:
+            wishes, binary_only = self._wishes[binary_output], self._binary_only
+            if self._heads is not None:
+                request.heads = request.heads or self._heads.names
+                names = self._heads.outputs_of(request.heads, list(self._outputs))
+                binary_only = next((name for name in names if not self._outputs[name].json), None)
+                wishes = [wish for wish in wishes if wish.name in names]
+            if binary_only is not None and not binary_output:
+                raise no_json_form("outputs", binary_only, self._outputs[binary_only].name)
+            request.outputs = wishes
+        offset = len(body) if header_length is None else header_length
+        end = self._take_inputs(asked.inputs, body, offset, request)
+        if end != len(body):
+            expected = f"expected the end after the last binary tensor, at byte {end}, got {len(body) - end} bytes more"
+            fix = f"compare Inference-Header-Content-Length ({header_length}) and the inputs' {_SIZE}"
+            raise at("body", None, f"{expected}; {fix}")
+        return request
+
+    def _unreadable(
+        self, error: Exception, text: bytes | memoryview, body: bytes, header_length: int | None
+    ) -> BadRequest:
+        fault = unreadable(error, text, InferBody, binary=f"binary data (parameters.{_SIZE})")
+        if fault.field != "body":
+            return fault
+        hint = ""
+        if header_length is None and parsed(error).is_followed:
+            hint = "; if binary tensors follow, the header Inference-Header-Content-Length must say where"
+        elif header_length is not None and header_length < len(body):
+            hint = f" (in the first {header_length} bytes, as Inference-Header-Content-Length says)"
+        return BadRequest(fault.message + hint, field="body")
+
+    def _take_outputs(self, asked: list[OutputEntry], binary_output: bool) -> list[OutputWish]:
+        wishes: list[OutputWish] = []
+        seen: set[str] = set()
+        for index, output in enumerate(asked):
+            name = output.name
+            datatype = self._outputs.get(name)
+            if datatype is None:
+                raise _unknown(f"outputs[{index}].name", "outputs", name, self._outputs)
+            if name in seen:
+                raise at(f"outputs[{index}].name", name, "expected every output at most once, got it a second time")
+            seen.add(name)
+            binary = binary_output
+            if output.parameters:
+                where = f"outputs[{index}].parameters"
+                for key, value in _values(output.parameters, where, name).items():
+                    if key != "binary_data":
+                        raise unsupported(where, name, key, ("binary_data",))
+                    binary = boolean(f"{where}.binary_data", name, value)
+            if not binary and not datatype.json:
+                raise no_json_form(f"outputs[{index}]", name, datatype.name)
+            wishes.append(OutputWish(name, binary))
+        return wishes
+
+    def _take_inputs(self, asked: list[InputEntry], body: bytes, offset: int, request: InferRequest) -> int:
+        """Check and read the inputs; return where the last binary tensor ends in the body."""
+        inputs = request.inputs
+        for index, tensor in enumerate(asked):
+            name = tensor.name
+            declared = self._inputs.get(name)
+            if declared is None:
+                raise _unknown(f"inputs[{index}].name", "inputs", name, self._inputs)
+            if name in inputs:
+                raise at(f"inputs[{index}].name", name, "expected every input at most once, got it a second time")
+            if tensor.datatype != declared.spec.datatype:
+                raise _wrong_datatype(index, name, declared.spec.datatype, tensor.datatype)
+            try:
+                shape: list[int] = _SHAPE.decode(tensor.shape)
+            except PARSE_ERRORS as error:
+                raise unreadable(error, tensor.shape, list[int], f"inputs[{index}].shape", tensor=name) from None
+            values = tensor.data
+            if self._bare_rows and not shape and declared.spec.shape == (1,):  # a scalar
+                shape = [1]
+            if self._bare_rows and len(shape) == len(declared.spec.shape):
+                request.is_bare, shape = True, [1, *shape]
+                if (text := bytes(values))[1:].lstrip().startswith(b"["):  # nested as the shape is
+                    values = msgspec.Raw(b"[%b]" % text)
+            count = element_count(shape, declared, index)
+            if not inputs:
+                request.rows = shape[0]
+            elif shape[0] != request.rows:
+                first = next(iter(inputs))
+                expected = f"{request.rows} rows as in input {first!r}"
+                raise at(f"inputs[{index}].shape", name, f"expected {expected}, got {shape[0]}")
+            size = _binary_size(tensor, index) if tensor.parameters else None
+            data: bytes | memoryview
+            if size is not None:
+                data = take_binary(body, offset, size, declared.spec, shape, count, index)
+                offset += size
+            elif tensor.data is NO_DATA:
+                expected = f"expected an array, or binary data and parameters.{_SIZE}"
+                raise at(f"inputs[{index}].data", name, f"{expected}, got neither")
+            else:
+                data = declared.data.pack(values, shape, count, index)
+            inputs[name] = RawTensor(tensor.datatype, tuple(shape), data)
+        if len(inputs) < len(self._inputs) and (missing := [name for name in self._required if name not in inputs]):
+            required, lacking = ", ".join(map(repr, self._required)), ", ".join(map(repr, missing))
+            got = f"only {', '.join(map(repr, inputs))}" if inputs else "none"
+            raise at("inputs", None, f"expected the required inputs {required}, got {got}; missing: {lacking}")
+        return offset
+
+
+def _keys(asked: InferBody) -> int:
+    """The number of keys in a request, without nulls, if none is a duplicate."""
+    count = 1 + (asked.id is not None) + (asked.model_name is not None)
+    if asked.parameters is not None:
+        count += 1 + len(asked.parameters)
+    for tensor in asked.inputs:
+        count += 3 + (tensor.data is not NO_DATA)
+        if tensor.parameters is not None:
+            count += 1 + len(tensor.parameters)
+    if asked.outputs is not None:
+        count += 1
+        for output in asked.outputs:
+            count += 1 if output.parameters is None else 2 + len(output.parameters)
+    return count
+
+
+def _check_keys(asked: InferBody, text: bytes) -> None:
+    """Refuse duplicate keys in a request that has more colons than distinct keys: in strings, or with nulls.
+
+    Raises:
+        BadRequest: an object has a key twice.
+        RecursionError: arrays are nested too deeply.
+    """
+    text = _without_data(asked, text)
+    if text.count(b":") != _keys(asked):
+        check_keys(text)
+
+
+def _without_data(asked: InferBody, text: bytes) -> bytes:
+    """The JSON with all tensors' arrays empty."""
+    pieces: list[bytes] = []
+    end = 0
+    for tensor in asked.inputs:
+        data = bytes(tensor.data)
+        if data.startswith(b"["):
+            start = text.index(data, end)
+            pieces += (text[end:start], b"[]")
+            end = start + len(data)
+    return b"".join((*pieces, text[end:]))
+
+
+def _values(given: dict[str, msgspec.Raw], where: str, tensor: str | None = None) -> dict[str, Any]:
+    """Parameters' values.
+
+    Raises:
+        BadRequest: one has a string that is no text, or is nested too deeply.
+    """
+    values = {}
+    for name, raw in given.items():
+        try:
+            values[name] = _VALUE.decode(raw)
+        except PARSE_ERRORS as error:
+            raise unreadable(error, raw, Any, f"{where}.{key_text(name)}", tensor=tensor) from None
+    return values
+
+
+def _unknown(path: str, kind: str, name: str, known: dict[str, Any]) -> BadRequest:
+    return at(path, None, f"expected one of the model's {kind} {', '.join(map(repr, known))}, got {shown(name)}")
+
+
+def _wrong_datatype(index: int, name: str, declared: str, got: str) -> BadRequest:
+    known = "" if got in DATATYPES else f", which is no datatype; the datatypes are {', '.join(DATATYPES)}"
+    return at(f"inputs[{index}].datatype", name, f"expected {declared} as the model declares, got {shown(got)}{known}")
+
+
+def _binary_size(tensor: InputEntry, index: int) -> int | None:
+    """The input's ``binary_data_size``; refuses any other parameter."""
+    where = f"inputs[{index}].parameters"
+    assert tensor.parameters is not None
+    for key in tensor.parameters:
+        if key != _SIZE:
+            raise unsupported(where, tensor.name, key, (_SIZE,))
+    if tensor.data is not NO_DATA:
+        expected = f"expected either data or parameters.{_SIZE}"
+        raise at(f"inputs[{index}].data", tensor.name, f"{expected}, got both; leave one out")
+    size = _values(tensor.parameters, where, tensor.name)[_SIZE]
+    return integer(f"{where}.{_SIZE}", tensor.name, size, MAX_UINT64)
+
+
+def example_body(signature: Signature) -> dict[str, Any] | None:
+    """A request in JSON that the model answers; None if an input has no JSON form, or is too large to read."""
+    row = json_example(signature, LARGEST_EXAMPLE)
+    if row is None:
+        return None
+    inputs = []
+    for spec in signature.inputs:
+        if spec.name in row:
+            value = np.array(row[spec.name], object)
+            entry = {"name": spec.name, "datatype": spec.datatype, "shape": [1, *value.shape]}
+            inputs.append({**entry, "data": value.ravel().tolist()})
+    body: dict[str, Any] = {"inputs": inputs}
+    if not all(DATATYPES[spec.datatype].json for spec in signature.outputs):
+        body["outputs"] = [
+            {"name": spec.name, "parameters": {"binary_data": not DATATYPES[spec.datatype].json}}
+            for spec in signature.outputs
+        ]
+    return body
+
+
+def json_example(signature: Signature, most: int) -> dict[str, Any] | None:
+    """One row by input name; None if an input has no JSON form, or a made-up one would have over ``most`` elements."""
+    if signature.example is None and any(math.prod(spec.shape) > most for spec in signature.inputs):
+        return None
+    row = signature.example_row()
+    return row if all(DATATYPES[spec.datatype].json for spec in signature.inputs if spec.name in row) else None

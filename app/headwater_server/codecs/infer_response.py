@@ -1,0 +1,168 @@
+"""The body of the answer to ``POST /v2/models/{m}/infer``, laid out as Triton does.
+
+Sources: the Open Inference Protocol's inference response; Triton's binary tensor data extension.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import orjson
+
+from headwater.datatypes import DATATYPES, Datatype, unpack_bytes
+from headwater.signature import Signature
+from headwater_server.codecs.faults import at, no_json_form
+from headwater_server.codecs.tensors import HeadAnswer, InferRequest, RawTensor
+from headwater_server.errors import CallableFailed
+
+__all__ = ["ResponseEncoder", "checked_size", "flat_json", "omission_parameters"]
+
+_NUMPY: Final = orjson.OPT_SERIALIZE_NUMPY
+
+
+def checked_size(name: str, tensor: RawTensor, datatype: Datatype) -> int:
+    """The tensor's size in bytes, checked against its shape and declared datatype.
+
+    Raises:
+        CallableFailed: they disagree.
+    """
+    data = tensor.data
+    size_bytes = data.nbytes if isinstance(data, memoryview) else len(data)
+    if tensor.datatype != datatype.name:
+        raise CallableFailed(f"output {name!r}, datatype: expected {datatype.name}, got {tensor.datatype}")
+    if datatype.size_bytes and size_bytes != (expected := math.prod(tensor.shape) * datatype.size_bytes):
+        raise CallableFailed(
+            f"output {name!r}: expected {expected} bytes for {datatype.name} of shape {list(tensor.shape)}, "
+            f"got {size_bytes}"
+        )
+    return size_bytes
+
+
+def flat_json(name: str, tensor: RawTensor, datatype: Datatype) -> bytes:
+    """The tensor's elements as a flat JSON array.
+
+    Raises:
+        BadRequest: the datatype has no JSON form, or the bytes aren't UTF-8 text.
+        CallableFailed: the bytes contradict the shape.
+    """
+    if not datatype.json:
+        raise no_json_form("outputs", name, datatype.name)
+    if datatype.size_bytes == 0:
+        return _strings(name, tensor)
+    values = np.frombuffer(tensor.data, datatype.numpy)
+    text = orjson.dumps(values, option=_NUMPY)
+    # orjson writes null for NaN and infinities; looking for an "n" is faster than np.isfinite.
+    if datatype.numpy.kind == "f" and b"n" in text:
+        return _not_finite(text, values)
+    return text
+
+
+def _not_finite(text: bytes, values: np.ndarray[Any, np.dtype[Any]]) -> bytes:
+    """Replace each null by the literal that Triton writes and Python's json reads."""
+    first, *rest = text.split(b"null")
+    pieces = [first]
+    for value, piece in zip(values[~np.isfinite(values)], rest, strict=True):
+        pieces += (b"NaN" if np.isnan(value) else b"Infinity" if value > 0 else b"-Infinity", piece)
+    return b"".join(pieces)
+
+
+def _strings(name: str, tensor: RawTensor) -> bytes:
+    try:
+        elements = unpack_bytes(tensor.data)
+    except ValueError as error:
+        raise CallableFailed(f"output {name!r}, {error}") from None
+    if len(elements) != math.prod(tensor.shape):
+        raise CallableFailed(
+            f"output {name!r}: expected {math.prod(tensor.shape)} elements for shape {list(tensor.shape)}, "
+            f"got {len(elements)}"
+        )
+    try:
+        return orjson.dumps([element.decode() for element in elements])
+    except UnicodeDecodeError as error:
+        fix = 'ask /infer for binary data: "parameters": {"binary_data": true} on the output'
+        got = f"byte 0x{error.object[error.start]:02x}"
+        raise at("outputs", name, f"expected UTF-8 text, for JSON strings, got {got}; {fix}") from None
+
+
+class ResponseEncoder:
+    """Encodes the answers of one model. Stateless, so any number of tasks may share it.
+
+    Args:
+        signature: the model's name and outputs.
+        version: the model's, in answers.
+    """
+
+    def __init__(self, signature: Signature, version: str = "1") -> None:
+        self._model = b'"model_name":%b,"model_version":%b,' % (orjson.dumps(signature.name), orjson.dumps(version))
+        self._outputs = {
+            spec.name: (
+                DATATYPES[spec.datatype],
+                b'{"name":%b,"datatype":"%b","shape":' % (orjson.dumps(spec.name), spec.datatype.encode()),
+            )
+            for spec in signature.outputs
+        }
+        """Datatype, and the output's JSON up to its shape."""
+        self._heads = {head.name: head.outputs for head in signature.heads}
+
+    def encode(
+        self, request: InferRequest, outputs: Mapping[str, RawTensor], omitted: Sequence[HeadAnswer] = ()
+    ) -> tuple[list[bytes | memoryview], int | None]:
+        """Encode one answer.
+
+        Args:
+            request: the request; its ``outputs`` decide which outputs are written, in which order and form.
+            outputs: the model's outputs by name; those not requested are left out.
+            omitted: heads whose outputs are left out; ``parameters`` then say which, and why.
+
+        Returns:
+            The body in pieces, the first of which is the JSON; and, if any output is binary, the JSON's length for
+            the header ``Inference-Header-Content-Length``, otherwise None. Binary pieces are the outputs' own bytes.
+
+        Raises:
+            BadRequest: an output was requested in JSON and has no JSON form.
+            CallableFailed: a requested output is missing, or its bytes contradict its declaration.
+        """
+        wishes = request.outputs
+        if omitted:
+            gone = {output for head in omitted for output in self._heads[head.head]}
+            wishes = [wish for wish in wishes if wish.name not in gone]
+        parts = [b"{"]
+        if request.id:
+            parts.append(b'"id":%b,' % orjson.dumps(request.id))
+        parts.append(self._model)
+        if omitted:
+            parts.append(b'"parameters":%b,' % orjson.dumps(omission_parameters(omitted)))
+        parts.append(b'"outputs":[')
+        chunks: list[bytes | memoryview] = [b""]
+        separator = b""
+        binary = False
+        for wish in wishes:
+            datatype, head = self._outputs[wish.name]
+            tensor = outputs.get(wish.name)
+            if tensor is None:
+                raise CallableFailed(f"output {wish.name!r}: expected {datatype.name}, got no such output")
+            size_bytes = checked_size(wish.name, tensor, datatype)
+            shape = orjson.dumps(tensor.shape[1:] if request.is_bare else tensor.shape)
+            if wish.binary:
+                binary = True
+                parts.append(b'%b%b%b,"parameters":{"binary_data_size":%d}}' % (separator, head, shape, size_bytes))
+                chunks.append(tensor.data)
+            else:
+                data = flat_json(wish.name, tensor, datatype)
+                parts += (separator, head, shape, b',"data":', data, b"}")
+            separator = b","
+        parts.append(b"]}")
+        chunks[0] = text = b"".join(parts)
+        return chunks, len(text) if binary else None
+
+
+def omission_parameters(omitted: Sequence[HeadAnswer]) -> dict[str, str]:
+    """A response's ``parameters`` about omitted heads, all scalars."""
+    parameters = {"omitted_heads": ",".join(head.head for head in omitted)}
+    for head in omitted:
+        parameters[f"head.{head.head}.status"] = head.status
+        parameters[f"head.{head.head}.reason"] = head.error.message if head.error is not None else ""
+    return parameters

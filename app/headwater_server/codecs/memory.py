@@ -1,0 +1,66 @@
+"""The most memory that decoding a body's JSON takes beside the body, counted in its text without decoding it.
+
+The figures are CPython's sizes of the objects, with the second copy that a check for duplicate keys makes for a moment.
+`tests/app/codecs/test_memory.py` measures them with the worst known texts.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from headwater_server.codecs.faults import MAX_CONTAINERS, MAX_VALUES, is_narrow
+from headwater_server.codecs.json_data import occurrences
+
+__all__ = ["MOST_TIMES", "object_bytes"]
+
+MOST_TIMES: Final = 80
+"""No text's objects take more than so many times its bytes."""
+_LIST_BYTES: Final = 150
+_OBJECT_BYTES: Final = 100
+_KEY_BYTES: Final = 100
+_VALUE_BYTES: Final = 50
+_STRING_BYTES: Final = 180
+_NARROW: Final = 3
+_WIDE: Final = 16
+"""Bytes for a byte of a string with characters beyond ASCII: a single such character may give all others 4 bytes."""
+_FEW_STRINGS: Final = 10_000
+"""In a text with more, one wide character makes all strings count as wide."""
+_PIECE_BYTES: Final = 1 << 20
+
+
+def object_bytes(text: bytes) -> int:
+    """The memory of the objects that `headwater_server.codecs.faults.read_json` makes of a text.
+
+    Args:
+        text: the JSON; need not be valid.
+    """
+    lists, objects, keys, values, quotes = (occurrences(one, text, len(text)) for one in (b"[", b"{", b":", b",", b'"'))
+    structure = min(lists, MAX_CONTAINERS) * _LIST_BYTES + min(objects, MAX_CONTAINERS) * _OBJECT_BYTES
+    structure += min(keys, MAX_CONTAINERS) * _KEY_BYTES + min(values, MAX_VALUES) * _VALUE_BYTES
+    structure += min(quotes // 2, MAX_VALUES + MAX_CONTAINERS) * _STRING_BYTES
+    return min(structure + _character_bytes(text, quotes), MOST_TIMES * len(text))
+
+
+def _character_bytes(text: bytes, quotes: int) -> int:
+    """The memory of strings' characters."""
+    if len(text) <= _PIECE_BYTES and is_narrow(text):
+        return len(text) * _NARROW
+    total = length = 0
+    factor = _NARROW
+    is_escaped = False
+    for start in range(0, len(text), _PIECE_BYTES):
+        end = start + _PIECE_BYTES
+        piece = text[start:end]
+        has_wide = not is_narrow(piece)
+        parts = [piece] if quotes > _FEW_STRINGS else piece.split(b'"')
+        for number, part in enumerate(parts):
+            if number and not is_escaped:  # another string, or what is between two
+                total += length * factor
+                length, factor = 0, _NARROW
+            length += len(part)
+            if has_wide and not is_narrow(part):
+                factor = _WIDE
+            is_escaped = part.endswith(b"\\") or (is_escaped and not number and not part)
+        if text[end - 1 : end + 1] == b"\\u":  # an escape that two pieces share
+            factor = _WIDE
+    return total + length * factor

@@ -1,0 +1,62 @@
+"""The section ``cluster``, for replicas on several machines; see docs/ray.md."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from headwater_server.config.sections import NodePlacement, Section
+
+__all__ = ["Cluster", "placement_of"]
+
+
+class Cluster(Section):
+    """Where replicas run. It is read apart from what is served, which is the same on one machine and on many."""
+
+    engine: Literal["ray"]
+    address: Annotated[str, Field(min_length=1)] = "auto"
+    """Of Ray's head, ``HOST:PORT``; ``auto``: the Ray that this machine belongs to."""
+    host: str | None = None
+    """The address that replicas' ports listen on, on every node. Default: each node's own address in Ray with ``tls``,
+    and without it 127.0.0.1, which only gateways on the same machine reach."""
+    tls: Annotated[Path, AfterValidator(Path.expanduser), AfterValidator(Path.absolute)] | None = None
+    """The folder with ``ca.crt``, ``tls.crt`` and ``tls.key``; the same path on every node."""
+
+    def _faults(self) -> Iterator[str]:
+        if self.tls is None and self.host is not None and not _is_loopback(self.host):
+            yield (
+                f"host: expected a loopback address without `cluster.tls`, got {self.host!r}: whoever reaches "
+                "the replicas' ports could use them; set `cluster.tls`"
+            )
+
+
+def placement_of(device: str | tuple[str, ...] | NodePlacement, gpus: int) -> NodePlacement:
+    """What a deployment's ``device`` means in a cluster.
+
+    Args:
+        device: the field.
+        gpus: those that one replica is spread over, if it computes on GPUs.
+
+    Raises:
+        ValueError: it names GPUs of a machine, which Ray is to choose.
+    """
+    if isinstance(device, NodePlacement):
+        return device
+    if device == "cuda":
+        return NodePlacement(gpus=gpus)
+    if device in ("auto", "cpu"):
+        return NodePlacement()
+    raise ValueError(
+        f"device: expected cpu, cuda, or {{gpus, cpus, labels, pack}}, since Ray chooses the GPUs, got {device!r}"
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,29 @@
+"""Turns sections back into what a file could have held: for messages between processes, as JSON."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from headwater_server.config.schema import Config
+
+__all__ = ["config_content", "content"]
+
+
+def config_content(config: Config) -> dict[str, Any]:
+    """The content of a whole configuration, its section ``cluster`` included."""
+    found: dict[str, Any] = content(config)
+    return found if config.cluster is None else {**found, "cluster": content(config.cluster)}
+
+
+def content(value: Any) -> Any:
+    """The fields set in a section, as plain values."""
+    if isinstance(value, BaseModel):  # not its dump, which pydantic gets wrong where a validator is plain
+        return {name: content(item) for name, item in value if name in value.model_fields_set}
+    if isinstance(value, dict):
+        return {str(name): content(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [content(item) for item in value]
+    return str(value) if isinstance(value, Path) else value

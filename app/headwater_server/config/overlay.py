@@ -1,0 +1,145 @@
+"""The configuration that a load or reload may bring: a section, merged into the deployment's in the server's file."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any, Final
+
+from headwater_server.config.schema import Config, read_config
+from headwater_server.config.sections import given, laid_over
+from headwater_server.errors import BadRequest, ConfigError, Forbidden
+
+__all__ = ["CODE_FIELDS", "FIELD", "MAX_CONFIG_BYTES", "check_allowed", "lay_over", "parse_overlay"]
+
+FIELD: Final = "parameters.config"
+"""Its place in a request's body."""
+MAX_CONFIG_BYTES: Final = 256 * 1024
+MAX_DEPTH: Final = 32
+MAX_KEYS: Final = 1000
+"""Fields of all levels together, without the content of ``options``: each field that the schema checks takes 0.3 ms."""
+MAX_MESSAGE_CHARACTERS: Final = 2000
+"""Bounds an error's message, which names every invalid field that the client sent."""
+CODE_FIELDS: Final = frozenset({"model", "pipeline", "options", "versions", "environment", "python"})
+"""Fields of a deployment that choose code, its arguments or weights: anyone who sets them decides what is run."""
+
+
+def parse_overlay(text: object) -> dict[str, Any]:
+    """Parse the text of a deployment's section.
+
+    Raises:
+        BadRequest: the text isn't one.
+    """
+    if not isinstance(text, str):
+        raise _wrong(f"expected a deployment's section as JSON text, got {_kind(text)}")
+    if len(text) > MAX_CONFIG_BYTES:
+        raise _wrong(f"expected at most {MAX_CONFIG_BYTES} characters, got {len(text)}")
+    try:
+        fields = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:
+        raise _wrong(f"not valid JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise _wrong(f"expected an object with a deployment's fields, got {_kind(fields)}")
+    _check_depth(fields, MAX_DEPTH)
+    if (count := _count_keys(fields)) > MAX_KEYS:
+        raise _wrong(f"expected at most {MAX_KEYS} fields beside what is in `options`, got {count}")
+    return fields
+
+
+def check_allowed(config: Config, name: str, fields: dict[str, Any]) -> None:
+    """Check that ``allow_load`` permits merging these fields into a deployment's section.
+
+    Args:
+        config: the configuration that the server was started with.
+
+    Raises:
+        Forbidden: they are not permitted.
+    """
+    allowed = config.server.allow_load
+    if allowed == "never":
+        raise Forbidden(
+            f"{FIELD}: expected none, since server.allow_load is never: models are loaded only as in the server's "
+            "configuration",
+            field=FIELD,
+        )
+    if allowed == "any":
+        return
+    fix = "set it in the server's configuration, or set server.allow_load to any there"
+    if name not in config.deployments:
+        shown = name if len(name) <= 100 else name[:97] + "..."
+        raise Forbidden(
+            f"model {shown!r}: the server's configuration doesn't name it, and server.allow_load is settings, which "
+            f"permits no other model; {fix}",
+            field=FIELD,
+        )
+    for field in fields:
+        if field in CODE_FIELDS:
+            raise Forbidden(
+                f"{FIELD}.{field}: it chooses what is executed, and server.allow_load is settings; {fix}", field=FIELD
+            )
+
+
+def lay_over(
+    first: Config, now: Config, name: str, fields: dict[str, Any], base: dict[str, Any] | None = None
+) -> Config:
+    """The configuration with these fields merged into a deployment's section.
+
+    Sections are merged, other values replaced; null restores a field's default.
+
+    Args:
+        first: the configuration that the server was started with, whose section gets the fields, if it has one.
+        now: the present configuration, for all other deployments.
+        base: gets the fields in place of that section.
+
+    Raises:
+        BadRequest: a field is invalid; the message is as for a file.
+    """
+    if base is None:
+        base = given(first.deployments[name]) if name in first.deployments else {}
+    section = laid_over(base, fields)
+    content = {"server": now.server, "deployments": {**now.deployments, name: section}, "cluster": first.cluster}
+    try:
+        return read_config(content, source=FIELD, environment={}, flags={})
+    except ConfigError as error:
+        message = str(error)
+        if len(message) > MAX_MESSAGE_CHARACTERS:
+            message = f"{message[:MAX_MESSAGE_CHARACTERS]}... ({len(message)} characters)"
+        raise BadRequest(message, field=FIELD) from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"duplicate key `{twice[:100]}`")
+    return found
+
+
+def _no_number(text: str) -> None:
+    raise ValueError(f"{text} is no number in JSON")
+
+
+def _check_depth(value: object, left: int) -> None:
+    if isinstance(value, (dict, list)):
+        if not left:
+            raise _wrong(f"expected at most {MAX_DEPTH} levels of nesting, got more")
+        for item in value.values() if isinstance(value, dict) else value:
+            _check_depth(item, left - 1)
+
+
+def _count_keys(value: object) -> int:
+    """How many fields a section has on all levels, without what is in ``options``."""
+    if isinstance(value, list):
+        return sum(map(_count_keys, value))
+    if not isinstance(value, dict):
+        return 0
+    return len(value) + sum(_count_keys(item) for name, item in value.items() if name != "options")
+
+
+def _kind(value: object) -> str:
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+def _wrong(text: str) -> BadRequest:
+    return BadRequest(f"{FIELD}: {text}", field=FIELD)

@@ -1,0 +1,177 @@
+"""A pipeline in the configuration: a trunk with its heads, or any graph of steps."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, TypeAdapter, field_validator
+
+from headwater.errors import DeclarationError
+from headwater.model import Embedding
+from headwater.pipeline import INPUT, FeatureCacheSpec, PipelineSpec, StepSpec, check_names
+from headwater.reference import is_language_model
+from headwater_server.config import sections
+from headwater_server.config.sections import Section
+
+__all__ = ["EmbeddingMap", "Pipeline", "Step"]
+
+TRUNK = "trunk"
+
+_STEP_FIELDS = {"model", "deployment", "options", "inputs", "timeout_s", "on_error"}
+"""Fields of a step that are not settings of its own replicas."""
+_STEP_NAME = re.compile(r"[A-Za-z0-9_-]{1,50}\Z")
+
+
+class Step(Section):
+    """One step: a model of its own, or another deployment of the configuration."""
+
+    model: sections.ModelReference | None = None
+    deployment: str | None = None
+    """The name of another deployment, whose replicas are shared (placement ``graph`` only)."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    inputs: dict[str, str] = Field(default_factory=dict)
+    """Sources of inputs: ``STEP.OUTPUT``, or ``input.NAME`` for the pipeline's own. Others are matched by name."""
+    timeout_s: sections.PositiveSeconds | None = None
+    """A head's deadline, counted like the request's."""
+    on_error: Literal["fail", "omit"] = "fail"
+    """Whether a head's failure fails the request, or omits the head's outputs and reports it."""
+
+    # For a step with its own model in placement `graph`, `cache` in any; the defaults are the pipeline's deployment's.
+    batching: sections.Batching | None = None
+    replicas: sections.Replicas | None = None
+    scaling: sections.Scaling | None = None
+    device: sections.Device | None = None
+    memory: sections.MemorySize | None = None
+    instances: sections.Instances | None = None
+    threads: sections.Threads | None = None
+    environment: sections.Environment | None = None
+    warmup_batch_sizes: sections.WarmupBatchSizes | None = None
+    load_timeout_s: sections.PositiveSeconds | None = None
+    max_compute_s: sections.PositiveSeconds | None = None
+    cache: sections.Cache | None = None
+    """Keeps its outputs; in placement ``fused`` its replica does, on its device. Not the pipeline's own by default,
+    which keeps whole answers."""
+    python: sections.PythonPath | None = None
+
+    def _faults(self) -> Iterator[str]:
+        if (self.model is None) == (self.deployment is None):
+            yield "expected either `model` or `deployment`"
+        if self.model is not None and is_language_model(self.model):
+            yield f"model: a language model can't be a step, got {self.model!r}; serve it as a deployment of its own"
+        if self.deployment is not None and (self.options or self.own_settings()):
+            names = [f"`{name}`" for name in ("options", *self.own_settings()) if name in self.model_fields_set]
+            yield f"{', '.join(names)}: expected in the deployment `{self.deployment}`, not in the step"
+
+    def own_settings(self) -> dict[str, Any]:
+        """The settings of its own replicas."""
+        return {name: value for name, value in self if name not in _STEP_FIELDS and value is not None}
+
+
+def _kept(cache: sections.Cache) -> FeatureCacheSpec:
+    return FeatureCacheSpec(cache.max_bytes, cache.ttl_s or 0, cache.per_key)
+
+
+class EmbeddingMap(Section):
+    """How a pipeline answers ``/v1/embeddings``; the fields are those of `headwater.Embedding`, less ``dimensions``."""
+
+    input: str
+    output: str
+    tokens: str | None = None
+
+
+_STEPS: TypeAdapter[dict[str, Step]] = TypeAdapter(Annotated[dict[str, Step], Field(min_length=1)])
+_NAMES: TypeAdapter[tuple[str, ...]] = TypeAdapter(Annotated[tuple[str, ...], Field(min_length=1)])
+
+
+class Pipeline(Section):
+    """Steps joined by their tensors: ``trunk`` and ``heads``, or ``steps`` and the names of the heads among them."""
+
+    placement: Literal["fused", "graph"] = "fused"
+    """``fused``: one replica computes all steps. ``graph``: each step is a deployment of its own."""
+    trunk: Step | None = None
+    """The step whose inputs are the pipeline's."""
+    steps: Annotated[dict[str, Step], Field(min_length=1)] | None = None
+    heads: dict[str, Step] | tuple[str, ...]
+    """With ``trunk``: the steps that read its outputs. With ``steps``: the names of the steps whose outputs are
+    returned."""
+    embedding: EmbeddingMap | None = None
+    """Set it to serve the pipeline at ``/v1/embeddings`` too."""
+
+    @field_validator("heads", mode="plain")
+    @classmethod
+    def _check_heads(cls, value: object) -> dict[str, Step] | tuple[str, ...]:
+        # Validated as one form or the other: for a union, pydantic would report the faults of both.
+        if isinstance(value, dict):
+            return _STEPS.validate_python(value)
+        if isinstance(value, (list, tuple)):
+            return _NAMES.validate_python(value)
+        raise ValueError("expected steps by name with `trunk`, or a list of names with `steps`")
+
+    def _faults(self) -> Iterator[str]:
+        if (self.trunk is None) == (self.steps is None):
+            yield "expected either `trunk` and `heads`, or `steps` and `heads`"
+        elif self.trunk is not None and not isinstance(self.heads, dict):
+            yield "heads: expected steps by name with `trunk`, got a list of names"
+        elif self.steps is not None and isinstance(self.heads, dict):
+            yield "heads: expected a list of names with `steps`, got steps"
+        else:
+            for name, step in self.all_steps().items():
+                yield from self._step_faults(name, step)
+            try:
+                check_names(self.spec())
+            except DeclarationError as error:
+                yield from error.args
+
+    def _step_faults(self, name: str, step: Step) -> Iterator[str]:
+        if not _STEP_NAME.match(name) or name == INPUT:
+            yield (
+                f"step name {name!r}: expected letters, digits, '_' or '-', at most 50 characters, and not {INPUT!r}"
+            )
+        if isinstance(self.heads, dict) and name == TRUNK and name in self.heads:
+            yield (f"heads: {TRUNK!r} is the trunk's own name; rename the head")
+        is_head = name in self.heads
+        for field in ("timeout_s", "on_error"):
+            if field in step.model_fields_set and not is_head:
+                yield f"step `{name}`, {field}: expected for heads only"
+        if self.placement == "fused":
+            if step.deployment is not None:
+                yield (
+                    f"step `{name}`: a fused pipeline computes its steps in one replica: expected `model`, got "
+                    f"deployment `{step.deployment}`; or choose `placement: graph`"
+                )
+            for field in (one for one in step.own_settings() if one != "cache"):
+                yield (
+                    f"step `{name}`, {field}: a fused pipeline's steps share one replica; set it in the deployment, or "
+                    "choose `placement: graph`"
+                )
+
+    def all_steps(self) -> Mapping[str, Step]:
+        """Every step by name, the trunk under the name ``trunk``."""
+        if self.trunk is not None:
+            assert isinstance(self.heads, dict)
+            return {TRUNK: self.trunk, **self.heads}
+        return self.steps or {}
+
+    def spec(self) -> PipelineSpec:
+        """The same for `headwater`."""
+        return PipelineSpec(
+            steps=tuple(
+                StepSpec(
+                    name=name,
+                    model=step.model or "",
+                    deployment=step.deployment or "",
+                    options=step.options,
+                    inputs=step.inputs,
+                    timeout_s=step.timeout_s,
+                    on_error=step.on_error,
+                    cache=None if step.cache is None or self.placement == "graph" else _kept(step.cache),
+                )
+                for name, step in self.all_steps().items()
+            ),
+            heads=tuple(self.heads),
+            placement=self.placement,
+            trunk=TRUNK if self.trunk is not None else None,
+            embedding=Embedding(**self.embedding.model_dump()) if self.embedding is not None else None,
+        )

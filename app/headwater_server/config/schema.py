@@ -1,0 +1,781 @@
+"""The configuration: one YAML file, overridden by the environment, overridden by flags."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, Field, PrivateAttr, ValidationError, field_validator, model_validator
+
+from headwater.errors import did_you_mean
+from headwater.reference import is_language_model, is_vllm, kind_and_path
+from headwater_server.config import sections
+from headwater_server.config.cluster import Cluster, placement_of
+from headwater_server.config.pipeline import Pipeline
+from headwater_server.config.sections import Faults, ReplicaBounds, Section
+from headwater_server.config.vllm import VllmOptions, option_faults
+from headwater_server.errors import ConfigError
+
+__all__ = [
+    "DEFAULT_MEMORY_PART",
+    "FORMER_FIELDS",
+    "PLACEHOLDER",
+    "Config",
+    "Deployment",
+    "InvalidConfig",
+    "Server",
+    "Unparsed",
+    "is_model_reference",
+    "load_config",
+    "load_what",
+    "read_config",
+    "read_yaml",
+]
+
+ENVIRONMENT_PREFIX = "HEADWATER_"
+PLACEHOLDER: Final = "none:None"
+"""The model of a placeholder, for a configuration without deployments, which must have at least one."""
+
+_FLAG = re.compile(r'(?:"[^"]+"|[^".]+)(?:\.(?:"[^"]+"|[^".]+))*\Z')
+_FLAG_PART = re.compile(r'"[^"]+"|[^".]+')
+
+DEFAULT_MEMORY_PART: Final = 0.8
+
+EXPANDED_CHARACTERS: Final = 256 * 1024
+"""The most characters of a YAML document without its aliases, unless its own text has more."""
+
+FORMER_FIELDS: Final = {
+    "body_timeout_s": "it is `client_timeout_s` now",
+    "crash_window_s": "it is fixed now, at 300 s",
+    "devices": "it is `device` now, which takes a list, too",
+    "log_payloads": "it is `access_log` now, which takes full, too",
+    "metrics": "it is `pages` now, which takes `metrics` in a list",
+    "memory_fraction": "it is `memory_limit` now, which takes a part such as 0.8, too",
+    "sample": "it is the environment's now: OTEL_TRACES_SAMPLER=parentbased_traceidratio and OTEL_TRACES_SAMPLER_ARG",
+    "stream_ping_s": "it is fixed now, at 15 s",
+    "tensor_store": "it is fixed now: the size of a full batch decides",
+    "ui": "it is `pages` now, which takes `ui` in a list",
+    "utilization": "it is fixed now, at low 0.5 and high 0.9",
+    "worker_timeout_s": "it is fixed now, at 10 s",
+    "write_timeout_s": "it is `client_timeout_s` now",
+}
+"""What became of fields that earlier versions had."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}\Z")
+_VERSION = re.compile(r"[A-Za-z0-9_-]{1,50}\Z")
+
+
+class Deployment(Section):
+    """One served name."""
+
+    model: sections.ModelReference | None = None
+    """``module:Class`` of an `headwater.Model`, ``module:function``, a kind and a path such as ``onnx:PATH``
+    (`headwater.reference.PATH_KINDS`), ``lm:PATH`` or ``lm:PACKAGE:PATH`` of a language model's folder, ``vllm:PATH``
+    or ``vllm:PACKAGE:PATH`` of one that vLLM computes. Either this or ``pipeline``."""
+    pipeline: Pipeline | None = None
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the class's constructor, or of a language model's engine; a function's tensors; for vLLM
+    `VllmOptions`."""
+    versions: sections.Versions = Field(default_factory=dict)
+    """Versions by name, each with fields that are laid over the deployment's own; each has replicas of its own."""
+    traffic: sections.Traffic | None = None
+    """The share of requests that each version answers, such as ``{"1": 0.95, "2": 0.05}``, and `sections.Traffic`'s
+    other fields. Default: the first version answers all."""
+    batching: sections.Batching = Field(default_factory=sections.Batching)
+    timeout_s: sections.PositiveSeconds = 30
+    """A request's deadline, queueing included; a request may ask for less."""
+    replicas: sections.Replicas = ReplicaBounds(min=1, max=1)
+    """A number, or ``{min, max}`` to scale with load; see ``scaling``."""
+    scaling: sections.Scaling = Field(default_factory=sections.Scaling)
+    device: sections.Device = "auto"
+    """``cpu``, ``cuda``, ``cuda:N`` or ``auto``: the first GPU if there is one. Or several, such as
+    ``[cuda:0, cuda:1]``, over which its replicas are placed."""
+    memory: sections.MemorySize | None = None
+    """The most that one replica uses of its device's memory; default: as measured on its replicas."""
+    instances: sections.Instances = 1
+    """Threads in each replica that compute at once, on one copy of the model, which must be thread-safe."""
+    threads: sections.Threads | None = None
+    """Threads of torch and its math libraries; default: the machine's cores."""
+    environment: sections.Environment = Field(default_factory=dict)
+    """Variables that the replica gets besides the supervisor's own."""
+    warmup_batch_sizes: sections.WarmupBatchSizes | None = None
+    """Batch sizes to warm up; default: powers of two up to ``max_batch_size``. Empty: no warm-up."""
+    load_timeout_s: sections.PositiveSeconds = 600
+    """How long a replica may take from its start to ready."""
+    max_compute_s: sections.PositiveSeconds | None = None
+    """How long one call of the user's code, or one step of a stream, may take before the replica counts as hanging and
+    is replaced. Default: no limit."""
+    max_crashes: sections.PositiveInt = 10
+    """After so many losses of replicas that served, within five minutes, an API key that caused them is refused, or
+    lost replicas are replaced slowly."""
+    quarantine_s: Annotated[float, Field(ge=0, le=86_400)] = 600
+    """For how long a request that took two replicas down is refused; 0: never refused."""
+    drain_timeout_s: sections.PositiveSeconds = 30
+    """How long requests in flight may take to finish when the deployment is unloaded or reloaded."""
+    cache: sections.Cache | None = None
+    """Keeps whole answers, for models that answer equal requests equally; default: none are kept."""
+    strategy: Literal["beside", "recreate"] = "beside"
+    """How to reload: ``beside`` starts the new replicas while the old ones serve; ``recreate`` starts them after the
+    old ones have ended, for memory that holds only one set."""
+    python: sections.PythonPath | None = None
+    """The Python interpreter for the replicas, with PyTriton installed, or with vLLM; default: Headwater's own."""
+
+    def _faults(self) -> Iterator[str]:
+        if self.versions:
+            yield from self._version_faults()
+            return
+        if self.traffic is not None:
+            yield "traffic: expected `versions`, which it is shared among"
+        if (self.model is None) == (self.pipeline is None):
+            yield "expected either `model` or `pipeline`"
+        if self.pipeline is not None and self.options:
+            yield "options: expected in the pipeline's steps, each of which has its own"
+        if self.instances > 1 and self.pipeline is not None and not self.is_graph:
+            yield (
+                "instances: expected 1 for a fused pipeline, which computes one batch at a time, got "
+                f"{self.instances}; raise `replicas`"
+            )
+        if self.instances > 1 and self.is_language_model:
+            yield (
+                "instances: expected 1 for a language model, whose engine computes all sequences together, got "
+                f"{self.instances}; raise `replicas`"
+            )
+        if self.max_compute_s is not None and self.is_language_model:
+            yield (
+                "max_compute_s: expected none for a language model, whose engine's steps are bounded by "
+                f"`options.max_step_s`, got {self.max_compute_s:g}"
+            )
+        if self.cache is not None and self.is_language_model:
+            yield "cache: expected none for a language model, whose answers are streams, and sampled; got one"
+        if self.is_vllm:
+            if self.python is None:
+                yield "python: expected the interpreter of an environment that has vLLM, such as vllm-env/bin/python"
+            yield from option_faults(self.options)
+        if self.max_in_flight < self.instances:
+            yield (f"batching.max_in_flight: expected at least instances = {self.instances}, got {self.max_in_flight}")
+
+    def _version_faults(self) -> Iterator[str]:
+        kinds: set[bool] = set()
+        for name, fields in self.versions.items():
+            where = f"versions.{name}"
+            if not _VERSION.match(name) or name in sections.Traffic.model_fields:
+                those = ", ".join(map(repr, sections.Traffic.model_fields))
+                expected = f"letters, digits, '_' or '-', at most 50 characters, and none of {those}"
+                yield f"versions: expected names of {expected}, got {name!r}"
+            for field in ("versions", "traffic"):
+                if field in fields:
+                    yield f"{where}.{field}: expected beside the deployment's `versions`, not in one of them"
+            try:
+                version = self.version(name)
+            except ValidationError as error:
+                for detail in error.errors(include_url=False):
+                    yield from _describe({**detail, "loc": ("versions", name, *detail["loc"])}, {})
+                continue
+            if version.is_graph:
+                yield f"{where}.pipeline: expected placement fused: a graph's steps have no versions; give each its own"
+            if version.is_vllm:
+                expected = "expected a model that Headwater computes: those of vLLM have no versions"
+                yield f"{where}.model: {expected}, got {version.model!r}"
+            kinds.add(version.is_language_model)
+        if len(kinds) > 1:
+            yield "versions: expected all of them to be language models, or none of them"
+        if self.traffic is not None:
+            yield from self.traffic.faults(self.versions)
+            if self.traffic.shadow and True in kinds:
+                expected = "expected a model that answers with tensors: texts of language models are not compared"
+                yield f"traffic.shadow: {expected}; remove it"
+
+    def version(self, name: str) -> Deployment:
+        """The deployment of one of its `versions`.
+
+        Raises:
+            ValidationError: its fields are invalid.
+        """
+        own = {field: value for field, value in sections.given(self).items() if field not in ("versions", "traffic")}
+        return Deployment.model_validate(sections.laid_over(own, self.versions[name]))
+
+    @property
+    def shared_traffic(self) -> sections.Traffic:
+        """``traffic`` with its defaults: a share of each version, and the default version."""
+        first = next(iter(self.versions))
+        return (self.traffic or sections.Traffic.model_validate({first: 1.0})).of(self.versions)
+
+    def with_traffic(self, traffic: sections.Traffic) -> Deployment:
+        """The same with other shares of its versions."""
+        return self.model_copy(update={"traffic": traffic})
+
+    @property
+    def max_in_flight(self) -> int:
+        """Calls that a replica may have at once; by default, one more than it can compute."""
+        if "max_in_flight" in self.batching.model_fields_set:
+            return self.batching.max_in_flight
+        return max(self.batching.max_in_flight, self.instances + 1)
+
+    @property
+    def is_graph(self) -> bool:
+        """Whether it is a pipeline whose steps are deployments of their own."""
+        return self.pipeline is not None and self.pipeline.placement == "graph"
+
+    @property
+    def is_language_model(self) -> bool:
+        """Whether it is a language model."""
+        return is_language_model(self.model or "")
+
+    @property
+    def is_vllm(self) -> bool:
+        """Whether it is a language model that vLLM computes."""
+        return is_vllm(self.model or "")
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """Folders of LoRA adapters for vLLM, by the names that they are served under."""
+        return dict(self.options.get("adapters") or {}) if self.is_vllm else {}
+
+    def with_adapters(self, adapters: Mapping[str, str]) -> Deployment:
+        """The same with other adapters."""
+        return self.model_copy(update={"options": {**self.options, "adapters": dict(adapters)}})
+
+    @property
+    def checked_options(self) -> dict[str, Any]:
+        """``options``; vLLM's with their defaults."""
+        if not self.is_vllm:
+            return self.options
+        return VllmOptions.model_validate(self.options).model_dump(mode="json")
+
+    @property
+    def placements(self) -> tuple[str, ...]:
+        """The devices that its replicas may be placed on."""
+        if isinstance(self.device, sections.NodePlacement):
+            return ("cuda" if self.device.gpus else "cpu",)
+        return (self.device,) if isinstance(self.device, str) else self.device
+
+    def on(self, device: str) -> Deployment:
+        """The same on one of its `placements`."""
+        return self if isinstance(self.device, sections.NodePlacement) else self.model_copy(update={"device": device})
+
+    @property
+    def node_placement(self) -> sections.NodePlacement:
+        """What a replica takes of a cluster's node; raises as `placement_of`."""
+        return placement_of(self.device, self.checked_options["tensor_parallel_size"] if self.is_vllm else 1)
+
+    def step(self, name: str) -> Deployment:
+        """The deployment of a step with its own model, for a pipeline in placement ``graph``."""
+        assert self.pipeline is not None
+        step = self.pipeline.all_steps()[name]
+        own = {"cache": None, **step.own_settings()}
+        if "environment" in own:
+            own["environment"] = {**self.environment, **own["environment"]}
+        return self.model_copy(update={"model": step.model, "pipeline": None, "options": step.options, **own})
+
+    def part(self, name: str) -> Deployment:
+        """The deployment of one of its versions, or of a step; see `with_replicas`."""
+        return self.version(name) if self.versions else self.step(name)
+
+    @property
+    def feature_bytes(self) -> int:
+        """What one replica may keep of its steps' outputs."""
+        if self.pipeline is None or self.is_graph:
+            return 0
+        return sum(step.cache.max_bytes for step in self.pipeline.all_steps().values() if step.cache is not None)
+
+    @property
+    def is_composite(self) -> bool:
+        """Whether it has no replicas itself: those that answer belong to its versions, or to a graph's steps."""
+        return bool(self.versions) or self.is_graph
+
+    def with_replicas(self, name: str) -> dict[str, Deployment]:
+        """What has replicas of its own under this deployment's name: itself, its versions, each named
+        ``DEPLOYMENT.VERSION``, or a graph's steps with their own models, each named ``PIPELINE.STEP``."""
+        if self.versions:
+            return {f"{name}.{version}": self.version(version) for version in self.versions}
+        if self.pipeline is None or not self.is_graph:
+            return {name: self}
+        steps = self.pipeline.all_steps().items()
+        return {f"{name}.{step_name}": self.step(step_name) for step_name, step in steps if step.deployment is None}
+
+
+class Server(Section):
+    """The gateway and the supervisor."""
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65_535)] = 8000
+    """0: any free port."""
+    workers: Annotated[int, Field(ge=1, le=64)] = 1
+    """Gateway processes. Limits in this file are totals; each worker has an equal share."""
+    max_connections: Annotated[int, Field(ge=1, le=1_000_000)] = 10_000
+    """Client connections. Beyond this, a new one replaces the one that has been without a complete request longest, if
+    there is such a one; else only health checks are answered."""
+    tls: sections.Tls | None = None
+    """The certificate and private key for HTTPS; default: HTTP."""
+    max_body_bytes: Annotated[int, Field(ge=1_000)] = 64 * 1024 * 1024
+    """Size of a request's body, also after decompression."""
+    max_queue_size: Annotated[int, Field(ge=1)] = 8192
+    """Rows that may wait over all deployments, each of which is guaranteed an equal part."""
+    max_queue_bytes: Annotated[int, Field(ge=1_000)] = 1024 * 1024 * 1024
+    """Likewise, of the tensors of requests that wait."""
+    client_timeout_s: sections.PositiveSeconds = 30
+    """How long a client may keep the server waiting: a request's head and its body each may take so long to arrive, and
+    a stream waits so long for a client that doesn't read; then it is cut off."""
+    shutdown_timeout_s: sections.PositiveSeconds = 30
+    """How long requests in flight may take to finish after SIGTERM."""
+    drain_delay_s: Annotated[float, Field(ge=0, le=86_400)] = 0
+    """How long the server says after SIGTERM that it is not ready, but still takes requests, before it drains: so long
+    may load balancers take to notice."""
+    runtime_dir: Path | None = None
+    """Where Headwater creates its folder for sockets, workspaces and temporary files. The file system must allow
+    execution. Default: the system's folder for temporary files."""
+    access_log: sections.AccessLogging = True
+    """Whether to log each request; ``full``: with error messages that may quote a client's data or a callable's."""
+    log_format: sections.LogFormat = "auto"
+    """``human``, ``json``, or ``auto``: text on a terminal, JSON otherwise."""
+    tracing: sections.TracingSection | None = None
+    """Sends a trace of each request to an OpenTelemetry collector; needs the extra ``otel``."""
+    pages: Annotated[tuple[Literal["ui", "metrics"], ...], Field(max_length=2)] = ("ui", "metrics")
+    """What is served besides the API: ``ui``, the status page and the playground at ``/``; ``metrics``, at
+    ``/metrics``."""
+    memory_limit: sections.MemoryLimit = DEFAULT_MEMORY_PART
+    """What replicas may take together: a part of the memory of the machine, and of each GPU; or so many bytes of the
+    machine's, and the default part of each GPU's."""
+    allow_load: Literal["settings", "any", "never"] = "settings"
+    """What a load or reload may bring: ``settings``, fields that choose no code, for models that the configuration
+    names; ``any``, everything, for any model; ``never``, nothing."""
+
+
+class Config(Section):
+    """The whole configuration."""
+
+    server: Server = Field(default_factory=Server)
+    security: sections.SecuritySection = Field(default_factory=sections.SecuritySection)
+    deployments: Annotated[dict[str, Deployment], Field(min_length=1)]
+    _cluster: Cluster | None = PrivateAttr(None)
+
+    @property
+    def cluster(self) -> Cluster | None:
+        """The section ``cluster``; None: replicas run on this machine."""
+        return self._cluster
+
+    def with_cluster(self, cluster: Cluster | None) -> Config:
+        """The same with another section ``cluster``."""
+        config = self.model_copy()
+        config._cluster = cluster
+        return config
+
+    @field_validator("deployments")
+    @classmethod
+    def _check_names(cls, value: dict[str, Deployment]) -> dict[str, Deployment]:
+        for name, deployment in value.items():
+            for kind, one in (("deployment", name), *(("adapter", adapter) for adapter in deployment.adapters)):
+                if not _NAME.match(one):
+                    raise ValueError(
+                        f"{kind} name {one!r}: expected letters, digits, '_', '.' or '-', at most 100 characters"
+                    )
+        return value
+
+    @model_validator(mode="after")
+    def _check_adapters(self) -> Config:
+        taken = dict.fromkeys((*self.deployments, *self.all_deployments()), "another deployment")
+        for name, deployment in self.deployments.items():
+            for adapter in deployment.adapters:
+                if adapter in taken:
+                    text = (
+                        f"deployments.{name}.options.adapters: `{adapter}` is the name of {taken[adapter]}; rename one"
+                    )
+                    raise Faults([text], [name])
+                taken[adapter] = f"another adapter, of `{name}`"
+        return self
+
+    @model_validator(mode="after")
+    def _check_steps(self) -> Config:
+        found = {
+            name: list(self._step_faults(name, one, one.pipeline))
+            for name, one in self.deployments.items()
+            if one.pipeline is not None and one.is_graph
+        }
+        for name, one in self.deployments.items():
+            taken = [f"{name}.{version}" for version in one.versions if f"{name}.{version}" in self.deployments]
+            found[name] = found.get(name, []) + [
+                f"deployments.{name}.versions: `{part}` is the name of another deployment, too; rename one"
+                for part in taken
+            ]
+        if any(found.values()):
+            messages = [message for faults in found.values() for message in faults]
+            raise Faults(messages, [name for name, faults in found.items() if faults])
+        return self
+
+    def _step_faults(self, name: str, deployment: Deployment, pipeline: Pipeline) -> Iterator[str]:
+        """Faults of a pipeline's steps with regard to other deployments."""
+        for step_name, step in pipeline.all_steps().items():
+            where = f"deployments.{name}.pipeline, step `{step_name}`"
+            if step.model is not None:
+                own = deployment.step(step_name)
+                if own.max_in_flight < own.instances:
+                    expected = f"expected at least instances = {own.instances}"
+                    yield f"{where}: max_in_flight: {expected}, got {own.max_in_flight}"
+            if step.deployment is None:
+                if f"{name}.{step_name}" in self.deployments:
+                    served = f"it is served as `{name}.{step_name}`"
+                    yield f"{where}: {served}, which is the name of another deployment; rename one"
+                continue
+            other = self.deployments.get(step.deployment)
+            if other is None:
+                known = ", ".join(f"`{one}`" for one in self.deployments)
+                hint = did_you_mean(step.deployment, self.deployments)
+                yield f"{where}: unknown deployment `{step.deployment}`; expected one of {known}{hint}"
+            elif other.versions:
+                yield f"{where}: expected a deployment without versions, got `{step.deployment}`, which has some"
+            elif other.pipeline is not None:
+                yield (
+                    f"{where}: expected a deployment of one model, got the pipeline `{step.deployment}`; name its "
+                    "steps here instead"
+                )
+            elif other.is_language_model:
+                yield f"{where}: a language model can't be a step, got the deployment `{step.deployment}`"
+
+    def all_deployments(self) -> dict[str, Deployment]:
+        """The deployments that have replicas of their own; see `Deployment.with_replicas`."""
+        found: dict[str, Deployment] = {}
+        for name, deployment in self.deployments.items():
+            found.update(deployment.with_replicas(name))
+        return found
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """Refuses duplicate keys, of which YAML would silently take the last."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """See `yaml.SafeLoader`. Merge keys (``<<``) are not yet resolved, so a mapping may override what it merges."""
+        node = super().compose_mapping_node(anchor)
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if key.value in seen:
+                    raise yaml.composer.ComposerError(None, None, f"duplicate key `{key.value}`", key.start_mark)
+                seen.add(key.value)
+        return node
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """See `yaml.SafeLoader`. Of pairs that a mapping merges several times it keeps the last."""
+        super().flatten_mapping(node)
+        last = {key.value if isinstance(key, yaml.ScalarNode) else id(key): (key, value) for key, value in node.value}
+        node.value = list(last.values())
+
+
+def load_config(path: Path, *, environment: Mapping[str, str] | None = None, flags: Mapping[str, Any]) -> Config:
+    """Read a YAML file, overridden by the environment and the flags.
+
+    Raises:
+        ConfigError: the file can't be read, or a field is invalid.
+    """
+    return read_config(read_yaml(path), source=str(path), environment=environment, flags=flags)
+
+
+def load_what(what: str, *, flags: Mapping[str, Any]) -> tuple[Config, tuple[str, ...]]:
+    """Read the configuration that a command names: a YAML file, or one model such as ``my.models:Scale``.
+
+    Returns the configuration, and the folders of the user's modules. Raises as `load_config`.
+    """
+    here = os.getcwd()
+    if is_model_reference(what):
+        content = {"deployments": {_name(what): {"model": what}}}
+        return read_config(content, source=what, flags=flags), (here,)
+    path = Path(what)
+    instead = _instead(path)
+    if instead:
+        raise ConfigError(f"{what}: expected a YAML file, or a model such as my.models:Scale; {instead}")
+    return load_config(path, flags=flags), tuple(dict.fromkeys((here, str(path.resolve().parent))))
+
+
+def _instead(path: Path) -> str:
+    """How a model is named whose file or folder was given in place of a configuration; empty: it may be one."""
+    if path.is_dir():
+        return f"write hf:{path} for a Hugging Face folder, lm:{path} if it has a language model"
+    if path.suffix == ".py":
+        return f"write pytriton:{path} for a PyTriton script, {path.stem}:CLASS for a class in that file"
+    kind = {".onnx": "onnx", ".pt": "torch", ".pt2": "torch", ".pth": "torch"}.get(path.suffix)
+    return f"write {kind}:{path}" if kind else ""
+
+
+def is_model_reference(what: str) -> bool:
+    """Whether a command's argument names a model and not a file."""
+    return ":" in what and not Path(what).exists()
+
+
+def _name(model: str) -> str:
+    """The name under which a single model is served."""
+    last = model.rpartition(":")[2]
+    if is_language_model(model):
+        return Path(last).absolute().name
+    kind, path = kind_and_path(model)
+    if kind == "hf":  # a folder, whose name may have a dot
+        return Path(path).absolute().name
+    return Path(path).absolute().stem if path else last.lower()
+
+
+def read_yaml(path: Path) -> Any:
+    """The content of a YAML file.
+
+    Raises:
+        ConfigError: the file can't be read, or is not valid YAML.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: can't be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: expected UTF-8 text: {error.reason} at byte {error.start}") from error
+    return _parse_yaml(text, where=str(path))
+
+
+def _parse_yaml(text: str, *, where: str) -> Any:
+    try:
+        content = yaml.load(text, Loader=_UniqueKeys)
+        _check_expanded(content, max(EXPANDED_CHARACTERS, len(text)), where)
+        return _copy(content)
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: an impossible date
+        raise ConfigError(f"{where}: not valid YAML: {' '.join(str(error).split())}") from error
+    except RecursionError as error:
+        reason = "an anchor that contains itself, or too many levels of nesting"
+        raise ConfigError(f"{where}: not valid YAML: {reason}") from error
+
+
+def _check_expanded(content: Any, limit: int, where: str) -> None:
+    """Check how large a YAML document is with each alias (``*name``) replaced by what it stands for.
+
+    Raises:
+        ConfigError: it has more characters than the limit.
+        RecursionError: an anchor contains itself.
+    """
+    sizes: dict[int, int] = {}
+    if _expanded_size(content, sizes) <= limit:
+        return
+    path: list[str] = []
+    while isinstance(content, (dict, list)):
+        items = content.items() if isinstance(content, dict) else enumerate(content)
+        large = next(((key, item) for key, item in items if _expanded_size(item, sizes) > limit), None)
+        if large is None:
+            break
+        path.append(str(large[0]))
+        content = large[1]
+    place = f"`{'.'.join(path)}`: " if path else ""
+    raise ConfigError(
+        f"{where}: {place}expected at most {limit} characters with every alias replaced by what it stands "
+        f"for, got {_expanded_size(content, sizes)}; write fewer aliases (*name) of aliases"
+    )
+
+
+def _expanded_size(value: Any, sizes: dict[int, int]) -> int:
+    """The characters that a value has at least, written without aliases; ``sizes`` has known ones, by identity."""
+    if isinstance(value, str):
+        return 1 + len(value)
+    if not isinstance(value, (dict, list)):
+        return 1
+    if id(value) not in sizes:
+        items = (*value.keys(), *value.values()) if isinstance(value, dict) else value
+        sizes[id(value)] = 1 + sum([_expanded_size(item, sizes) for item in items])
+    return sizes[id(value)]
+
+
+class Unparsed(str):
+    """A flag's value as YAML text."""
+
+
+def read_config(
+    content: object, *, source: str, environment: Mapping[str, str] | None = None, flags: Mapping[str, Any]
+) -> Config:
+    """Check a parsed configuration, overridden by the environment and the flags.
+
+    Args:
+        content: the content of the YAML file.
+        source: named in messages.
+        environment: variables such as ``HEADWATER_SERVER__PORT=9000``: a field's path, in capitals or as it is, its
+            parts joined by two underscores, with one underscore for any character other than letters and digits.
+            Values are parsed as YAML. Default: the process's environment.
+        flags: values by dotted path, such as ``{"server.port": 9000}``; a name with a dot is put in double quotes.
+            `Unparsed` values are parsed as YAML.
+
+    Raises:
+        ConfigError: a field is invalid; the message names it, what was expected and what was found.
+    """
+    if not isinstance(content, dict):
+        raise ConfigError(f"{source}: expected a mapping with `deployments`, got {type(content).__name__}")
+    merged: dict[str, Any] = _copy(content)
+    overrides: dict[tuple[str, ...], str] = {}
+    for name, text in (os.environ if environment is None else environment).items():
+        if name.startswith(ENVIRONMENT_PREFIX) and "__" in name:
+            where = f"environment variable {name}"
+            path = name[len(ENVIRONMENT_PREFIX) :].split("__")
+            overrides[_set(merged, path, _parse_yaml(text, where=where), where=where)] = where
+    for dotted, value in flags.items():
+        where = f"flag {dotted}"
+        if not _FLAG.match(dotted):
+            raise ConfigError(
+                f"{where}: expected names separated by dots, such as server.port, and a name that contains a dot "
+                'in double quotes, such as deployments."my.model".timeout_s'
+            )
+        if isinstance(value, Unparsed):
+            value = _parse_yaml(value, where=where)
+        overrides[_set(merged, _FLAG_PART.findall(dotted), value, where=where)] = where
+    section = merged.pop("cluster", None)
+    lines: list[str] = []
+    cluster = None
+    if section is not None:
+        try:
+            cluster = Cluster.model_validate(section)
+        except ValidationError as error:
+            details = [{**detail, "loc": ("cluster", *detail["loc"])} for detail in error.errors(include_url=False)]
+            lines = [line for detail in details for line in _describe(detail, overrides)]
+    try:
+        config = Config.model_validate(merged)
+    except ValidationError as error:
+        lines += [line for detail in error.errors(include_url=False) for line in _describe(detail, overrides)]
+        raise InvalidConfig(source, lines, _without_faults(merged, error)) from None
+    config = config.with_cluster(cluster)
+    if lines or (lines := list(_placement_faults(config))):
+        raise InvalidConfig(source, lines, config)
+    return config
+
+
+def _placement_faults(config: Config) -> Iterator[str]:
+    """Devices that don't fit where replicas run."""
+    for name, deployment in config.all_deployments().items():
+        if config.cluster is None:
+            if isinstance(deployment.device, sections.NodePlacement):
+                expected = "expected auto, cpu, cuda or cuda:N"
+                yield f"`deployments.{name}.device`: {expected}: without the section `cluster` there are no nodes"
+            continue
+        try:
+            _ = deployment.node_placement
+        except ValueError as error:
+            yield f"deployments.{name}.{error}"
+
+
+class InvalidConfig(ConfigError):
+    """Fields of a configuration are invalid; each problem names its field.
+
+    ``rest`` is a configuration of the valid deployments and sections, if they make one; if no deployment is valid, it
+    has one of `PLACEHOLDER`.
+    """
+
+    def __init__(self, source: str, problems: Sequence[str], rest: Config | None) -> None:
+        super().__init__(f"{source}: {'; '.join(problems)}")
+        self.source = source
+        self.problems = problems
+        self.rest = rest
+
+
+def _without_faults(tree: dict[str, Any], error: ValidationError) -> Config | None:
+    """The configuration without its invalid deployments and fields of other sections; None if the rest is invalid."""
+    for detail in error.errors(include_url=False):
+        section, *below = detail["loc"] or ("deployments",)
+        fault = detail.get("ctx", {}).get("error")
+        for name in below[:1] or (fault.deployments if isinstance(fault, Faults) else ()):
+            if isinstance(tree.get(str(section)), dict):
+                tree[str(section)].pop(name, None)
+        if (not below and detail["loc"]) or not isinstance(tree.get(str(section)), dict):
+            tree.pop(str(section), None)
+    if not tree.get("deployments"):
+        tree["deployments"] = {"none": {"model": PLACEHOLDER}}
+    try:
+        return Config.model_validate(tree)
+    except ValidationError:
+        return None
+
+
+def _copy(value: Any) -> Any:
+    return {key: _copy(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def _set(tree: dict[str, Any], path: list[str], value: object, *, where: str) -> tuple[str, ...]:
+    """Set a nested field. Returns the field's path as it is in the tree."""
+    matched = []
+    for part in path[:-1]:
+        part = _match(tree, part, where=where)
+        matched.append(part)
+        branch = tree.setdefault(part, {})
+        if branch is None:
+            branch = tree[part] = {}
+        if not isinstance(branch, dict):
+            raise ConfigError(f"{where}: `{part}` is not a section")
+        tree = branch
+    last = _match(tree, path[-1], where=where)
+    tree[last] = value
+    return (*matched, last)
+
+
+def _match(tree: Mapping[str, Any], part: str, *, where: str) -> str:
+    """The key that a part of a path refers to.
+
+    A quoted part is taken literally. Any other refers to the key that is equal, equal ignoring case, or equal with
+    underscores for everything but letters and digits; if there is none, to the part in lower case.
+    """
+    if part.startswith('"'):
+        return part[1:-1]
+    keys = [key for key in tree if isinstance(key, str)]
+    for plain in (str, str.lower, _underscored):
+        found = [key for key in keys if plain(key) == plain(part)]
+        if len(found) > 1:
+            either = " or ".join(f"`{key}`" for key in found)
+            raise ConfigError(f"{where}: `{part}` may mean {either}; use --set, with the name in double quotes")
+        if found:
+            return found[0]
+    return part.lower()
+
+
+def _underscored(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
+
+
+def _describe(detail: Any, overrides: Mapping[tuple[str, ...], str]) -> Iterator[str]:
+    location = tuple(str(part) for part in detail["loc"] if part != "[key]")
+    where = ".".join(location)
+    outside = ""
+    for path, source in overrides.items():
+        # The fault is in what came from outside the file, or a sibling of that is missing.
+        if path[: len(location)] == location != () or path[: len(location) - 1] == location[:-1] != ():
+            outside = f" ({source} overrides the file)"
+            break
+    fault = detail.get("ctx", {}).get("error")
+    for message in fault.args if isinstance(fault, Faults) else (str(detail["msg"]).removeprefix("Value error, "),):
+        yield f"{_text({**detail, 'msg': message}, where, location)}{outside}"
+
+
+def _text(detail: Any, where: str, location: tuple[str, ...]) -> str:
+    if detail["type"] == "extra_forbidden":
+        if location[-1] in FORMER_FIELDS:
+            return f"`{where}`: {FORMER_FIELDS[location[-1]]}"
+        return f"`{where}`: unknown field{did_you_mean(location[-1], _fields_beside(location))}"
+    if detail["type"] == "missing":
+        return f"`{where}`: required, but missing"
+    message = str(detail["msg"])
+    message = message[:1].lower() + message[1:]
+    if not where:  # the message is about several fields, and names them
+        return message
+    if detail["type"] == "value_error" and (", got " in message or isinstance(detail["input"], dict)):
+        return f"`{where}`: {message}"
+    got = repr(detail["input"])
+    return f"`{where}`: {message}, got {got if len(got) <= 80 else got[:77] + '...'}"
+
+
+def _fields_beside(location: tuple[str, ...]) -> list[str]:
+    """The fields of the section that contains the last part of a path."""
+    kinds: list[Any] = [Config]
+    for part in location[:-1]:
+        below: list[Any] = []
+        for kind in kinds:
+            if get_origin(kind) is dict:
+                below += _kinds(get_args(kind)[1])
+            elif part in kind.model_fields:
+                below += _kinds(kind.model_fields[part].annotation)
+        kinds = below
+    return [name for kind in kinds if get_origin(kind) is not dict for name in kind.model_fields]
+
+
+def _kinds(annotation: Any) -> list[Any]:
+    """The sections, and mappings of sections, that a field may hold."""
+    if get_origin(annotation) is dict or (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+        return [annotation]
+    return [kind for one in get_args(annotation) for kind in _kinds(one)]

@@ -1,0 +1,450 @@
+"""The types and smaller sections that the configuration consists of."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    model_validator,
+)
+
+from headwater.reference import PATH_KINDS, is_language_model, kind_and_path, parse_reference
+
+__all__ = [
+    "AccessLogging",
+    "Batching",
+    "Cache",
+    "Device",
+    "Environment",
+    "Faults",
+    "Instances",
+    "LogFormat",
+    "MemoryLimit",
+    "MemorySize",
+    "ModelReference",
+    "NodePlacement",
+    "PositiveInt",
+    "PositiveSeconds",
+    "PythonPath",
+    "ReplicaBounds",
+    "Replicas",
+    "RollbackRule",
+    "Scaling",
+    "Section",
+    "SecuritySection",
+    "Threads",
+    "Tls",
+    "TracingSection",
+    "Traffic",
+    "Value",
+    "Versions",
+    "WarmupBatchSizes",
+    "given",
+    "laid_over",
+]
+
+LogFormat = Literal["auto", "human", "json"]
+MAX_REPLICAS = 1000
+_MODEL = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*\Z")
+
+
+class Section(BaseModel):
+    """A part of the configuration: immutable, and without unknown fields."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @model_validator(mode="after")
+    def _check(self) -> Section:
+        if faults := list(self._faults()):
+            raise Faults(faults)
+        return self
+
+    def _faults(self) -> Iterable[str]:
+        """Messages about fields that don't fit together."""
+        return ()
+
+
+def given(section: Section) -> dict[str, Any]:
+    """The fields set in a section; sections within it stay objects."""
+    return {name: value for name, value in section if name in section.model_fields_set}
+
+
+def laid_over(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields with others laid over them: sections are merged, other values replaced; None restores a default."""
+    merged = dict(base)
+    for name, value in over.items():
+        before = merged.get(name)
+        if isinstance(before, Section):
+            before = given(before)
+        if value is None:
+            merged.pop(name, None)
+        elif isinstance(value, Mapping) and isinstance(before, dict):
+            merged[name] = laid_over(before, value)
+        else:
+            merged[name] = value
+    return merged
+
+
+class Faults(ValueError):
+    """Several faults of a section; the exception's arguments are messages.
+
+    Args:
+        messages: one for each fault.
+        deployments: the deployments at fault, for the configuration as a whole.
+    """
+
+    def __init__(self, messages: Sequence[str], deployments: Collection[str] = ()) -> None:
+        super().__init__(*messages)
+        self.deployments = deployments
+
+    def __str__(self) -> str:
+        """All messages."""
+        return "; ".join(map(str, self.args))
+
+
+def _check_model_reference(value: str) -> str:
+    """Check that a text has one of the forms of a reference."""
+    kind, path = kind_and_path(value)
+    if is_language_model(value):
+        parse_reference(value)
+    elif kind:
+        if not path.strip():
+            raise ValueError(f"expected a path after {kind}:, such as {PATH_KINDS[kind]}")
+    elif not _MODEL.match(value):
+        raise ValueError(
+            f"expected module:Class such as my_package.models:Scale, a path such as {', '.join(PATH_KINDS.values())}, "
+            "lm:PATH such as lm:models/llama, or vllm:PATH"
+        )
+    return value
+
+
+class Value(BaseModel):
+    """One field's value, of parts that mean something only together: a file or a flag sets all of it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class NodePlacement(Value):
+    """What a replica takes of a node of the cluster, and which nodes will do."""
+
+    gpus: Annotated[float, Field(ge=0, le=64)] = 0
+    """GPUs; a fraction shares one, several must be whole."""
+    cpus: Annotated[float, Field(ge=0, le=1024)] = 1
+    labels: dict[str, str] = {}
+    """Labels that a node must have; Ray's label selectors, such as ``in(a,b)`` and ``!a``, may be values."""
+    pack: bool = False
+    """Whether to fill one node before the next; otherwise replicas are spread."""
+
+    @model_validator(mode="after")
+    def _check(self) -> NodePlacement:
+        if self.gpus > 1 and self.gpus != int(self.gpus):
+            raise ValueError(f"gpus: expected a whole number above 1, got {self.gpus:g}")
+        return self
+
+
+_DEVICES = "expected auto, cpu, cuda or cuda:N, or a list such as [cuda:0, cuda:1]"
+
+
+def _read_device(value: object) -> str | tuple[str, ...] | NodePlacement:
+    if isinstance(value, NodePlacement) or (isinstance(value, str) and re.fullmatch(r"auto|cpu|cuda(:\d+)?", value)):
+        return value
+    if isinstance(value, dict):
+        try:
+            return NodePlacement.model_validate(value)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where, text = ".".join(map(str, first["loc"])), str(first["msg"]).removeprefix("Value error, ")
+            expected = f"{_DEVICES}, or in a cluster {{gpus, cpus, labels, pack}}"
+            raise ValueError(f"{expected}; {f'{where}: ' if where else ''}{text[:1].lower()}{text[1:]}") from None
+    if not isinstance(value, (list, tuple)) or not value:
+        raise ValueError(_DEVICES)
+    for one in value:
+        if not isinstance(one, str) or not re.fullmatch(r"cpu|cuda(:\d+)?", one):
+            raise ValueError(f"expected cpu, cuda or cuda:N each, got {one!r}")
+    if len({"cuda:0" if one == "cuda" else one for one in value}) < len(value):
+        raise ValueError("expected each device once")
+    return tuple(value)
+
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGT]i?)?B?\Z")
+_UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+def _parse_size(value: object) -> object:
+    """Parse ``4GiB`` and ``500MB`` to bytes."""
+    if not isinstance(value, str):
+        return value
+    found = _SIZE.match(value.strip())
+    if found is None:
+        raise ValueError("expected bytes, or a number with a unit such as 512MiB or 4GiB")
+    number, unit = float(found[1]), (found[2] or "").upper()
+    return int(number * (1024 if unit.endswith("I") else 1000) ** _UNITS[unit.removesuffix("I")])
+
+
+def _read_limit(value: object) -> float | int:
+    size = _parse_size(value)
+    if isinstance(size, bool) or not isinstance(size, (int, float)) or size <= 0 or (size > 1 and size != int(size)):
+        raise ValueError("expected a part such as 0.8, or bytes, or a number with a unit such as 16GiB")
+    return float(size) if size <= 1 else int(size)
+
+
+def _read_access_log(value: object) -> bool | Literal["full"]:
+    if isinstance(value, bool):
+        return value
+    if value == "full":
+        return "full"
+    raise ValueError("expected true, false or full")
+
+
+def _parse_replicas(value: object) -> object:
+    """Turn ``3`` into ``{min: 3, max: 3}``."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        if not 1 <= value <= MAX_REPLICAS:
+            raise ValueError(f"expected 1 to {MAX_REPLICAS}, or {{min: 1, max: 3}}")
+        return {"min": value, "max": value}
+    if not isinstance(value, (dict, ReplicaBounds)):
+        raise ValueError("expected a number, or bounds such as {min: 1, max: 3}")
+    return value
+
+
+def _stringify(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: str(item) if isinstance(item, (int, float)) else item for key, item in value.items()}
+    return value
+
+
+def _keyed_by_text(value: object) -> object:
+    """A mapping whose numbers among the keys are text: YAML reads an unquoted version as a number."""
+    return {str(key): item for key, item in value.items()} if isinstance(value, dict) else value
+
+
+PositiveInt = Annotated[int, Field(ge=1)]
+PositiveSeconds = Annotated[float, Field(gt=0, le=86_400)]
+Instances = Annotated[int, Field(ge=1, le=64)]
+AccessLogging = Annotated[bool | Literal["full"], PlainValidator(_read_access_log)]
+MemoryLimit = Annotated[float | int, PlainValidator(_read_limit)]
+"""A part, which is a float up to 1, or bytes."""
+MemorySize = Annotated[int, BeforeValidator(_parse_size), Field(ge=1)]
+Threads = Annotated[int, Field(ge=1, le=1024)]
+ModelReference = Annotated[str, AfterValidator(_check_model_reference)]
+Device = Annotated[str | tuple[str, ...] | NodePlacement, PlainValidator(_read_device)]
+"""One, several over which replicas are placed, or what a replica takes of a cluster's node."""
+Environment = Annotated[dict[str, str], BeforeValidator(_stringify)]
+WarmupBatchSizes = tuple[PositiveInt, ...]
+_Weights = dict[Annotated[int, Field(ge=1, le=10)], Annotated[int, Field(ge=1, le=1_000_000)]]
+PythonPath = Annotated[Path, AfterValidator(Path.expanduser)]
+
+
+class Batching(Section):
+    """How the gateway coalesces rows of concurrent requests."""
+
+    max_batch_size: PositiveInt = 32
+    """Rows in one call to the model, at most."""
+    max_queue_delay_ms: Annotated[float, Field(ge=0, le=60_000)] = 0
+    """How long rows may wait for more rows while a replica is idle."""
+    max_queue_size: PositiveInt = 1024
+    """Rows that may wait; more are refused with 429."""
+    priority_weights: Annotated[_Weights, Field(min_length=1)] | None = None
+    """Weights of classes of requests, by priority: the share of rows that each gets while all have rows waiting. A
+    priority not named here belongs to the next less urgent class that is. Default: each priority is a class, with twice
+    the weight of the next."""
+    max_padding: Annotated[float, Field(ge=0.01, le=0.9)] | None = None
+    """The fraction of a batch that may be padding, for models that pad texts to the longest: only rows of similar
+    length then share a batch. Measured in bytes of BYTES inputs. Default: rows are batched in order, of any lengths."""
+    max_in_flight: PositiveInt = 2
+    """Calls that a replica may have at once: one computes, the others are on their way."""
+
+
+class Cache(BaseModel):
+    """How answers are kept, to answer equal requests without the model."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    max_bytes: MemorySize
+    """What the answers may take, bookkeeping included; those not asked for longest go first."""
+    ttl_s: PositiveSeconds | None = None
+    """How long an answer is used; default: until a reload."""
+    per_key: bool = False
+    """Whether an answer is used only for the API key with whose request it was computed."""
+
+
+class TracingSection(Section):
+    """Where traces go."""
+
+    endpoint: Annotated[str, Field(pattern=r"^https?://[^/\s]+(/\S*)?$")]
+    """A collector that takes OTLP over HTTP, such as ``http://127.0.0.1:4318``."""
+
+    @property
+    def traces_url(self) -> str:
+        """The endpoint, with the protocol's default path unless it has one."""
+        scheme, _, rest = self.endpoint.partition("://")
+        host, _, path = rest.partition("/")
+        return f"{scheme}://{host}/{path or 'v1/traces'}"
+
+
+class ReplicaBounds(Section):
+    """Bounds on a deployment's number of replicas, between which its load decides."""
+
+    min: Annotated[int, Field(ge=1, le=MAX_REPLICAS)] = 1
+    max: Annotated[int, Field(ge=1, le=MAX_REPLICAS)]
+
+    def _faults(self) -> Iterator[str]:
+        if self.min > self.max:
+            yield f"expected min <= max, got min {self.min} and max {self.max}"
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether the number is independent of load."""
+        return self.min == self.max
+
+    def __str__(self) -> str:
+        """The bounds in words."""
+        return str(self.min) if self.is_fixed else f"{self.min} to {self.max}"
+
+
+Replicas = Annotated[ReplicaBounds, BeforeValidator(_parse_replicas)]
+
+Versions = Annotated[dict[str, dict[str, Any]], BeforeValidator(_keyed_by_text)]
+"""The fields of each version of a deployment."""
+SHARES_TOLERANCE: Final = 1e-6
+
+
+def _read_share(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        known = ", ".join(Traffic.model_fields)
+        raise ValueError(f"expected the share of a version, 0 to 1, or one of the fields {known}")
+    return float(value)
+
+
+Share = Annotated[float, PlainValidator(_read_share)]
+
+
+class RollbackRule(Value):
+    """When a version loses its share of the requests by itself; see `headwater_server.supervisor.canary`."""
+
+    errors: Annotated[float, Field(ge=1)] = 2
+    """How many times as often as the default version's its requests may fail."""
+    p99: Annotated[float, Field(ge=1)] = 2
+    """How many times as long as with the default version the 99th percentile of their time may be."""
+    min_requests: PositiveInt = 200
+    """Requests that both must have had within the window."""
+
+
+class Traffic(Value):
+    """The share of requests that each version of a deployment answers, by the version's name, and what goes with it."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    __pydantic_extra__: dict[str, Share]
+
+    default: str = ""
+    """The version that the others are compared with, and that answers in place of one that isn't ready. Default: the
+    first of those with the greatest share."""
+    sticky: Annotated[str, Field(pattern=r"^([A-Za-z0-9-]{1,100})?$")] = ""
+    """A request header: requests with the same value of it get the same version."""
+    rollback: RollbackRule | None = None
+    """When other versions than the default lose their shares; default: never by themselves."""
+    shadow: str = ""
+    """A version without a share that gets copies of the requests that others answered; its answers are compared with
+    theirs, and sent to nobody."""
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The shares that are given."""
+        return dict(self.__pydantic_extra__)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read(cls, value: object) -> object:
+        if not isinstance(value, (dict, Traffic)):
+            raise ValueError('expected shares by version, such as {"1": 0.95, "2": 0.05}')
+        return _keyed_by_text(value)
+
+    @model_validator(mode="after")
+    def _check(self) -> Traffic:
+        total = sum(self.shares.values())
+        if not self.shares or abs(total - 1) > SHARES_TOLERANCE:
+            raise ValueError(f"expected shares by version that sum to 1, got {total:g}")
+        if share := self.shares.get(self.shadow):
+            raise ValueError(
+                f"shadow: expected a version without a share, got {self.shadow!r}, which has {share:g} of the requests"
+            )
+        if self.shadow and self.shadow == self.default:
+            raise ValueError(f"shadow: expected another version than the default, got {self.shadow!r}")
+        return self
+
+    def of(self, versions: Collection[str]) -> Traffic:
+        """The same with a share of each of these versions, in their order, and with its default."""
+        shares = {version: self.shares.get(version, 0.0) for version in versions}
+        default = self.default or max(shares, key=shares.__getitem__)
+        return Traffic.model_validate({**self.settings, **shares, "default": default})
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All but the shares."""
+        return {name: getattr(self, name) for name in type(self).model_fields if name in self.model_fields_set}
+
+    def faults(self, versions: Collection[str]) -> Iterator[str]:
+        """Messages about versions that are named here and don't exist."""
+        known = ", ".join(f"`{version}`" for version in versions)
+        for version in self.shares:
+            if version not in versions:
+                yield f"traffic: expected shares of the versions {known}, got one of `{version}`"
+        if self.default and self.default not in versions:
+            yield f"traffic.default: expected one of the versions {known}, got {self.default!r}"
+        if self.shadow and self.shadow not in versions:
+            yield f"traffic.shadow: expected one of the versions {known}, got {self.shadow!r}"
+
+
+class Scaling(Section):
+    """When a deployment with ``replicas: {min, max}`` gains or loses a replica."""
+
+    queue_wait_ms: Annotated[float, Field(gt=0, le=3_600_000)] = 100
+    """How long rows should wait at most, in addition to ``max_queue_delay_ms``."""
+    up_after_s: PositiveSeconds = 5
+    """How long the load must be too high before a replica is added."""
+    down_after_s: PositiveSeconds = 60
+    """For how long there must be too little to do before one ends."""
+
+
+_ORIGIN = re.compile(r"https?://[a-z0-9.\-]+(:\d{1,5})?\Z|https?://\[[0-9a-f:.]+\](:\d{1,5})?\Z")
+
+
+def _check_origin(value: str) -> str:
+    if value != "*" and not _ORIGIN.match(value):
+        raise ValueError("expected an origin such as https://app.example or http://localhost:3000, in lower case "
+                         "and without a path, or *")  # fmt: skip
+    return value
+
+
+OwnPath = Annotated[Path, AfterValidator(Path.expanduser), AfterValidator(Path.absolute)]
+"""A path made absolute: a relative one starts where Headwater was started, but gateway workers run elsewhere."""
+Origin = Annotated[str, AfterValidator(_check_origin)]
+
+
+class SecuritySection(Section):
+    """Who may use the server."""
+
+    keys_file: OwnPath | None = None
+    """The file with API keys; see `headwater_server.security.keys`. Without it, and without HEADWATER_KEYS in the
+    environment, anyone who can reach the server may infer."""
+    cors_origins: tuple[Origin, ...] = ()
+    """Origins of web pages whose scripts may send requests; ``*``: all. Default: only the server's own."""
+
+
+class Tls(Value):
+    """HTTPS: a certificate and its key, neither of which is of use without the other."""
+
+    certificate: OwnPath
+    """PEM: the server's certificate, followed by its intermediate certificates."""
+    key: OwnPath
+    """PEM: the private key, without a passphrase."""

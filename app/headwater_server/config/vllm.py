@@ -1,0 +1,120 @@
+"""The ``options`` of a deployment that vLLM computes: those of its engine that may be set, checked before a start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, ValidationError
+
+from headwater.errors import did_you_mean
+from headwater_server.config.sections import PositiveInt, PositiveSeconds, Section
+
+__all__ = ["VllmOptions", "option_faults"]
+
+_Fraction = Annotated[float, Field(gt=0, le=1)]
+_Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
+
+
+def _flag_of_generation_config(value: str) -> str:
+    return "vllm" if value == "none" else value
+
+
+class VllmOptions(Section):
+    """Options of vLLM's engine, under the names of its flags, and three of our own. See docs/vllm.md.
+
+    Left out are those that would open another way in (host, port, API keys, middleware), run code of a model's folder,
+    or change what the gateway relies on.
+    """
+
+    runner: Literal["auto", "generate", "pooling"] = "auto"
+    """Whether the model generates text, or pools what it has read to embeddings; ``auto``: as vLLM finds in its folder.
+    """
+    max_model_len: PositiveInt | None = None
+    """The most tokens of a prompt and its answer together; default: what the model was made for."""
+    max_num_seqs: Annotated[int, Field(ge=1, le=4096)] = 256
+    """Sequences computed together."""
+    max_num_batched_tokens: PositiveInt | None = None
+    """Tokens computed in one step; default: vLLM's."""
+    max_num_queued_reqs: Annotated[int, Field(ge=1, le=100_000)] = 1024
+    """Sequences, of an embedding model inputs, that one replica has, computed and waiting; requests beyond that are
+    refused with 429."""
+    gpu_memory_utilization: _Fraction | None = None
+    """The fraction of a GPU's memory that one replica takes; default: vLLM's, 0.92."""
+    kv_cache_gib: Annotated[int, Field(ge=1, le=4096)] | None = None
+    """On the CPU: memory of the key/value cache in GiB; default: 1."""
+    kv_cache_dtype: _Word | None = None
+    """Data type of the cache, such as ``fp8``; default: the model's."""
+    dtype: Literal["auto", "half", "float16", "bfloat16", "float", "float32"] = "auto"
+    """Data type of weights and activations."""
+    quantization: _Word | None = None
+    """How the weights are quantized; default: as the model's folder says."""
+    tensor_parallel_size: Annotated[int, Field(ge=1, le=64)] = 1
+    """GPUs that one replica is spread over, from its ``device`` on."""
+    enforce_eager: bool = False
+    """Whether to compute without CUDA graphs, which saves memory and start-up time."""
+    enable_prefix_caching: bool | None = None
+    """Whether prompts that begin as earlier ones reuse their keys and values; default: if the model can."""
+    seed: Annotated[int, Field(ge=0, le=2**31)] = 0
+    """Of sampling, for requests without a seed."""
+    max_logprobs: Annotated[int, Field(ge=0, le=100)] = 20
+    """The most alternatives that a request may ask for at each token."""
+    generation_config: Annotated[Literal["auto", "none", "vllm"], AfterValidator(_flag_of_generation_config)] = "auto"
+    """``auto``: sampling defaults come from the folder's ``generation_config.json``; ``none``, or vLLM's own name of it
+    ``vllm``: from OpenAI's API."""
+    adapters: dict[str, Annotated[str, Field(min_length=1)]] = Field(default_factory=dict)
+    """Folders of LoRA adapters of the model, by the names that they are served under."""
+    max_loras: Annotated[int, Field(ge=1, le=256)] | None = None
+    """The most LoRA adapters whose requests are computed together; default: as many as ``adapters`` has at the start.
+    Set it where there are none at the start, to load some later."""
+    max_lora_rank: Literal[8, 16, 32, 64, 128, 256, 320, 512] | None = None
+    """The highest rank of an adapter; default: the lowest of these that fits those at the start."""
+    chat_template: Annotated[Path, AfterValidator(Path.expanduser), AfterValidator(Path.absolute)] | None = None
+    """The file with the chat template; default: the model's."""
+    tool_call_parser: _Word | None = None
+    """vLLM's parser for the model's tool calls, such as ``hermes``; default: tools only if named or required."""
+    reasoning_parser: _Word | None = None
+    """vLLM's parser for the model's reasoning, such as ``deepseek_r1``."""
+    max_step_s: PositiveSeconds = 60
+    """How long the engine may make no progress with requests under way before the replica is replaced."""
+    prefix_affinity: Annotated[float, Field(ge=0, le=100)] = 2
+    """With several replicas: a request goes to the one that had its prefix, while that has at most so many times the
+    requests of the least busy one; 0: always to the least busy one."""
+
+    def _faults(self) -> Iterator[str]:
+        if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
+            expected = f"expected at least max_num_seqs = {self.max_num_seqs}"
+            yield f"options.max_num_batched_tokens: {expected}, got {self.max_num_batched_tokens}"
+
+
+FORBIDDEN = {
+    "host": "the gateway listens, vLLM doesn't",
+    "port": "the gateway listens, vLLM doesn't",
+    "uds": "the replica's socket is in its own folder",
+    "api_key": "keys are the gateway's: `security.keys_file`",
+    "middleware": "it would run code in front of the engine",
+    "trust_remote_code": "it would run code of the model's folder",
+    "served_model_name": "it is the deployment's name",
+    "model": "it is the deployment's `model`",
+    "enable_lora": "name `adapters` instead",
+    "lora_modules": "name `adapters` instead",
+}
+
+
+def option_faults(options: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with a deployment's ``options``; each message names the field."""
+    try:
+        VllmOptions.model_validate(dict(options))
+    except ValidationError as error:
+        for detail in error.errors(include_url=False):
+            name = ".".join(map(str, detail["loc"]))
+            if detail["type"] == "extra_forbidden":
+                plain = name.lstrip("-").replace("-", "_")
+                reason = f"not allowed: {FORBIDDEN[plain]}" if plain in FORBIDDEN else "unknown option of vLLM"
+                yield f"options.{name}: {reason}{did_you_mean(plain, VllmOptions.model_fields)}"
+            elif not name:
+                yield from detail["ctx"]["error"].args
+            else:
+                message = str(detail["msg"]).removeprefix("Value error, ")
+                yield f"options.{name}: {message[:1].lower()}{message[1:]}, got {detail['input']!r:.80}"

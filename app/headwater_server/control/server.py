@@ -1,0 +1,402 @@
+"""The supervisor's end of the control socket, which has one JSON message per line.
+
+Downwards go the whole `RoutingTable` to a worker that connects, a `TableChange` whenever anything changes, a `Drain`,
+which a worker answers with `Drained`, and a `CommandAnswer` for each `Command` of a worker. Any number of each may be
+under way; a message's ``id`` tells which answer belongs to it. A worker that gets a change that doesn't follow its
+table asks for the whole one with `TableWanted`. A `Ping` is answered by a `Pong`. A worker's `Quarantined` is forwarded
+to the other workers, and a `ReplicaLoss` is the supervisor's alone. A `Cancel` is forwarded, too; its sender gets the
+sum of their `CancelCount`. The end of the connection
+tells either side that the other is gone; with a worker goes all that was in flight there. Not so with a gateway on
+another machine, which may come again with what it has in flight: it is gone after its `Goodbye`, or after some time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import itertools
+import logging
+import socket
+import ssl
+import struct
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import msgspec
+
+from headwater_server.control import messages
+from headwater_server.control.load import LoadReport, Tally
+from headwater_server.control.messages import (
+    Cancel,
+    CancelCount,
+    Command,
+    CommandAnswer,
+    Drain,
+    Drained,
+    Quarantined,
+    ReplicaLoss,
+    Upward,
+    encode_line,
+)
+from headwater_server.control.routing import RoutingTable
+from headwater_server.control.table_change import TableChange
+
+__all__ = ["ControlServer"]
+
+logger = logging.getLogger("headwater")
+
+LOAD_FRESH_S: Final = 3.0
+"""A load report older than this is ignored."""
+DRAIN_GRACE_S: Final = 5.0
+"""How much longer than a drain's timeout a worker's answer may take."""
+CANCEL_TIMEOUT_S: Final = 3.0
+"""How long a worker may take to report what it cancelled."""
+HELLO_TIMEOUT_S: Final = 5.0
+"""How long a gateway on another machine may take to introduce itself."""
+GATEWAY_GONE_S: Final = 10.0
+"""A gateway on another machine that is silent for so long counts as gone; until then drains wait for it."""
+_CREDENTIALS: Final = struct.Struct("3i")
+
+
+class PeerContexts(Protocol):
+    """The TLS of the cluster, as a server needs it."""
+
+    def server_context(self) -> ssl.SSLContext:
+        """For connections that others open; `is_peer` must then be asked."""
+        ...
+
+    def is_peer(self, certificate: Mapping[str, Any] | None) -> bool:
+        """Whether the certificate of a client, as `ssl` describes it, is one of the cluster's."""
+        ...
+
+
+@dataclass(eq=False)
+class _Worker:
+    """A gateway worker that is connected."""
+
+    writer: asyncio.StreamWriter
+    pid: int
+    """0: it is a gateway on another machine."""
+    workers: int = 1
+    """How many workers it stands for."""
+    gateway: str = ""
+    """See `Hello`."""
+    heard_s: float = 0.0
+    """When something came from it last, by the loop's time."""
+    unanswered: int = 0
+    """The number of consecutive unanswered pings."""
+    load: tuple[float, LoadReport] | None = None
+    """The last report, and its time."""
+    tallies: dict[str, Tally] = field(default_factory=dict)
+    """The last of each deployment."""
+    asked: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
+    """Answers that are awaited, by the message's id; None as an answer: the worker has ended."""
+
+    def send(self, message: msgspec.Struct) -> None:
+        if not self.writer.is_closing():
+            self.writer.write(encode_line(message))
+
+
+class ControlServer:
+    """The supervisor's end.
+
+    Args:
+        on_command: carries out a command, however long it takes, even if the worker that sent it ends.
+        on_quarantined: called with each `Quarantined` of a worker.
+        on_lost: called with each `ReplicaLoss` of a worker.
+        on_cancel: cancels what runs under a request's id where no worker is connected here, and counts the streams.
+        on_workers: called when the number of workers has changed.
+        epoch: must be greater than that of any supervisor that its workers have had; None: the present time, in
+            nanoseconds, which will do for workers on this machine.
+    """
+
+    def __init__(
+        self,
+        on_command: Callable[[Command], Awaitable[CommandAnswer]] | None = None,
+        epoch: int | None = None,
+        *,
+        on_quarantined: Callable[[Quarantined], None] = lambda found: None,
+        on_lost: Callable[[ReplicaLoss], None] = lambda loss: None,
+        on_cancel: Callable[[str], Awaitable[int]] | None = None,
+        on_workers: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._on_command = on_command
+        self._on_quarantined = on_quarantined
+        self._on_lost = on_lost
+        self._on_cancel = on_cancel
+        self._on_workers = on_workers
+        self._table = RoutingTable(epoch=time.time_ns() if epoch is None else epoch)
+        self.tallies: dict[str, Tally] = {}
+        """What deployments with compared versions have counted in all workers so far."""
+        self._workers: set[_Worker] = set()
+        self._away: set[_Worker] = set()
+        """Gateways on other machines whose connections have ended, and which may come again."""
+        self._known_s = float("-inf")
+        """When all gateways are known, by the loop's time."""
+        self._numbers = itertools.count()
+        self._commands: set[asyncio.Task[None]] = set()
+        self._server: asyncio.AbstractServer | None = None
+
+    async def start(self, path: Path) -> None:
+        """Listen on a unix socket; its folder must be closed to others (0700). Called again, listen on a new one."""
+        if self._server is not None:
+            self._server.close()
+        self._server = await asyncio.start_unix_server(self._serve, path, limit=messages.MAX_MESSAGE_BYTES)
+
+    async def start_for_gateways(
+        self, host: str, port: int, token: str, tls: PeerContexts | None, *, is_successor: bool = False
+    ) -> int:
+        """Listen for gateways on other machines, which must know the token. Returns the port.
+
+        Args:
+            host: an address of this machine.
+            port: 0: any.
+            token: what gateways must say.
+            tls: the cluster's; None: plain text.
+            is_successor: whether gateways of an earlier supervisor are about to come: drains wait for them.
+        """
+        if is_successor:
+            self._known_s = asyncio.get_running_loop().time() + GATEWAY_GONE_S
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            if tls is not None and not tls.is_peer(writer.get_extra_info("peercert")):
+                logger.error("a gateway whose certificate has another name was refused")
+                writer.close()
+                return
+            try:
+                line = await asyncio.wait_for(reader.readline(), HELLO_TIMEOUT_S)
+                hello = messages.HELLO.decode(line)
+            except (asyncio.TimeoutError, ConnectionError, ValueError, msgspec.MsgspecError):
+                writer.close()
+                return
+            if not hmac.compare_digest(hello.token.encode(), token.encode()):
+                logger.error("a gateway with a wrong token was refused")
+                writer.close()
+                return
+            await self._talk(reader, _Worker(writer, 0, hello.workers, hello.gateway))
+
+        context = None
+        if tls is not None:
+            context = tls.server_context()
+            # Certificates may be renewed while this listens.
+            context.sni_callback = lambda connection, name, first: setattr(connection, "context", tls.server_context())
+        self._server = await asyncio.start_server(serve, host, port, ssl=context, limit=messages.MAX_MESSAGE_BYTES)
+        found: int = self._server.sockets[0].getsockname()[1]
+        return found
+
+    @property
+    def workers(self) -> int:
+        """How many gateway workers there are, those on other machines included."""
+        return sum(one.workers for one in self._workers)
+
+    @property
+    def is_deserted(self) -> bool:
+        """Whether there are no workers, and no gateway is waited for."""
+        return not self._workers and not self._away
+
+    def publish(self, table: RoutingTable) -> None:
+        """Send what changed in the table to every worker, and the whole to those that come later.
+
+        The table's epoch and version are the server's to set.
+        """
+        before = self._table
+        self._table = msgspec.structs.replace(table, epoch=before.epoch, version=before.version + 1)
+        if self._workers:
+            line = encode_line(TableChange.between(before, self._table))
+            for worker in self._workers:
+                worker.writer.write(line)
+
+    async def drain(
+        self, model: str, timeout_s: float, replicas: list[str] | None = None, adapters: Sequence[str] = ()
+    ) -> Drained:
+        """Wait until nothing of a deployment is in flight in any worker; see `Drain`.
+
+        A worker that ends has nothing in flight, and one that connects later has accepted nothing. A gateway on another
+        machine whose connection has ended is waited for until it has come again, and then asked, or counts as gone.
+        """
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + timeout_s
+        unknown_s = min(max(0.0, self._known_s - loop.time()), timeout_s)
+        if unknown_s:
+            await asyncio.sleep(unknown_s)
+        left_s = timeout_s - unknown_s
+        found, missing = Drained(), 0
+        asked: set[_Worker] = set()
+        workers = self._workers | self._away
+        while workers and loop.time() < end_s + DRAIN_GRACE_S:
+            order = Drain(next(self._numbers), model, left_s, replicas, list(adapters))
+            answers, late = await self._ask(workers, order, left_s + DRAIN_GRACE_S)
+            found, missing = sum(answers, found), missing + late
+            asked |= workers
+            workers = {one for one in self._workers | self._away if one.gateway} - asked
+            left_s = max(0.0, end_s - loop.time())
+        if missing:
+            logger.error("%s: %d gateway workers did not report in time that they have drained", model, missing)
+        return found
+
+    def loads(self) -> list[LoadReport]:
+        """Each worker's last load report, unless it is older than `LOAD_FRESH_S`."""
+        oldest_s = asyncio.get_running_loop().time() - LOAD_FRESH_S
+        return [one.load[1] for one in self._workers if one.load is not None and one.load[0] >= oldest_s]
+
+    def ping(self) -> dict[int, int]:
+        """Ping every worker. Returns the number of earlier consecutive unanswered pings, by process id."""
+        found: dict[int, int] = {}
+        oldest_s = asyncio.get_running_loop().time() - GATEWAY_GONE_S
+        for worker in self._workers:
+            if worker.pid:
+                found[worker.pid] = worker.unanswered
+            elif worker.heard_s < oldest_s:  # its machine is gone, or hangs
+                worker.writer.transport.abort()
+            if not worker.unanswered:
+                worker.send(messages.Ping())
+            worker.unanswered += 1
+        return found
+
+    def quarantine(self, found: Quarantined, by: _Worker | None = None) -> None:
+        """Forward what one worker found to all others."""
+        for worker in self._workers - {by}:
+            worker.send(found)
+
+    async def cancel(self, request_id: str, asking: _Worker | None = None) -> int:
+        """Cancel in all workers but the asking one what runs under a request's id. Returns the number of streams."""
+        order = Cancel(next(self._numbers), request_id)
+        answers, late = await self._ask(self._workers - {asking}, order, CANCEL_TIMEOUT_S)
+        if late:
+            logger.warning("%d gateway workers did not report in time what they cancelled", late)
+        return sum(answer.streams for answer in answers)
+
+    async def finish(self) -> None:
+        """Wait for the commands under way."""
+        while self._commands:
+            await asyncio.wait(self._commands)
+
+    async def close(self) -> None:
+        """Stop listening and end all connections."""
+        if self._server is not None:
+            self._server.close()
+        for worker in self._workers:
+            worker.writer.close()
+        for task in self._commands:
+            task.cancel()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await self._talk(reader, _Worker(writer, _peer(writer)))
+
+    async def _talk(self, reader: asyncio.StreamReader, worker: _Worker) -> None:
+        writer, loop = worker.writer, asyncio.get_running_loop()
+        for before in [one for one in self._workers | self._away if one.gateway and one.gateway == worker.gateway]:
+            self._forget(before)
+            before.writer.transport.abort()
+        worker.heard_s = loop.time()
+        self._workers.add(worker)
+        worker.send(self._table)  # first, as changes follow it
+        self._on_workers()
+        try:
+            while line := await reader.readline():
+                worker.heard_s = loop.time()
+                self._take(messages.UPWARD.decode(line), worker)
+        except ConnectionError:
+            pass
+        except (ValueError, msgspec.MsgspecError) as error:  # disconnected, the worker ends and is replaced
+            logger.error("invalid message from a gateway worker: %s", error)
+        finally:
+            if worker.gateway and worker in self._workers:  # else it has come again, or said goodbye
+                self._workers.remove(worker)
+                self._away.add(worker)
+                loop.call_at(worker.heard_s + GATEWAY_GONE_S, self._forget, worker)
+            else:
+                self._forget(worker)
+            self._on_workers()
+            writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
+
+    def _add_up(self, tallies: Iterable[Tally], worker: _Worker) -> None:
+        """Add what a worker has counted since its last report; the first one only tells where its counts begin."""
+        for tally in tallies:
+            before = worker.tallies.get(tally.name, tally)
+            worker.tallies[tally.name] = tally
+            news, known = tally.since(before), self.tallies.get(tally.name)
+            self.tallies[tally.name] = news if known is None else known + news
+
+    def _forget(self, worker: _Worker) -> None:
+        """Wait for nothing more of a worker."""
+        self._workers.discard(worker)
+        self._away.discard(worker)
+        for future in worker.asked.values():
+            if not future.done():
+                future.set_result(None)
+
+    def _take(self, message: Upward, worker: _Worker) -> None:
+        if isinstance(message, LoadReport):
+            worker.load = asyncio.get_running_loop().time(), message
+            self._add_up(message.tallies, worker)
+        elif isinstance(message, messages.Pong):
+            worker.unanswered = 0
+        elif isinstance(message, messages.TableWanted):
+            worker.send(self._table)
+        elif isinstance(message, messages.Goodbye):
+            self._forget(worker)
+        elif isinstance(message, Quarantined):
+            self._on_quarantined(message)
+            self.quarantine(message, worker)
+        elif isinstance(message, ReplicaLoss):
+            self._on_lost(message)
+        elif isinstance(message, messages.Hello):
+            raise ValueError("hello again")
+        elif isinstance(message, (Drained, CancelCount)):
+            future = worker.asked.get(message.id)
+            if future is not None and not future.done():  # None: the answer came too late
+                future.set_result(message)
+        else:
+            work = self._cancel(message, worker) if isinstance(message, Cancel) else self._carry_out(message, worker)
+            task = asyncio.create_task(work)
+            self._commands.add(task)
+            task.add_done_callback(self._commands.discard)
+
+    async def _ask(self, workers: set[_Worker], order: Drain | Cancel, timeout_s: float) -> tuple[list[Any], int]:
+        """Send an order. Returns the answers, and how many workers gave none in time; one that ends need not."""
+        futures = {worker: asyncio.get_running_loop().create_future() for worker in workers}
+        for worker, future in futures.items():
+            worker.asked[order.id] = future
+            worker.send(order)
+        try:
+            if futures:
+                await asyncio.wait(futures.values(), timeout=timeout_s)
+        finally:
+            for worker in futures:
+                del worker.asked[order.id]
+        done = [future.result() for future in futures.values() if future.done()]
+        return [answer for answer in done if answer is not None], len(futures) - len(done)
+
+    async def _carry_out(self, command: Command, worker: _Worker) -> None:
+        try:
+            if self._on_command is None:
+                raise RuntimeError("this server carries out no commands")
+            answer = await self._on_command(command)
+        except Exception:
+            logger.exception("%s: %s failed in the supervisor", command.model, command.action)
+            text = f"model `{command.model}`: {command.action} failed in the supervisor; see its log"
+            answer = CommandAnswer(command.id, 500, {"error": text})
+        if worker in self._workers:
+            worker.send(answer)
+
+    async def _cancel(self, order: Cancel, asking: _Worker) -> None:
+        """Forward a worker's `Cancel`, and answer it with how much was cancelled."""
+        streams = await self.cancel(order.request_id, asking)
+        if self._on_cancel is not None:
+            streams += await self._on_cancel(order.request_id)
+        if asking in self._workers:
+            asking.send(CancelCount(order.id, streams))
+
+
+def _peer(writer: asyncio.StreamWriter) -> int:
+    """The process id at the other end."""
+    raw = writer.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid: int = _CREDENTIALS.unpack(raw)[0]
+    return pid

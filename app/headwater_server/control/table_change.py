@@ -1,0 +1,152 @@
+"""What changed from one routing table to the next, which is what the supervisor sends to workers that have the first.
+
+A table has some 150 bytes for each replica; a change has the replicas that came, went or changed, and of a deployment
+in which anything else changed everything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from headwater_server.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable
+
+__all__ = ["DeploymentChange", "ReplicaChange", "TableChange"]
+
+
+class ReplicaChange(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What changed in a list of replicas."""
+
+    gone: tuple[str, ...] = ()
+    """Ids of those that are no longer in it."""
+    changed: tuple[ReplicaRoute, ...] = ()
+    """They take the places of those with the same ids."""
+    new: tuple[ReplicaRoute, ...] = ()
+    """They follow the others."""
+
+    @classmethod
+    def between(cls, before: Sequence[ReplicaRoute], after: Sequence[ReplicaRoute]) -> ReplicaChange:
+        """The change from one list to the other."""
+        if before is after:
+            return NO_CHANGE
+        had = {one.id: one for one in before}
+        has = {one.id for one in after}
+        change = cls(
+            tuple(id for id in had if id not in has),
+            tuple(one for one in after if one.id in had and one != had[one.id]),
+            tuple(one for one in after if one.id not in had),
+        )
+        if [one.id for one in change.applied(before)] != [one.id for one in after]:  # in another order
+            return cls(gone=tuple(had), new=tuple(after))
+        return change
+
+    def applied(self, replicas: Sequence[ReplicaRoute]) -> tuple[ReplicaRoute, ...]:
+        """The list after the change."""
+        if self.gone:
+            gone = set(self.gone)
+            replicas = [one for one in replicas if one.id not in gone]
+        if self.changed:
+            changed = {one.id: one for one in self.changed}
+            replicas = [changed.get(one.id, one) for one in replicas]
+        return (*replicas, *self.new)
+
+    def __bool__(self) -> bool:
+        """Whether there is any."""
+        return bool(self.gone or self.changed or self.new)
+
+
+NO_CHANGE = ReplicaChange()
+
+
+class DeploymentChange(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What changed in a deployment."""
+
+    name: str
+    route: DeploymentRoute | None = None
+    """All but its replicas, if any of that changed or the deployment is new."""
+    replicas: ReplicaChange = NO_CHANGE
+    retiring: ReplicaChange = NO_CHANGE
+
+    @classmethod
+    def between(cls, before: DeploymentRoute | None, after: DeploymentRoute) -> DeploymentChange:
+        """The change from one state of a deployment to the next."""
+        had = before or DeploymentRoute(after.name, after.state)
+        rest = _without_replicas(after)
+        return cls(
+            after.name,
+            None if before is not None and rest == _without_replicas(before) else rest,
+            ReplicaChange.between(had.replicas, after.replicas),
+            ReplicaChange.between(had.retiring, after.retiring),
+        )
+
+    def applied(self, before: DeploymentRoute | None) -> DeploymentRoute:
+        """The deployment after the change.
+
+        Raises:
+            ValueError: the deployment is not known, and the change doesn't have all of it.
+        """
+        rest = self.route or before
+        if rest is None:
+            raise ValueError(f"expected a change of a known deployment, got one of {self.name!r}")
+        had = before or rest
+        replicas = self.replicas.applied(had.replicas) if self.replicas else had.replicas
+        retiring = self.retiring.applied(had.retiring) if self.retiring else had.retiring
+        return msgspec.structs.replace(rest, replicas=replicas, retiring=retiring)
+
+    def __bool__(self) -> bool:
+        """Whether there is any."""
+        return self.route is not None or bool(self.replicas) or bool(self.retiring)
+
+
+class TableChange(msgspec.Struct, frozen=True, omit_defaults=True, tag="change"):
+    """What changed in the table; unchanged deployments and replicas stay the same objects."""
+
+    epoch: int
+    """That of both tables."""
+    since: int
+    """The version that it changes."""
+    version: int
+    """The version that it leads to."""
+    draining: bool = False
+    leaving: bool = False
+    names: tuple[str, ...] | None = None
+    """All deployments in their order, if that changed."""
+    deployments: tuple[DeploymentChange, ...] = ()
+
+    @classmethod
+    def between(cls, before: RoutingTable, after: RoutingTable) -> TableChange:
+        """The change from one table to a later one of the same epoch."""
+        had = {one.name: one for one in before.deployments}
+        names = tuple(one.name for one in after.deployments)
+        changes = (DeploymentChange.between(had.get(one.name), one) for one in after.deployments)
+        return cls(
+            after.epoch,
+            before.version,
+            after.version,
+            after.draining,
+            after.leaving,
+            None if names == tuple(had) else names,
+            tuple(change for change in changes if change),
+        )
+
+    def follows(self, table: RoutingTable) -> bool:
+        """Whether it is a change of this very table."""
+        return (self.epoch, self.since) == table.age
+
+    def applied(self, before: RoutingTable) -> RoutingTable:
+        """The table after the change, which must follow the one before.
+
+        Raises:
+            ValueError: the change is of deployments that the table doesn't have.
+        """
+        routes = {one.name: one for one in before.deployments}
+        for change in self.deployments:
+            routes[change.name] = change.applied(routes.get(change.name))
+        names = tuple(routes) if self.names is None else self.names
+        found = tuple(routes[name] for name in names)
+        return RoutingTable(found, self.draining, self.leaving, self.epoch, self.version)
+
+
+def _without_replicas(route: DeploymentRoute) -> DeploymentRoute:
+    return msgspec.structs.replace(route, replicas=(), retiring=())

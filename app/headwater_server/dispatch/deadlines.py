@@ -1,0 +1,99 @@
+"""The deadlines of one request: its own, and those of the heads that it wants."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from headwater_server.dispatch.collector import WHOLE, Collector
+from headwater_server.errors import DeadlineExceeded
+
+__all__ = ["Deadlines"]
+
+TIMER_RESOLUTION_S = 0.001
+"""uvloop counts timers in whole milliseconds."""
+
+
+class Deadlines:
+    """Ends a request, or single heads of it, at their deadlines, which count from the creation of this object.
+
+    Args:
+        collector: collects the request's answer.
+        timeout_s: the deployment's.
+        timeout_us: the client's own, in microseconds; 0: none.
+        where: what the request is doing, for messages.
+        is_idle_limit: whether the request's deadline starts anew with each piece of its stream.
+        on_head: called with a head at its own deadline or the request's.
+    """
+
+    __slots__ = (
+        "_collector", "_is_held", "_is_idle_limit", "_loop", "_on_head", "_piece_s", "_start_s", "_timeout_s",
+        "_timers", "_where",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        collector: Collector,
+        timeout_s: float,
+        timeout_us: int,
+        where: Callable[[], str] = lambda: "while it was computed",
+        is_idle_limit: bool = False,
+        on_head: Callable[[str], None] | None = None,
+    ) -> None:
+        self._loop = collector.loop
+        self._collector = collector
+        self._on_head = on_head
+        self._where = where
+        self._is_idle_limit = is_idle_limit
+        self._timeout_s = min(timeout_s, timeout_us / 1e6) if timeout_us else timeout_s
+        self._start_s = self._loop.time()
+        self._piece_s: float | None = None
+        """The time of the last piece of a stream."""
+        self._is_held = False
+        self._timers = [self._loop.call_later(self._timeout_s, self._expire)]
+        if WHOLE in collector.heads:  # the only one
+            return
+        for head in collector.heads.values():
+            if head.timeout_s is not None and (is_idle_limit or head.timeout_s < self._timeout_s):
+                expire = functools.partial(self._expire_head, head.name, "its timeout_s", head.timeout_s)
+                self._timers.append(self._loop.call_later(head.timeout_s, expire))
+
+    def left_s(self, head: str) -> float:
+        """The time until a head's own deadline or the request's; 0 if it has passed."""
+        limit_s = self._collector.heads[head].timeout_s
+        until_s = self._timeout_s if limit_s is None else min(limit_s, self._timeout_s)
+        return max(0.0, self._start_s + until_s - self._loop.time())
+
+    def note_piece(self) -> None:
+        """Record that a piece of the stream arrived, or that its reader caught up."""
+        self._piece_s = self._loop.time()
+        self._is_held = False
+
+    def hold(self) -> None:
+        """Record that the stream waits for its reader: until `note_piece` its silence isn't the replica's."""
+        self._is_held = True
+
+    def close(self) -> None:
+        """Cancel the timers, and drop the references to the callbacks."""
+        for timer in self._timers:
+            timer.cancel()
+        self._on_head = None
+        self._where = str
+
+    def _expire(self) -> None:
+        if self._is_idle_limit and self._piece_s is not None:
+            left_s = self._timeout_s if self._is_held else self._piece_s + self._timeout_s - self._loop.time()
+            if left_s > TIMER_RESOLUTION_S:
+                self._timers[0] = self._loop.call_later(left_s, self._expire)
+                return
+            self._collector.fail(DeadlineExceeded(f"the stream gave nothing for {self._timeout_s:g} s"))
+            return
+        for head in list(self._collector.undecided):
+            self._expire_head(head, "the deadline", self._timeout_s)
+
+    def _expire_head(self, head: str, what: str, timeout_s: float) -> None:
+        named = "" if head == WHOLE else f"head `{head}`: "
+        error = DeadlineExceeded(f"{named}{what} of {timeout_s:g} s passed {self._where()}")
+        self._collector.decide(head, error=error)
+        if self._on_head is not None:
+            self._on_head(head)

@@ -1,0 +1,282 @@
+"""One model in a gateway worker: admission, batching, and which replica has which call."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Hashable
+from typing import cast
+
+from headwater.signature import Signature
+from headwater_server.codecs.tensors import InferRequest
+from headwater_server.control.load import Moment
+from headwater_server.control.messages import ReplicaLoss
+from headwater_server.control.routing import DeploymentRoute, ReplicaRoute, check_key, unavailable
+from headwater_server.dispatch.admission import Admission, QueueBudget
+from headwater_server.dispatch.calls import Calls
+from headwater_server.dispatch.collector import Collector, wanted_heads
+from headwater_server.dispatch.losses import Losses, keys_of
+from headwater_server.dispatch.pending import Part, Pending, held_bytes
+from headwater_server.dispatch.policy import Batching, length_class
+from headwater_server.dispatch.pool import Connect, ReplicaCalls, ReplicaPool, connect
+from headwater_server.dispatch.protocol import Fail, TensorDispatcher
+from headwater_server.dispatch.queue import DEFAULT_WEIGHTS
+from headwater_server.errors import BadRequest, QueueFull, ReplicaLost
+from headwater_server.telemetry.instruments import Gauge
+from headwater_server.telemetry.recorder import recorder
+from headwater_server.telemetry.tracing import add_model
+from headwater_server.transport.batch import encode_nothing
+from headwater_server.transport.protocol import FrameReplicaClient
+
+__all__ = ["ModelDispatcher"]
+
+
+class ModelDispatcher(TensorDispatcher[Pending]):
+    """Takes requests for one model, and answers them through its replicas, in batches.
+
+    Args:
+        route: the deployment.
+        connect: makes a replica's client; tests and other engines pass their own.
+        on_quarantined: called with the fingerprint of a request that took two replicas down.
+        budget: limits what may wait in all deployments together; None: this is the only one.
+        on_lost: called with each replica that is lost, and again if it turns out which request ended it.
+    """
+
+    def __init__(
+        self,
+        route: DeploymentRoute,
+        connect: Connect = connect,
+        on_quarantined: Callable[[bytes], None] = lambda fingerprint: None,
+        budget: QueueBudget | None = None,
+        on_lost: Callable[[ReplicaLoss], None] = lambda loss: None,
+    ) -> None:
+        super().__init__(route)
+        self._connect = connect
+        self._loop = asyncio.get_running_loop()
+        self._meter = recorder().deployment(route.name)
+        self._pool = ReplicaPool(
+            route.name,
+            self._open,
+            lambda: self._batching.schedule(),
+            lambda replica: self._batching.note(replica),
+            on_lost=on_lost,
+            keys_of=keys_of,
+        )
+        self._losses = Losses(route.name, self._meter, self._pool, on_quarantined, on_lost)
+        self._quarantine = self._losses.quarantine
+        self._retries = self._losses.retries
+        self._calls = Calls(route.name, self._meter, self._losses, self._take_back)
+        self._admission = Admission(route.name, budget or QueueBudget(), self._displace)
+        self._queue = self._admission.queue
+        self._batching = Batching(
+            route, self._admission, self._retries, self._pool.connected, self._calls, self._fitting
+        )
+        self._calls.on_end = self._batching.schedule
+        self._calls.on_change = self._batching.note
+        self.update(route)
+
+    @property
+    def queued_rows(self) -> int:
+        """Rows waiting."""
+        return self._queue.rows + self._retries.rows
+
+    @property
+    def is_crowded(self) -> bool:
+        """See `TensorDispatcher.is_crowded`."""
+        return self.queued_rows > self._queue.max_batch_size
+
+    def _is_queued(self, request: InferRequest) -> bool:
+        """See `TensorDispatcher._is_queued`."""
+        return any(part.alive for run in self._requests if run.request is request for part in run.parts)
+
+    def update(self, route: DeploymentRoute) -> None:
+        """See `Dispatcher.update`."""
+        if route.signature is not None:
+            is_smaller = route.signature.max_batch_size < self._queue.max_batch_size
+            self._queue.max_batch_size = route.signature.max_batch_size
+            if is_smaller:
+                self._cut_waiting()
+        if route.generation != self.route.generation:
+            self._quarantine.lift()
+        self._quarantine.for_s = route.quarantine_s
+        self._admission.limit = route.max_queue_size
+        weights = route.priority_weights or DEFAULT_WEIGHTS
+        if weights != self._queue.weights:
+            self._queue.reweigh(weights)
+        self._calls.keep_apart = route.max_padding > 0
+        super().update(route)
+        self._batching.update(route)
+        self._pool.update(route)
+        self._losses.judge()
+        self._losses.fail_stranded()
+        if not route.replicas:
+            for part in self._queue.drain():
+                part.fail(unavailable(route))
+        self._batching.schedule()
+
+    def close(self) -> None:
+        """See `Dispatcher.close`."""
+        super().close()
+        self._losses.close()
+        self._batching.close()
+        self._pool.close()
+        for part in (*self._retries.drain(), *self._queue.drain()):
+            part.fail(ReplicaLost("the server is stopping"))
+        self._admission.close()
+
+    def moment(self) -> Moment:
+        """See `Dispatcher.moment`."""
+        rows = self._queue.rows
+        most = self.route.at_once
+        calls = [one.calls for one in self._pool.connected.values()]
+        return Moment(
+            computing=sum(min(one, most) for one in calls),
+            requests=max(len(self._requests), sum(calls) - (-rows // self._queue.max_batch_size)),
+            waiting=rows,
+            wait_s=self._loop.time() - self._queue.oldest_s() if rows else 0.0,
+        )
+
+    def gauges(self) -> dict[Gauge, int]:
+        """See `Dispatcher.gauges`."""
+        return {**super().gauges(), self._meter.queue_rows: self.queued_rows}
+
+    def under_way(self, replicas: Collection[str] | None) -> list[Fail]:
+        """See `Dispatcher.under_way`."""
+        if replicas is None:
+            return super().under_way(None)
+        batches = [batch for one in self._pool.held(replicas) for batch in one.batches.values()]
+        found = {part.pending for batch in batches for part in batch}
+        # A request that is answered may still be read, which needs no replica.
+        return [one.collector.fail for one in found if not one.collector.is_done]
+
+    def quarantine(self, fingerprint: bytes) -> None:
+        """See `Dispatcher.quarantine`."""
+        self._quarantine.refuse(fingerprint, self._loop.time())
+
+    def _open(self, replica: ReplicaRoute) -> ReplicaCalls:
+        client = self._connect(self.route.name, replica)
+        signature = self.route.signature
+        if replica.grpc_address and signature is not None:
+            cast(FrameReplicaClient, client).open(encode_nothing(signature), streams=signature.streams)
+        return ReplicaCalls(replica, client)
+
+    # Requests
+
+    def _start(self, request: InferRequest, signature: Signature, *, is_stream: bool) -> Pending:
+        if self.route.barred:
+            check_key(self.route, request.owner)
+        fingerprint = b""
+        if self._quarantine and not signature.streams:
+            fingerprint = self._losses.examine(request, self.route.max_queue_size)
+        size_bytes = held_bytes(request.inputs)
+        if signature.streams and request.rows > signature.max_batch_size:
+            raise self._too_many(request.rows, signature.max_batch_size)
+        if request.is_copy:
+            self._admission.check_copy(request.rows, size_bytes)
+        else:
+            self._admission.check(request.rows, size_bytes, request.priority)
+        meter = self._meter if signature.heads and not request.is_copy else None
+        collector = Collector(wanted_heads(request, signature), is_stream, meter)
+        pending = Pending(request, signature, collector, self.route.timeout_s)
+        pending.gathered_ns = self._batching.clock.read_ns()
+        pending.trace = add_model(self.route.name)
+        pending.fingerprint = fingerprint
+        self._enqueue(pending, size_bytes)
+        self._requests.add(pending)
+        return pending
+
+    def _end(self, run: Pending) -> None:
+        self._requests.discard(run)
+        collector = run.collector
+        succeeded = collector.succeeded
+        is_counted = not run.request.is_copy  # the shadow counts copies
+        if is_counted and succeeded:
+            self._meter.note_request(
+                run.request.rows, run.queue_ns, run.batch_wait_ns, run.compute_ns, run.transport_ns()
+            )
+        elif is_counted and collector.failed:
+            self._meter.failures.add()
+        if run.trace is not None:
+            error = collector.error
+            name = type(error).__name__ if error is not None else ""
+            run.trace.end(run.request.rows, run.compute_ns, name)
+        for part in run.parts:  # waiting rows must not be computed
+            if part.alive:
+                self._queue.remove(part)
+            elif part.is_retry:
+                self._retries.remove(part)
+        if run.stream is not None and (not succeeded or any(part.awaited for part in run.parts)):
+            client, name = run.stream
+            run.stream = None
+            client.cancel(name)
+        collector.close()
+        run.release()
+
+    def _enqueue(self, pending: Pending, size_bytes: int) -> None:
+        request = pending.request
+        key: Hashable = (
+            # A stream goes alone: its steps depend on what it yields.
+            id(pending if pending.signature.streams else pending.signature),
+            tuple([(name, tensor.shape[1:]) for name, tensor in request.inputs.items()]),
+            tuple(request.batch_parameters.items()),
+            request.is_copy,  # what a copy does to a replica is no fault of a client's request
+        )
+        losses = 1 if pending.fingerprint else 0
+        whole = Part(pending, key, 0, request.rows, request.inputs, set(pending.collector.heads), size_bytes, losses)
+        pending.parts = whole.pieces(self._queue.max_batch_size)
+        for part in pending.parts:
+            if self.route.max_padding:
+                part.key = (key, length_class(part.inputs, self.route.max_padding))
+            if losses:
+                self._retries.push(part)
+            else:
+                self._push(part)
+        self._batching.schedule()
+
+    def _push(self, part: Part) -> None:
+        self._queue.push(part)
+        if part.pending.request.is_copy:
+            self._admission.add_copy(part)
+
+    def _displace(self, part: Part, error: QueueFull) -> None:
+        """Fail a request that gives way to one with a better claim to its place in the queue."""
+        for other in part.pending.parts:
+            self._queue.remove(other)
+        part.pending.collector.fail(error)
+
+    def _cut_waiting(self) -> None:
+        """Cut waiting parts to the present size of batches."""
+        for pending in self._requests:
+            for part in list(pending.parts):
+                if part.alive and part.rows > self._queue.max_batch_size:
+                    self._queue.remove(part)
+                    for piece in self._fitting(part):
+                        self._push(piece)
+
+    def _fitting(self, part: Part) -> list[Part]:
+        """A part, which is in no queue, cut to the present size of batches."""
+        size = self._queue.max_batch_size
+        if part.rows <= size:
+            return [part]
+        if part.pending.signature.streams:  # it can't be cut
+            part.fail(self._too_many(part.rows, size))
+            return []
+        return part.pending.cut(part, size)
+
+    def _too_many(self, rows: int, limit: int) -> BadRequest:
+        return BadRequest(
+            f"inputs: expected at most {limit} rows (max_batch_size of model `{self.route.name}`, which streams), "
+            f"got {rows}",
+            field="inputs",
+        )
+
+    def _take_back(self, part: Part) -> None:
+        """Queue rows again that a replica never had. Without another replica they wait for the table's next state."""
+        if not self.route.replicas:  # the table has it already
+            part.fail(unavailable(self.route))
+        elif not part.pending.collector.is_done:
+            pieces = self._fitting(part)
+            if part.losses:
+                self._retries.push_back(pieces)
+            else:
+                for piece in pieces:
+                    self._push(piece)

@@ -1,0 +1,216 @@
+"""Equal requests at the same time are computed once, and answers that are kept answer later ones."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Hashable
+from typing import Final, Literal
+
+import msgspec
+
+from headwater_server.codecs.tensors import Answer, InferRequest, Outputs
+from headwater_server.dispatch.answer_cache import AnswerCache
+from headwater_server.dispatch.collector import PLAIN, WHOLE, Collector
+from headwater_server.dispatch.deadlines import Deadlines
+from headwater_server.dispatch.pending import held_bytes
+from headwater_server.dispatch.queue import DEFAULT_PRIORITY
+from headwater_server.errors import Cancelled, DeadlineExceeded, QueueFull
+from headwater_server.telemetry.recorder import CacheMeter
+
+__all__ = ["Flights", "Waiter"]
+
+THREAD_BYTES: Final = 256 * 1024
+"""Inputs from this size on are hashed in a thread: it takes a quarter of a millisecond."""
+
+_OWN_ENDS: Final = (asyncio.CancelledError, Cancelled, DeadlineExceeded, QueueFull)
+"""How a request may end for reasons of its own, which says nothing about equal ones."""
+
+
+class Waiter:
+    """A request that waits for the answer to an equal one.
+
+    Args:
+        request: the request.
+        timeout_s: the deployment's.
+    """
+
+    def __init__(self, request: InferRequest, timeout_s: float) -> None:
+        self.request = request
+        self.collector = Collector(PLAIN, is_stream=False)
+        self.turn: Literal["take", "compute", "alone"] = "take"
+        """Once it is decided: whether it has the answer, computes it for those that wait on, or for itself."""
+        self._deadlines = Deadlines(
+            self.collector, timeout_s, request.timeout_us, where=lambda: "while an equal request was computed"
+        )
+
+    def decide(self, turn: Literal["take", "compute", "alone"], outputs: Outputs | None = None) -> None:
+        """End the wait."""
+        if not self.collector.is_done:
+            self.turn = turn
+            self.collector.decide(WHOLE, outputs or {})
+
+    def close(self) -> None:
+        """Leave the request only the time that is left, in case it is computed now."""
+        self.request.timeout_us = max(1, int(1e6 * self._deadlines.left_s(WHOLE)))
+        self._deadlines.close()
+
+
+class _Flight:
+    """A computation, and those that wait for its answer, in the order of their arrival."""
+
+    def __init__(self) -> None:
+        self.waiters: dict[Waiter, None] = {}
+        self.computing: list[InferRequest] = []
+        """The requests that are computed: more than one if a later request was more urgent than those before it."""
+
+    def land(self, outputs: Outputs) -> None:
+        """Give all the answer."""
+        for waiter in self.waiters:
+            waiter.decide("take", outputs)
+
+    def dissolve(self) -> None:
+        """Have each compute its own answer."""
+        for waiter in self.waiters:
+            waiter.decide("alone")
+
+    def hand_on(self) -> bool:
+        """Have the most urgent one compute, the first of several. Returns whether there is one."""
+        waiting = [waiter for waiter in self.waiters if not waiter.collector.is_done]
+        if waiting:
+            min(waiting, key=lambda waiter: _urgency(waiter.request)).decide("compute")
+        return bool(waiting)
+
+
+class Flights:
+    """Answers one deployment's requests with what is kept, with what is being computed, or by computing.
+
+    If a computation's client leaves, or its own deadline passes, the next request that waits for it computes. If it
+    fails otherwise, each computes for itself, as without a cache: they go in one batch, and the failure may be one that
+    the model or its replica had by chance. A request that is more urgent than those that are computed doesn't wait in
+    the queue with them: it is computed, too, and whichever ends first answers all that wait.
+
+    Args:
+        cache: what is kept.
+        meter: counts.
+        waiting: the requests that wait for an equal one; kept up to date here.
+        version: identifies what computes now; answers of another version are not used.
+        is_queued: whether a request that is to be computed may still wait in a queue.
+    """
+
+    def __init__(
+        self,
+        cache: AnswerCache,
+        meter: CacheMeter,
+        waiting: set[Waiter],
+        version: Callable[[], Hashable],
+        is_queued: Callable[[InferRequest], bool],
+    ) -> None:
+        self._is_queued = is_queued
+        self.cache = cache
+        self._meter = meter
+        self._waiting = waiting
+        self._version = version
+        self._version_kept: Hashable = None
+        self._flights: dict[bytes, _Flight] = {}
+
+    def clear(self) -> None:
+        """Forget all answers, those of computations under way included."""
+        self.cache.clear()
+        self._flights = {}
+
+    async def answer(self, request: InferRequest, timeout_s: float, compute: Callable[[], Awaitable[Answer]]) -> Answer:
+        """Answer a request.
+
+        Args:
+            request: the request.
+            timeout_s: the deployment's.
+            compute: computes the answer.
+
+        Raises:
+            HeadwaterError: as ``compute``; `DeadlineExceeded` while it waits for an equal request.
+        """
+        if held_bytes(request.inputs) < THREAD_BYTES:
+            key = self.cache.key(request)
+        else:
+            key = await asyncio.to_thread(self.cache.key, request)
+        version = self._version()
+        if version != self._version_kept:
+            self.clear()
+            self._version_kept = version
+        outputs = self.cache.get(key)
+        if outputs is not None:
+            self._meter.hits.add()
+            return Answer(outputs, cache="hit")
+        flight = self._flights.get(key)
+        if flight is None:
+            flight = self._flights[key] = _Flight()
+            return await self._compute(key, flight, request, compute)
+        if self._overtakes(request, flight):
+            return await self._compute(key, flight, request, compute)
+        waiter = Waiter(request, timeout_s)
+        answer = await self._wait(key, flight, waiter)
+        if waiter.turn == "take":
+            self._meter.shared.add()
+            return msgspec.structs.replace(answer, cache="shared")
+        return await self._compute(key, flight if waiter.turn == "compute" else _Flight(), request, compute)
+
+    def _overtakes(self, request: InferRequest, flight: _Flight) -> bool:
+        """Whether a request would be computed before all that a flight computes, which still wait in a queue."""
+        computing = flight.computing  # empty while one that waited is about to compute
+        most = min(map(_urgency, computing), default=0)
+        return _urgency(request) < most and all(map(self._is_queued, computing))
+
+    async def _wait(self, key: bytes, flight: _Flight, waiter: Waiter) -> Answer:
+        flight.waiters[waiter] = None
+        self._waiting.add(waiter)
+        try:
+            return await waiter.collector.whole()
+        except BaseException:
+            if waiter.turn == "compute":  # its client left just as it was to compute
+                self._hand_on(key, flight)
+            raise
+        finally:
+            waiter.close()
+            self._waiting.discard(waiter)
+            flight.waiters.pop(waiter, None)
+
+    async def _compute(
+        self, key: bytes, flight: _Flight, request: InferRequest, compute: Callable[[], Awaitable[Answer]]
+    ) -> Answer:
+        self._meter.misses.add()
+        flight.computing.append(request)
+        try:
+            answer = await compute()
+        except _OWN_ENDS:
+            flight.computing.remove(request)
+            if not flight.computing:
+                self._hand_on(key, flight)
+            raise
+        except BaseException:
+            self._end(key, flight)
+            flight.dissolve()
+            raise
+        is_current = self._end(key, flight)
+        if answer.omitted:
+            flight.dissolve()
+        else:
+            flight.land(answer.outputs)
+            if is_current:
+                self.cache.put(key, answer.outputs)
+        return msgspec.structs.replace(answer, cache="miss")
+
+    def _hand_on(self, key: bytes, flight: _Flight) -> None:
+        if not flight.hand_on():
+            self._end(key, flight)
+
+    def _end(self, key: bytes, flight: _Flight) -> bool:
+        """End a flight. Returns whether it was of the present version, and open to others."""
+        if self._flights.get(key) is not flight:
+            return False
+        del self._flights[key]
+        return True
+
+
+def _urgency(request: InferRequest) -> int:
+    """The request's priority; 1 is the most urgent."""
+    return request.priority or DEFAULT_PRIORITY

@@ -1,0 +1,236 @@
+"""A pipeline whose steps are deployments of their own: each step is called once, and its bytes travel undecoded."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import math
+import re
+from collections.abc import Callable, Hashable
+from typing import Final
+
+from headwater.datatypes import DATATYPES
+from headwater.pipeline import INPUT, PlannedStep, Wire, tensor_text
+from headwater.signature import Signature
+from headwater_server.codecs.tensors import InferRequest, Outputs, OutputWish, RawTensor, element_count
+from headwater_server.control.routing import DeploymentRoute, unavailable
+from headwater_server.dispatch.collector import Collector, wanted_heads
+from headwater_server.dispatch.deadlines import Deadlines
+from headwater_server.dispatch.protocol import Dispatcher, TensorDispatcher
+from headwater_server.errors import (
+    RETRY_AFTER_LOST_S,
+    BadRequest,
+    CallableFailed,
+    HeadwaterError,
+    QueueFull,
+    Unavailable,
+)
+from headwater_server.telemetry.recorder import recorder
+
+__all__ = ["GraphDispatcher"]
+
+logger = logging.getLogger("headwater.graph")
+
+_BAD_OUTPUT: Final = re.compile(
+    r"(?:row \d+: )?output '(?P<name>[^']+)': expected \w+ \[(?P<asked>\d+)(?:[^]\d][^]]*)?\], "
+    r"got (?P<datatype>\w+) \[(?P<rows>\d+)(?P<shape>(?:[^]\d][^]]*)?)\](?:: \d+ rows went in)?\Z"
+)
+"""The words of `headwater.wire.arrays.wire` for an output that isn't as declared, perhaps of some of the rows only."""
+
+
+class GraphDispatcher(TensorDispatcher["_Run"]):
+    """Takes requests for one pipeline, and answers them through its steps' deployments.
+
+    A step runs as soon as its inputs are there, at the same time as others that don't depend on it. A step that is
+    slow, fails or is lost delays and harms only those that depend on it.
+
+    Args:
+        route: the pipeline.
+        find: finds a deployment's dispatcher by its name.
+    """
+
+    def __init__(self, route: DeploymentRoute, find: Callable[[str], Dispatcher | None]) -> None:
+        super().__init__(route)
+        self._find = find
+        self._meter = recorder().deployment(route.name)
+        self._rows = 0
+        """Rows of the requests in flight."""
+
+    @property
+    def version(self) -> Hashable:
+        """See `TensorDispatcher.version`: its steps' versions."""
+        steps = self.route.plan.steps if self.route.plan is not None else ()
+        found = (self._find(step.spec.deployment or f"{self.route.name}.{step.name}") for step in steps)
+        return self.route.signature, *(one and (one.route.generation, one.route.signature) for one in found)
+
+    def check_ready(self, *, is_step: bool = False) -> Signature:
+        """See `Dispatcher.check_ready`: requests are accepted as long as enough of the steps accept them."""
+        if self.is_draining and not is_step:
+            raise Unavailable("the server is stopping", retry_after_s=RETRY_AFTER_LOST_S)
+        route = self.route
+        if route.signature is None or route.plan is None or not route.is_open:
+            raise unavailable(route)
+        return route.signature
+
+    def _start(self, request: InferRequest, signature: Signature, *, is_stream: bool) -> _Run:
+        limit = self.route.max_queue_size
+        if self._rows and self._rows + request.rows > limit:
+            # Before the trunk computes what its heads would refuse.
+            raise QueueFull(
+                f"model `{self.route.name}`: the queue is full: {self._rows} of {limit} rows are under way",
+                retry_after_s=1,
+            )
+        collector = Collector(wanted_heads(request, signature), is_stream=is_stream, meter=self._meter)
+        run = _Run(self.route, request, collector, self._find)
+        self._requests.add(run)
+        self._rows += request.rows
+        return run
+
+    def _end(self, run: _Run) -> None:
+        self._requests.discard(run)
+        self._rows -= run.request.rows
+        if run.collector.succeeded:
+            self._meter.rows.add(run.request.rows)
+        elif run.collector.failed:
+            self._meter.failures.add()
+        run.end()
+
+
+class _Run:
+    """One request on its way through the steps."""
+
+    def __init__(
+        self,
+        route: DeploymentRoute,
+        request: InferRequest,
+        collector: Collector,
+        find: Callable[[str], Dispatcher | None],
+    ) -> None:
+        assert route.plan is not None
+        self.request = request
+        self.collector = collector
+        self._name = route.name
+        self._plan = route.plan
+        self._find = find
+        self._deadlines = Deadlines(collector, route.timeout_s, request.timeout_us, on_head=self._give_up)
+        needed = self._plan.needed(collector.heads)
+        self._steps = [step for step in self._plan.steps if step.name in needed]
+        self._tasks: dict[str, asyncio.Task[Outputs]] = {}
+        for step in self._steps:
+            task = self._tasks[step.name] = asyncio.create_task(self._step(step))
+            task.add_done_callback(functools.partial(self._on_done, step.name))
+
+    def end(self) -> None:
+        """Cancel the steps, and drop the tensors: the tasks refer to this object, a cycle for the garbage collector."""
+        self._deadlines.close()
+        for task in self._tasks.values():
+            task.cancel()
+        self.collector.close()
+        self._tasks = {}
+
+    def _give_up(self, head: str) -> None:
+        """Cancel the steps that no undecided head needs, as one has reached its deadline."""
+        wanted = self._plan.needed(self.collector.undecided)
+        for step in self._steps:
+            if step.name not in wanted:
+                self._tasks[step.name].cancel()
+
+    def _on_done(self, step: str, task: asyncio.Task[Outputs]) -> None:
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is None:
+            wished = {wish.name for wish in self.request.outputs}
+            self.collector.decide(step, {name: one for name, one in task.result().items() if name in wished})
+            return
+        if not isinstance(error, HeadwaterError):
+            logger.error("model %s, step %s: failed in the gateway", self._name, step, exc_info=error)
+            error = CallableFailed(f"step `{step}`: internal error: {type(error).__name__}")
+        self.collector.decide(step, error=error.again())
+
+    async def _step(self, step: PlannedStep) -> Outputs:
+        """Call one step as soon as its inputs are there."""
+        tasks = self._tasks  # `end` may replace it
+        for parent in step.parents:
+            # Not awaited itself: a step that others need isn't cancelled with one of them.
+            await asyncio.wait({tasks[parent]})
+        inputs: dict[str, RawTensor] = {}
+        for wire in step.wires:
+            if wire.step == INPUT:
+                if wire.output in self.request.inputs:
+                    inputs[wire.input] = self.request.inputs[wire.output]
+                continue
+            made = self._made(step, wire)
+            inputs[wire.input] = _checked(made.get(wire.output), step, wire, self.request.rows)
+        dispatcher = self._find(step.spec.deployment or f"{self._name}.{step.name}")
+        if dispatcher is None:
+            raise Unavailable(f"step `{step.name}`: its deployment is gone", retry_after_s=2)
+        try:
+            request = self._request(step, inputs, is_kept=dispatcher.route.cache is not None)
+            return (await dispatcher.infer(request, is_step=True)).outputs
+        except BadRequest:
+            raise
+        except HeadwaterError as error:
+            raise error.again(f"step `{step.name}`: {error.message}") from error
+
+    def _made(self, step: PlannedStep, wire: Wire) -> Outputs:
+        """A parent's outputs. Its failure is this step's too; that of a wrong output names this step's input."""
+        try:
+            return self._tasks[wire.step].result()
+        except HeadwaterError as error:
+            # A copy: one exception raised in several tasks gathers the tracebacks of all.
+            found = _BAD_OUTPUT.match(error.message.removeprefix(f"step `{wire.step}`: "))
+            if found is None or found["name"] != wire.output:
+                raise error.again() from None
+            rows = int(found["rows"]) * self.request.rows // int(found["asked"])
+            got = f"{found['datatype']} [{rows}{found['shape']}]"
+            raise _mismatch(step, wire, self.request.rows, got) from error
+
+    def _request(self, step: PlannedStep, inputs: dict[str, RawTensor], *, is_kept: bool) -> InferRequest:
+        """The request to a step; one whose answers are kept is asked for all that any head may need."""
+        signature = step.signature
+        wanted = {wish.name for wish in self.request.outputs} if step.name in self.collector.heads else set()
+        wanted |= {wire.output for other in self._steps for wire in other.wires if wire.step == step.name}
+        own = {parameter.name for parameter in signature.parameters}
+        return InferRequest(
+            id=self.request.id,
+            inputs=inputs,
+            rows=self.request.rows,
+            outputs=[OutputWish(spec.name, True) for spec in signature.outputs if is_kept or spec.name in wanted],
+            batch_parameters={name: one for name, one in self.request.batch_parameters.items() if name in own},
+            row_parameters={name: one for name, one in self.request.row_parameters.items() if name in own},
+            priority=self.request.priority,
+            owner=self.request.owner,
+            # Without the pipeline's deadline, at which the step is cancelled: it must not fail just before.
+        )
+
+
+def _checked(tensor: RawTensor | None, step: PlannedStep, wire: Wire, rows: int) -> RawTensor:
+    """Check that a tensor is what an input expects.
+
+    Raises:
+        CallableFailed: it is missing, or differs in datatype, shape or size.
+    """
+    if tensor is None:
+        raise _mismatch(step, wire, rows, "nothing")
+    spec = step.expected[wire.input]
+    fits = len(tensor.shape) == len(spec.shape) + 1 and all(
+        dim in (-1, got) for dim, got in zip((rows, *spec.shape), tensor.shape, strict=True)
+    )
+    if tensor.datatype != spec.datatype or not fits:
+        raise _mismatch(step, wire, rows, tensor_text(tensor.datatype, tensor.shape))
+    count = math.prod(tensor.shape)
+    size_bytes = DATATYPES[spec.datatype].size_bytes
+    if (len(tensor.data) != count * size_bytes) if size_bytes else (element_count(tensor.data) != count):
+        got = f"{tensor_text(tensor.datatype, tensor.shape)} of {len(tensor.data)} bytes"
+        raise _mismatch(step, wire, rows, got)
+    return tensor
+
+
+def _mismatch(step: PlannedStep, wire: Wire, rows: int, got: str) -> CallableFailed:
+    spec = step.expected[wire.input]
+    expected = tensor_text(spec.datatype, (rows, *spec.shape))
+    return CallableFailed(
+        f"step `{step.name}`, input `{wire.input}`: expected {expected}, got {got} from `{wire.step}`"
+    )

@@ -1,0 +1,332 @@
+"""Retries rows whose replica was lost, each part alone, and quarantines requests that end replicas."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+
+from headwater_server.codecs.tensors import InferRequest
+from headwater_server.control.messages import ReplicaLoss
+from headwater_server.dispatch.pending import Part
+from headwater_server.dispatch.pool import LOST_RETRY_S, ReplicaCalls, ReplicaPool
+from headwater_server.errors import RETRY_AFTER_LOST_S, Quarantined, QueueFull, ReplicaLost
+from headwater_server.telemetry.recorder import DeploymentMeter
+
+__all__ = ["LIMIT", "Losses", "Quarantine", "Retries", "fingerprint", "keys_of"]
+
+logger = logging.getLogger("headwater.dispatch")
+
+LIMIT: Final = 1024
+"""How many suspects, and how many refused requests, are remembered."""
+
+FINGERPRINT_BYTES: Final = 16
+
+RETRY_AFTER_TWICE_S: Final = 60
+
+
+def fingerprint(request: InferRequest) -> bytes:
+    """The hash of a request's inputs, parameters and heads: a model computes the same for requests with equal ones."""
+    parameters = (sorted(request.batch_parameters.items()), sorted(request.row_parameters.items()))
+    digest = hashlib.blake2b(msgspec.json.encode((parameters, request.heads)), digest_size=FINGERPRINT_BYTES)
+    for name, tensor in sorted(request.inputs.items()):
+        # The length separates tensors whose concatenated bytes are equal.
+        digest.update(msgspec.json.encode((name, tensor.datatype, tensor.shape, len(tensor.data))))
+        digest.update(tensor.data)
+    return digest.digest()
+
+
+def keys_of(replica: ReplicaCalls, unsent: list[Part] | None = None) -> set[str]:
+    """The names of the API keys whose requests a replica has, apart from a batch that never reached it."""
+    return {part.pending.request.owner for batch in replica.batches.values() if batch is not unsent for part in batch}
+
+
+class Quarantine:
+    """The suspects and the refused requests of one deployment, by fingerprint. It has no clock of its own.
+
+    A request is a suspect once a replica was lost while it had the request, perhaps with others; it should be computed
+    alone. It is refused once another replica was lost while it computed the request alone.
+
+    Args:
+        for_s: how long either is remembered; 0: not at all.
+    """
+
+    def __init__(self, for_s: float) -> None:
+        self.for_s = for_s
+        self._suspected: dict[bytes, float] = {}
+        """The time at which each expires; the earliest first."""
+        self._refused: dict[bytes, float] = {}
+
+    def __len__(self) -> int:
+        """The number of fingerprints; while there are none, no request needs hashing."""
+        return len(self._suspected) + len(self._refused)
+
+    def suspect(self, fingerprint: bytes, now_s: float) -> None:
+        """A replica was lost with the request."""
+        self._add(self._suspected, fingerprint, now_s)
+
+    def refuse(self, fingerprint: bytes, now_s: float) -> None:
+        """Two replicas were lost with the request."""
+        self.clear(fingerprint)
+        self._add(self._refused, fingerprint, now_s)
+
+    def clear(self, fingerprint: bytes) -> None:
+        """The request was answered: another one ended the replica."""
+        self._suspected.pop(fingerprint, None)
+
+    def lift(self) -> None:
+        """Forget all, because the model was reloaded."""
+        self._suspected.clear()
+        self._refused.clear()
+
+    def is_suspected(self, fingerprint: bytes, now_s: float) -> bool:
+        """Whether the request should be computed alone."""
+        _drop_expired(self._suspected, now_s)
+        return fingerprint in self._suspected
+
+    def refused_s(self, fingerprint: bytes, now_s: float) -> float:
+        """For how long the request is still refused; 0 if it isn't."""
+        _drop_expired(self._refused, now_s)
+        return self._refused.get(fingerprint, now_s) - now_s
+
+    def _add(self, table: dict[bytes, float], fingerprint: bytes, now_s: float) -> None:
+        if not self.for_s:
+            return
+        _drop_expired(table, now_s)
+        table.pop(fingerprint, None)
+        table[fingerprint] = now_s + self.for_s
+        if len(table) > LIMIT:
+            del table[next(iter(table))]
+
+
+def _drop_expired(table: dict[bytes, float], now_s: float) -> None:
+    while table and table[first := next(iter(table))] <= now_s:
+        del table[first]
+
+
+class Retries:
+    """The parts of one deployment that wait to be retried.
+
+    One replica at a time is set aside for them. It has one call at a time, and batches of other requests get every
+    second turn there, so that neither waits for the other's end.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[Part] = deque()
+        self.aside: ReplicaCalls | None = None
+        """The replica that is set aside."""
+        self._is_alone = False
+        """Whether that replica computes a retry now."""
+        self._is_others_turn = False
+
+    def __bool__(self) -> bool:
+        """Whether a part waits, or a replica is set aside."""
+        return bool(self._waiting) or self.aside is not None
+
+    @property
+    def rows(self) -> int:
+        """Rows waiting."""
+        return sum(part.rows for part in self._waiting if not part.pending.collector.is_done)
+
+    def push(self, part: Part) -> None:
+        """Add a part, which is in no queue."""
+        part.is_retry = True
+        self._waiting.append(part)
+
+    def push_back(self, parts: list[Part]) -> None:
+        """Put back what `next` gave and no replica has had; `next` gives it before any other."""
+        for part in reversed(parts):
+            part.is_retry = True
+            self._waiting.appendleft(part)
+
+    def remove(self, part: Part) -> None:
+        """Remove a waiting part."""
+        self._waiting.remove(part)
+        part.is_retry = False
+
+    def drain(self) -> list[Part]:
+        """Remove everything."""
+        return [self._pop() for _ in range(len(self._waiting))]
+
+    def _pop(self) -> Part:
+        part = self._waiting.popleft()
+        part.is_retry = False
+        return part
+
+    def next(
+        self, least: Callable[[], ReplicaCalls | None], *, has_others: bool
+    ) -> tuple[ReplicaCalls, Part] | None:  # fmt: skip
+        """The part to be computed now, and its replica. Sets one aside if there is none.
+
+        Args:
+            least: finds the eligible replica with the least to do, one without calls if there is any.
+            has_others: whether rows of other requests wait; then their batches have their turns.
+        """
+        while self._waiting and self._waiting[0].pending.collector.is_done:
+            self._pop()
+        if self.aside is not None and not self.aside.is_eligible:
+            self._release()
+        if not self._waiting:
+            if not self._is_alone:
+                self._release()
+            return None
+        if self.aside is None or (self.aside.calls and not self._is_alone):
+            best = least()
+            # Only an idle replica is worth a change: a busy one may take long.
+            if best is not None and (self.aside is None or not best.calls):
+                self._release()
+                self.aside = best
+        if self.aside is None or self.aside.calls or (self._is_others_turn and has_others):
+            return None
+        self._is_alone = True
+        return self.aside, self._pop()
+
+    def admits(self, replica: ReplicaCalls) -> bool:
+        """Whether a replica may have a batch of other requests now."""
+        return replica is not self.aside or (self._is_others_turn and not replica.calls)
+
+    def note_batch(self) -> None:
+        """The replica that is set aside gets a batch of other requests."""
+        self._is_others_turn = False
+
+    def note_end(self, replica: ReplicaCalls) -> None:
+        """A replica's call has ended, and no longer counts."""
+        if replica is not self.aside:
+            return
+        self._is_others_turn = self._is_alone
+        self._is_alone = False
+        if not self._waiting:
+            self._release()
+
+    def _release(self) -> None:
+        self.aside = None
+        self._is_alone = False
+        self._is_others_turn = False
+
+
+class Losses:
+    """Decides what becomes of the rows that one deployment's lost replicas had.
+
+    ``on_quarantined`` is called with the fingerprint of a request that took two replicas down, and ``on_lost`` with
+    its key.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        meter: DeploymentMeter,
+        pool: ReplicaPool[ReplicaCalls],
+        on_quarantined: Callable[[bytes], None],
+        on_lost: Callable[[ReplicaLoss], None] = lambda loss: None,
+    ) -> None:
+        self._name = name
+        self._meter = meter
+        self._pool = pool
+        self._on_quarantined = on_quarantined
+        self._on_lost = on_lost
+        self._accused: dict[str, list[tuple[Part, str]]] = {}
+        """Parts that were computed when their second replica was lost, and their first one, by the second."""
+        self._loop = asyncio.get_running_loop()
+        self.retries = Retries()
+        self.quarantine = Quarantine(0)
+        self.is_closed = False
+        """Whether replicas are lost because the worker ends."""
+
+    def lose(self, replica: ReplicaCalls, unsent: list[Part] | None = None) -> None:
+        """Give a lost replica nothing more; the batch ``unsent`` never reached it."""
+        self._pool.lose(replica, keys_of(replica, unsent))
+        self.fail_stranded()
+
+    def fail_stranded(self) -> None:
+        """Fail what waits to be retried if no replica is left for it."""
+        if self.retries and not self._pool.eligible():
+            for part in self.retries.drain():
+                part.fail(ReplicaLost("the replica ended while it had the request", retry_after_s=RETRY_AFTER_LOST_S))
+
+    def take(self, part: Part, replica: ReplicaCalls, error: ReplicaLost) -> None:
+        """Retry a lost replica's rows on another one, once and alone, for the heads that have not answered.
+
+        ``error`` fails them if they can't be retried.
+        """
+        pending = part.pending
+        if pending.collector.is_done or part.awaited.isdisjoint(pending.collector.undecided):
+            return
+        if self.is_closed or pending.signature.streams or pending.request.is_copy:
+            part.fail(error)
+            return
+        part.losses += 1
+        if not pending.fingerprint:
+            pending.fingerprint = fingerprint(pending.request)
+        now_s = self._loop.time()
+        id = replica.route.id
+        if part.losses > 1:
+            self._accused.setdefault(id, []).append((part, part.lost_with))
+            if replica.losses > 1:  # it was out of order before it had the request, and the supervisor ends it for that
+                self._acquit(id)
+                return
+            self._loop.call_later(LOST_RETRY_S, self._acquit, id)
+            self.judge()
+            return
+        part.lost_with = id
+        self.quarantine.suspect(pending.fingerprint, now_s)
+        if not self._pool.eligible() or not pending.signature.idempotent:
+            part.fail(error)
+            return
+        self._meter.retries.add()
+        self.retries.push(part)
+
+    def judge(self) -> None:
+        """Quarantine requests whose second replica is no longer in the table, and so has ended."""
+        for id in [id for id in self._accused if id not in self._pool.connected]:
+            for part, earlier in self._accused.pop(id):
+                self._convict(part, id, earlier)
+
+    def _convict(self, part: Part, replica: str, earlier: str) -> None:
+        fingerprint, owner = part.pending.fingerprint, part.pending.request.owner
+        self.quarantine.refuse(fingerprint, self._loop.time())
+        self._meter.quarantined.add()
+        self._on_quarantined(fingerprint)
+        if owner:
+            self._on_lost(ReplicaLoss(self._name, replica, convicted=owner, earlier=earlier))
+        logger.warning("model %s: a request took two replicas down: it is not tried again", self._name)
+        text = f"model `{self._name}`: the request took two replicas down, and is not tried again"
+        part.fail(ReplicaLost(text, retry_after_s=RETRY_AFTER_TWICE_S))
+
+    def _acquit(self, replica: str) -> None:
+        """Fail requests whose second replica is still in the table: it is out of order, whatever it computes."""
+        for part, _ in self._accused.pop(replica, ()):
+            text = f"model `{self._name}`: two replicas could not answer the request"
+            part.fail(ReplicaLost(text, retry_after_s=RETRY_AFTER_LOST_S))
+
+    def close(self) -> None:
+        """Lose replicas without retries: the worker ends."""
+        self.is_closed = True
+        for replica in list(self._accused):
+            self._acquit(replica)
+
+    def examine(self, request: InferRequest, max_rows: int) -> bytes:
+        """The fingerprint of a new request that must be computed alone; empty for others.
+
+        Raises:
+            Quarantined: the same request took two replicas down.
+            QueueFull: with it more than ``max_rows`` would wait to be computed alone.
+        """
+        found = fingerprint(request)
+        now_s = self._loop.time()
+        left_s = self.quarantine.refused_s(found, now_s)
+        if left_s:
+            raise Quarantined(
+                f"model `{self._name}`: the same request took two replicas down, and is refused for another "
+                f"{left_s:.0f} s; to lift that, reload the model",
+                retry_after_s=int(left_s) + 1,
+            )
+        if not self.quarantine.is_suspected(found, now_s):
+            return b""
+        if self.retries.rows + request.rows > max_rows:
+            raise QueueFull(f"model `{self._name}`: too many requests wait to be computed alone", retry_after_s=1)
+        return found

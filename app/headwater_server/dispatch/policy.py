@@ -1,0 +1,194 @@
+"""When waiting rows leave, to which replica, and which of them may share a batch.
+
+A model that pads computes a batch as if each row were as long as the longest. Each length class therefore reaches from
+a length to ``1 / (1 - max_padding)`` times it, so that at most ``max_padding`` of a batch of one class is padding:
+"bucketing by sequence length".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from headwater_server.codecs.tensors import RawTensor, longest_row
+from headwater_server.control.routing import DeploymentRoute
+from headwater_server.dispatch.admission import Admission
+from headwater_server.dispatch.calls import Calls
+from headwater_server.dispatch.choice import Choice
+from headwater_server.dispatch.deadlines import TIMER_RESOLUTION_S
+from headwater_server.dispatch.losses import Retries
+from headwater_server.dispatch.pending import Part
+from headwater_server.dispatch.pool import ReplicaCalls
+
+__all__ = ["Batching", "GatherClock", "length_class"]
+
+GOOD_PART: Final = 4
+"""A busy replica gets no call of fewer rows than a batch divided by this,"""
+
+GOOD_ROWS: Final = 8
+"""nor of fewer rows than this, so that small batches are filled."""
+
+
+class Batching:
+    """Decides when waiting rows become a call, and of which replica.
+
+    If a replica is idle, rows leave at once; otherwise they gather until a call comes back. ``fitting`` cuts a part,
+    which is in no queue, to the present size of batches.
+    """
+
+    def __init__(
+        self,
+        route: DeploymentRoute,
+        admission: Admission[Part],
+        retries: Retries,
+        replicas: Mapping[str, ReplicaCalls],
+        calls: Calls,
+        fitting: Callable[[Part], list[Part]],
+    ) -> None:
+        self.clock = GatherClock()
+        self._queue = admission.queue
+        self._rate = admission.rate
+        self._retries = retries
+        self._choice = Choice(replicas)
+        self._calls = calls
+        self._fitting = fitting
+        self._loop = asyncio.get_running_loop()
+        self._is_due = False
+        self._delay: asyncio.TimerHandle | None = None
+        self.update(route)
+
+    def update(self, route: DeploymentRoute) -> None:
+        """Adopt a new state of the deployment."""
+        self.route = route
+        self._at_once = route.at_once
+        self._choice.bound(route.max_in_flight, self._at_once)
+
+    def note(self, replica: ReplicaCalls) -> None:
+        """Take in that a replica's calls, its report or its eligibility has changed."""
+        self._choice.note(replica)
+
+    def close(self) -> None:
+        """Cancel the timer."""
+        if self._delay is not None:
+            self._delay.cancel()
+            self._delay = None
+
+    def schedule(self) -> None:
+        """Dispatch at the end of this turn of the event loop, so that requests that arrived together leave together."""
+        if not self._is_due and (self._queue.rows or self._retries):
+            self._is_due = True
+            self._loop.call_soon(self._dispatch)
+
+    def _dispatch(self) -> None:
+        self._is_due = False
+        if self._retries:
+            self._start_alone()
+        self._start_batches()
+        if self._retries and not self._queue.rows:  # it was the others' turn, but they went elsewhere
+            self._start_alone()
+
+    def _start_alone(self) -> None:
+        """Give the next retry to the replica that is set aside, if it is the retries' turn."""
+        found = self._retries.next(self._choice.least, has_others=self._queue.rows > 0)
+        if found is None:
+            return
+        replica, part = found
+        first, *rest = self._fitting(part)
+        self._retries.push_back(rest)
+        self._calls.start(replica, [first], self.clock.read_ns())
+
+    def _start_batches(self) -> None:
+        queue, route = self._queue, self.route
+        streams = route.signature is not None and route.signature.streams
+        while queue.rows:
+            replica = self._choose()
+            if replica is None:
+                break
+            if not streams:
+                is_busy = replica.calls >= self._at_once
+                if (is_busy and not queue.next_has(self._worth_a_call(replica))) or (
+                    route.max_queue_delay_ms and not self._delay_is_over()
+                ):
+                    self.clock.run()
+                    return
+            if replica is self._retries.aside:
+                self._retries.note_batch()
+            waiting = queue.rows
+            batch = queue.pop()
+            self._rate.note(waiting - queue.rows, self._loop.time(), others_wait=queue.rows > 0)
+            self._calls.start(replica, batch, self.clock.read_ns())
+        self.clock.stop()
+
+    def _choose(self) -> ReplicaCalls | None:
+        """The replica with the least to do among those that may have another call, idle instances first."""
+        aside, choice = self._retries.aside, self._choice
+        best = choice.best(aside)
+        if aside is None or not aside.is_eligible or not self._retries.admits(aside):
+            return best
+        return aside if best is None or choice.weight(aside) < choice.weight(best) else best
+
+    def _worth_a_call(self, replica: ReplicaCalls) -> int:
+        """The rows that make a call to a busy replica worthwhile: as many as it has, and a good part of a batch.
+
+        When as many connections as a batch has rows send requests without pause, one half is computed while the other
+        half's answers and next requests are on their way. If calls waited for full batches, both would take turns.
+        """
+        full = self._queue.max_batch_size
+        return min(full, max(full // GOOD_PART, GOOD_ROWS, replica.rows))
+
+    def _delay_is_over(self) -> bool:
+        """Whether the first rows have waited for others as long as they should; if not, sets the timer for that."""
+        left_s = self._queue.oldest_s() + self.route.max_queue_delay_ms / 1000 - self._loop.time()
+        if left_s < TIMER_RESOLUTION_S or self._queue.next_has(self._queue.max_batch_size):
+            return True
+        if self._delay is None:
+            self._delay = self._loop.call_later(left_s, self._on_delay)
+        return False
+
+    def _on_delay(self) -> None:
+        self._delay = None
+        self._dispatch()
+
+
+class GatherClock:
+    """Runs while rows gather: a replica could have a call, but the batching policy waits for more rows.
+
+    The difference between two readings is how long a row that waited from one to the other has gathered; the rest of
+    the time no replica was free.
+    """
+
+    def __init__(self) -> None:
+        self._total_ns = 0
+        self._since_ns = 0
+        """0: the clock is stopped."""
+
+    def run(self) -> None:
+        """Start the clock if it is stopped."""
+        if not self._since_ns:
+            self._since_ns = time.perf_counter_ns()
+
+    def stop(self) -> None:
+        """Stop the clock if it runs."""
+        if self._since_ns:
+            self._total_ns += time.perf_counter_ns() - self._since_ns
+            self._since_ns = 0
+
+    def read_ns(self) -> int:
+        """Read the clock."""
+        return self._total_ns + (time.perf_counter_ns() - self._since_ns if self._since_ns else 0)
+
+
+def length_class(inputs: Mapping[str, RawTensor], max_padding: float) -> int:
+    """The class of a request's rows by the longest one's BYTES elements; 0 if no input varies in length.
+
+    A length includes the four bytes in front of each element. A model pads to tokens, which are unknown here; texts of
+    one kind have similar numbers of bytes per token.
+    """
+    length = 0
+    for tensor in inputs.values():
+        if tensor.datatype == "BYTES":
+            length += len(tensor.data) if tensor.shape[0] == 1 else longest_row(tensor)
+    return int(math.log(length) / -math.log1p(-max_padding)) if length else 0

@@ -1,0 +1,289 @@
+"""What a gateway worker asks of a deployment, whichever kind of model it is."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Callable, Collection, Hashable, Iterator
+from itertools import chain
+from typing import Final, Generic, Protocol, TypeVar
+
+import msgspec
+
+from headwater.signature import Signature
+from headwater_server.codecs.tensors import Answer, HeadAnswer, InferRequest
+from headwater_server.control.load import Moment
+from headwater_server.control.messages import Drained
+from headwater_server.control.routing import DeploymentRoute, State, unavailable
+from headwater_server.dispatch.answer_cache import AnswerCache
+from headwater_server.dispatch.collector import Collector, no_rows, no_rows_by_head
+from headwater_server.dispatch.flights import Flights, Waiter
+from headwater_server.dispatch.shadow import Shadow
+from headwater_server.errors import RETRY_AFTER_LOST_S, BadRequest, HeadwaterError, Unavailable
+from headwater_server.telemetry.instruments import Gauge
+from headwater_server.telemetry.recorder import recorder
+
+__all__ = ["Dispatcher", "Fail", "TensorDispatcher", "drain"]
+
+POLL_S: Final = 0.02
+
+Fail = Callable[[HeadwaterError], None]
+"""Ends one request with an error."""
+
+
+class Dispatcher(Protocol):
+    """One deployment in a gateway worker: a model, a pipeline or a language model."""
+
+    route: DeploymentRoute
+    """The deployment's state."""
+    is_draining: bool = False
+    """Whether new requests are refused; those in flight are still answered."""
+
+    @property
+    def signature(self) -> Signature | None:
+        """The model's signature, once known."""
+        return self.route.signature
+
+    @property
+    def in_flight(self) -> int:
+        """The number of requests in flight."""
+        ...
+
+    def update(self, route: DeploymentRoute) -> None:
+        """Adopt a new state of the deployment: other replicas, another signature."""
+        if route.signature is not None and route.signature == self.route.signature:
+            # The same object, so that what was made for it stays valid.
+            route = msgspec.structs.replace(route, signature=self.route.signature)
+        self.route = route
+
+    def close(self) -> None:
+        """End all calls; their requests are answered with `ReplicaLost`."""
+        self.route = msgspec.structs.replace(self.route, replicas=(), retiring=())
+
+    def under_way(self, replicas: Collection[str] | None) -> list[Fail]:
+        """For each request that isn't answered yet, the function that ends it.
+
+        Args:
+            replicas: only requests that replicas with these ids have; None: all, those in a queue included.
+        """
+        ...
+
+    def moment(self) -> Moment:
+        """The replicas' present load from this worker."""
+        return Moment()
+
+    def gauges(self) -> dict[Gauge, int]:
+        """The present values of the deployment's gauges."""
+        return {}
+
+    def check_ready(self, *, is_step: bool = False) -> Signature:
+        """The signature, if requests are accepted now.
+
+        Args:
+            is_step: whether for a step of a pipeline's request, which is answered even while the server is stopping.
+
+        Raises:
+            Unavailable: no requests are accepted now.
+        """
+        if self.is_draining and not is_step:
+            raise Unavailable("the server is stopping", retry_after_s=RETRY_AFTER_LOST_S)
+        route = self.route
+        if route.signature is None or not route.replicas:
+            raise unavailable(route)
+        # A step's pipeline is drained first, and still needs it.
+        if route.state is State.DRAINING and not (is_step and route.part_of is not None):
+            raise unavailable(route)
+        return route.signature
+
+    def check_whole(self) -> None:
+        """Check that the model answers a request with one result.
+
+        Raises:
+            Unavailable: no requests are accepted now.
+            BadRequest: it answers with a stream of results, or with text.
+        """
+        if self.check_ready().streams:
+            name = self.route.name
+            raise BadRequest(f"model `{name}` streams its results: POST to /v2/models/{name}/generate_stream")
+
+    async def infer(self, request: InferRequest, *, is_step: bool = False) -> Answer:
+        """Answer a request whole.
+
+        Args:
+            request: the request.
+            is_step: see `check_ready`.
+
+        Raises:
+            Unavailable: no replica is ready, or the one that had the request ended.
+            QueueFull: the queue is full.
+            DeadlineExceeded: it took too long; rows not yet sent are never computed.
+            BadRequest: the callable reported that the rows are wrong, or the model takes no tensors.
+            CallableFailed: the callable raised, or broke its declaration.
+        """
+        ...
+
+    def stream(self, request: InferRequest) -> AsyncIterator[HeadAnswer]:
+        """Answer a request piece by piece, each as soon as it is ready.
+
+        Raises:
+            HeadwaterError: as `infer`; after the first piece too.
+        """
+        ...
+
+    def cancel(self, request_id: str) -> int:
+        """Cancel the streams, or a language model's sequences, that this worker has under a request's id. Returns their
+        number."""
+        return 0
+
+    def quarantine(self, fingerprint: bytes) -> None:
+        """Refuse requests with this fingerprint: another worker saw one end two replicas of a model."""
+        return
+
+
+class Run(Protocol):
+    """A request in flight."""
+
+    request: InferRequest
+    collector: Collector
+
+
+R = TypeVar("R", bound=Run)
+
+
+class TensorDispatcher(Dispatcher, Generic[R]):
+    """Takes requests for a model or a pipeline, and answers them whole or piece by piece."""
+
+    def __init__(self, route: DeploymentRoute) -> None:
+        self.route = route
+        self._requests: set[R] = set()
+        """Those in flight, less those that wait for an equal one."""
+        self._waiting: set[Waiter] = set()
+        self._flights: Flights | None = None
+        self.shadow: Shadow | None = None
+        """Gets copies of the requests that are computed here."""
+        self._adopt_cache()
+
+    @abstractmethod
+    def _start(self, request: InferRequest, signature: Signature, *, is_stream: bool) -> R:
+        """Admit a request, begin with it and add it to ``_requests``."""
+
+    @abstractmethod
+    def _end(self, run: R) -> None:
+        """Remove a request that was answered, failed, or lost its client."""
+
+    @property
+    def in_flight(self) -> int:
+        """See `Dispatcher.in_flight`."""
+        return len(self._requests) + len(self._waiting)
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether more rows wait than the next call takes."""
+        return False
+
+    def _is_queued(self, request: InferRequest) -> bool:
+        """Whether a request in flight may still wait in a queue, where a more urgent one would go first."""
+        return True
+
+    def update(self, route: DeploymentRoute) -> None:
+        """See `Dispatcher.update`."""
+        super().update(route)
+        self._adopt_cache()
+
+    def gauges(self) -> dict[Gauge, int]:
+        """See `Dispatcher.gauges`."""
+        if self._flights is None:
+            return {}
+        return {recorder().cache(self.route.name).size_bytes: self._flights.cache.size_bytes}
+
+    @property
+    def version(self) -> Hashable:
+        """Identifies what computes its answers: another one after a reload."""
+        return self.route.generation, self.route.signature
+
+    def _adopt_cache(self) -> None:
+        """Keep answers as the route says."""
+        share = self.route.cache
+        if share is None:
+            self._flights = None
+        elif self._flights is None:
+            meter = recorder().cache(self.route.name)
+            cache = AnswerCache(share, meter)
+            self._flights = Flights(cache, meter, self._waiting, lambda: self.version, self._is_queued)
+        else:
+            self._flights.cache.limit(share)
+        if self._flights is not None and self.route.is_set_aside:
+            self._flights.clear()
+
+    def under_way(self, replicas: Collection[str] | None) -> list[Fail]:
+        """See `Dispatcher.under_way`."""
+        return [run.collector.fail for run in self._all() if not run.collector.is_done]
+
+    def cancel(self, request_id: str) -> int:
+        """See `Dispatcher.cancel`."""
+        return sum([run.collector.cancel() for run in self._all() if run.request.cancel_id == request_id])
+
+    def _all(self) -> Iterator[Run]:
+        return chain(self._requests, self._waiting)
+
+    async def infer(self, request: InferRequest, *, is_step: bool = False) -> Answer:
+        """See `Dispatcher.infer`."""
+        signature = self.check_ready(is_step=is_step)
+        if request.rows == 0:
+            return Answer(no_rows(signature, request))
+        began_s = time.monotonic()
+        if self._flights is None:
+            answer = await self._compute(request, signature)
+        else:
+            answer = await self._flights.answer(
+                request, self.route.timeout_s, lambda: self._compute(request, self.check_ready(is_step=is_step))
+            )
+        if self.shadow is not None and answer.cache in ("", "miss"):
+            self.shadow.offer(request, answer, signature, time.monotonic() - began_s, is_crowded=self.is_crowded)
+        if answer.cache not in ("", "miss"):
+            meter = recorder().deployment(self.route.name)
+            meter.rows.add(request.rows)
+            for head in request.heads:
+                meter.note_head(head, None, (time.monotonic() - began_s) * 1000)
+        return answer
+
+    async def compute(self, request: InferRequest) -> Answer:
+        """Answer a request whole, as `infer`, but never with a kept answer, and without a copy for a shadow."""
+        return await self._compute(request, self.check_ready())
+
+    async def _compute(self, request: InferRequest, signature: Signature) -> Answer:
+        run = self._start(request, signature, is_stream=False)
+        try:
+            return await run.collector.whole()
+        finally:
+            self._end(run)
+
+    async def stream(self, request: InferRequest) -> AsyncIterator[HeadAnswer]:
+        """See `Dispatcher.stream`."""
+        signature = self.check_ready()
+        if self.shadow is not None:
+            self.shadow.drop("stream")
+        if request.rows == 0:
+            for piece in no_rows_by_head(signature, request):
+                yield piece
+            return
+        run = self._start(request, signature, is_stream=True)
+        try:
+            while (one := await run.collector.next_piece()) is not None:
+                yield one
+                del one  # the next one may take long
+        finally:
+            self._end(run)
+
+
+async def drain(under_way: Callable[[], list[Fail]], timeout_s: float, error: HeadwaterError) -> Drained:
+    """Wait until requests in flight are answered; after ``timeout_s`` end the rest with this error."""
+    loop = asyncio.get_running_loop()
+    deadline_s = loop.time() + timeout_s
+    before = len(under_way())
+    while (left := under_way()) and loop.time() < deadline_s:  # noqa: ASYNC110 - only at an unload
+        await asyncio.sleep(POLL_S)
+    for fail in left:
+        fail(error.again())
+    return Drained(max(0, before - len(left)), len(left))

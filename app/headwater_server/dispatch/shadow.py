@@ -1,0 +1,197 @@
+"""Copies of requests for a version whose answers are compared with those that clients got, and sent to nobody.
+
+A copy is made when the client's answer is known, and only if there is capacity for it; nothing waits for it, and if a
+client's request doesn't fit in a queue, copies leave the queues before anything else gives way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import math
+import time
+from collections.abc import Callable
+from typing import Final, Protocol
+
+import msgspec
+
+from headwater.signature import Signature
+from headwater_server.codecs.tensors import Answer, InferRequest, Outputs
+from headwater_server.dispatch.difference import Difference, difference
+from headwater_server.dispatch.queue import LAST_PRIORITY
+from headwater_server.errors import HeadwaterError, QueueFull, ReplicaLost, Unavailable
+from headwater_server.telemetry.catalogue import ShadowDrop
+from headwater_server.telemetry.recorder import recorder
+
+__all__ = ["COPIES_LIMIT", "HELD_LIMIT_BYTES", "Shadow", "Target"]
+
+logger = logging.getLogger("headwater.dispatch")
+
+COPIES_LIMIT: Final = 64
+"""Copies of one shadow in flight in a gateway worker."""
+HELD_LIMIT_BYTES: Final = 16 * 1024 * 1024
+"""What these may hold: inputs, and the answers that theirs are compared with."""
+_LARGE_BYTES: Final = 256 * 1024
+"""Answers of this size are compared in a thread."""
+_MOST: Final = 1e4
+"""What a greater difference counts as in the sum of a histogram."""
+_Both = tuple[Signature, Signature]
+"""The signatures of the version that answered, and of the shadow."""
+
+
+class Target(Protocol):
+    """The version that gets the copies."""
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether more rows wait than the next call takes."""
+        ...
+
+    def check_ready(self) -> Signature:
+        """The signature; raises `Unavailable`."""
+        ...
+
+    async def compute(self, request: InferRequest) -> Answer:
+        """Answer a request; raises `HeadwaterError`."""
+        ...
+
+
+class Shadow:
+    """Sends copies to one version.
+
+    Args:
+        name: the version's deployment.
+        find: finds it; None: it is gone.
+    """
+
+    def __init__(self, name: str, find: Callable[[], Target | None]) -> None:
+        self.name = name
+        self._find = find
+        self._meter = recorder().shadow(name)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.held_bytes = 0
+        """What the copies in flight hold."""
+
+    @property
+    def in_flight(self) -> int:
+        """The number of copies in flight."""
+        return len(self._tasks)
+
+    def offer(
+        self, request: InferRequest, answer: Answer, signature: Signature, took_s: float, *, is_crowded: bool
+    ) -> None:
+        """Send a copy of a request, if there is capacity for one.
+
+        Args:
+            request: the request.
+            answer: what the client gets.
+            signature: of the version that answered.
+            took_s: how long it took.
+            is_crowded: whether more rows wait there than its next call takes.
+        """
+        size_bytes = _size_bytes(request.inputs) + _size_bytes(answer.outputs)
+        if self.in_flight >= COPIES_LIMIT:
+            self.drop("in_flight")
+        elif self.held_bytes + size_bytes > HELD_LIMIT_BYTES:
+            self.drop("bytes")
+        elif (found := self._ready()) is None:
+            self.drop("unavailable")
+        elif not _takes_the_same(found[1], signature):
+            self.drop("signature")
+        elif is_crowded or found[0].is_crowded:
+            self.drop("load")
+        else:
+            target, own = found
+            known = {spec.name for spec in own.outputs}
+            copy = msgspec.structs.replace(
+                request, id="", outputs=[wish for wish in request.outputs if wish.name in known],
+                priority=LAST_PRIORITY, timeout_us=0, cancel_id="", owner="", is_copy=True,
+            )  # fmt: skip
+            self._send(target, copy, answer.outputs, (signature, own), took_s, size_bytes)
+
+    def _ready(self) -> tuple[Target, Signature] | None:
+        target = self._find()
+        try:
+            return None if target is None else (target, target.check_ready())
+        except Unavailable:
+            return None
+
+    def _send(
+        self, target: Target, copy: InferRequest, outputs: Outputs, signatures: _Both, took_s: float, size_bytes: int
+    ) -> None:
+        self.held_bytes += size_bytes
+        # In a context of its own, since the request's trace ends without it.
+        task = contextvars.Context().run(asyncio.create_task, self._compare(target, copy, outputs, signatures, took_s))
+        self._tasks.add(task)
+
+        def end(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            self.held_bytes -= size_bytes
+            if task.cancelled():
+                self.drop("ended")
+
+        task.add_done_callback(end)
+
+    def drop(self, reason: ShadowDrop) -> None:
+        """Count a request of which no copy is sent, or whose copy is given up."""
+        self._meter.dropped(reason).add()
+
+    def cancel(self) -> None:
+        """Give up the copies in flight."""
+        for task in self._tasks:
+            task.cancel()
+
+    async def _compare(
+        self, target: Target, copy: InferRequest, outputs: Outputs, signatures: _Both, took_s: float
+    ) -> None:
+        began_s = time.monotonic()
+        try:
+            found = (await target.compute(copy)).outputs
+            copy_s = time.monotonic() - began_s
+            if _size_bytes(outputs) < _LARGE_BYTES:
+                differences = _differences(signatures, outputs, found)
+            else:
+                differences = await asyncio.to_thread(_differences, signatures, outputs, found)
+        except QueueFull:
+            self.drop("load")
+        except HeadwaterError as error:
+            if isinstance(error, Unavailable) and not isinstance(error, ReplicaLost):
+                self.drop("unavailable")
+            else:
+                self._meter.failed.add()
+        except Exception:
+            logger.exception("model %s: an answer to a copied request could not be compared", self.name)
+            self._meter.failed.add()
+        else:
+            self._note(copy.rows, differences, took_s, copy_s)
+
+    def _note(self, rows: int, differences: dict[str, Difference], took_s: float, copy_s: float) -> None:
+        meter = self._meter
+        meter.compared.add()
+        meter.rows.add(rows)
+        meter.answer_seconds.observe(round(took_s * 1e9))
+        meter.seconds.observe(round(copy_s * 1e9))
+        for name, one in differences.items():
+            meter.disagreements(name, one.kind).add(one.rows)
+            if one.greatest is not None:
+                meter.difference(name).observe(math.ceil(min(one.greatest, _MOST) * 1e6))
+
+
+def _takes_the_same(one: Signature, other: Signature) -> bool:
+    """Whether a request for one version may be sent to another."""
+    if one.streams or (one.inputs, one.parameters) != (other.inputs, other.parameters):
+        return False
+    return [head.name for head in one.heads] == [head.name for head in other.heads]
+
+
+def _differences(signatures: _Both, outputs: Outputs, found: Outputs) -> dict[str, Difference]:
+    specs, others = ({spec.name: spec for spec in signature.outputs} for signature in signatures)
+    return {
+        name: difference(specs[name], others.get(name, specs[name]), tensor, found.get(name))
+        for name, tensor in outputs.items()
+    }
+
+
+def _size_bytes(tensors: Outputs) -> int:
+    return sum([len(tensor.data) for tensor in tensors.values()])

@@ -1,0 +1,185 @@
+"""The gateway: a FastAPI application over the models that a routing table names."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from fastapi import APIRouter, FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+
+import headwater_server
+from headwater_server.config.schema import Server
+from headwater_server.errors import CallableFailed, HeadwaterError, MethodNotAllowed, NotFound
+from headwater_server.gateway.http.bodies import BodyReader
+from headwater_server.gateway.http.body_budget import ALL_BODIES_BYTES, BodyBudget
+from headwater_server.gateway.http.endpoint import EndpointRoute, HeadAsGet
+from headwater_server.gateway.http.entry import INFER_PATH, Entry, RequestRecords
+from headwater_server.gateway.http.event_stream import StreamLimits
+from headwater_server.gateway.http.replies import Reply, error_reply, internal_error
+from headwater_server.gateway.models import Models
+from headwater_server.gateway.openapi.schema import openapi_schema
+from headwater_server.gateway.routes.classify import ClassifyEndpoint
+from headwater_server.gateway.routes.embeddings import EmbeddingsEndpoint
+from headwater_server.gateway.routes.generate import GenerateEndpoint
+from headwater_server.gateway.routes.infer import InferEndpoint
+from headwater_server.gateway.routes.metadata import health_routes, metadata_routes, openai_model_routes
+from headwater_server.gateway.routes.pages import docs_routes, page_routes
+from headwater_server.gateway.routes.rerank import RerankEndpoint
+from headwater_server.gateway.routes.texts import CancelEndpoint, OpenAITextEndpoint
+from headwater_server.gateway.routes.tokenization import TokenizationEndpoint
+from headwater_server.gateway.routes.transcriptions import TranscriptionsEndpoint
+from headwater_server.lm.chat import ChatRequest
+from headwater_server.lm.completion import CompletionRequest
+from headwater_server.lm.responses import ResponsesRequest
+from headwater_server.lm.text_pool import TextPool
+from headwater_server.lm.tokenization import DetokenizeRequest, TokenizeRequest
+from headwater_server.security.key_check import KeyRing
+from headwater_server.telemetry.logs import AccessLog
+
+__all__ = ["body_reader", "create_app"]
+
+CORS_REQUEST_HEADERS: Final = (
+    "Authorization", "Content-Type", "Inference-Header-Content-Length", "Traceparent", "X-API-Key", "X-Request-Id",
+)  # fmt: skip
+CORS_ANSWER_HEADERS: Final = (
+    "Headwater-Cache", "Headwater-Version", "Inference-Header-Content-Length", "Retry-After", "X-Request-Id",
+)  # fmt: skip
+"""Scripts see these besides the few that they always do."""
+
+
+def body_reader(server: Server) -> BodyReader:
+    """What reads the bodies of all routes of a worker, so that they share its part of the budget.
+
+    Args:
+        server: limits of bodies.
+    """
+    share_bytes = max(server.max_body_bytes * 2, ALL_BODIES_BYTES // server.workers)
+    return BodyReader(server.max_body_bytes, server.client_timeout_s, BodyBudget(share_bytes))
+
+
+def create_app(
+    models: Models,
+    server: Server,
+    *routers: APIRouter,
+    keys: KeyRing | None = None,
+    cors_origins: Sequence[str] = (),
+    records: RequestRecords | None = None,
+    reader: BodyReader | None = None,
+) -> Entry:
+    """Make the application.
+
+    Args:
+        models: what to serve; may change while the application runs.
+        server: limits and switches.
+        routers: further routes: those that need the supervisor.
+        keys: the API keys, of which every request but those for health and pages needs one; None: no request needs a
+            key, but see `headwater_server.security.operator`.
+        cors_origins: origins of web pages whose scripts may send requests.
+        records: begins and ends each request; by default as ``server`` says.
+        reader: reads the bodies, also those of ``routers``; default: `body_reader`.
+    """
+    reader = reader or body_reader(server)
+    if records is None:
+        is_full = server.access_log == "full"
+        log = AccessLog(log_format=server.log_format, payloads=is_full) if server.access_log else None
+        records = RequestRecords(log, StreamLimits(write_timeout_s=server.client_timeout_s))
+    pool = TextPool()
+    infer = InferEndpoint(models, reader)
+    generate = GenerateEndpoint(models, reader, pool, streams=False)
+    generate_stream = GenerateEndpoint(models, reader, pool, streams=True)
+    rerank = RerankEndpoint(models, reader)
+    routes = [
+        EndpointRoute(INFER_PATH, infer),
+        EndpointRoute("/v2/models/{model}/versions/{version}/infer", infer),
+        EndpointRoute("/v2/models/{model}/generate", generate),
+        EndpointRoute("/v2/models/{model}/versions/{version}/generate", generate),
+        EndpointRoute("/v2/models/{model}/generate_stream", generate_stream),
+        EndpointRoute("/v2/models/{model}/versions/{version}/generate_stream", generate_stream),
+        # An id may have slashes in it.
+        EndpointRoute("/v2/requests/{request_id:path}/cancel", CancelEndpoint(models)),
+        EndpointRoute("/v1/chat/completions", OpenAITextEndpoint(models, reader, ChatRequest, pool)),
+        EndpointRoute("/v1/completions", OpenAITextEndpoint(models, reader, CompletionRequest, pool)),
+        EndpointRoute("/v1/responses", OpenAITextEndpoint(models, reader, ResponsesRequest, pool)),
+        EndpointRoute("/v1/embeddings", EmbeddingsEndpoint(models, reader)),
+        *(EndpointRoute(path, rerank) for path in ("/v1/rerank", "/v2/rerank", "/rerank")),
+        EndpointRoute("/v1/audio/transcriptions", TranscriptionsEndpoint(models, reader)),
+        EndpointRoute("/v1/classify", ClassifyEndpoint(models, reader)),
+        EndpointRoute("/tokenize", TokenizationEndpoint(models, reader, TokenizeRequest, pool)),
+        EndpointRoute("/detokenize", TokenizationEndpoint(models, reader, DetokenizeRequest, pool)),
+    ]
+    gateway = FastAPI(
+        title="Headwater",
+        version=headwater_server.__version__,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        redirect_slashes=False,
+    )
+    gateway.router.routes[:0] = routes  # FastAPI refuses other methods
+    gateway.add_middleware(HeadAsGet)
+    gateway.add_exception_handler(HeadwaterError, _on_error)
+    gateway.add_exception_handler(HTTPException, _on_http_error)
+    gateway.add_exception_handler(Exception, _on_exception)
+
+    gateway.include_router(health_routes(models, has_keys=keys is not None))
+    gateway.include_router(metadata_routes(models, reader))
+    gateway.include_router(openai_model_routes(models))
+    for router in routers:
+        gateway.include_router(router)
+    if "ui" in server.pages:
+        gateway.include_router(page_routes())
+    docs_routes(gateway)
+
+    generated = gateway.openapi
+
+    def openapi() -> dict[str, Any]:
+        gateway.openapi_schema = None  # models come and go
+        return openapi_schema(generated(), models, has_keys=keys is not None)
+
+    gateway.openapi = openapi  # type: ignore[method-assign]
+    cors = functools.partial(
+        CORSMiddleware,
+        allow_origins=cors_origins,
+        allow_methods=("GET", "POST"),
+        allow_headers=CORS_REQUEST_HEADERS,
+        expose_headers=CORS_ANSWER_HEADERS,
+    )
+    return Entry(gateway, routes, records, keys, cors if cors_origins else None)
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HeadwaterError)
+    return _response(error_reply(error, request.url.path))
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    path = request.url.path
+    headers = {}
+    fault: HeadwaterError = CallableFailed(str(error.detail))
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "")
+        if "GET" in allowed and "HEAD" not in allowed:
+            allowed = allowed.replace("GET", "GET, HEAD")
+        headers["allow"] = allowed
+        fault = MethodNotAllowed(f"method {request.method}: not allowed on {path[:200]}; allowed: {allowed}")
+    elif error.status_code == 404:
+        fault = NotFound(f"route {path[:200]}: unknown; see /docs")
+    reply = error_reply(fault, path)
+    reply.status = error.status_code
+    return _response(reply, headers)
+
+
+async def _on_exception(request: Request, error: Exception) -> Response:
+    return _response(error_reply(internal_error(request.scope["state"], error), request.url.path))
+
+
+def _response(reply: Reply, headers: Mapping[str, str] | None = None) -> Response:
+    body, pairs = reply.content()
+    response = Response(body, reply.status, headers)
+    response.raw_headers += pairs
+    return response

@@ -1,0 +1,483 @@
+"""A client's connection: uvicorn's, with bounds on what the application does not see.
+
+Bounded are the size of a request's head and the time it may take to arrive, the time for the rest of a body after its
+answer, and the time that a client reads nothing of an answer. A client that pipelines is not read from while its
+requests wait. What is refused without the application is refused in order, after the answers to earlier requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import re
+import select
+import sys
+import termios
+from typing import Any, Final, cast
+from urllib.parse import unquote
+
+import httptools
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from headwater_server.dispatch.deadlines import TIMER_RESOLUTION_S
+from headwater_server.errors import (
+    BadRequest,
+    BodyTooSlow,
+    HeadersTooLarge,
+    HeadwaterError,
+    MethodNotAllowed,
+    Unavailable,
+    UnknownCoding,
+    VersionNotSupported,
+)
+from headwater_server.gateway.http.connections import Closable, Connections
+from headwater_server.gateway.http.entry import MAX_HEADER_BYTES, RequestRecords
+from headwater_server.gateway.http.exchange import Exchange, LightEvent
+from headwater_server.gateway.http.replies import error_reply
+from headwater_server.security.keys import is_health_check
+
+__all__ = ["BoundedConnection"]
+
+_ASGI: Final = {"version": "3.0", "spec_version": "2.3"}
+
+_ESCAPED_SLASH: Final = re.compile("%2f", re.IGNORECASE)
+
+_TRANSFER_ENCODING_CHARS: Final = len("transfer-encoding")
+
+_PIECE_BYTES: Final = 16 * 1024
+"""Bytes parsed at once. As many requests as fit into them may wait behind the one under way."""
+
+_FIRST_PROBE_S: Final = 0.25
+"""From the end of what a client sends to the first probe whether it is there; each further wait is twice as long."""
+
+_RESET_AFTER_S: Final = 0.05
+"""From a probe to the look whether the client has answered with a reset."""
+
+
+class BoundedConnection(HttpToolsProtocol):
+    """One connection.
+
+    Args:
+        head_timeout_s: how long a request's line and headers may take from their first byte, how long the rest of a
+            body may take after the answer, and how long a client may read nothing of an answer.
+        others: the connections of this worker.
+        records: logs and counts what is refused without the application.
+        accepted: what counted for this connection before its TLS handshake.
+        arguments: uvicorn's.
+    """
+
+    # Without slots the instance has more attributes than a shared-key dict holds: 1 KB more per connection.
+    __slots__ = (
+        "_accepted", "_head_bytes", "_head_timeout_s", "_head_timer", "_idle_since_s", "_idle_timer", "_in_head",
+        "_others", "_probe_timer", "_records", "_refusal", "_rest_timer", "_running", "_unparsed", "_unread_timer",
+        "_waiting",
+    )  # fmt: skip
+
+    cycle: Exchange
+    """The last request whose head is complete; None before the first one's, and on an idle connection."""
+
+    def __init__(
+        self,
+        *,
+        head_timeout_s: float,
+        others: Connections,
+        records: RequestRecords,
+        accepted: Closable | None = None,
+        **arguments: Any,
+    ) -> None:
+        super().__init__(**arguments)
+        self._head_timeout_s = head_timeout_s
+        self._others = others
+        self._records = records
+        self._accepted = accepted
+        self._rest_timer: asyncio.TimerHandle | None = None
+        self._unread_timer: asyncio.TimerHandle | None = None
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._idle_timer: asyncio.TimerHandle | None = None
+        self._probe_timer: asyncio.TimerHandle | None = None
+        """Runs from the end of what the client sends."""
+        self._idle_since_s: float | None = None
+        self._running: Exchange | None = None
+        """The request that the application handles."""
+        self._waiting: list[Exchange] = []
+        """Requests behind it, whose heads are complete, in order."""
+        self.pipeline = cast(Any, self._waiting)  # uvicorn's own, of which nothing is used, takes 700 bytes
+        self._head_bytes = 0
+        """Bytes of head parsed since the last byte of a body or the last end of a message."""
+        self._in_head = False
+        self._unparsed: bytes | memoryview = b""
+        """Bytes received behind requests that wait."""
+        self._refusal: HeadwaterError | None = None
+        """The error that ends the connection after the answers under way; nothing more is parsed."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Start the idle timer for the first byte."""
+        super().connection_made(transport)
+        self.flow = _PipelineFlow(transport, self._waiting)
+        self._note_idle()
+        if self._accepted is not None:
+            self._others.remove(self._accepted)
+            self._accepted = None
+        self._others.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Cancel all timers and the request under way."""
+        self._end_head()
+        self._end_rest()
+        for timer in (self._unread_timer, self._idle_timer, self._probe_timer):
+            if timer is not None:
+                timer.cancel()
+        self._others.remove(self)
+        super().connection_lost(exc)
+        if self._running is not None:
+            self._running.lose()
+            self._running.end()
+            self._running = None
+
+    def data_received(self, data: bytes) -> None:
+        """Parse the data, unless requests wait already."""
+        if self._refusal is None:
+            self._parse(data if not self._unparsed else bytes(self._unparsed) + data)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client sends nothing more: it has left, or it waits for its answer. Returns whether the connection stays.
+
+        Both look the same until something is sent to the client. TLS has no connection with one direction, and in
+        HTTP/1.0 nothing may precede an answer: these clients count as gone.
+        """
+        running = self._running
+        if self._probe_timer is not None or self.transport.get_extra_info("ssl_object") is not None:
+            return self._probe_timer is not None
+        if running is None or running.more_body or running.scope["http_version"] != "1.1":
+            return False
+        self._probe_timer = self.loop.call_later(_FIRST_PROBE_S, self._probe, _FIRST_PROBE_S)
+        if self._in_head or self.cycle.more_body:
+            self._refuse(BadRequest("request: expected all of it, got the end of what the client sends"))
+        elif not self._unparsed:
+            self.cycle.keep_alive = False
+        return True
+
+    def _probe(self, waited_s: float) -> None:
+        """See whether a client that sends nothing more is there."""
+        if not self._has_left() and self._running is not None:
+            self._running.probe()
+            self._probe_timer = self.loop.call_later(_RESET_AFTER_S, self._probe_later, 2 * waited_s)
+
+    def _probe_later(self, wait_s: float) -> None:
+        if not self._has_left():
+            self._probe_timer = self.loop.call_later(wait_s, self._probe, wait_s)
+
+    def _has_left(self) -> bool:
+        """End the connection if the client has reset it."""
+        if is_reset := _is_reset(self.transport):
+            self.abort()
+        return is_reset
+
+    def _parse(self, data: bytes | memoryview) -> None:
+        """Parse piece by piece as long as no request waits; start the timer of a head that is still incomplete."""
+        self._unparsed = b""
+        if len(data) > _PIECE_BYTES:
+            data = memoryview(data)
+        while data and not self._waiting:
+            piece = data[:_PIECE_BYTES]
+            taken = len(piece)
+            self._head_bytes += taken
+            would_upgrade = False
+            try:
+                try:
+                    self.parser.feed_data(piece)
+                except httptools.HttpParserUpgrade as stop:
+                    taken, would_upgrade = stop.args[0], True
+                if would_upgrade:
+                    self._ignore_upgrade()
+            except httptools.HttpParserError as error:
+                self._refuse(_unparsable(error))
+                return
+            data = data[taken:]
+            if self._head_bytes > MAX_HEADER_BYTES:
+                self._refuse(HeadersTooLarge(f"headers: expected at most {MAX_HEADER_BYTES} bytes, got more"))
+                return
+        self._unparsed = data
+        if self.cycle is not None and self.cycle.more_body:
+            self._others.read(self)
+        if self._in_head and self._head_timer is None and not self._waiting:
+            late = BodyTooSlow(f"headers: expected all of them within {self._head_timeout_s:g} s")
+            self._head_timer = self.loop.call_later(self._head_timeout_s, self._refuse, late)
+
+    def _ignore_upgrade(self) -> None:
+        """Treat the request as if it asked for no other protocol (RFC 9110, 7.8).
+
+        The parser stops behind such a head and does not read the body: a new parser reads the head without the
+        ``Upgrade`` header, and then what follows.
+        """
+        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
+        lines += [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+        self.parser.feed_data(b"\r\n".join([*lines, b"", b""]))
+
+    def on_message_begin(self) -> None:
+        """The parser is at a request's first byte."""
+        self._in_head = True
+        self._head_bytes = 0
+        self._idle_since_s = None
+        self.url = b""
+        self.headers = []
+        self.expect_100_continue = False
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """The parser is behind a header."""
+        super().on_header(name, value)
+        if len(name) == _TRANSFER_ENCODING_CHARS and name.lower() == b"transfer-encoding":
+            coding = value.strip().lower()
+            if coding != b"chunked":
+                raise UnknownCoding(
+                    f"header Transfer-Encoding: expected chunked, got {coding[:40].decode('latin-1')!r}; name a packed "
+                    "body's coding in Content-Encoding"
+                )
+
+    def on_headers_complete(self) -> None:
+        """The parser is behind a request's headers."""
+        parser = self.parser
+        http_version = parser.get_http_version()
+        if http_version not in ("1.1", "1.0"):
+            raise VersionNotSupported(f"request: expected HTTP/1.1 or HTTP/1.0, got HTTP/{http_version}")
+        method = parser.get_method()
+        if parser.should_upgrade():
+            if method == b"CONNECT":
+                raise MethodNotAllowed("method CONNECT: not allowed, since this server is no proxy")
+            return  # parsed again, see `_ignore_upgrade`
+        self._end_head()
+        target = httptools.parse_url(self.url)
+        if target.path is None:
+            raise httptools.HttpParserInvalidURLError("a target without a path")
+        path = target.path.decode("ascii")
+        if "%" in path:
+            # An escaped slash is part of a name (RFC 3986, 2.2); decoded, it would be a separator.
+            path = unquote(_ESCAPED_SLASH.sub("%252F", path))
+        scope: Any = {
+            "type": "http",
+            "asgi": _ASGI,
+            "http_version": http_version,
+            "server": self.server,
+            "client": self.client,
+            "scheme": self.scheme,
+            "root_path": "",
+            "headers": self.headers,
+            "state": self.app_state.copy(),
+            "method": method.decode("ascii"),
+            "path": path,
+            "raw_path": target.path,
+            "query_string": target.query or b"",
+        }
+        has_place = self._others.admit(self)
+        if not has_place and not is_health_check(scope["method"], path):
+            raise Unavailable("the server has as many connections as it takes (server.max_connections)")
+        is_first = self.cycle is None or self.cycle.response_complete
+        # Not by keywords, which take longer than everything else here.
+        self.cycle = exchange = Exchange(
+            scope,
+            self.transport,
+            self.flow,
+            self.logger,
+            self.access_logger,
+            self.access_log,
+            self.server_state.default_headers,
+            LightEvent(),
+            self.expect_100_continue,
+            http_version != "1.0" and parser.should_keep_alive() and has_place and not self._others.is_closing,
+            self.on_response_complete,
+        )
+        if is_first:
+            self._start(exchange)
+        else:
+            self.flow.pause_reading()
+            self._waiting.append(exchange)
+
+    def _start(self, exchange: Exchange) -> None:
+        """Start the application on a request, which finds the `Exchange` in its scope."""
+        self._running = exchange
+        exchange.begin()
+        task = exchange.task = self.loop.create_task(exchange.run_asgi(self.app))
+        task.add_done_callback(self.tasks.discard)
+        self.tasks.add(task)
+
+    def on_body(self, body: bytes) -> None:
+        """The parser is at a piece of a request's body."""
+        self._head_bytes = 0
+        self.cycle.take_piece(body)
+
+    def on_message_complete(self) -> None:
+        """The parser is behind a request's body."""
+        if self._in_head:  # the head of a request that asks for an upgrade
+            return
+        self._end_rest()
+        self._head_bytes = 0
+        # uvicorn does neither if the answer came before the end of the body.
+        self.cycle.more_body = False
+        self.cycle.message_event.set()
+        if not self.cycle.response_complete:
+            self._others.begin(self)
+
+    def on_response_complete(self) -> None:
+        """An answer is complete; its request's body may not be."""
+        self.server_state.total_requests += 1
+        if self._running is not None:
+            self._running.end()
+            self._running = None
+        if not self.transport.is_closing():
+            if self._waiting:
+                self._start(self._waiting.pop(0))
+            elif self._refusal is not None:
+                self._write_refusal(self._refusal)
+            elif self._probe_timer is not None and not self._unparsed:
+                self.transport.close()
+            else:
+                self._note_idle()
+        if self._unread_timer is None and self.transport.get_write_buffer_size():
+            self._watch_reading(None)
+        if self.cycle.response_complete:  # the last request read is answered
+            self._others.end(self)
+            if self.cycle.more_body and not self.transport.is_closing():
+                # Not at once: a client that is still sending would lose the answer.
+                self._end_rest()
+                self._rest_timer = self.loop.call_later(self._head_timeout_s, self.abort)
+            elif not self.cycle.more_body:
+                self._forget()
+        if not self._waiting and not self.transport.is_closing():
+            if self._unparsed or self._in_head:
+                self._parse(self._unparsed)
+            if self.flow.read_paused:
+                self.flow.resume_reading()
+
+    def abort(self) -> None:
+        """See `headwater_server.gateway.http.connections.Closable`."""
+        self.transport.abort()
+
+    def _end_head(self) -> None:
+        self._in_head = False
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _forget(self) -> None:
+        """Free the last request, which is half of an idle connection."""
+        self.cycle = None  # type: ignore[assignment]
+        if not self._in_head:
+            self.headers = None  # type: ignore[assignment]
+
+    def _end_rest(self) -> None:
+        if self._rest_timer is not None:
+            self._rest_timer.cancel()
+            self._rest_timer = None
+
+    def _watch_reading(self, unread_before: int | None) -> None:
+        """Abort a connection whose client reads nothing: closing it would wait for the client, too."""
+        self._unread_timer = None
+        waiting = self.transport.get_write_buffer_size()
+        unread = waiting + _unacknowledged(self.transport)
+        if waiting and unread == unread_before:
+            self.abort()
+        elif waiting:
+            self._unread_timer = self.loop.call_later(self._head_timeout_s, self._watch_reading, unread)
+
+    # uvicorn makes a timer after each answer and cancels it with the next request. Here one timer keeps running and
+    # checks when it is due how long the connection has been idle.
+
+    def _note_idle(self) -> None:
+        self._idle_since_s = self.loop.time()
+        if self._idle_timer is None and not self.transport.is_closing():
+            self._idle_timer = self.loop.call_later(self.timeout_keep_alive, self._end_if_idle)
+
+    def _end_if_idle(self) -> None:
+        self._idle_timer = None
+        if self._idle_since_s is None:  # a request is under way; its answer starts the next timer
+            return
+        left_s = self._idle_since_s + self.timeout_keep_alive - self.loop.time()
+        if left_s < TIMER_RESOLUTION_S:
+            self.timeout_keep_alive_handler()
+        else:
+            self._idle_timer = self.loop.call_later(left_s, self._end_if_idle)
+
+    def _refuse(self, error: HeadwaterError) -> None:
+        """Refuse what is being parsed, after the answers to earlier requests, and close the connection."""
+        self._end_head()
+        if self.transport.is_closing():
+            return
+        self._refusal = error
+        self._unparsed = b""
+        running = self._running
+        in_body = self.cycle is not None and self.cycle.more_body
+        if in_body and self._waiting:
+            self._waiting.pop()  # the request whose body it is
+        elif in_body and (running is None or self.cycle.response_started):
+            self.transport.close()  # the request has its answer, or a part of it
+        elif in_body and running is not None:
+            running.lose()
+            self._write_refusal(error)
+        elif running is None:
+            self._write_refusal(error)
+
+    def _write_refusal(self, error: HeadwaterError) -> None:
+        """Answer with a request id and a line in the access log; nothing else of the request is known for certain."""
+        scope: dict[str, Any] = {
+            "type": "http", "method": "-", "path": "-", "query_string": b"", "headers": [], "client": self.client,
+            "state": {"error": error},
+        }  # fmt: skip
+        record = self._records.begin(scope)
+        body, headers = error_reply(error, "").content()
+        lines = [STATUS_LINE[error.status][:-2], *(b"%s: %s" % pair for pair in (*headers, *record.headers()))]
+        if error.status == 405:
+            lines.append(b"allow: GET, HEAD, POST, OPTIONS")
+        lines += [b"content-length: %d" % len(body), b"connection: close", b"", body]
+        self.transport.write(b"\r\n".join(lines))
+        self.transport.close()
+        self._records.end(record, scope, error.status)
+
+
+class _PipelineFlow(FlowControl):
+    """Resumes reading only while no request waits."""
+
+    def __init__(self, transport: asyncio.Transport, waiting: list[Exchange]) -> None:
+        super().__init__(transport)
+        self._is_writable_event = LightEvent()
+        self._is_writable_event.set()
+        self._waiting = waiting
+
+    def resume_reading(self) -> None:
+        """See `FlowControl`."""
+        if not self._waiting:
+            super().resume_reading()
+
+
+def _unparsable(error: httptools.HttpParserError) -> HeadwaterError:
+    """The client's error for bytes that the parser of requests or of targets refuses."""
+    if isinstance(error, httptools.HttpParserCallbackError):
+        cause = error.__context__
+        if isinstance(cause, HeadwaterError):
+            return cause
+        if isinstance(cause, httptools.HttpParserInvalidURLError):
+            return BadRequest("request: expected a target with a path, such as /v2")
+        if cause is not None:
+            raise cause  # a bug of the gateway: the event loop logs it and closes the connection
+    return BadRequest(f"request: expected HTTP/1.1, but its parser says: {error}")
+
+
+def _unacknowledged(transport: asyncio.Transport) -> int:
+    """How many bytes in the kernel the client has not acknowledged.
+
+    They show that a slow client reads, because the kernel takes more data from the process in large steps only.
+    """
+    try:
+        found = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, b"\0" * 4)
+    except OSError:
+        return 0
+    return int.from_bytes(found, sys.byteorder)
+
+
+def _is_reset(transport: asyncio.Transport) -> bool:
+    """Whether the other side has ended both directions, as the kernel says."""
+    poll = select.poll()
+    poll.register(transport.get_extra_info("socket").fileno(), 0)
+    return bool(poll.poll(0))

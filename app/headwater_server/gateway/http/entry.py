@@ -1,0 +1,320 @@
+"""The entry of every request: it is recorded and checked, its key is admitted, and any error becomes its answer."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final, cast
+
+import msgspec
+from starlette.routing import Match
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
+
+from headwater_server.errors import BadRequest, ClientGone, HeadersTooLarge, HeadwaterError
+from headwater_server.gateway.http.body_budget import release_body
+from headwater_server.gateway.http.endpoint import EndpointRoute
+from headwater_server.gateway.http.event_stream import StreamLimits
+from headwater_server.gateway.http.replies import Reply, error_reply, internal_error
+from headwater_server.security.key_check import KeyRing
+from headwater_server.security.limits import KeyLimits
+from headwater_server.telemetry.logs import AccessLog
+from headwater_server.telemetry.recorder import leave, note_error
+from headwater_server.telemetry.tracing import Trace, current
+
+__all__ = [
+    "INFER_PATH",
+    "MAX_HEADER_BYTES",
+    "Entry",
+    "RequestRecord",
+    "RequestRecords",
+]
+
+MAX_HEADER_BYTES: Final = 32 * 1024
+"""The limit of a request's headers and path together."""
+
+INFER_PATH: Final = "/v2/models/{model}/infer"
+_INFER_START, _INFER_END = INFER_PATH.split("{model}")
+
+logger = logging.getLogger("headwater")
+
+_HOST = re.compile(rb"(?:[\w.~!$&'()*+,;=%-]*|\[[\w.:~!$&'()*+,;=-]+\])(?::[0-9]*)?[ \t]*\Z")
+"""RFC 9112, 3.2: the grammar of RFC 3986, 3.2.2, without a check of what an address or an escape means."""
+
+_REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}\Z")
+
+_ID_CHARACTERS: Final = 32
+
+_IDS_AT_ONCE: Final = 128
+
+
+_SINGLE: Final = (b"content-type", b"content-encoding", b"inference-header-content-length", b"origin")
+"""Headers that say how a request is understood: a proxy in front of the server may read another of two than we do."""
+
+
+def _check_single(headers: Sequence[tuple[bytes, bytes]]) -> None:
+    """Check that a request has each of `_SINGLE` once at most.
+
+    Raises:
+        BadRequest: it has a header twice.
+    """
+    seen = [name for name, _ in headers]
+    for name in _SINGLE:
+        if seen.count(name) > 1:
+            raise BadRequest(f"header {name.decode().title()}: expected one, got {seen.count(name)}")
+
+
+class RequestRecord(msgspec.Struct):
+    """One request, from its head to the end of its answer."""
+
+    started_ns: int
+    head_bytes: int
+    host_fault: str
+    request_id: bytes
+    trace: Trace | None
+    state: dict[str, Any]
+    """The request's; has ``version`` if one of a deployment's versions answers."""
+    status: int = 0
+    """The answer's; 0 until the answer has begun."""
+    is_answered: bool = False
+    """Whether the whole answer has been sent."""
+
+    def check(self) -> None:
+        """Check the head.
+
+        Raises:
+            HeadersTooLarge: headers and path exceed `MAX_HEADER_BYTES`.
+            BadRequest: the header ``Host`` is missing, doubled or invalid.
+        """
+        if self.head_bytes > MAX_HEADER_BYTES:
+            raise HeadersTooLarge(f"headers: expected at most {MAX_HEADER_BYTES} bytes, got {self.head_bytes}")
+        if self.host_fault:
+            raise BadRequest(f"header Host: expected a host name or address, and maybe a port, got {self.host_fault}")
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """The headers that every answer has."""
+        headers = [(b"x-request-id", self.request_id)]
+        if self.trace is not None:
+            headers.append((b"traceresponse", self.trace.header))
+        if "version" in self.state:
+            headers.append((b"headwater-version", self.state["version"].encode()))
+        return headers
+
+
+def _noting(record: RequestRecord, send: Send) -> Send:
+    """Wrap ``send`` for an answer in pieces: adds the headers that every answer has, and tracks its progress."""
+
+    async def send_noted(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            record.status = message["status"]
+            message["headers"] = [*message.get("headers", ()), *record.headers()]
+        elif message["type"] == "http.response.body" and not message.get("more_body", False):
+            record.is_answered = True
+        await send(message)
+
+    return send_noted
+
+
+class RequestRecords:
+    """Gives each request an id (the client's own, if it sent a sound ``X-Request-Id``), logs and counts each answer.
+
+    ``scope["state"]["request_id"]`` is the id. Others cannot guess it, since whoever knows it may cancel the request.
+    ``scope["state"]["note"]`` is added to the log's line; with ``is_routine`` only failures are logged.
+    """
+
+    def __init__(self, access_log: AccessLog | None, stream_limits: StreamLimits) -> None:
+        self.log = access_log
+        self.stream_limits = stream_limits
+        self._ids = ""
+        """Generated many at once; used from `_ids_at` on."""
+        self._ids_at = 0
+        self._sound_host: bytes | None = None
+        """The last valid one: most requests name the same host."""
+
+    def begin(self, scope: Scope) -> RequestRecord:
+        """Record a request whose head has arrived."""
+        started_ns = time.perf_counter_ns()
+        request_id = b""
+        host: bytes | None = None
+        host_fault = ""
+        size_bytes = len(scope.get("raw_path") or b"") + len(scope["query_string"])
+        for name, value in scope["headers"]:
+            size_bytes += len(name) + len(value)
+            if name == b"x-request-id" and _REQUEST_ID.match(value):
+                request_id = value
+            elif name == b"host":
+                if host is not None:
+                    host_fault = "two of them"
+                host = value
+        if host is None:
+            if scope.get("http_version") == "1.1":
+                host_fault = "none"
+        elif host != self._sound_host:
+            if _HOST.match(host):
+                self._sound_host = host
+            else:
+                host_fault = repr(host[:80].decode("latin-1"))
+        state: dict[str, Any] = scope.setdefault("state", {})
+        if request_id:
+            state["request_id"] = request_id.decode()
+        else:
+            state["request_id"] = made = self._new_id()
+            request_id = made.encode()
+        state["stream_limits"] = self.stream_limits
+        tracing = current()
+        trace = None if tracing is None else tracing.begin(scope, state["request_id"])
+        if trace is not None:
+            state["log_fields"] = {**state.get("log_fields", {}), **trace.log_fields}
+        return RequestRecord(started_ns, size_bytes, host_fault, request_id, trace, state)
+
+    def end(self, record: RequestRecord, scope: Scope, status: int) -> None:
+        """Count and log a request that has ended.
+
+        Args:
+            record: from `begin`.
+            scope: the request's.
+            status: of its answer, or 499 if the client went away; the request's state may overrule it.
+        """
+        state: dict[str, Any] = scope["state"]
+        seen = state.get("status", status)
+        took_ns = time.perf_counter_ns() - record.started_ns
+        leave(scope, seen, took_ns)
+        if record.trace is not None:
+            record.trace.end(scope, seen, state.get("error"))
+        if self.log is not None and not (seen < 400 and state.get("is_routine")):
+            self.log.write(scope, seen, took_ns / 1e9, state)
+        # The error's traceback references the state: without this, both and the body would wait for the collector.
+        state.pop("error", None)
+
+    def _new_id(self) -> str:
+        at = self._ids_at
+        if at == len(self._ids):
+            self._ids = os.urandom(_ID_CHARACTERS // 2 * _IDS_AT_ONCE).hex()
+            at = 0
+        self._ids_at = end = at + _ID_CHARACTERS
+        return self._ids[at:end]
+
+
+class Entry:
+    """The application: begins, checks, admits and ends every request. A pure ASGI class.
+
+    Endpoints are called directly: FastAPI's layers cost time, and would stay in memory as long as a stream is open.
+    Forwarding headers are believed from proxies on this machine, or those that ``FORWARDED_ALLOW_IPS`` names instead.
+
+    Args:
+        framework: answers all routes that have no endpoint.
+        routes: those of endpoints; one has the path `INFER_PATH`.
+        records: begins and ends each request.
+        keys: admits requests; None: every request is admitted.
+        cors: wraps the application for requests with an ``Origin``; None: these are treated like any other.
+    """
+
+    def __init__(
+        self,
+        framework: ASGIApp,
+        routes: Sequence[EndpointRoute],
+        records: RequestRecords,
+        keys: KeyRing | None = None,
+        cors: Callable[[ASGIApp], ASGIApp] | None = None,
+    ) -> None:
+        self.framework = framework
+        self.records = records
+        self._routes = routes
+        self._infer = next(route for route in routes if route.path == INFER_PATH)
+        self._keys = keys
+        self._cors = None if cors is None else cors(self._answer)
+        trusted = os.environ.get("FORWARDED_ALLOW_IPS", "127.0.0.1")
+        # Uvicorn's types for ASGI are not Starlette's.
+        self._read_forwarded = cast(ASGIApp, ProxyHeadersMiddleware(cast(Any, _nothing), trusted_hosts=trusted))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection's scope."""
+        if scope["type"] != "http":
+            await self.framework(scope, receive, send)
+            return
+        names = dict(scope["headers"])
+        if b"x-forwarded-for" in names or b"x-forwarded-proto" in names:
+            await self._read_forwarded(scope, receive, send)
+        record = self.records.begin(scope)
+        state: dict[str, Any] = scope["state"]
+        try:
+            reply: ASGIApp | None
+            try:
+                record.check()
+                if len(names) < len(scope["headers"]):
+                    _check_single(scope["headers"])
+            except HeadwaterError as error:
+                state["error"] = error
+                reply = error_reply(error, scope["path"])
+            else:
+                cors = self._cors if b"origin" in names else None
+                reply = cors or await self._reply(scope, receive)
+            if isinstance(reply, Reply) and scope["method"] != "HEAD":
+                record.status = reply.status
+                await reply.send(scope, send, record.headers())
+                record.is_answered = True
+            elif reply is not None:
+                await reply(scope, receive, _noting(record, send))
+        except Exception as error:
+            state["status"] = 500
+            if not record.status:
+                failure = error_reply(internal_error(state, error), scope["path"])
+                await failure(scope, receive, _noting(record, send))
+            raise
+        finally:
+            limits: KeyLimits | None = state.get("key_limits")
+            if limits is not None:
+                limits.leave()
+            release_body(scope)
+            self.records.end(record, scope, record.status if record.is_answered else 499)
+
+    def _match(self, scope: Scope) -> EndpointRoute | None:
+        """Find the endpoint's route for a request and note it in the scope. None: FastAPI answers."""
+        if scope["method"] != "POST":
+            return None
+        path = scope["path"]
+        if path.startswith(_INFER_START) and path.endswith(_INFER_END):
+            name = path[len(_INFER_START) : -len(_INFER_END)]
+            if name and "/" not in name:
+                scope["path_params"] = {"model": name}
+                scope["route"] = self._infer
+                return self._infer
+        for route in self._routes:
+            match, found = route.matches(scope)
+            if match is Match.FULL:
+                scope["path_params"] = found["path_params"]
+                scope["route"] = route
+                return route
+        return None
+
+    async def _reply(self, scope: Scope, receive: Receive) -> ASGIApp | None:
+        """Admit a request and compute or open its answer; errors become answers. None: the client has gone."""
+        state: dict[str, Any] = scope["state"]
+        try:
+            if self._keys is not None:
+                self._keys.admit(scope)
+            route = self._match(scope)
+            return self.framework if route is None else await route.answer(scope, receive)
+        except ClientGone as error:
+            state["status"] = error.status
+            return None
+        except HeadwaterError as error:
+            note_error(state, error)
+            # A failed call's future references the error, and the error's traceback the future: break the cycle.
+            state["error"] = error.with_traceback(None)
+            return error_reply(error, scope["path"])
+        except Exception as error:
+            return error_reply(internal_error(state, error), scope["path"])
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The application that the CORS middleware wraps."""
+        reply = await self._reply(scope, receive)
+        if reply is not None:
+            await reply(scope, receive, send)
+
+
+async def _nothing(scope: Scope, receive: Receive, send: Send) -> None:
+    """The application behind uvicorn's middleware, which is called only for what it writes into the scope."""

@@ -1,0 +1,100 @@
+"""Answers: errors in each API's form, and bodies that are ready."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+from starlette.types import Message, Receive, Scope, Send
+
+from headwater_server.errors import CallableFailed, HeadwaterError, openai_error
+from headwater_server.gateway.http.exchange import exchange_of
+
+__all__ = [
+    "JSON",
+    "OPENAI_PATHS",
+    "RETRY_AFTER_S",
+    "Reply",
+    "cache_headers",
+    "error_reply",
+    "internal_error",
+    "json_reply",
+]
+
+logger = logging.getLogger("headwater")
+
+RETRY_AFTER_S: Final = 2
+"""The ``Retry-After`` of a 503 whose error names no time."""
+
+OPENAI_PATHS: Final = ("/v1/", "/v2/rerank", "/rerank", "/tokenize", "/detokenize")
+"""The beginnings of the paths that answer as OpenAI's API does."""
+
+JSON: Final = (b"content-type", b"application/json")
+"""The header of a JSON body."""
+
+Headers = list[tuple[bytes, bytes]]
+
+
+class Reply:
+    """An ASGI response whose body is ready, in pieces."""
+
+    def __init__(self, status: int, body: Sequence[bytes | memoryview], headers: Headers) -> None:
+        self.status = status
+        self._body = body
+        self._headers = headers
+
+    def content(self) -> tuple[bytes, Headers]:
+        """The body in one piece, and the headers without its length."""
+        return b"".join(self._body), self._headers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it."""
+        body, headers = self.content()
+        length = (b"content-length", b"%d" % len(body))
+        await send({"type": "http.response.start", "status": self.status, "headers": [*headers, length]})
+        await send({"type": "http.response.body", "body": body})
+
+    async def send(self, scope: Scope, send: Send, more_headers: Headers) -> None:
+        """Send it with additional headers: as one write where the connection can, past any middleware."""
+        exchange = exchange_of(scope)
+        headers = [*self._headers, *more_headers]
+        if exchange is None or not exchange.answer(self.status, headers, self._body):
+            await Reply(self.status, self._body, headers)(scope, _nothing, send)
+
+
+async def _nothing() -> Message:
+    raise AssertionError("an answer that is ready asks for nothing")
+
+
+def cache_headers(cache: str) -> Headers:
+    """The header that says what a deployment's cache did (`headwater_server.codecs.tensors.Answer`), if it has one."""
+    return [(b"headwater-cache", cache.encode())] if cache else []
+
+
+def json_reply(content: object, status: int = 200, headers: Headers | None = None) -> Reply:
+    """A JSON answer."""
+    return Reply(status, [msgspec.json.encode(content)], [JSON, *(headers or ())])
+
+
+def error_reply(error: HeadwaterError, path: str) -> Reply:
+    """An error in the form of the API that the path belongs to: OpenAI's under `OPENAI_PATHS`, Triton's elsewhere."""
+    if path.startswith(OPENAI_PATHS):
+        content: object = openai_error(error)
+    else:
+        content = {"error": error.message}
+    headers: Headers = []
+    if error.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    retry_after_s = error.retry_after_s or (RETRY_AFTER_S if error.status == 503 else None)
+    if retry_after_s is not None:
+        headers.append((b"retry-after", b"%d" % retry_after_s))
+    return json_reply(content, error.status, headers)
+
+
+def internal_error(state: Mapping[str, Any], error: Exception) -> CallableFailed:
+    """Log a bug of the gateway. Returns the error for the client, which names the request id only."""
+    request_id = state.get("request_id", "?")
+    logger.error("request %s failed in the gateway", request_id, exc_info=error, extra={"request_id": request_id})
+    return CallableFailed(f"internal error; the log has more under request id {request_id}")

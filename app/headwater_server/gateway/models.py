@@ -1,0 +1,372 @@
+"""The models that a gateway worker serves, kept up to date with the routing table."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Final
+
+import msgspec
+from starlette.types import Scope
+
+from headwater.signature import Signature
+from headwater_server.codecs.generate import GenerateDecoder, GenerateEncoder
+from headwater_server.codecs.infer_request import RequestDecoder
+from headwater_server.codecs.infer_response import ResponseEncoder
+from headwater_server.control.messages import Drain, Drained, ReplicaLoss
+from headwater_server.control.routing import DeploymentRoute, RoutingTable
+from headwater_server.dispatch.admission import QueueBudget
+from headwater_server.dispatch.dispatcher import ModelDispatcher
+from headwater_server.dispatch.graph import GraphDispatcher
+from headwater_server.dispatch.pool import Connect
+from headwater_server.dispatch.pool import connect as dispatch_connect
+from headwater_server.dispatch.protocol import Dispatcher, Fail, TensorDispatcher, drain
+from headwater_server.dispatch.shadow import Shadow
+from headwater_server.dispatch.versions import VersionsDispatcher
+from headwater_server.errors import RETRY_AFTER_LOST_S, BadRequest, NotFound, Unavailable
+from headwater_server.lm.dispatcher import LmDispatcher
+from headwater_server.security.peer_tls import PeerTls
+from headwater_server.telemetry.recorder import recorder
+from headwater_server.vllm.dispatcher import VllmDispatcher
+
+__all__ = ["Models", "ServedModel"]
+
+_LACKS: Final = {
+    "embedding": "gives no embeddings",
+    "reranking": "ranks no documents",
+    "classification": "scores no labels",
+    "transcription": "transcribes no audio",
+}
+VERSION = "1"
+"""A model without versions has this one."""
+
+
+class ServedModel:
+    """One deployment: its dispatcher, and the codecs for its signature. Or one of its adapters, which has another name,
+    and shares the rest. A version of a deployment has the deployment's name.
+    """
+
+    def __init__(self, dispatcher: Dispatcher, adapter: str = "") -> None:
+        self.dispatcher = dispatcher
+        route = dispatcher.route
+        self.name = adapter or (route.part_of if route.version and route.part_of else route.name)
+        self.meter = recorder().deployment(dispatcher.route.name)
+        self._whole: tuple[Signature, tuple[RequestDecoder, ResponseEncoder]] | None = None
+        self._generate: tuple[Signature, tuple[GenerateDecoder, GenerateEncoder]] | None = None
+
+    @property
+    def route(self) -> DeploymentRoute:
+        """The deployment's state."""
+        return self.dispatcher.route
+
+    @property
+    def version(self) -> str:
+        """Its version, or its default version if it has several."""
+        route = self.route
+        return route.version or (VERSION if route.traffic is None else route.traffic.default)
+
+    def codecs(self) -> tuple[RequestDecoder, ResponseEncoder]:
+        """The codecs of the infer endpoint.
+
+        Raises:
+            Unavailable: no requests are accepted now.
+            BadRequest: the model answers only with streams, or with text.
+        """
+        signature = self.dispatcher.check_ready()
+        if self._whole is None or signature is not self._whole[0]:
+            self.dispatcher.check_whole()
+            told = self._told(signature)
+            self._whole = signature, (RequestDecoder(told), ResponseEncoder(told, self.version))
+        return self._whole[1]
+
+    def generate_codecs(self) -> tuple[GenerateDecoder, GenerateEncoder]:
+        """The codecs of the generate extension.
+
+        Raises:
+            Unavailable: no requests are accepted now.
+        """
+        signature = self.dispatcher.check_ready()
+        if self._generate is None or signature is not self._generate[0]:
+            told = self._told(signature)
+            self._generate = signature, (GenerateDecoder(told), GenerateEncoder(told, self.version))
+        return self._generate[1]
+
+    def _told(self, signature: Signature) -> Signature:
+        """The signature with the name that clients know; a version's replicas have one of their own."""
+        return msgspec.structs.replace(signature, name=self.name) if self.route.version else signature
+
+    @property
+    def versions(self) -> list[str]:
+        """All versions of the model, as far as it knows them."""
+        traffic = self.route.traffic
+        return [self.version] if traffic is None else list(traffic.shares)
+
+
+class Models:
+    """All deployments, by name.
+
+    Args:
+        connect: makes the clients of replicas other than vLLM's; tests pass their own.
+        budget: limits what may wait in all deployments together; language models have limits of their own.
+        tls: the cluster's, for replicas on other machines.
+    """
+
+    def __init__(
+        self, connect: Connect | None = None, budget: QueueBudget | None = None, tls: PeerTls | None = None
+    ) -> None:
+        self._connect = connect or functools.partial(dispatch_connect, tls=tls)
+        self._tls = tls
+        self._budget = budget or QueueBudget()
+        self._models: dict[str, ServedModel] = {}
+        self._adapters: dict[str, ServedModel] = {}
+        self.on_quarantined: Callable[[str, bytes], None] = lambda model, fingerprint: None
+        """Called with the model and the fingerprint of a request that took two replicas down."""
+        self.on_lost: Callable[[ReplicaLoss], None] = lambda loss: None
+        """Called with each replica that this worker lost."""
+        self.cancel_elsewhere: Callable[[str], Awaitable[int]] = _nowhere
+        """Cancels the requests of the other workers that have this id. Returns their number."""
+        self.is_draining = False
+        self.is_leaving = False
+        """Whether the server is about to stop, or stopping: it isn't ready."""
+        self.streams = 0
+        """Answers that are being written piece by piece; some of them are in flight, too."""
+
+    def __iter__(self) -> Iterator[ServedModel]:
+        """The deployments that the configuration names, in its order, without adapters."""
+        return (model for model in self._models.values() if model.route.part_of is None)
+
+    def with_steps(self) -> Iterator[ServedModel]:
+        """All deployments, steps of pipelines and versions included."""
+        return iter(self._models.values())
+
+    def by_version(self) -> Iterator[ServedModel]:
+        """All deployments; for one with versions these alone, as Triton lists them."""
+        return (model for model in self._models.values() if model.route.traffic is None)
+
+    def share(self, model: ServedModel) -> float | None:
+        """The share of its deployment's requests that a version answers; None: it is no version."""
+        if not model.route.version:
+            return None
+        traffic = self.get(model.name).route.traffic
+        return 0.0 if traffic is None else traffic.shares.get(model.version, 0.0)  # it may just be going
+
+    def is_shadow(self, model: ServedModel) -> bool:
+        """Whether it is a version that gets copies of the requests that others answered."""
+        return self._copies_for(model) is not None
+
+    def versions_of(self, model: ServedModel) -> list[ServedModel]:
+        """A deployment's versions; one without versions itself."""
+        return [model] if model.route.traffic is None else [self.get(model.name, one) for one in model.versions]
+
+    def update(self, table: RoutingTable) -> None:
+        """Adopt a new routing table."""
+        self.is_draining = table.draining
+        self.is_leaving = table.leaving or table.draining
+        for route in table.deployments:
+            model = self._models.get(route.name)
+            if model is not None and _kind(model.route) == _kind(route):
+                model.dispatcher.update(route)
+            else:
+                if model is not None:  # reloaded as another kind; it was drained before
+                    model.dispatcher.close()
+                model = self._models[route.name] = ServedModel(self._made(route))
+            model.dispatcher.is_draining = table.draining
+        for name in self._models.keys() - {route.name for route in table.deployments}:
+            self._models.pop(name).dispatcher.close()
+        self._adapters = {
+            name: ServedModel(model.dispatcher, name)
+            for model in self._models.values()
+            for name in model.route.adapters
+        }
+        for model in self._models.values():
+            dispatcher = model.dispatcher
+            if isinstance(dispatcher, TensorDispatcher) and model.route.version:
+                versions = self._versions(model)
+                dispatcher.shadow = None if versions is None else versions.shadow_of(model.route.version)
+            elif isinstance(dispatcher, VersionsDispatcher) and dispatcher.shadow and table.draining:
+                dispatcher.shadow.cancel()
+
+    def _versions(self, model: ServedModel) -> VersionsDispatcher | None:
+        """Of a version: the dispatcher of the deployment that it is one of."""
+        found = self._dispatcher(model.route.part_of or "")
+        return found if isinstance(found, VersionsDispatcher) else None
+
+    def _copies_for(self, model: ServedModel) -> Shadow | None:
+        """What sends copies of requests to a version, if it gets any."""
+        versions = self._versions(model)
+        is_one = versions is not None and versions.traffic.shadow == model.route.version
+        return versions.shadow if versions is not None and is_one else None
+
+    def _made(self, route: DeploymentRoute) -> Dispatcher:
+        if route.traffic is not None:
+            return VersionsDispatcher(route, self._dispatcher)
+        if route.is_vllm:
+            return VllmDispatcher(route, self._tls, lambda loss: self.on_lost(loss))
+        if route.is_language_model:
+            return LmDispatcher(route, self._connect, on_lost=lambda loss: self.on_lost(loss))
+        if route.is_graph:
+            return GraphDispatcher(route, self._dispatcher)
+        return ModelDispatcher(
+            route,
+            self._connect,
+            lambda fingerprint: self.on_quarantined(route.name, fingerprint),
+            self._budget,
+            lambda loss: self.on_lost(loss),
+        )
+
+    def quarantine(self, name: str, fingerprint: bytes) -> None:
+        """Refuse requests with this fingerprint: another worker saw one take two replicas of that model down."""
+        dispatcher = self._dispatcher(name)
+        if dispatcher is not None:
+            dispatcher.quarantine(fingerprint)
+
+    def _dispatcher(self, name: str) -> Dispatcher | None:
+        model = self._models.get(name)
+        return None if model is None else model.dispatcher
+
+    def get(self, name: str, version: str | None = None) -> ServedModel:
+        """Find a deployment.
+
+        Raises:
+            NotFound: no deployment has this name and version.
+        """
+        model = self._models.get(name) or self._adapters.get(name)
+        if model is None:
+            known = self._names(lambda route: True)
+            raise NotFound(f"model {_quoted(name)}: unknown; this server has {known}", field="model")
+        if version is None:
+            return model
+        if version not in model.versions:
+            known = " or ".join(map(repr, model.versions))
+            raise NotFound(f"model `{name}`, version: expected {known}, got {_quoted(version)}", field="version")
+        return model if model.route.traffic is None else self._models[f"{name}.{version}"]
+
+    def choose(self, scope: Scope, name: str, version: str | None = None) -> ServedModel:
+        """Find the deployment that answers a request: of one with versions the named version, or that of its share.
+
+        Args:
+            scope: the request's ASGI scope, whose ``state`` then has the version.
+
+        Raises:
+            NotFound: no deployment has this name and version.
+        """
+        model = self.get(name, version)
+        route = model.dispatcher.route
+        # The check of the class alone would take longer than the rest.
+        if route.traffic is not None and isinstance(model.dispatcher, VersionsDispatcher):
+            sticky = model.dispatcher.traffic.sticky.lower().encode()
+            found = next((value for header, value in scope["headers"] if header == sticky), None) if sticky else None
+            key = scope["state"]["request_id"] if found is None else found.decode("latin-1")
+            try:
+                model = self._models[f"{name}.{model.dispatcher.chosen(key)}"]
+            except Unavailable:  # which is said, and counted, where the request is answered
+                return model
+            route = model.dispatcher.route
+        if route.version:
+            scope["state"]["version"] = model.version
+        return model
+
+    def check_mapped(self, model: ServedModel, mapping: str) -> None:
+        """Check that a deployment answers a route which maps to its tensors.
+
+        Args:
+            model: the deployment.
+            mapping: such as ``embedding``, see `headwater.mapping.MAPPINGS`.
+
+        Raises:
+            BadRequest: it has no such mapping.
+            Unavailable: it accepts no requests now.
+        """
+        if getattr(model.dispatcher.check_ready(), mapping) is None:
+            those = self._names(lambda route: getattr(route.signature, mapping, None) is not None)
+            fix = ""
+            if model.route.is_vllm and mapping == "embedding":
+                fix = "; with `options.runner: pooling` vLLM would give them"
+            raise BadRequest(f"model: `{model.name}` {_LACKS[mapping]}; models that do: {those}{fix}", field="model")
+
+    def language_model(self, model: ServedModel) -> LmDispatcher:
+        """A deployment's dispatcher, if it is a language model.
+
+        Raises:
+            BadRequest: it is something else.
+            Unavailable: none of its versions accepts requests now.
+        """
+        name, dispatcher = model.name, model.dispatcher
+        if isinstance(dispatcher, VersionsDispatcher):
+            dispatcher.check_ready()
+        if isinstance(dispatcher, VllmDispatcher):
+            raise BadRequest(f"model: `{name}` is computed by vLLM, whose tokenizer is not offered", field="model")
+        if not isinstance(dispatcher, LmDispatcher):
+            those = self._names(lambda route: route.is_language_model)
+            raise BadRequest(f"model: `{name}` is no language model; models that are: {those}", field="model")
+        return dispatcher
+
+    def vllm(self, name: str) -> VllmDispatcher | None:
+        """The dispatcher of a model, if vLLM computes it."""
+        model = self._models.get(name) or self._adapters.get(name)
+        dispatcher = model.dispatcher if model is not None else None
+        return dispatcher if isinstance(dispatcher, VllmDispatcher) else None
+
+    def _names(self, is_one: Callable[[DeploymentRoute], bool]) -> str:
+        found = (name for one in self if is_one(one.route) for name in (one.name, *one.route.adapters))
+        return ", ".join(f"`{name}`" for name in found) or "none"
+
+    async def drain(self, order: Drain) -> Drained:
+        """Wait until a deployment has nothing in flight in this worker; at the timeout end the rest."""
+        model = self._models.get(order.model)
+        if model is None:
+            return Drained()
+        what = "it is being unloaded" if order.replicas is None else "the replica that had the request was replaced"
+        if order.adapters:
+            what = "the adapter is being unloaded"
+        error = Unavailable(
+            f"model `{order.model}`: {what}, and the request was not done within the drain_timeout_s that was left "
+            f"({order.timeout_s:g} s)",
+            retry_after_s=RETRY_AFTER_LOST_S,
+        )
+        dispatcher = model.dispatcher
+        if (copies := self._copies_for(model)) is not None:
+            copies.cancel()
+
+        def under_way() -> list[Fail]:
+            if order.adapters and isinstance(dispatcher, VllmDispatcher):
+                return dispatcher.under_way_for(order.adapters)
+            return dispatcher.under_way(order.replicas)
+
+        return await drain(under_way, order.timeout_s, error)
+
+    async def cancel_request(self, request_id: str) -> int:
+        """Cancel the sequences and streams that have a request's id, in all workers. Returns their number."""
+        return await self.cancel_here(request_id) + await self.cancel_elsewhere(request_id)
+
+    async def cancel_here(self, request_id: str) -> int:
+        """The same in this worker only."""
+        return sum(model.dispatcher.cancel(request_id) for model in self.with_steps())
+
+    @property
+    def in_flight(self) -> int:
+        """The number of requests in flight."""
+        return sum(model.dispatcher.in_flight for model in self.with_steps())
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is in flight, and no answer is being written."""
+        return not self.streams and not self.in_flight
+
+    def close(self) -> None:
+        """End all calls."""
+        for model in self.with_steps():
+            model.dispatcher.close()
+
+
+async def _nowhere(request_id: str) -> int:
+    return 0
+
+
+def _kind(route: DeploymentRoute) -> tuple[bool, bool, bool, bool]:
+    """The kind of dispatcher that a deployment needs."""
+    return route.is_language_model, route.is_vllm, route.is_graph, route.traffic is not None
+
+
+def _quoted(text: str) -> str:
+    return repr(text if len(text) <= 100 else text[:97] + "...")

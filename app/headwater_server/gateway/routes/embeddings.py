@@ -1,0 +1,261 @@
+"""``POST /v1/embeddings``: OpenAI's API over a model that declares an `headwater.Embedding`, or that vLLM computes."""
+
+from __future__ import annotations
+
+import base64
+import re
+import time
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Final, Literal, TypeAlias
+
+import msgspec
+import numpy as np
+import orjson
+from msgspec import Meta
+from starlette.types import Receive, Scope
+
+from headwater.datatypes import pack_bytes
+from headwater.errors import DeclarationError
+from headwater.model import Embedding
+from headwater.signature import Signature, TensorSpec
+from headwater_server.codecs.faults import read_json
+from headwater_server.codecs.tensors import Answer, InferRequest, RawTensor
+from headwater_server.errors import BadRequest
+from headwater_server.gateway.http.bodies import BodyReader, decoded
+from headwater_server.gateway.http.endpoint import Endpoint
+from headwater_server.gateway.http.exchange import DisconnectWatch
+from headwater_server.gateway.http.replies import JSON, Reply, cache_headers
+from headwater_server.gateway.models import Models
+from headwater_server.gateway.routes.mapped import (
+    chosen_model,
+    computed,
+    floats,
+    joined,
+    model_request,
+    row_defaults,
+    rows_at_once,
+)
+from headwater_server.gateway.routes.relay import answer_embeddings
+from headwater_server.vllm.dispatcher import VllmDispatcher
+
+__all__ = ["EmbeddingsEndpoint", "EmbeddingsRequest"]
+
+_MAX_INPUTS: Final = 2048
+"""OpenAI's limit."""
+_MAX_VALUES: Final = 1 << 20
+"""Token ids that travel together, those that fill up shorter rows included."""
+_TOKEN_IDS: Final = TensorSpec("token_ids", "INT32", (-1,), optional=True)
+_PAD: Final = -1
+_TRUNCATE: Final = "truncate_prompt_tokens"
+"""See `headwater.Embedding`."""
+
+_NO_PROMPTS: Final = "has no prompts to choose"
+
+_RELAYED: Final = ("model", "encoding_format", "dimensions", _TRUNCATE)
+"""What vLLM gets of a body, besides its input."""
+
+_TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+_TokenIds: TypeAlias = Annotated[list[_TokenId], Meta(min_length=1)]
+_Inputs: TypeAlias = list[str] | list[list[int]]
+_NOT_SPACE: Final = re.compile(rb"\S")
+_Vector: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
+_SYNONYMS: Final = {
+    **dict.fromkeys(("query", "search_query"), ("query",)),
+    **dict.fromkeys(("document", "passage", "search_document"), ("document", "passage")),
+}
+"""Names of prompts that mean what Cohere, Voyage and NVIDIA call an ``input_type``."""
+_HINT: Final = "this model takes a string or an array of strings"
+
+_IDS: Final = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
+_SEVERAL: Final = {"type": "array", "minItems": 1, "maxItems": _MAX_INPUTS}
+_INPUT: Final = {"anyOf": [
+    {"type": "string"}, {**_SEVERAL, "items": {"type": "string"}}, _IDS, {**_SEVERAL, "items": _IDS},
+]}  # fmt: skip
+
+
+class EmbeddingsRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """The body."""
+
+    model: str
+    input: Annotated[msgspec.Raw, Meta(extra_json_schema=_INPUT)]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Meta(ge=1)] | None = None
+    truncate_prompt_tokens: (
+        Annotated[
+            int, Meta(ge=-1, description="Cut longer inputs to so many tokens, -1: to as many as the model reads")
+        ]
+        | None
+    ) = None
+    prompt_name: Annotated[str, Meta(description="The model's prompt that stands before each text")] | None = None
+    input_type: (
+        Annotated[
+            str, Meta(description="The same in Cohere's and Voyage's words: `search_query` is the prompt `query`, too")
+        ]
+        | None
+    ) = None
+    user: Annotated[str, Meta(description="A label, without effect")] | None = None
+
+
+class EmbeddingsEndpoint(Endpoint):
+    """Answers with one embedding per text, or per list of token ids."""
+
+    def __init__(self, models: Models, reader: BodyReader) -> None:
+        self._models = models
+        self._reader = reader
+
+    async def answer(self, scope: Scope, receive: Receive) -> Reply:
+        """See `Endpoint.answer`."""
+        raw, _ = await self._reader.read(scope, receive)
+        body, inputs = await decoded(_read, raw, scope)
+        model = chosen_model(self._models, scope, body.model, "embeddings", "embedding")
+        signature = model.dispatcher.check_ready()
+        assert signature.embedding is not None
+        if isinstance(model.dispatcher, VllmDispatcher):
+            assert signature.vllm is not None
+            for field in ("prompt_name", "input_type"):
+                if getattr(body, field) is not None:
+                    raise BadRequest(f"{field}: model `{body.model}` {_NO_PROMPTS}; leave it out", field=field)
+            asked = {name: getattr(body, name) for name in _RELAYED if getattr(body, name) is not None}
+            parts = _parts(inputs, rows_at_once(len(inputs), signature.vllm.max_requests))
+            return await answer_embeddings(scope, receive, model.dispatcher, asked, parts)
+        request = _Request(body, signature, signature.embedding, scope["state"].get("key", ""))
+        route = model.route
+        ends_s = time.monotonic() + route.timeout_s
+        rows: list[_Vector] = []
+        tokens, caches = 0, set()
+        with DisconnectWatch(scope, receive):
+            for part in _parts(inputs, rows_at_once(len(inputs), route.max_queue_size)):
+                left_us = int(1e6 * (ends_s - time.monotonic()))
+                timeout_us = 0 if len(part) == len(inputs) else max(1, left_us)
+                answer = await computed(model.dispatcher, request.of(part, timeout_us), "input")
+                place = [f"input[{index}]" for index in range(len(rows), len(rows) + len(part))].__getitem__
+                # Rows that share a call are as long as the longest that any of them asked for.
+                found = answer.outputs[signature.embedding.output]
+                rows.extend(floats([found], signature.embedding.output, place, length=body.dimensions))
+                tokens += _tokens(answer, signature.embedding)
+                caches.add(answer.cache)
+        scope["state"]["note"] = f"rows={len(inputs)}"
+        return Reply(200, [_answer(body, rows, tokens)], [JSON, *cache_headers(joined(caches))])
+
+
+def _read(raw: bytes) -> tuple[EmbeddingsRequest, _Inputs]:
+    """The body, and its texts or token ids."""
+    body: EmbeddingsRequest = read_json(raw, EmbeddingsRequest)
+    text = memoryview(body.input)
+    if text[0] != ord("["):
+        return body, [read_json(body.input, str | list[str], "input", hint=_HINT, is_checked=True)]
+    first = _NOT_SPACE.search(text, 1)
+    assert first is not None  # the text is valid JSON
+    if first[0] == b"]":
+        raise BadRequest("input: expected at least one string, got an empty list", field="input")
+    if first[0] in b"-0123456789":
+        return body, [read_json(body.input, _TokenIds, "input", is_checked=True)]
+    inputs: _Inputs
+    if first[0] == b"[":
+        inputs = read_json(body.input, list[_TokenIds], "input", is_checked=True)
+    else:
+        inputs = read_json(body.input, list[str], "input", hint=_HINT, is_checked=True)
+    if len(inputs) > _MAX_INPUTS:
+        message = f"input: expected at most {_MAX_INPUTS} inputs, got {len(inputs)}; send them in several requests"
+        raise BadRequest(message, field="input")
+    return body, inputs
+
+
+def _parts(inputs: _Inputs, most: int) -> Iterator[_Inputs]:
+    """The inputs in parts of so many at most, whose token ids are bounded, too."""
+    start = width = 0
+    for n, one in enumerate(inputs):
+        width = max(width, 0 if isinstance(one, str) else len(one))
+        if n > start and (n - start == most or (n - start + 1) * width > _MAX_VALUES):
+            yield inputs[start:n]
+            start, width = n, 0 if isinstance(one, str) else len(one)
+    yield inputs[start:]
+
+
+class _Request:
+    """Makes the requests to the model.
+
+    Args:
+        body: the client's request.
+        signature: the model's.
+        spec: how the model serves embeddings.
+        owner: see `InferRequest.owner`.
+
+    Raises:
+        BadRequest: the request asks for what the model can't do.
+    """
+
+    def __init__(self, body: EmbeddingsRequest, signature: Signature, spec: Embedding, owner: str) -> None:
+        self._owner = owner
+        self._signature = signature
+        self._spec = spec
+        self._row_parameters = row_defaults(signature)
+        self._set("dimensions", spec.dimensions, body.dimensions, "has embeddings of one length only")
+        cut = body.truncate_prompt_tokens
+        if cut is None and _TRUNCATE in self._row_parameters:
+            cut = 0  # an input that is too long is refused
+        self._set(_TRUNCATE, _TRUNCATE, cut, "cuts no inputs")
+        self._set("input_type", spec.prompt, self._prompt_of(body.input_type), _NO_PROMPTS)
+        self._set("prompt_name", spec.prompt, body.prompt_name, _NO_PROMPTS)
+
+    def _prompt_of(self, input_type: str | None) -> str | None:
+        """The prompt that an ``input_type`` means: of its own name, or of a synonym's."""
+        known = next((item.choices or () for item in self._signature.parameters if item.name == self._spec.prompt), ())
+        names = () if input_type is None else (input_type, *_SYNONYMS.get(input_type, ()))
+        return next((name for name in names if name in known), input_type)
+
+    def _set(self, field: str, name: str | None, value: str | int | None, otherwise: str) -> None:
+        if value is None:
+            return
+        chosen = next((item for item in self._signature.parameters if item.name == name), None)
+        if chosen is None:
+            message = f"{field}: model `{self._signature.name}` {otherwise}; leave it out"
+            raise BadRequest(message, field=field)
+        try:
+            self._row_parameters[chosen.name] = chosen.check(value)
+        except DeclarationError as error:
+            raise BadRequest(f"{field}: {error}", field=field) from error
+
+    def of(self, part: _Inputs, timeout_us: int) -> InferRequest:
+        """The request for some of the inputs."""
+        signature, spec = self._signature, self._spec
+        texts = [one.encode() if isinstance(one, str) else b"" for one in part]
+        inputs = {spec.input: RawTensor("BYTES", (len(part), 1), pack_bytes(texts))}
+        rows = [one for one in part if not isinstance(one, str)]
+        if rows:
+            if _TOKEN_IDS not in signature.inputs:
+                raise BadRequest(f"input: {_HINT}; token ids are not supported", field="input")
+            inputs[_TOKEN_IDS.name] = _padded(rows)
+        wanted = [spec.output] if spec.tokens is None else [spec.output, spec.tokens]
+        return model_request(signature, inputs, len(part), wanted, self._row_parameters, timeout_us, self._owner)
+
+
+def _padded(rows: Sequence[list[int]]) -> RawTensor:
+    """Token ids as one tensor."""
+    width = max(map(len, rows))
+    ids = np.full((len(rows), width), _PAD, "<i4")
+    for n, row in enumerate(rows):
+        ids[n, : len(row)] = row
+    return RawTensor("INT32", ids.shape, ids.tobytes())
+
+
+def _tokens(answer: Answer, spec: Embedding) -> int:
+    """The number of tokens of a request."""
+    return 0 if spec.tokens is None else int(np.frombuffer(answer.outputs[spec.tokens].data, "<i4").sum())
+
+
+def _answer(body: EmbeddingsRequest, rows: list[_Vector], tokens: int) -> bytes:
+    as_base64 = body.encoding_format == "base64"
+    embeddings = [base64.b64encode(row.tobytes()).decode() for row in rows] if as_base64 else rows
+    return orjson.dumps(
+        {
+            "object": "list",
+            "data": [
+                {"object": "embedding", "index": index, "embedding": embedding}
+                for index, embedding in enumerate(embeddings)
+            ],
+            "model": body.model,
+            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+        },
+        option=orjson.OPT_SERIALIZE_NUMPY,
+    )

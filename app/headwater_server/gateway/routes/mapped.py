@@ -1,0 +1,187 @@
+"""Requests of routes that map to a model's tensors (`headwater.mapping`): rows of BYTES in, numbers or texts out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from starlette.types import Receive, Scope
+
+from headwater.datatypes import pack_bytes
+from headwater.model import Scalar
+from headwater.signature import Signature
+from headwater_server.codecs.tensors import Answer, InferRequest, OutputWish, RawTensor
+from headwater_server.dispatch.protocol import Dispatcher
+from headwater_server.errors import BadRequest, CallableFailed
+from headwater_server.gateway.http.exchange import DisconnectWatch
+from headwater_server.gateway.models import Models, ServedModel
+from headwater_server.telemetry.catalogue import Route
+from headwater_server.telemetry.recorder import accept
+
+__all__ = [
+    "Computed",
+    "chosen_model",
+    "compute",
+    "computed",
+    "floats",
+    "joined",
+    "model_request",
+    "row_defaults",
+    "rows_at_once",
+    "token_sum",
+]
+
+
+class Computed(NamedTuple):
+    """What `compute` has found."""
+
+    outputs: dict[str, list[RawTensor]]
+    """In a tensor for each call."""
+    cache: str
+    """See `joined`."""
+
+
+def chosen_model(models: Models, scope: Scope, name: str, kind: Route, mapping: str) -> ServedModel:
+    """The deployment, or its version, that answers a request, which is accepted for it.
+
+    Args:
+        models: all of them.
+        scope: the request's.
+        name: the model that it names.
+        kind: of the request, for its record.
+        mapping: see `Models.check_mapped`, which raises for a model without it.
+    """
+    model = models.choose(scope, name)
+    accept(scope, model.route.name, kind)
+    models.check_mapped(model, mapping)
+    return model
+
+
+def row_defaults(signature: Signature) -> dict[str, Scalar]:
+    """The defaults of a model's parameters per row."""
+    return {item.name: item.default for item in signature.parameters if item.per == "row"}
+
+
+def rows_at_once(count: int, queue_size: int) -> int:
+    """The rows in one call: all, unless the queue couldn't hold them; else half a queue, one call after the other."""
+    return count if count <= queue_size else max(1, queue_size // 2)
+
+
+def model_request(
+    signature: Signature,
+    inputs: dict[Any, RawTensor],
+    rows: int,
+    wanted: Sequence[str],
+    row_parameters: dict[str, Scalar],
+    timeout_us: int,
+    owner: str,
+) -> InferRequest:
+    """A request for some outputs of a model, with no deadline but the deployment's if ``timeout_us`` is 0."""
+    return InferRequest(
+        id="",
+        inputs=inputs,
+        rows=rows,
+        outputs=[OutputWish(name, binary=True) for name in wanted],
+        batch_parameters={item.name: item.default for item in signature.parameters if item.per == "batch"},
+        row_parameters=row_parameters,
+        heads=tuple(head.name for head in signature.heads if not set(wanted).isdisjoint(head.outputs)),
+        timeout_us=timeout_us,
+        owner=owner,
+    )
+
+
+async def computed(dispatcher: Dispatcher, request: InferRequest, field: str) -> Answer:
+    """The answer to a request, with everything in it; what the model says of a wrong row names the route's field."""
+    try:
+        answer = await dispatcher.infer(request)
+    except BadRequest as error:
+        error.field = field
+        raise
+    for head in answer.omitted:  # there is no answer without it
+        if head.error is not None:
+            raise head.error
+    return answer
+
+
+def joined(caches: Collection[str]) -> str:
+    """What the cache did for a request of several calls: as for the one that took longest."""
+    return next((one for one in ("miss", "shared", "hit") if one in caches), "")
+
+
+async def compute(
+    scope: Scope,
+    receive: Receive,
+    model: ServedModel,
+    columns: Mapping[str, Sequence[bytes]],
+    wanted: Sequence[str],
+    field: str,
+    parameters: Mapping[str, Scalar] | None = None,
+) -> Computed:
+    """Compute rows, within the deployment's ``timeout_s``, in as many calls as its queue needs.
+
+    Args:
+        scope, receive: of the request; its body has been read.
+        model: what computes.
+        columns: the rows of each BYTES [1] input.
+        wanted: the outputs.
+        field: the request's field that the rows came in.
+        parameters: per row, besides the defaults.
+
+    Raises:
+        HeadwaterError: the request can't be answered.
+    """
+    route, dispatcher = model.route, model.dispatcher
+    signature = dispatcher.check_ready()
+    count = len(next(iter(columns.values())))
+    most = rows_at_once(count, route.max_queue_size)
+    ends_s = time.monotonic() + route.timeout_s
+    found: dict[str, list[RawTensor]] = {name: [] for name in wanted}
+    caches = set()
+    owner = scope["state"].get("key", "")
+    with DisconnectWatch(scope, receive):
+        for start in range(0, count, most):
+            rows = min(most, count - start)
+            inputs = {
+                name: RawTensor("BYTES", (rows, 1), pack_bytes(column[start : start + rows]))
+                for name, column in columns.items()
+            }
+            timeout_us = 0 if rows == count else max(1, int(1e6 * (ends_s - time.monotonic())))
+            chosen = {**row_defaults(signature), **(parameters or {})}
+            request = model_request(signature, inputs, rows, wanted, chosen, timeout_us, owner)
+            answer = await computed(dispatcher, request, field)
+            caches.add(answer.cache)
+            for name in wanted:
+                found[name].append(answer.outputs[name])
+    scope["state"]["note"] = f"rows={count}"
+    return Computed(found, joined(caches))
+
+
+def floats(
+    parts: Sequence[RawTensor], output: str, place: Callable[[int], str], *, length: int | None = None
+) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """An FP32 output of several calls as one array.
+
+    Args:
+        parts: of each call, with the same shape but for the number of rows.
+        output: the output's name.
+        place: where the request has the item of a row.
+        length: how many numbers of a row the answer takes; default: all.
+
+    Raises:
+        CallableFailed: a number is NaN or infinite: it would put others in a wrong order, and JSON has no such number.
+    """
+    pieces = [np.frombuffer(part.data, np.float32).reshape(part.shape)[:, :length] for part in parts]
+    array: np.ndarray[Any, np.dtype[np.float32]] = np.concatenate(pieces)
+    if not np.isfinite(array).all():
+        row, column = np.argwhere(~np.isfinite(array))[0].tolist()
+        value = float(array[row, column])
+        message = f"{place(row)}: expected finite numbers in the model's output `{output}`, got {value}"
+        raise CallableFailed(message)
+    return array
+
+
+def token_sum(parts: Sequence[RawTensor]) -> int:
+    """The sum of an INT32 output of several calls."""
+    return sum(int(np.frombuffer(part.data, "<i4").sum()) for part in parts)

@@ -1,0 +1,128 @@
+"""Commands on models under ``POST /v2/repository/models/{model}/``: ``load`` and ``unload`` of Triton's repository
+extension, and our own ``reload``, ``scale``, ``promote`` and ``rollback``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Final
+
+import msgspec
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+from pydantic import TypeAdapter, ValidationError
+
+from headwater_server.codecs.faults import at, read_json, shown
+from headwater_server.config.overlay import FIELD, MAX_CONFIG_BYTES
+from headwater_server.config.sections import ReplicaBounds, Replicas
+from headwater_server.control.messages import CommandAnswer
+from headwater_server.errors import BadRequest
+from headwater_server.gateway.http.bodies import BodyReader, decoded
+from headwater_server.security.operator import OperatorGuard
+
+__all__ = ["repository_routes"]
+
+_WITH_CONFIG: Final = ("load", "reload")
+_REPLICAS: Final[TypeAdapter[ReplicaBounds]] = TypeAdapter(Replicas)
+_REFUSALS: dict[int | str, dict[str, Any]] = {
+    400: {"description": "The body is wrong, or the configuration in it"},
+    403: {"description": "Only for an operator on the server's own machine; or `server.allow_load` forbids it"},
+    404: {"description": "There is no such model"},
+    409: {"description": "The model's state doesn't allow it, or something else is under way with it"},
+}
+
+
+class _Body(msgspec.Struct, forbid_unknown_fields=True):
+    parameters: dict[str, Any] = {}
+
+
+class _Scale(msgspec.Struct, forbid_unknown_fields=True):
+    replicas: int | None = None
+    min: int | None = None
+    max: int | None = None
+
+
+class _Promote(msgspec.Struct, forbid_unknown_fields=True):
+    version: str
+
+
+class _Rollback(msgspec.Struct, forbid_unknown_fields=True):
+    undo: bool = False
+
+
+def repository_routes(
+    command: Callable[[str, str, Mapping[str, Any]], Awaitable[CommandAnswer]], guard: OperatorGuard, reader: BodyReader
+) -> APIRouter:
+    """The routes.
+
+    Args:
+        command: has the supervisor carry out an action on a model, given the action's arguments.
+        guard: decides who may.
+        reader: reads the bodies.
+    """
+    router = APIRouter(tags=["operations"], responses=_REFUSALS)
+
+    def add(action: str, summary: str) -> None:
+        @router.post(f"/v2/repository/models/{{model}}/{action}", summary=summary, name=action)
+        async def answer(request: Request, model: str) -> JSONResponse:
+            guard.check(request.headers)
+            body, _ = await reader.read(request.scope, request.receive)
+            arguments = await decoded(functools.partial(_arguments, action=action), body, request.scope)
+            found = await command(action, model, arguments)
+            return JSONResponse(found.content, found.status)
+
+    add("load", "Load a model that is not loaded")
+    add("unload", "Unload a model, and see that nothing of it remains")
+    add("reload", "Replace a model's replicas without a gap")
+    add("scale", "Have another number of a model's replicas")
+    add("promote", "Give a version all of a model's requests")
+    add("rollback", "Undo the last change of how a model's versions share its requests")
+    return router
+
+
+def _bounds(body: bytes) -> dict[str, Any]:
+    """The ``min`` and ``max`` of replicas that a body asks for."""
+    expected = 'expected {"replicas": 3}, or {"min": 1, "max": 3}'
+    asked: _Scale = read_json(body, _Scale, hint=expected)
+    if (asked.replicas is None) == (asked.max is None) or (asked.replicas is not None and asked.min is not None):
+        raise at("body", None, f"{expected}, got {body.decode()[:100]}")
+    wanted = asked.replicas if asked.replicas is not None else {"min": asked.min or 1, "max": asked.max}
+    try:
+        return _REPLICAS.validate_python(wanted).model_dump()
+    except ValidationError as error:
+        text = str(error.errors()[0]["msg"]).removeprefix("Value error, ")
+        raise at("body", None, f"{expected}: {text}, got {body.decode()[:100]}") from error
+
+
+def _arguments(body: bytes, action: str) -> dict[str, Any]:
+    """An action's arguments, from a body; refuses those of Triton's that are not supported."""
+    if action == "scale":
+        return _bounds(body)
+    if action == "promote":
+        promoted: _Promote = read_json(body, _Promote, hint='expected {"version": "2"}')
+        return {"version": promoted.version}
+    if action == "rollback":
+        hint = 'expected {"undo": true} or an empty body'
+        rollback: _Rollback = read_json(body if body.strip() else b"{}", _Rollback, hint=hint)
+        return {"undo": rollback.undo}
+    arguments: dict[str, Any] = {}
+    hint = 'expected {"parameters": {...}} or an empty body'
+    asked: _Body = read_json(body if body.strip() else b"{}", _Body, hint=hint)
+    for name, value in asked.parameters.items():
+        if name == "unload_dependents" and action == "unload":
+            if value is not False:
+                why = "a pipeline takes its own steps with it, and no other model depends on one"
+                message = f"expected false, got {shown(value)}: not supported; {why}"
+                raise at("parameters.unload_dependents", None, message)
+        elif name == "config" and action in _WITH_CONFIG:
+            if not isinstance(value, str) or len(value) > MAX_CONFIG_BYTES:
+                expected = f"expected a deployment's section as JSON text of at most {MAX_CONFIG_BYTES} characters"
+                raise at(FIELD, None, expected)
+            arguments["config"] = value
+        elif name.startswith("file:") and action in _WITH_CONFIG:
+            why = "models are read from this machine's files, and none is taken from a request"
+            raise BadRequest(f"parameters.{name[:100]}: not supported: {why}", field="parameters")
+        else:
+            raise BadRequest(f"parameters.{name[:100]}: unknown; {action} has no such parameter", field="parameters")
+    return arguments

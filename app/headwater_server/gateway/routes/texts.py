@@ -1,0 +1,225 @@
+"""OpenAI's text routes over a language model, whole or as server-sent events, and the route that cancels a request by
+its id.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Final, TypeAlias
+from urllib.parse import unquote
+
+from starlette.types import ASGIApp, Receive, Scope
+
+from headwater.engine import EngineLimits
+from headwater_server.codecs.faults import shown
+from headwater_server.errors import HeadwaterError, NotFound
+from headwater_server.gateway.http.bodies import LARGE_BYTES, BodyReader, decoded
+from headwater_server.gateway.http.endpoint import Endpoint
+from headwater_server.gateway.http.event_stream import EventStream
+from headwater_server.gateway.http.exchange import DisconnectWatch
+from headwater_server.gateway.http.replies import JSON, Reply, json_reply
+from headwater_server.gateway.models import Models
+from headwater_server.gateway.routes.relay import answer_openai, asked_model
+from headwater_server.gateway.routes.streams import open_stream
+from headwater_server.lm.answers import AnswerForm, Event
+from headwater_server.lm.chat import ChatRequest
+from headwater_server.lm.completion import CompletionRequest
+from headwater_server.lm.dispatcher import LmDispatcher
+from headwater_server.lm.generate import GenerateRequest
+from headwater_server.lm.responses import ResponsesRequest
+from headwater_server.lm.text_plan import TextPlan
+from headwater_server.lm.text_pool import TextPool
+from headwater_server.lm.text_stream import TextGeneration, TextPiece, TextStream, Usage
+from headwater_server.security.key_check import owned_id
+from headwater_server.security.limits import KeyLimits
+from headwater_server.telemetry.catalogue import Route
+from headwater_server.telemetry.recorder import accept
+
+if TYPE_CHECKING:
+    from headwater_server.lm.text.language import LanguageText
+    from headwater_server.lm.text.token_texts import TokenTexts
+
+__all__ = ["CancelEndpoint", "OpenAITextEndpoint", "answer_text", "client_of"]
+
+_OpenAIRequest: TypeAlias = ChatRequest | CompletionRequest | ResponsesRequest
+_Request: TypeAlias = _OpenAIRequest | GenerateRequest
+_ROUTES: Final[dict[type[_OpenAIRequest], Route]] = {
+    ChatRequest: "chat",
+    CompletionRequest: "completions",
+    ResponsesRequest: "responses",
+}
+LOGPROB_BYTES: Final = 64
+"""About as many bytes as one log probability with its token takes in a chat's answer."""
+_PREFIX: Final = "/v2/requests/"
+_SUFFIX: Final = "/cancel"
+
+
+class CancelEndpoint(Endpoint):
+    """Cancels the sequences of a request to a language model, or the stream of a model or pipeline."""
+
+    def __init__(self, models: Models) -> None:
+        self._models = models
+
+    async def answer(self, scope: Scope, receive: Receive) -> Reply:
+        """See `Endpoint.answer`."""
+        # The path as sent: the decoded one has `%2F` both for an escaped slash and for `%252F`.
+        request_id = unquote(scope["raw_path"].decode("ascii")[len(_PREFIX) : -len(_SUFFIX)])
+        cancelled = await self._models.cancel_request(owned_id(scope["state"], request_id))
+        if not cancelled:
+            raise NotFound(
+                f"request {shown(request_id)}: expected the X-Request-Id of a stream or of a request to a language "
+                "model that is under way, got one of which nothing runs; it may have ended",
+                field="request_id",
+            )
+        scope["state"]["note"] = f"cancelled={cancelled}"
+        return json_reply({"request_id": request_id, "cancelled": cancelled})
+
+
+async def answer_text(
+    models: Models,
+    scope: Scope,
+    receive: Receive,
+    dispatcher: LmDispatcher,
+    request: _Request,
+    form: Callable[[TextPlan, TokenTexts], AnswerForm],
+    *,
+    pool: TextPool,
+    size_bytes: int,
+    streams: bool,
+) -> ASGIApp:
+    """Answer one request to a language model, or open its stream. If the client goes away, its sequences are cancelled.
+
+    Args:
+        models: count the open streams.
+        scope, receive: of the request; its body has been read.
+        dispatcher: of the model.
+        request: the body.
+        form: makes the answer's form in the request's API.
+        pool: turns the request into tokens.
+        size_bytes: of the body.
+        streams: whether the answer comes in pieces.
+
+    Raises:
+        HeadwaterError: the request can't be answered.
+    """
+    dispatcher.check_ready()
+    limits: KeyLimits | None = scope["state"].get("key_limits")
+    if limits is not None:
+        limits.check_tokens()
+    with DisconnectWatch(scope, receive):
+        while True:
+            text = await dispatcher.text()
+            specification = dispatcher.check_ready().language_model
+            assert specification is not None
+            planned = partial(_planned, request, text, specification.limits)
+            plan, text_streams = await pool.run(planned, client_of(scope), size_bytes)
+            if text is await dispatcher.text():  # else a reload came meanwhile, perhaps with another tokenizer
+                break
+        form_of_this = form(plan, text.tokenizer.texts)
+        # From here to what closes it, nothing is awaited and nothing fails.
+        request_id = owned_id(scope["state"], scope["state"]["request_id"])
+        cache_scope = scope["state"].get("key") or ""
+        generation = dispatcher.open(request_id, plan.specs, timeout_s=plan.timeout_s, cache_scope=cache_scope)
+        spend = None if limits is None else limits.spend_tokens
+        job = TextGeneration(generation, text_streams, plan.prompt_tokens, spend, plan.n)
+        if streams:
+            return await _stream(models, scope, job, form_of_this)
+        try:
+            body = await _whole(form_of_this, await job.whole(), job.usage)
+        finally:
+            job.close()
+        scope["state"]["note"] = _note(job)
+        return Reply(200, [body], [JSON])
+
+
+def client_of(scope: Scope) -> str:
+    """Who sent a request: the name of its key, or else the client's address."""
+    key: str = scope["state"].get("key", "")
+    client = scope.get("client")
+    return key or (client[0] if client else "")
+
+
+def _planned(request: _Request, text: LanguageText, limits: EngineLimits) -> tuple[TextPlan, list[TextStream]]:
+    plan = request.plan(text, limits)
+    return plan, plan.streams(text.tokenizer.texts)
+
+
+async def _whole(form: AnswerForm, texts: Sequence[TextPiece], usage: Usage) -> bytes:
+    """The whole answer, made in a thread if it is large: only log probabilities make it so."""
+    logprobs = sum(len(text.logprobs) * (1 + len(text.logprobs[-1].top)) for text in texts if text.logprobs)
+    if logprobs * LOGPROB_BYTES < LARGE_BYTES:
+        return form.whole(texts, usage)
+    return await asyncio.to_thread(form.whole, texts, usage)
+
+
+def _stream(models: Models, scope: Scope, job: TextGeneration, form: AnswerForm) -> Awaitable[EventStream]:
+    async def events() -> AsyncGenerator[Event, None]:
+        begun = False
+        told: dict[int, int] = {}
+        """Tokens of each sequence whose pieces have been sent."""
+        while pieces := await job.news():
+            if not begun:  # not before the first piece: an early failure is answered with its own status
+                begun = True
+                if form.counts_usage:
+                    form.count(job.usage._replace(completion_tokens=0))
+                for event in form.begin():
+                    yield event
+            for place, piece in pieces:
+                if form.counts_usage:
+                    told[place] = job.completion_tokens(place)
+                    form.count(job.usage._replace(completion_tokens=sum(told.values())))
+                for event in form.piece(place, piece):
+                    yield event
+
+    def ending(error: HeadwaterError | None) -> Sequence[Event]:
+        return form.end(job.usage, error)
+
+    def on_closed() -> None:
+        state = scope["state"]
+        job.close()
+        if state.get("note", "streamed") == "streamed":
+            state["note"] = _note(job)
+
+    return open_stream(models, events(), ending, on_closed)
+
+
+def _note(job: TextGeneration) -> str:
+    """What the access log says of the request."""
+    usage = job.usage
+    return f"tokens={usage.prompt_tokens}+{usage.completion_tokens}"
+
+
+class OpenAITextEndpoint(Endpoint):
+    """Answers conversations, or continues texts.
+
+    Args:
+        models: the models that may be asked.
+        reader: reads bodies.
+        kind: the body's type, which says which API it is.
+        pool: turns requests into tokens.
+    """
+
+    def __init__(self, models: Models, reader: BodyReader, kind: type[_OpenAIRequest], pool: TextPool) -> None:
+        self._models = models
+        self._pool = pool
+        self._reader = reader
+        self._kind = kind
+
+    async def answer(self, scope: Scope, receive: Receive) -> ASGIApp:
+        """See `Endpoint.answer`."""
+        raw, _ = await self._reader.read(scope, receive)
+        route = _ROUTES[self._kind]
+        relaying = asked_model(self._models, raw)
+        if relaying is not None:
+            return await answer_openai(self._models, scope, receive, relaying, route, raw)
+        read: Callable[[bytes], _OpenAIRequest] = self._kind.read
+        request = await decoded(read, raw, scope)
+        model = self._models.choose(scope, request.model)
+        accept(scope, model.route.name, route)
+        dispatcher = self._models.language_model(model)
+        return await answer_text(
+            self._models, scope, receive, dispatcher, request, request.answer_form, pool=self._pool,
+            size_bytes=len(raw), streams=bool(request.stream),
+        )  # fmt: skip

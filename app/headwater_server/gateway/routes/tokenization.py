@@ -1,0 +1,69 @@
+"""vLLM's routes for a language model's tokenizer: text to tokens and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+from starlette.types import Receive, Scope
+
+from headwater_server.errors import BadRequest
+from headwater_server.gateway.http.bodies import BodyReader, decoded
+from headwater_server.gateway.http.endpoint import Endpoint
+from headwater_server.gateway.http.replies import Reply
+from headwater_server.gateway.models import Models
+from headwater_server.gateway.routes.texts import client_of
+from headwater_server.lm.text_pool import TextPool
+from headwater_server.lm.tokenization import DetokenizeRequest, TokenizeRequest
+from headwater_server.telemetry.catalogue import Route
+from headwater_server.telemetry.recorder import accept
+
+__all__ = ["TokenizationEndpoint"]
+
+_JSON: Final = (b"content-type", b"application/json")
+
+
+class TokenizationEndpoint(Endpoint):
+    """Turns text into tokens, or back.
+
+    Args:
+        models: the models that may be asked.
+        reader: reads bodies.
+        kind: the body's type, which says which of the two it does.
+        pool: does it.
+    """
+
+    def __init__(
+        self, models: Models, reader: BodyReader, kind: type[TokenizeRequest] | type[DetokenizeRequest], pool: TextPool
+    ) -> None:
+        self._pool = pool
+        self._models = models
+        self._reader = reader
+        self._kind = kind
+        self._route: Route = "tokenize" if kind is TokenizeRequest else "detokenize"
+
+    async def answer(self, scope: Scope, receive: Receive) -> Reply:
+        """See `Endpoint.answer`."""
+        raw, _ = await self._reader.read(scope, receive)
+        read: Callable[[bytes], TokenizeRequest | DetokenizeRequest] = self._kind.read
+        request = await decoded(read, raw, scope)
+        name = self._only() if request.model is None else request.model
+        model = self._models.choose(scope, name)
+        accept(scope, model.route.name, self._route)
+        dispatcher = self._models.language_model(model)
+        specification = dispatcher.check_ready().language_model
+        assert specification is not None
+        text = await dispatcher.text()
+        answer = partial(request.answer, text, specification.limits)
+        return Reply(200, [await self._pool.run(answer, client_of(scope), len(raw))], [_JSON])
+
+    def _only(self) -> str:
+        names = [
+            model.route.name for model in self._models if model.route.is_language_model and not model.route.is_vllm
+        ]
+        if len(names) != 1:
+            those = ", ".join(f"`{name}`" for name in names) or "none"
+            message = f"model: expected the name of a language model, got none; this server has {those}"
+            raise BadRequest(message, field="model")
+        return names[0]

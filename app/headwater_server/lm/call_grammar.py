@@ -1,0 +1,84 @@
+"""The grammar of an answer that calls tools, in llguidance's dialect of Lark."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import orjson
+
+from headwater.engine import MAX_GRAMMAR, Grammar
+from headwater_server.codecs.faults import at
+from headwater_server.lm.answer_grammar import check_optional
+from headwater_server.lm.grammar_depth import check_schema_depth
+from headwater_server.lm.text.tool_calls import CallFormat
+
+__all__ = ["call_grammar"]
+
+
+def call_grammar(
+    format: CallFormat,
+    tools: Sequence[Mapping[str, Any]],
+    special_id: Callable[[str], int | None],
+    *,
+    is_single: bool,
+    content: Grammar | None = None,
+) -> Grammar:
+    """The grammar of an answer that calls one of the tools, or, unless it is single, several.
+
+    Args:
+        format: how calls are written.
+        tools: those that may be called, as `headwater_server.lm.tools.checked_tools` returns them.
+        special_id: the id of a special token; None for other texts.
+        is_single: whether there is no further call.
+        content: the JSON schema of an answer without calls; None if it must call.
+
+    Raises:
+        BadRequest: a schema is no JSON, too large, too deep, or has too many optional properties.
+    """
+
+    def mark(text: str) -> str:
+        token = special_id(text)
+        return _string(text) if token is None else f"<[{token}]>"
+
+    opening, closing, between = "", "", _string("; ")
+    if format.name == "hermes":
+        opening, closing, between = f'{mark("<tool_call>")} "\\n"', f'"\\n" {mark("</tool_call>")}', '"\\n"'
+    elif format.name == "mistral":
+        between = '""' if format.has_names else '", "'
+    calls = "call" if is_single else f"call ({between} call)*"
+    if format.name == "mistral" and not format.has_names:
+        calls = f'{mark("[TOOL_CALLS]")} "[" {calls} "]"'
+    rules = [f"start: {calls}" if content is None else f"start: {calls} | content"]
+    if content is not None:
+        try:
+            msgspec.json.decode(content.text)
+        except msgspec.DecodeError as error:
+            raise at(content.field, None, f"expected a JSON schema, got text that is no JSON: {error}") from error
+        rules.append(f"content: %json {content.text}")
+    functions = []
+    for n, tool in enumerate(tools):
+        function = tool["function"]
+        name, schema = function["name"], {"type": "object", **function["parameters"]}
+        check_optional(schema, "tools")
+        check_schema_depth(schema, "tools")
+        if format.has_names:
+            begin = f'{mark("[TOOL_CALLS]")} "{name}" {mark("[ARGS]")}'
+            end = ""
+        else:
+            key = "parameters" if format.name == "llama3" else "arguments"
+            begin, end = _string(f'{{"name": "{name}", "{key}": '), '"}"'
+        functions.append(f"f{n}")
+        rules += [f"f{n}: {begin} a{n} {end}", f"a{n}: %json {msgspec.json.encode(schema).decode()}"]
+    rules.append(f"call: {opening} ({' | '.join(functions)}) {closing}")
+    text = "\n".join(rules)
+    if len(text) > MAX_GRAMMAR:
+        expected = f"expected schemas that come to a grammar of at most {MAX_GRAMMAR} characters"
+        raise at("tools", None, f"{expected}, got {len(text)}; shorten them, or offer fewer")
+    return Grammar("lark", text, "tools")
+
+
+def _string(text: str) -> str:
+    """A text as Lark quotes it."""
+    return orjson.dumps(text).decode()

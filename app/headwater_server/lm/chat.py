@@ -1,0 +1,275 @@
+"""Requests and answers of ``POST /v1/chat/completions``.
+
+Source: OpenAI's API reference. What a field asks for is done or refused by name, never ignored; `top_k`, `min_p`,
+`repetition_penalty`, `min_tokens`, `stop_token_ids`, `ignore_eos`, `chat_template_kwargs`, `timeout_s`,
+`include_stop_str_in_output` and `skip_special_tokens` are extensions, most of them vLLM's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias
+
+import orjson
+from msgspec import Meta
+
+from headwater.engine import EngineLimits, Grammar, TopLogprobs
+from headwater_server.codecs.faults import at, shown
+from headwater_server.lm.answer_grammar import ResponseFormat, checked_grammar
+from headwater_server.lm.answers import OpenAIAnswer, shown_tokens
+from headwater_server.lm.call_grammar import call_grammar
+from headwater_server.lm.sampling_fields import Flag, StreamFields
+from headwater_server.lm.text.messages import checked_messages
+from headwater_server.lm.text.tool_calls import CallFinder, CallPart, ToolUse
+from headwater_server.lm.text_plan import Prompt, TextPlan, answer_tokens, plan, text_ids
+from headwater_server.lm.text_stream import TextPiece, TokenLogprob
+from headwater_server.lm.tools import CHOICE_SCHEMA, TOOLS_SCHEMA, checked_choice, checked_tools
+
+if TYPE_CHECKING:
+    from headwater_server.lm.text.language import LanguageText
+    from headwater_server.lm.text.token_texts import TokenTexts
+
+__all__ = ["ChatAnswer", "ChatRequest", "Messages", "TemplateVariables", "checked_variables"]
+
+
+class ChatAnswer(OpenAIAnswer):
+    """The answer to a conversation.
+
+    Args:
+        tools: how its texts are searched for calls of tools; None if they are all content.
+
+    The other arguments are those of `OpenAIAnswer`.
+    """
+
+    id_prefix = "chatcmpl"
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+    opening, text_key, closing = b'"delta":{', b'"content":', b"}"
+
+    def __init__(
+        self,
+        model: str,
+        choices: int,
+        texts: TokenTexts,
+        *,
+        tools: ToolUse | None = None,
+        **options: bool,
+    ) -> None:
+        super().__init__(model, choices, texts, **options)
+        self._tools = tools
+        self._finders = [tools.finder() for _ in range(choices)] if tools is not None else []
+
+    def begin(self) -> list[bytes]:
+        return [b'%b"role":"assistant","content":""%b' % (head, self._text_tail) for head in self._heads]
+
+    def piece(self, place: int, piece: TextPiece) -> list[bytes]:
+        return self._events(place, piece) if self._finders else super().piece(place, piece)
+
+    def _events(self, place: int, piece: TextPiece) -> list[bytes]:
+        if self._tools is not None:
+            return self._events_with_calls(place, piece, self._tools)
+        events = []
+        if piece.text or piece.logprobs:
+            events.append(self._chunk(self._text_heads[place] + orjson.dumps(piece.text), piece.logprobs, None))
+        if piece.finish is not None:
+            events.append(self._chunk(self._heads[place], (), piece.finish))
+        return events
+
+    def _events_with_calls(self, place: int, piece: TextPiece, tools: ToolUse) -> list[bytes]:
+        finder = self._finders[place]
+        begins = []
+        for found in finder.read(piece.text, is_last=piece.finish is not None):
+            if isinstance(found, str):
+                begins.append(self._text_heads[place] + orjson.dumps(found))
+            else:
+                begins.append(b'%b"tool_calls":[%b]' % (self._heads[place], orjson.dumps(_delta(found, tools))))
+        if piece.logprobs and not begins:  # their text is held back
+            begins.append(self._text_heads[place] + b'""')
+        events = [self._chunk(begin, piece.logprobs if n == 0 else (), None) for n, begin in enumerate(begins)]
+        if piece.finish is not None:
+            events.append(self._chunk(self._heads[place], (), _finish(finder, piece.finish)))
+        return events
+
+    def _text_fields(self, place: int, text: TextPiece) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": text.text, "refusal": None}
+        if self._tools is None:
+            return {"message": message}
+        finder = self._finders[place]
+        content: list[str] = []
+        calls: list[dict[str, Any]] = []
+        for found in finder.read(text.text, is_last=text.finish is not None):
+            if isinstance(found, str):
+                content.append(found)
+            elif found.name:
+                calls.append(_delta(found, self._tools))
+                del calls[-1]["index"]
+            else:
+                calls[found.number]["function"]["arguments"] += found.arguments
+        message["content"] = "".join(content)
+        if calls:
+            message |= {"content": message["content"] or None, "tool_calls": calls}
+        return {"message": message, "finish_reason": _finish(finder, text.finish)}
+
+    def _logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+        return {"content": shown_tokens(entries, self._texts), "refusal": None}
+
+
+def _delta(part: CallPart, tools: ToolUse) -> dict[str, Any]:
+    """A part of a call as streams have it."""
+    if not part.name:
+        return {"index": part.number, "function": {"arguments": part.arguments}}
+    function = {"name": part.name, "arguments": part.arguments}
+    return {"index": part.number, "id": tools.format.new_id(), "type": "function", "function": function}
+
+
+def _finish(finder: CallFinder, finish: str | None) -> str | None:
+    return "tool_calls" if finish == "stop" and finder.has_calls else finish
+
+
+LEAST_CHAT_TOKENS: Final = 256
+"""The default length of an answer, even if it exceeds a sequence's share of the cache."""
+
+_RESERVED: Final = frozenset({"messages", "tools", "add_generation_prompt", "chat_template"})
+"""Template variables that the client can't set."""
+
+_PART: Final = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"type": "string", "enum": ["text"]}, "text": {"type": "string"}},
+}
+_MESSAGE: Final = {
+    "type": "object",
+    "required": ["role", "content"],
+    "properties": {
+        "role": {"type": "string"},
+        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]},
+    },
+}
+"""For the OpenAPI schema; `headwater_server.lm.text.messages` checks the messages."""
+Messages: TypeAlias = Annotated[Any, Meta(extra_json_schema={"type": "array", "minItems": 1, "items": _MESSAGE})]
+TemplateVariables: TypeAlias = Annotated[
+    dict[str, Any] | None, Meta(description="Further variables of the model's chat template")
+]
+_ONLY_TEXT: Final = {"expected": '["text"]'}
+
+
+class ChatRequest(StreamFields, kw_only=True):
+    """The body of a request."""
+
+    messages: Messages
+    max_completion_tokens: Annotated[int, Meta(ge=1, description="Default: as many as fit")] | None = None
+    max_tokens: Annotated[int, Meta(ge=1, extra_json_schema={"deprecated": True})] | None = None
+    logprobs: Flag | None = None
+    top_logprobs: TopLogprobs | None = None
+    response_format: ResponseFormat | None = None
+    chat_template_kwargs: TemplateVariables = None
+    parallel_tool_calls: Annotated[bool | None, Meta(description="false: at most one call in an answer")] = None
+    metadata: Annotated[dict[str, str] | None, Meta(description="Labels, without effect")] = None
+    modalities: Annotated[list[Literal["text"]], Meta(min_length=1, max_length=1, extra=_ONLY_TEXT)] | None = None
+    prompt_cache_key: Annotated[str | None, Meta(description="Without effect")] = None
+    safety_identifier: Annotated[str | None, Meta(description="A label, without effect")] = None
+    service_tier: Literal["auto", "default"] | None = None
+    store: Annotated[bool | None, Meta(description="No answer is stored: only false is supported")] = None
+    audio: None = None
+    function_call: None = None
+    functions: None = None
+    moderation: None = None
+    prediction: None = None
+    prompt_cache_options: None = None
+    prompt_cache_retention: None = None
+    reasoning_effort: None = None
+    tool_choice: Annotated[Any, Meta(extra_json_schema=CHOICE_SCHEMA)] = None
+    tools: Annotated[Any, Meta(extra_json_schema=TOOLS_SCHEMA)] = None
+    verbosity: None = None
+    web_search_options: None = None
+
+    def answer_form(self, plan: TextPlan, texts: TokenTexts) -> ChatAnswer:
+        """The form of the answer to this request, of which `plan` made the plan."""
+        return ChatAnswer(
+            self.model, len(plan.specs), texts, logprobs=bool(self.logprobs), includes_usage=self.includes_usage,
+            counts_usage=self.counts_usage, tools=plan.tools,
+        )  # fmt: skip
+
+    def plan(self, text: LanguageText, limits: EngineLimits) -> TextPlan:
+        """Check the request, and turn it into tokens. Takes too long for the event loop.
+
+        Raises:
+            BadRequest: a field is wrong, or asks for more than the model can take.
+        """
+        self.check_stream()
+        if self.store:
+            raise at("store", None, "this server keeps no answers; expected false, got true")
+        sampling = self.sampling(limits, text.sampling, logprobs=self._logprobs())
+        end = self.text_end(limits)
+        grammar = checked_grammar(self.response_format, self.structured_outputs, limits)
+        path, wanted = self._max_tokens()
+        tools, use, grammar = self._tool_use(text, limits, grammar)
+        rendered = text.chat_text(
+            checked_messages(self.messages, limits.context_length),
+            checked_variables(self.chat_template_kwargs),
+            tools or None,
+        )
+        if use is not None and grammar is None:  # a grammar leaves no room for reasoning
+            use = use.after(rendered)
+        ids = text_ids("messages", rendered, text.encode_chat, limits)
+        default = max(limits.cache_tokens // limits.max_sequences - len(ids), LEAST_CHAT_TOKENS)
+        prompt = Prompt(ids, answer_tokens("messages", path, ids, wanted, default, limits))
+        return plan([prompt], self.n or 1, sampling, end, limits, self.timeout_s, grammar)._replace(tools=use)
+
+    def _tool_use(
+        self, text: LanguageText, limits: EngineLimits, grammar: Grammar | None
+    ) -> tuple[list[dict[str, Any]], ToolUse | None, Grammar | None]:
+        """The tools that the model is told of, how its answers are searched for calls, and their grammar.
+
+        Args:
+            text: the model's.
+            limits: the engine's.
+            grammar: of answers without calls.
+        """
+        tools = checked_tools(self.tools)
+        choice = checked_choice(self.tool_choice, tools)
+        if not choice.names:
+            return [], None, grammar
+        if text.tool_format is None:
+            reason = "this model's chat template has no format of tool calls that is known here"
+            raise at(
+                "tools", None, f"{reason}; leave them out, or have the deployment's `options.tool_parser` name one"
+            )
+        if choice.is_required and "lark" not in limits.grammars:
+            raise at("tool_choice", None, "this model does not support it; expected 'auto' or 'none'")
+        if grammar is not None and (grammar.kind != "json_schema" or "lark" not in limits.grammars):
+            raise at(grammar.field, None, "this model does not support it with tools; leave one of them out")
+        is_single = choice.is_single or self.parallel_tool_calls is False
+        if choice.is_required or grammar is not None:
+            callable_ = [tool for tool in tools if tool["function"]["name"] in choice.names]
+            content = None if choice.is_required else grammar
+            special_id = text.tokenizer.texts.special_id
+            grammar = call_grammar(text.tool_format, callable_, special_id, is_single=is_single, content=content)
+        return tools, ToolUse(text.tool_format, choice.names, choice.is_required, is_single), grammar
+
+    def _logprobs(self) -> int | None:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise at("top_logprobs", None, 'expected it with "logprobs": true only; leave it out, or set that')
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def _max_tokens(self) -> tuple[str, int | None]:
+        """The field that limits the answer's length, and its value."""
+        new, old = self.max_completion_tokens, self.max_tokens
+        path = "max_tokens" if new is None else "max_completion_tokens"
+        if new is not None and old is not None and new != old:
+            expected = f"expected the same as max_tokens, which it replaces, got {shown(new)} and {shown(old)}"
+            raise at(path, None, f"{expected}; leave one of them out")
+        return path, old if new is None else new
+
+
+def checked_variables(given: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The request's ``chat_template_kwargs``.
+
+    Raises:
+        BadRequest: one is the server's to set.
+    """
+    for name in given or ():
+        if name in _RESERVED:
+            path = f"chat_template_kwargs.{name}"
+            raise at(path, None, "expected a variable of the model's own chat template; leave it out")
+    return given

@@ -1,0 +1,158 @@
+"""Requests and answers of ``POST /v1/completions``.
+
+Source: OpenAI's API reference; the extensions are those of `headwater_server.lm.chat`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import orjson
+from msgspec import Meta
+
+from headwater.engine import EngineLimits, TopLogprobs
+from headwater_server.codecs.faults import at, shown
+from headwater_server.lm.answer_grammar import checked_grammar
+from headwater_server.lm.answers import OpenAIAnswer, shown_logprob
+from headwater_server.lm.sampling_fields import DEFAULT_TOKENS, StreamFields, checked_ids
+from headwater_server.lm.text.detokenizer import offsets_in
+from headwater_server.lm.text_plan import Prompt, TextPlan, answer_tokens, check_count, plan, text_ids
+from headwater_server.lm.text_stream import TextPiece, TokenLogprob
+
+if TYPE_CHECKING:
+    from headwater_server.lm.text.language import LanguageText
+    from headwater_server.lm.text.token_texts import TokenTexts
+
+__all__ = ["CompletionAnswer", "CompletionRequest"]
+
+
+class CompletionAnswer(OpenAIAnswer):
+    """The answer to one or several prompts."""
+
+    id_prefix = "cmpl"
+    kind = chunk_kind = "text_completion"
+    text_key = b'"text":'
+
+    def _events(self, place: int, piece: TextPiece) -> list[bytes]:
+        text_begin = self._text_heads[place] + orjson.dumps(piece.text)
+        return [self._chunk(text_begin, piece.logprobs, piece.finish)]
+
+    def _text_fields(self, place: int, text: TextPiece) -> dict[str, Any]:
+        return {"text": text.text}
+
+    def _logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+        return {
+            "tokens": [self._token(entry.token) for entry in entries],
+            "token_logprobs": [shown_logprob(entry.logprob) for entry in entries],
+            "top_logprobs": [self._top(entry) for entry in entries],
+            "text_offset": [entry.offset for entry in entries],
+        }
+
+    def _top(self, entry: TokenLogprob) -> dict[str, float | None] | None:
+        """The most probable tokens and the chosen one; of tokens with the same text, the more probable one. None for a
+        prompt's first token."""
+        if entry.logprob is None:
+            return None
+        top: dict[str, float | None] = {}
+        for token, logprob in (*entry.top, (entry.token, entry.logprob)):
+            top.setdefault(self._token(token), shown_logprob(logprob))
+        return top
+
+    def _token(self, token_id: int) -> str:
+        return self._texts.shown(token_id)[0]
+
+
+_MAX_PROMPTS: Final = 64
+_MAX_SEQUENCES: Final = 256
+"""Prompts times choices."""
+
+_ECHO: Final = "The text begins with the prompt, and `logprobs` with those of its tokens"
+_NO_SUFFIX: Final = {"expected": "an empty string, since this model does not support suffixes"}
+_IDS: Final = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
+_SEVERAL: Final = {"type": "array", "minItems": 1, "maxItems": _MAX_PROMPTS}
+_PROMPTS: Final = {"anyOf": [_IDS, {**_SEVERAL, "items": {"type": "string"}}, {**_SEVERAL, "items": _IDS}]}
+"""For the OpenAPI schema."""
+
+
+class CompletionRequest(StreamFields, kw_only=True):
+    """The body of a request."""
+
+    prompt: str | Annotated[list[Any], Meta(extra_json_schema=_PROMPTS)]
+    logprobs: TopLogprobs | None = None
+    echo: Annotated[bool | None, Meta(description=_ECHO, extra_json_schema={"default": False})] = None
+    best_of: Annotated[int | None, Meta(description="Only the same as `n` is supported")] = None
+    suffix: Annotated[str, Meta(max_length=0, extra=_NO_SUFFIX)] | None = None
+
+    def answer_form(self, plan: TextPlan, texts: TokenTexts) -> CompletionAnswer:
+        """The form of the answer to this request, of which `plan` made the plan."""
+        has_logprobs = self.logprobs is not None
+        return CompletionAnswer(
+            self.model, len(plan.specs), texts, logprobs=has_logprobs, includes_usage=self.includes_usage,
+            counts_usage=self.counts_usage,
+        )  # fmt: skip
+
+    def plan(self, text: LanguageText, limits: EngineLimits) -> TextPlan:
+        """Check the request, and turn it into tokens. Takes too long for the event loop.
+
+        Raises:
+            BadRequest: a field is wrong, or asks for more than the model can take.
+        """
+        self.check_stream()
+        n = self.n or 1
+        if self.best_of is not None and self.best_of != n:
+            reason = f"this model ranks no answers; expected {n}, the same as n, got {shown(self.best_of)}"
+            raise at("best_of", None, f"{reason}; leave it out")
+        prompt_logprobs = self.logprobs if self.echo else None
+        if prompt_logprobs is not None and not limits.prompt_logprobs:
+            raise at("logprobs", None, "this model gives none of prompts; leave it out, or echo")
+        sampling = self.sampling(limits, text.sampling, logprobs=self.logprobs)
+        end = self.text_end(limits)
+        grammar = checked_grammar(None, self.structured_outputs, limits)
+        given = self._given()
+        if len(given) * n > _MAX_SEQUENCES:
+            raise at("n", None, f"expected at most {_MAX_SEQUENCES} answers in all, got {len(given)} prompts x {n}")
+        prompts = [self._prompt(field, one, text, limits) for field, one in given]
+        return plan(prompts, n, sampling, end, limits, self.timeout_s, grammar, prompt_logprobs)
+
+    def _given(self) -> list[tuple[str, str | list[Any]]]:
+        """The prompts, each with its path."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [("prompt", prompt)]
+        if not prompt:
+            raise at("prompt", None, "expected at least one string or token id, got an empty array")
+        kinds = {type(one) for one in prompt}
+        if kinds == {int}:
+            return [("prompt", prompt)]
+        if kinds not in ({str}, {list}):
+            raise at(
+                "prompt",
+                None,
+                "expected a string, an array of strings, an array of token ids, or an array of such arrays; got an "
+                f"array with {' and '.join(sorted({_kind(one) for one in prompt}))}",
+            )
+        if len(prompt) > _MAX_PROMPTS:
+            raise at("prompt", None, f"expected at most {_MAX_PROMPTS} prompts, got {len(prompt)}")
+        return [(f"prompt[{place}]", one) for place, one in enumerate(prompt)]
+
+    def _prompt(self, field: str, given: str | list[Any], text: LanguageText, limits: EngineLimits) -> Prompt:
+        if isinstance(given, str):
+            ids = text_ids(field, given, partial(text.encode_text, field=field), limits)
+        else:
+            check_count(field, len(given), limits)
+            ids = checked_ids(field, given, limits.vocab_size)
+        max_tokens = answer_tokens(field, "max_tokens", ids, self.max_tokens, DEFAULT_TOKENS, limits)
+        prefix = ""
+        if self.echo:
+            skips = self.skip_special_tokens is not False
+            prefix = given if isinstance(given, str) else text.tokenizer.decode(ids, skip_special_tokens=skips)
+        has_logprobs = self.echo and self.logprobs is not None
+        return Prompt(ids, max_tokens, prefix, offsets_in(prefix, ids, text.tokenizer.texts) if has_logprobs else ())
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, (str, list)):
+        return "strings" if isinstance(value, str) else "arrays"
+    return "token ids" if type(value) is int else shown(value)

@@ -1,0 +1,149 @@
+"""How deep what a client's grammar is made of may lie within itself: the library that compiles grammars recurses.
+
+All checks take time linear in the text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+from urllib.parse import unquote
+
+from headwater.engine import GrammarKind
+from headwater_server.codecs.faults import at
+
+__all__ = ["MOST_DEPTH", "check_depth", "check_schema_depth"]
+
+MOST_DEPTH: Final = 256
+"""Objects, arrays and references of a schema, or parentheses and rules of a grammar, within each other."""
+_END: Final = object()
+_REGEX: Final = re.compile(r"\\.|\[\^?\]?(?:\\.?|[^\]\\])*\]?|[()]", re.DOTALL)
+"""A parenthesis, or what may contain the same character: an escape, or a class."""
+_LARK: Final = re.compile(
+    r'"(?:\\.?|[^"\\\n])*"?|(?://|#)[^\n]*|/(?:\\.?|[^/\\\n])*/?|%json\s*(?=\{)|[()\[\]{}]|[A-Za-z_][\w-]*|::=|:'
+)
+"""What is read of Lark and GBNF. A string or an expression without an end lasts to the end of its line."""
+
+
+def check_depth(kind: GrammarKind, text: str, path: str) -> None:
+    """Check a grammar's text. One that can't be read passes: the library says what is wrong with it.
+
+    Args:
+        kind: `Grammar.kind`.
+        text: `Grammar.text`.
+        path: the request's field.
+
+    Raises:
+        BadRequest: it lies deeper than `MOST_DEPTH`.
+    """
+    if len(text) <= MOST_DEPTH:
+        return
+    if kind == "json_schema":
+        _check_json(text, len(text) - len(text.lstrip()), path)
+    elif kind == "regex":
+        depth = 0
+        for found in _REGEX.finditer(text):
+            depth += {"(": 1, ")": -1}.get(found[0], 0)
+            _check(depth, "parentheses", path)
+    else:
+        _check_lark(text, path)
+
+
+def check_schema_depth(schema: object, path: str) -> None:
+    """Check a JSON schema. Each part of it is looked at once, as the library does, however many references it has.
+
+    Args:
+        schema: the schema, decoded.
+        path: the request's field.
+
+    Raises:
+        BadRequest: it lies deeper than `MOST_DEPTH`.
+    """
+    seen: set[int] = set()
+    stack = [iter([schema])]
+    while stack:
+        part = next(stack[-1], _END)
+        if part is _END:
+            stack.pop()
+        elif isinstance(part, (dict, list)) and id(part) not in seen:
+            seen.add(id(part))
+            _check(len(stack), "objects, arrays and references", path)
+            stack.append(_parts(schema, part))
+
+
+def _check(depth: int, what: str, path: str) -> None:
+    if depth > MOST_DEPTH:
+        raise at(path, None, f"expected at most {MOST_DEPTH} {what} within each other, got more; flatten it")
+
+
+def _check_json(text: str, begin: int, path: str) -> int:
+    """Check the schema that stands in a text from here on; returns where it ends, or `begin` if there is none."""
+    try:
+        schema, end = json.JSONDecoder().raw_decode(text, begin)
+    except ValueError:
+        return begin
+    except RecursionError as error:
+        raise at(path, None, f"expected at most {MOST_DEPTH} objects and arrays within each other, got more") from error
+    check_schema_depth(schema, path)
+    return end
+
+
+def _check_lark(text: str, path: str) -> None:
+    rules: dict[str, list[str]] = {}
+    name = ""
+    depth = begin = 0
+    while (found := _LARK.search(text, begin)) is not None:
+        word, begin = found[0], found.end()
+        if word.startswith("%"):
+            begin = _check_json(text, begin, path)
+        elif word in ("(", "[", "{"):
+            depth += 1
+            _check(depth, "parentheses", path)
+        elif word in (")", "]", "}"):
+            depth -= 1
+        elif word in (":", "::="):
+            references = rules.get(name)
+            name = references.pop() if references else ""
+            rules[name] = []
+            depth = 0
+        elif word[0].isalpha() or word[0] == "_":
+            rules.setdefault(name, []).append(word)
+    seen: set[str] = set()
+    for first in rules:
+        stack = [iter([first])]
+        while stack:
+            rule = next(stack[-1], None)
+            if rule is None:
+                stack.pop()
+            elif rule in rules and rule not in seen:
+                seen.add(rule)
+                _check(len(stack), "rules", path)
+                stack.append(iter(rules[rule]))
+
+
+def _parts(schema: object, part: dict[str, Any] | list[Any]) -> Iterator[Any]:
+    """What lies directly within a part of a schema, and what it refers to."""
+    if isinstance(part, dict):
+        if isinstance(reference := part.get("$ref"), str):
+            yield _target(schema, reference)
+        yield from part.values()
+    else:
+        yield from part
+
+
+def _target(schema: object, reference: str) -> object:
+    """What a reference within a schema refers to; a text for one that leads elsewhere."""
+    if not reference.startswith("#"):
+        return reference
+    place = schema
+    for step in unquote(reference[1:]).split("/")[1:]:
+        key = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(place, Mapping) and key in place:
+            place = place[key]
+        elif isinstance(place, list) and key.isdecimal() and int(key[:9]) < len(place):
+            place = place[int(key[:9])]
+        else:
+            return reference
+    return place

@@ -1,0 +1,363 @@
+"""Requests of ``POST /v1/responses``.
+
+Source: OpenAI's API reference. A request is a chat in other words: it becomes a `ChatRequest`, which makes the plan.
+Nothing is kept on the server, so what needs an earlier answer is refused. The extensions are those of
+`headwater_server.lm.chat`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias
+
+import msgspec
+from msgspec import Meta, structs, to_builtins
+
+from headwater.engine import EngineLimits, Sampling, TopLogprobs
+from headwater_server.codecs.faults import at, key_text, shown
+from headwater_server.errors import BadRequest
+from headwater_server.lm.answer_grammar import JsonSchemaFormat, ResponseFormat, Schema
+from headwater_server.lm.chat import ChatRequest, TemplateVariables
+from headwater_server.lm.responses_answer import ResponsesAnswer
+from headwater_server.lm.sampling_fields import StreamFields
+from headwater_server.lm.sequence import SequenceSpec
+from headwater_server.lm.text_plan import TextPlan
+from headwater_server.lm.tools import CHOICE_SCHEMA, MAX_TOOLS, TOOLS_SCHEMA
+
+if TYPE_CHECKING:
+    from headwater_server.lm.text.language import LanguageText
+    from headwater_server.lm.text.token_texts import TokenTexts
+
+__all__ = ["ResponsesRequest"]
+
+_LOGPROBS: Final = "message.output_text.logprobs"
+
+_ROLES: Final = ("developer", "system", "user", "assistant")
+_TEXT_KINDS: Final = ("input_text", "output_text")
+_NOT_FOR_TEMPLATES: Final = frozenset({"type", "id", "status", "phase", "call_id", "output", "tool_calls"})
+"""Fields of an item that say nothing to a chat template, or stand elsewhere in a chat's message."""
+_MAX_LABELS: Final = 16
+_MAX_KEY: Final = 64
+_MAX_LABEL: Final = 512
+
+_PART: Final = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"type": "string", "enum": list(_TEXT_KINDS)}, "text": {"type": "string"}},
+}
+_TEXT: Final = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]}
+
+
+def _object(kind: str, required: Sequence[str], **fields: Any) -> dict[str, Any]:
+    properties = {"type": {"type": "string", "enum": [kind]}, **fields}
+    return {"type": "object", "required": required, "properties": properties}
+
+
+_STRING: Final = {"type": "string"}
+_ITEM: Final = {
+    "anyOf": [
+        _object("message", ["role", "content"], role={"type": "string", "enum": list(_ROLES)}, content=_TEXT),
+        _object(
+            "function_call", ["type", "call_id", "name", "arguments"],
+            call_id=_STRING, name=_STRING, arguments={"type": "string", "description": "An object, as JSON"},
+        ),
+        _object("function_call_output", ["type", "call_id", "output"], call_id=_STRING, output=_TEXT),
+    ]
+}  # fmt: skip
+_LABELS: Final = {
+    "maxProperties": _MAX_LABELS,
+    "propertyNames": {"maxLength": _MAX_KEY},
+    "additionalProperties": {"type": "string", "maxLength": _MAX_LABEL},
+}
+"""For the OpenAPI schema, as those above."""
+
+
+def _flat(schema: dict[str, Any]) -> dict[str, Any]:
+    """A chat's schema of a tool, or of a choice, in which the function's fields stand one level deeper."""
+    function = schema["properties"]["function"]
+    return _object("function", ["type", *function["required"]], **function["properties"])
+
+
+_TOOLS: Final = {**TOOLS_SCHEMA, "items": _flat(TOOLS_SCHEMA["items"])}
+_CHOICE: Final = {"anyOf": [CHOICE_SCHEMA["anyOf"][0], _flat(CHOICE_SCHEMA["anyOf"][1])]}
+_Label: TypeAlias = Annotated[str, Meta(max_length=_MAX_LABEL, description="A label, without effect")]
+
+
+class TextFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """``text.format``: a chat's ``response_format``, in which a schema stands one level deeper."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema: Schema | None = None
+    strict: bool | None = None
+
+    def chat_format(self) -> ResponseFormat:
+        """The same for a chat.
+
+        Raises:
+            BadRequest: a schema has no name, or a name no schema's type.
+        """
+        if self.type == "json_schema" and self.name is None:
+            raise at("text.format.name", None, "expected a string, got none; add it")
+        if self.name is None:
+            if self.schema is not None:
+                expected = f'expected it with the type "json_schema" only, got {shown(self.type)}'
+                raise at("text.format.schema", None, f"{expected}; leave it out")
+            return ResponseFormat(type=self.type)
+        schema = JsonSchemaFormat(name=self.name, description=self.description, schema=self.schema, strict=self.strict)
+        return ResponseFormat(type=self.type, json_schema=schema)
+
+
+class _TextFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    format: TextFormat | None = None
+    verbosity: None = None
+
+
+class ResponsesRequest(StreamFields, kw_only=True):
+    """The body of a request."""
+
+    input: str | Annotated[list[Any], Meta(extra_json_schema={"items": _ITEM})]
+    instructions: Annotated[str | None, Meta(description="A system message before the input")] = None
+    max_output_tokens: Annotated[int, Meta(ge=1, description="Default: as many as fit")] | None = None
+    text: _TextFields | None = None
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    top_logprobs: TopLogprobs | None = None
+    truncation: Literal["disabled"] | None = None
+    store: Annotated[bool | None, Meta(description="No answer is kept: only false is supported")] = None
+    background: Annotated[bool | None, Meta(description="Only false is supported")] = None
+    previous_response_id: Annotated[str | None, Meta(description="Not supported: send the items themselves")] = None
+    tools: Annotated[Any, Meta(extra_json_schema=_TOOLS)] = None
+    tool_choice: Annotated[Any, Meta(extra_json_schema=_CHOICE)] = None
+    parallel_tool_calls: Annotated[bool | None, Meta(description="false: at most one call in an answer")] = None
+    metadata: Annotated[dict[str, str] | None, Meta(description="Labels", extra_json_schema=_LABELS)] = None
+    user: _Label | None = None
+    safety_identifier: _Label | None = None
+    prompt_cache_key: _Label | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    chat_template_kwargs: TemplateVariables = None
+    access_programs: None = None
+    context_management: None = None
+    conversation: None = None
+    image: None = None
+    max_tokens: None = None
+    max_tool_calls: None = None
+    moderation: None = None
+    n: None = None
+    prompt: None = None
+    prompt_cache_options: None = None
+    prompt_cache_retention: None = None
+    reasoning: None = None
+
+    def answer_form(self, plan: TextPlan, texts: TokenTexts) -> ResponsesAnswer:
+        """The form of the answer to this request, of which `plan` made the plan."""
+        return ResponsesAnswer(self._repeated(plan.specs[0].sampling), texts, plan.tools)
+
+    def plan(self, text: LanguageText, limits: EngineLimits) -> TextPlan:
+        """Check the request, and turn it into tokens. Takes too long for the event loop.
+
+        Raises:
+            BadRequest: a field is wrong, or asks for more than the model can take.
+        """
+        self._check_state()
+        self._check_metadata()
+        messages, names = self._conversation()
+        has_logprobs = _LOGPROBS in (self.include or ())
+        if self.top_logprobs and not has_logprobs:
+            expected = f'expected it with "include": ["{_LOGPROBS}"] only'
+            raise at("top_logprobs", None, f"{expected}; leave it out, or add that")
+        form = None if self.text is None else self.text.format
+        chat = ChatRequest(
+            **{name: getattr(self, name) for name in StreamFields.__struct_fields__},
+            messages=messages,
+            max_completion_tokens=self.max_output_tokens,
+            logprobs=has_logprobs,
+            top_logprobs=self.top_logprobs if has_logprobs else None,
+            response_format=form.chat_format() if form is not None else None,
+            chat_template_kwargs=self.chat_template_kwargs,
+            tools=_chat_tools(self.tools),
+            tool_choice=_chat_tool(self.tool_choice),
+            parallel_tool_calls=self.parallel_tool_calls,
+        )
+        try:
+            plan = chat.plan(text, limits)
+        except BadRequest as error:
+            raise _renamed(error, names) from None
+        if has_logprobs and plan.tools is not None:
+            expected = "this model does not support log probabilities of an answer that may call tools"
+            raise at("include", None, f'{expected}; leave one of them out, or set "tool_choice": "none"')
+        return plan._replace(specs=[_from_text_format(spec) for spec in plan.specs])
+
+    def _repeated(self, sampling: Sampling) -> dict[str, Any]:
+        """The fields that an answer repeats, with their defaults; `sampling` is how its tokens are chosen."""
+        return {
+            "model": self.model,
+            "background": False,
+            "instructions": self.instructions,
+            "max_output_tokens": self.max_output_tokens,
+            "max_tool_calls": None,
+            "metadata": self.metadata or {},
+            "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "prompt_cache_key": self.prompt_cache_key,
+            "reasoning": {"effort": None, "summary": None},
+            "safety_identifier": self.safety_identifier,
+            "service_tier": "default",
+            "store": False,
+            "temperature": sampling.temperature,
+            "text": {"format": to_builtins((self.text and self.text.format) or TextFormat(type="text"))},
+            "tool_choice": self.tool_choice or "auto",
+            "tools": [{"description": None, "parameters": None, "strict": None, **tool} for tool in self.tools or ()],
+            "top_logprobs": self.top_logprobs or 0,
+            "top_p": sampling.top_p,
+            "truncation": "disabled",
+            "user": self.user,
+        }
+
+    def _check_state(self) -> None:
+        keeps = "this server keeps no answers"
+        if self.store:
+            raise at("store", None, f"{keeps}, so none can be asked for later; expected false, got true")
+        if self.background:
+            raise at("background", None, f"{keeps}, so none can be asked for later; expected false, got true")
+        if self.previous_response_id is not None:
+            fix = "leave it out, and send the earlier items in input"
+            raise at("previous_response_id", None, f"{keeps}, so there is none to go on from; {fix}")
+
+    def _check_metadata(self) -> None:
+        given = self.metadata or {}
+        if len(given) > _MAX_LABELS:
+            raise at("metadata", None, f"expected at most {_MAX_LABELS} keys, got {len(given)}")
+        for key, value in given.items():
+            path = f"metadata.{key_text(key)}"
+            if len(key) > _MAX_KEY:
+                raise at(path, None, f"expected a key of at most {_MAX_KEY} characters, got {len(key)}")
+            if len(value) > _MAX_LABEL:
+                raise at(path, None, f"expected at most {_MAX_LABEL} characters, got {len(value)}")
+
+    def _conversation(self) -> tuple[list[Any], dict[str, str]]:
+        """The messages of a chat, and what their fields are called here."""
+        messages: list[Any] = []
+        names = dict(_NAMES)
+        if self.instructions is not None:
+            messages.append({"role": "system", "content": self.instructions})
+            names["messages[0]"] = "instructions"
+        if isinstance(self.input, str):
+            names[f"messages[{len(messages)}]"] = "input"
+            messages.append({"role": "user", "content": self.input})
+            return messages, names
+        for n, item in enumerate(self.input):
+            path = f"input[{n}]"
+            kind = item.get("type") if isinstance(item, dict) else None
+            if kind == "function_call":
+                _add_call(item, path, messages, names)
+                continue
+            place = f"messages[{len(messages)}]"
+            names[place] = path
+            if kind == "function_call_output":
+                names |= {f"{place}.tool_call_id": f"{path}.call_id", f"{place}.content": f"{path}.output"}
+                messages.append(_chat_result(item, path))
+            else:
+                messages.append(_chat_message(item, path))
+        return messages, names
+
+
+def _chat_tools(tools: object) -> object:
+    """The tools as a chat has them; what both have in common, the chat checks."""
+    return [_chat_tool(tool) for tool in tools] if isinstance(tools, list) else tools
+
+
+def _chat_tool(tool: object) -> object:
+    """A tool, or the choice of one, as a chat has it."""
+    if not isinstance(tool, dict):
+        return tool
+    return {"type": tool.get("type"), "function": {name: tool[name] for name in tool if name != "type"}}
+
+
+def _add_call(item: dict[str, Any], path: str, messages: list[Any], names: dict[str, str]) -> None:
+    """Add a call to the assistant's message right before it, or to one of its own."""
+    if not messages or messages[-1]["role"] != "assistant":
+        names[f"messages[{len(messages)}]"] = path
+        messages.append({"role": "assistant", "content": None})
+    calls = messages[-1].setdefault("tool_calls", [])
+    place = f"messages[{len(messages) - 1}].tool_calls[{len(calls)}]"
+    names |= {place: path, f"{place}.id": f"{path}.call_id", f"{place}.function": path}
+    function = {"name": item.get("name"), "arguments": item.get("arguments")}
+    calls.append({"id": item.get("call_id"), "type": "function", "function": function})
+
+
+def _chat_result(item: dict[str, Any], path: str) -> dict[str, Any]:
+    """What a function returned, as a chat's message."""
+    if not isinstance(item.get("call_id"), str):
+        raise at(f"{path}.call_id", None, f"expected a string, got {shown(item.get('call_id'))}")
+    return {**_rest(item), "role": "tool", "tool_call_id": item["call_id"], "content": _content(item, "output", path)}
+
+
+def _chat_message(item: object, path: str) -> dict[str, Any]:
+    """An item of the input as a chat's message; what both have in common, the chat checks."""
+    if not isinstance(item, dict):
+        raise at(path, None, f"expected a message with 'role' and 'content', got {shown(item)}")
+    if item.get("type") not in (None, "message"):
+        expected = "expected 'message', 'function_call' or 'function_call_output', the kinds of items this model takes"
+        raise at(f"{path}.type", None, f"{expected}, got {shown(item['type'])}")
+    if item.get("role") not in _ROLES:
+        raise at(f"{path}.role", None, f"expected one of {', '.join(_ROLES)}, got {shown(item.get('role'))}")
+    if item.get("tool_calls") is not None:
+        raise at(f"{path}.tool_calls", None, "expected each call as an item of the type 'function_call'; leave it out")
+    return {**_rest(item), "content": _content(item, "content", path)}
+
+
+def _rest(item: dict[str, Any]) -> dict[str, Any]:
+    """The fields of an item that go to the chat template as they are."""
+    return {name: value for name, value in item.items() if name not in _NOT_FOR_TEMPLATES}
+
+
+def _content(item: dict[str, Any], field: str, path: str) -> object:
+    content = item.get(field)
+    if isinstance(content, list):
+        return [_chat_part(part, f"{path}.{field}[{n}]") for n, part in enumerate(content)]
+    return content
+
+
+def _chat_part(part: object, path: str) -> dict[str, Any]:
+    if not isinstance(part, dict):
+        expected = 'a content part like {"type": "input_text", "text": "..."}'
+        raise at(path, None, f"expected {expected}, got {shown(part)}")
+    if part.get("type") not in _TEXT_KINDS:
+        expected = "'input_text' or 'output_text', the only kinds of content this model takes"
+        raise at(f"{path}.type", None, f"expected {expected}, got {shown(part.get('type'))}")
+    return {"type": "text", "text": part.get("text")}
+
+
+def _from_text_format(spec: SequenceSpec) -> SequenceSpec:
+    """The sequence with `text.format` as its grammar's field, which the replica names if it refuses the grammar."""
+    if spec.grammar is None or not spec.grammar.field.startswith("response_format"):
+        return spec
+    return structs.replace(spec, grammar=structs.replace(spec.grammar, field="text.format"))
+
+
+_NAMES: Final = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "response_format.json_schema": "text.format",
+    "logprobs": "include",
+    "tool_choice.function": "tool_choice",
+    **{f"tools[{n}].function": f"tools[{n}]" for n in range(MAX_TOOLS)},
+}
+"""What fields of a chat are called here."""
+
+
+def _renamed(error: BadRequest, names: Mapping[str, str]) -> BadRequest:
+    """The error of a chat request, by the names of this one's fields.
+
+    Args:
+        error: the chat's.
+        names: what the chat's fields, and those in them, are called here.
+    """
+    path = error.field or ""
+    outer = [name for name in names if path == name or path.startswith((f"{name}.", f"{name}["))]
+    longest = max(outer, key=len, default="")
+    field = names.get(longest, "") + path[len(longest) :]
+    said = error.message.removeprefix(path).replace(" in messages, and an answer", " in input, and an answer", 1)
+    return type(error)(field + said, field=field)

@@ -1,0 +1,263 @@
+"""Answers of ``POST /v1/responses``: items of text and calls of functions, whole or as events.
+
+Source: OpenAI's API reference.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+import msgspec
+import orjson
+
+from headwater_server.errors import HeadwaterError
+from headwater_server.lm.answers import AnswerForm, Event, shown_tokens
+from headwater_server.lm.text.tool_calls import ToolUse
+from headwater_server.lm.text_stream import TextPiece, Usage
+
+if TYPE_CHECKING:
+    from headwater_server.lm.text.token_texts import TokenTexts
+
+__all__ = ["ResponsesAnswer"]
+
+_DELTA: Final = b"response.output_text.delta"
+_DELTA_EVENT: Final = b'{"type":"%b","sequence_number":%%d,%%b,"delta":%%b,"logprobs":[%%b]}' % _DELTA
+_Fields: TypeAlias = dict[str, Any]
+
+
+class ResponsesAnswer(AnswerForm):
+    """The answer to a request: items, one after the other. Each event of a stream has a name and a number.
+
+    Args:
+        repeated: what the answer repeats of the request, its model's name included.
+        texts: the tokenizer's.
+        tools: how the text is searched for calls; None if it is all one message.
+    """
+
+    def __init__(self, repeated: Mapping[str, Any], texts: TokenTexts, tools: ToolUse | None = None) -> None:
+        self._texts = texts
+        self._tools = tools
+        self._finder = None if tools is None else tools.finder()
+        self._about = {
+            "id": f"resp_{secrets.token_hex(16)}",
+            "object": "response",
+            "created_at": int(time.time()),
+            **repeated,
+        }
+        self._number = 0
+        """Of the next event."""
+        self._items: list[_Message | _Call] = []
+        """All but the last one are complete."""
+        self._finish: str | None = None
+
+    def whole(self, texts: Sequence[TextPiece], usage: Usage) -> bytes:
+        (text,) = texts
+        self.piece(0, text)
+        self._end_items()
+        return msgspec.json.encode(self._response(self._status, usage))
+
+    def begin(self) -> list[Event]:
+        events = self._begin()
+        return events if self._tools is not None else events + self._open(_Message(0))
+
+    def piece(self, place: int, piece: TextPiece) -> list[Event]:
+        self._finish = piece.finish
+        if self._tools is None or self._finder is None:
+            return self._text(piece) if piece.text or piece.logprobs else []
+        events = []
+        for found in self._finder.read(piece.text, is_last=piece.finish is not None):
+            if isinstance(found, str):
+                events += self._text(TextPiece(found))
+            elif found.name:
+                events += self._open(_Call(len(self._items), found.name, self._tools.format.new_id()))
+            else:
+                call = self._items[-1]
+                assert isinstance(call, _Call)
+                call.arguments.append(found.arguments)
+                events.append(
+                    self._event("response.function_call_arguments.delta", **call.place, delta=found.arguments)
+                )
+        return events
+
+    def end(self, usage: Usage, error: HeadwaterError | None) -> list[Event]:
+        if error is not None:
+            events = [] if self._number > 0 else self._begin()
+            if self._items:
+                self._items[-1].end("incomplete")
+            failed = self._response("failed", usage, error=_shown_error(error))
+            return [*events, self._event("response.failed", response=failed)]
+        events = self._end_items()
+        response = self._response(self._status, usage)
+        return [*events, self._event(f"response.{self._status}", response=response)]
+
+    def _begin(self) -> list[Event]:
+        response = self._response("in_progress", None)
+        return [self._event(f"response.{name}", response=response) for name in ("created", "in_progress")]
+
+    def _text(self, piece: TextPiece) -> list[Event]:
+        """Add to the message that is last, or begin one."""
+        events = []
+        message = self._items[-1] if self._items else None
+        if not isinstance(message, _Message):
+            message = _Message(len(self._items))
+            events = self._open(message)
+        logprobs = []
+        if piece.logprobs:
+            logprobs = [orjson.dumps(token) for token in shown_tokens(piece.logprobs, self._texts)]
+        message.text.append(piece.text)
+        message.logprobs += logprobs
+        text = (self._number, message.encoded_place, orjson.dumps(piece.text), b",".join(logprobs))
+        self._number += 1
+        return [*events, (_DELTA, _DELTA_EVENT % text)]
+
+    def _open(self, item: _Message | _Call) -> list[Event]:
+        """Begin an item, and so end the one before it."""
+        events = self._close("completed") if self._items else []
+        self._items.append(item)
+        added = self._event("response.output_item.added", output_index=item.index, item=item.shown())
+        return [*events, added, *[self._event(kind, **fields) for kind, fields in item.opening()]]
+
+    def _close(self, status: str) -> list[Event]:
+        item = self._items[-1]
+        item.end(status)
+        events = [self._event(kind, **fields) for kind, fields in item.closing()]
+        return [*events, self._event("response.output_item.done", output_index=item.index, item=item.shown())]
+
+    def _end_items(self) -> list[Event]:
+        """End the last item; an answer without any has an empty message."""
+        events = [] if self._items else self._open(_Message(0))
+        return events + self._close(self._status)
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        event = {"type": kind, "sequence_number": self._number, **fields}
+        self._number += 1
+        return kind.encode(), msgspec.json.encode(event)
+
+    @property
+    def _status(self) -> str:
+        return "completed" if self._finish == "stop" else "incomplete"
+
+    def _response(self, status: str, usage: Usage | None, *, error: _Fields | None = None) -> _Fields:
+        return {
+            **self._about,
+            "status": status,
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "error": error,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "output": [item.shown() for item in self._items],
+            "usage": None if usage is None else _shown_usage(usage),
+        }
+
+
+class _Item(ABC):
+    """An item of the output.
+
+    Args:
+        index: its place among them.
+        prefix: of its id.
+    """
+
+    def __init__(self, index: int, prefix: str) -> None:
+        self.index = index
+        self.id = f"{prefix}_{secrets.token_hex(16)}"
+        self.status = "in_progress"
+        self.place: _Fields = {"item_id": self.id, "output_index": index}
+        """The fields by which events name it."""
+
+    def end(self, status: str) -> None:
+        """Give it its last status."""
+        self.status = status
+
+    @abstractmethod
+    def shown(self) -> _Fields:
+        """The item as far as it has come."""
+
+    def opening(self) -> Sequence[tuple[str, _Fields]]:
+        """The events that follow its being added."""
+        return ()
+
+    @abstractmethod
+    def closing(self) -> Sequence[tuple[str, _Fields]]:
+        """The events that come before its being done."""
+
+
+class _Message(_Item):
+    """An item with one text."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index, "msg")
+        self.place["content_index"] = 0
+        self.encoded_place = orjson.dumps(self.place)[1:-1]
+        self.text: list[str] = []
+        self.logprobs: list[bytes] = []
+        """The tokens', encoded: there may be megabytes of them, which several of the last events repeat."""
+
+    def shown(self) -> _Fields:
+        content = [] if self.status == "in_progress" else [self._part()]
+        return {"id": self.id, "type": "message", "status": self.status, "role": "assistant", "content": content}
+
+    def opening(self) -> Sequence[tuple[str, _Fields]]:
+        return [("response.content_part.added", {**self.place, "part": self._part()})]
+
+    def closing(self) -> Sequence[tuple[str, _Fields]]:
+        part = self._part()
+        return [
+            ("response.output_text.done", {**self.place, "text": part["text"], "logprobs": part["logprobs"]}),
+            ("response.content_part.done", {**self.place, "part": part}),
+        ]
+
+    def _part(self) -> _Fields:
+        logprobs = msgspec.Raw(b"[%b]" % b",".join(self.logprobs))
+        return {"type": "output_text", "text": "".join(self.text), "annotations": [], "logprobs": logprobs}
+
+
+class _Call(_Item):
+    """An item that is a call of a function."""
+
+    def __init__(self, index: int, name: str, call_id: str) -> None:
+        super().__init__(index, "fc")
+        self._name = name
+        self._call_id = call_id
+        self.arguments: list[str] = []
+
+    def end(self, status: str) -> None:
+        """A call is complete if its arguments are, whatever cut the answer behind them."""
+        try:
+            orjson.loads("".join(self.arguments))
+        except orjson.JSONDecodeError:
+            self.status = "incomplete"
+        else:
+            self.status = "completed"
+
+    def shown(self) -> _Fields:
+        return {
+            "id": self.id,
+            "type": "function_call",
+            "status": self.status,
+            "call_id": self._call_id,
+            "name": self._name,
+            "arguments": "".join(self.arguments),
+        }
+
+    def closing(self) -> Sequence[tuple[str, _Fields]]:
+        return [("response.function_call_arguments.done", {**self.place, "arguments": "".join(self.arguments)})]
+
+
+def _shown_usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
+
+
+def _shown_error(error: HeadwaterError) -> dict[str, Any]:
+    """``error`` of an answer that failed: its codes are a list of their own."""
+    code = {400: "invalid_prompt", 429: "rate_limit_exceeded"}.get(error.status, "server_error")
+    return {"code": code, "message": error.message, "param": error.field}

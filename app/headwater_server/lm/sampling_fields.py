@@ -1,0 +1,189 @@
+"""The request fields of all three APIs for choosing tokens and ending the text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Final, NamedTuple, TypeAlias, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from headwater.engine import SAMPLING_FIELDS, EngineLimits, Penalty, RepetitionPenalty, Sampling, Seed, Share
+from headwater_server.codecs.faults import at, key_text, read_json, shown
+from headwater_server.lm.answer_grammar import StructuredOutputs
+from headwater_server.lm.text.stop_strings import StopString, StopStrings
+
+__all__ = ["DEFAULT_TOKENS", "Flag", "SamplingFields", "StreamFields", "StreamOptions", "TextEnd", "checked_ids"]
+
+DEFAULT_TOKENS: Final = 16
+"""The default length of an answer, as in OpenAI's API."""
+_DEFAULTS: Final = Sampling()
+_MAX_TOP_K: Final = 2**31 - 1
+_MAX_SECONDS: Final = 1_000_000
+_MAX_BIAS: Final = 100
+_ID_DIGITS: Final = 10
+
+
+_TOP_K: Final = {"expected": f"an integer from -1 to {_MAX_TOP_K}; 0 and -1 keep all tokens"}
+TopK: TypeAlias = Annotated[int, Meta(ge=-1, le=_MAX_TOP_K, description="0 or -1: all tokens", extra=_TOP_K)]
+_Bias: TypeAlias = Annotated[float, Meta(extra_json_schema={"minimum": -_MAX_BIAS, "maximum": _MAX_BIAS})]
+LogitBias: TypeAlias = Annotated[dict[str, _Bias], Meta(description="By token id")]
+_SECONDS: Final = {"expected": f"seconds, above 0 and up to {_MAX_SECONDS}"}
+_LIMIT: Final = "How long the request may take in all"
+Seconds: TypeAlias = Annotated[float, Meta(gt=0, le=_MAX_SECONDS, description=_LIMIT, extra=_SECONDS)]
+Flag: TypeAlias = Annotated[bool, Meta(extra_json_schema={"default": False})]
+
+
+class TextEnd(NamedTuple):
+    """Where a text ends, and which parts of it are left out."""
+
+    stops: tuple[str, ...]
+    stop_ids: frozenset[int]
+    ignore_eos: bool
+    include_stop: bool
+    skip_special_tokens: bool
+
+
+_Fields = TypeVar("_Fields", bound="SamplingFields")
+
+
+class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The fields; null means absent.
+
+    Decoding checks types and bounds, the methods what depends on the model. The OpenAPI schema is made of them, too.
+    """
+
+    temperature: Annotated[float, Meta(ge=0, le=2, description="0: the likeliest")] | None = None
+    top_p: Share | None = None
+    top_k: TopK | None = None
+    min_p: Share | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    logit_bias: LogitBias | None = None
+    seed: Annotated[Seed | None, Meta(description="The same seed gives the same answer; choice i: the seed plus i")] = (
+        None
+    )
+    max_tokens: Annotated[int, Meta(ge=0, extra_json_schema={"default": DEFAULT_TOKENS})] | None = None
+    min_tokens: Annotated[int, Meta(ge=0, description="Before them nothing but `max_tokens` ends the text")] | None = (
+        None
+    )
+    stop: Annotated[StopString | StopStrings | None, Meta(description="The text ends before the first of them")] = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: Flag | None = None
+    include_stop_str_in_output: Flag | None = None
+    skip_special_tokens: Annotated[bool, Meta(extra_json_schema={"default": True})] | None = None
+    structured_outputs: Annotated[StructuredOutputs | None, Meta(description="Constrains the answer")] = None
+
+    @classmethod
+    def read(cls: type[_Fields], raw: bytes) -> _Fields:
+        """Decode a request's body.
+
+        Raises:
+            BadRequest: the body is not such a request; the message names the field.
+        """
+        return read_json(raw, cls)
+
+    def sampling(self, limits: EngineLimits, defaults: Sampling, *, logprobs: int | None = None) -> Sampling:
+        """How tokens are chosen.
+
+        Args:
+            limits: the engine's.
+            defaults: the model's own, for fields that are absent.
+            logprobs: as `Sampling.logprobs`.
+
+        Raises:
+            BadRequest: a bias is out of bounds or of no token, or the engine does not support a field.
+        """
+        given = {name: getattr(self, name) for name in SAMPLING_FIELDS - {"logprobs", "logit_bias"}}
+        given = {name: value for name, value in given.items() if value is not None}
+        if self.top_k == -1:
+            given["top_k"] = 0
+        biases = _biases(self.logit_bias or {}, limits.vocab_size)
+        sampling = msgspec.structs.replace(defaults, **given, logit_bias=biases, logprobs=logprobs)
+        for name in sorted(SAMPLING_FIELDS - limits.sampling):
+            if getattr(sampling, name) != getattr(_DEFAULTS, name):
+                raise at(name, None, "this model does not support it; leave it out")
+        return sampling
+
+    def text_end(self, limits: EngineLimits) -> TextEnd:
+        """Where the text ends.
+
+        Raises:
+            BadRequest: a stop token isn't in the vocabulary.
+        """
+        return TextEnd(
+            stops=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            stop_ids=frozenset(checked_ids("stop_token_ids", self.stop_token_ids or (), limits.vocab_size)),
+            ignore_eos=bool(self.ignore_eos),
+            include_stop=bool(self.include_stop_str_in_output),
+            skip_special_tokens=self.skip_special_tokens is not False,
+        )
+
+
+class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """OpenAI's options for streams."""
+
+    include_usage: Flag | None = None
+    continuous_usage_stats: Annotated[bool | None, Meta(description="Every chunk has the numbers so far")] = None
+    include_obfuscation: Annotated[bool | None, Meta(description="Random padding; only false is supported")] = None
+
+
+class StreamFields(SamplingFields, kw_only=True):
+    """Further fields of both of OpenAI's APIs."""
+
+    model: str
+    n: Annotated[int, Meta(ge=1, le=16, extra_json_schema={"default": 1})] | None = None
+    stream: Flag | None = None
+    stream_options: StreamOptions | None = None
+    user: Annotated[str, Meta(description="A label, without effect")] | None = None
+    timeout_s: Seconds | None = None
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream's last chunk has the number of tokens."""
+        return self.stream_options is not None and self.stream_options.include_usage is True
+
+    @property
+    def counts_usage(self) -> bool:
+        """Whether every chunk of a stream has the number of tokens so far."""
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats is True
+
+    def check_stream(self) -> None:
+        """Check the options for streams.
+
+        Raises:
+            BadRequest: an option is not supported, or the request is for no stream.
+        """
+        if self.stream_options is not None and not self.stream:
+            raise at("stream_options", None, 'expected it with "stream": true only; leave it out, or stream')
+        if self.stream_options is not None and self.stream_options.include_obfuscation:
+            raise at(
+                "stream_options.include_obfuscation", None, "this model does not support it; expected false, got true"
+            )
+
+
+def _biases(given: Mapping[str, float], vocab_size: int) -> dict[int, float]:
+    biases = {}
+    for key, bias in given.items():
+        path = f"logit_bias.{key_text(key)}"
+        if not (key.isascii() and key.isdecimal() and len(key) <= _ID_DIGITS and int(key) < vocab_size):
+            raise at(path, None, f"expected a token id from 0 to {vocab_size - 1}, got {shown(key)}")
+        if not -_MAX_BIAS <= bias <= _MAX_BIAS:
+            raise at(path, None, f"expected a number from -{_MAX_BIAS} to {_MAX_BIAS}, got {shown(bias)}")
+        biases[int(key)] = float(bias)
+    return biases
+
+
+def checked_ids(path: str, ids: Sequence[object], vocab_size: int) -> list[int]:
+    """Token ids that the client gave.
+
+    Raises:
+        BadRequest: one is no integer, or outside the vocabulary.
+    """
+    checked: list[int] = []
+    for n, token in enumerate(ids):
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
+            raise at(f"{path}[{n}]", None, f"expected a token id from 0 to {vocab_size - 1}, got {shown(token)}")
+        checked.append(token)
+    return checked

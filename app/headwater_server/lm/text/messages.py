@@ -1,0 +1,130 @@
+"""Checks OpenAI's ``messages`` before they reach a chat template."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import orjson
+
+from headwater_server.codecs.faults import MAX_CONTAINERS, MAX_VALUES, at, check_size, shown
+from headwater_server.errors import BadRequest
+
+__all__ = ["ROLES", "checked_messages"]
+
+ROLES: Final = ("developer", "system", "user", "assistant", "tool", "function")
+"""OpenAI's."""
+_BETWEEN_PARTS: Final = "\n"
+"""Joins a message's text parts: OpenAI doesn't say how; vLLM and llama.cpp put a newline."""
+
+
+def checked_messages(messages: object, context_length: int) -> list[dict[str, Any]]:
+    """The messages, each content one text: an array of text parts becomes their texts, one a line.
+
+    The arguments of tool calls become objects, as chat templates take them.
+
+    Args:
+        messages: the request's field, as JSON has it.
+        context_length: the model's, in tokens; a message takes at least one.
+
+    Raises:
+        BadRequest: a message is wrong, or has a field that no model supports; the error names the field, such as
+            ``messages[0].content[1].type``.
+    """
+    if not isinstance(messages, list):
+        raise _wrong("messages", "an array of messages", messages)
+    if not messages:
+        raise at("messages", None, "expected at least one message, got an empty array")
+    if len(messages) > context_length:
+        what = f"this model's maximum context length is {context_length} tokens"
+        raise at("messages", None, f"{what}; expected at most as many messages, got {len(messages)}")
+    checked = [_checked(message, f"messages[{n}]") for n, message in enumerate(messages)]
+    _decode_arguments(checked)
+    return checked
+
+
+def _checked(message: object, path: str) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise _wrong(path, "an object with 'role' and 'content'", message)
+    if message.get("function_call") is not None:
+        raise at(f"{path}.function_call", None, "this model does not support it; leave it out")
+    if message.get("role") not in ROLES:
+        raise _wrong(f"{path}.role", f"one of {', '.join(ROLES)}", message.get("role"))
+    calls = _tool_calls(message, path)
+    content = message.get("content")
+    if content is None and calls.get("tool_calls"):
+        content = ""
+    if isinstance(content, list):
+        content = _BETWEEN_PARTS.join([_text(part, f"{path}.content[{n}]") for n, part in enumerate(content)])
+    elif not isinstance(content, str):
+        raise _wrong(f"{path}.content", "a string or an array of text parts", content)
+    return {**message, "content": content, **calls}
+
+
+def _tool_calls(message: dict[str, Any], path: str) -> dict[str, Any]:
+    """The message's ``tool_calls``, if any, their arguments as the objects that chat templates take."""
+    if message.get("tool_call_id") is not None and not isinstance(message["tool_call_id"], str):
+        raise _wrong(f"{path}.tool_call_id", "a string", message["tool_call_id"])
+    calls = message.get("tool_calls")
+    if calls is None or calls == []:
+        return {"tool_calls": None} if "tool_calls" in message else {}
+    path = f"{path}.tool_calls"
+    if not isinstance(calls, list):
+        raise _wrong(path, "an array of calls", calls)
+    if message["role"] != "assistant":
+        raise at(path, None, "expected it in messages of the role 'assistant' only; leave it out")
+    return {"tool_calls": [_tool_call(call, f"{path}[{n}]") for n, call in enumerate(calls)]}
+
+
+def _tool_call(call: object, path: str) -> dict[str, Any]:
+    if not isinstance(call, dict):
+        raise _wrong(path, "an object with 'id', 'type' and 'function'", call)
+    if not isinstance(call.get("id"), str):
+        raise _wrong(f"{path}.id", "a string", call.get("id"))
+    if call.get("type", "function") != "function":
+        raise _wrong(f"{path}.type", "'function'", call["type"])
+    function = call.get("function")
+    if not isinstance(function, dict):
+        raise _wrong(f"{path}.function", "an object with 'name' and 'arguments'", function)
+    for field in ("name", "arguments"):
+        if not isinstance(function.get(field), str):
+            raise _wrong(f"{path}.function.{field}", "a string", function.get(field))
+    named = {"name": function["name"], "arguments": function["arguments"]}
+    return {"id": call["id"], "type": "function", "function": named}
+
+
+def _decode_arguments(messages: list[dict[str, Any]]) -> None:
+    """Make the arguments of all calls objects. Together they may have as much in them as a body: their JSON is within
+    strings of the body's, where nothing of it was counted."""
+    functions = {
+        f"messages[{n}].tool_calls[{number}].function.arguments": call["function"]
+        for n, message in enumerate(messages)
+        for number, call in enumerate(message.get("tool_calls") or ())
+    }
+    try:
+        check_size(",".join(function["arguments"] for function in functions.values()).encode(errors="replace"))
+    except BadRequest:
+        most = f"{MAX_CONTAINERS} keys, objects and arrays, and {MAX_VALUES} values"
+        what = f"expected at most {most} in the arguments of all tool calls together, got more"
+        raise at("messages", None, f"{what}; leave out earlier calls") from None
+    for path, function in functions.items():
+        try:
+            arguments = orjson.loads(function["arguments"] or "{}")
+        except orjson.JSONDecodeError:
+            arguments = None
+        if not isinstance(arguments, dict):
+            raise _wrong(path, "the JSON text of an object", function["arguments"])
+        function["arguments"] = arguments
+
+
+def _text(part: object, path: str) -> str:
+    if not isinstance(part, dict):
+        raise _wrong(path, 'a content part like {"type": "text", "text": "..."}', part)
+    if part.get("type") != "text":
+        raise _wrong(f"{path}.type", "'text', the only kind of content this model takes", part.get("type"))
+    if not isinstance(text := part.get("text"), str):
+        raise _wrong(f"{path}.text", "a string", text)
+    return text
+
+
+def _wrong(path: str, expected: str, value: object) -> BadRequest:
+    return at(path, None, f"expected {expected}, got {shown(value)}")

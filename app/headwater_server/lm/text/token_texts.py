@@ -1,0 +1,250 @@
+"""What each token id contributes to a text: the tokenizer's decoder, split into steps that work token by token.
+
+A decoder of `tokenizers` is a chain of steps over the list of all tokens. Most steps depend only on a token and whether
+it is the first; these are left to the library. For the others a stream must hold text back; they come in one of three
+families:
+
+- bytes: ``ByteLevel`` (GPT-2, Llama 3, Qwen) makes bytes of every token and decodes them as one UTF-8 text;
+- byte fallback: ``ByteFallback`` (Llama 2, Gemma) does so for each run of tokens like ``<0xE2>``, and if a run isn't
+  valid as a whole, every byte of it becomes U+FFFD, the valid ones too;
+- neither: ``Metaspace`` (T5), ``WordPiece`` (BERT), ``BPEDecoder`` (GPT-1), or no decoder.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Literal, TypeAlias, TypeVar, cast
+
+import tokenizers
+
+from headwater_server.errors import ConfigError
+
+__all__ = ["Family", "TokenTexts"]
+
+Family = Literal["bytes", "byte_fallback", "texts"]
+
+_ONE_BY_ONE: Final = ("Replace", "Metaspace", "WordPiece", "BPEDecoder", "Strip")
+_BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f+][0-9A-Fa-f])>\Z")
+"""As Rust reads a byte of two hexadecimal digits: ``+A`` is one."""
+
+_NEIGHBOUR: Final = "\ue000"
+"""A token that no step changes: a character for private use."""
+
+_Step: TypeAlias = dict[str, Any]
+_T = TypeVar("_T")
+
+
+class _Table(dict[int, _T]):
+    """A dictionary that computes missing values by a method of its owner. Two threads may compute the same value.
+
+    The method is referenced weakly: a cycle would keep the tokenizer, about a megabyte, until the collector runs.
+    """
+
+    def __init__(self, compute: Callable[[int], _T]) -> None:
+        super().__init__()
+        self._compute = weakref.WeakMethod(compute)
+
+    def __missing__(self, token_id: int) -> _T:
+        compute = self._compute()
+        assert compute is not None, "a table is used only by who holds its TokenTexts"
+        value = self[token_id] = compute(token_id)
+        return value
+
+
+class TokenTexts:
+    """What each id of a tokenizer contributes to the decoded text. Threads may share it.
+
+    Args:
+        tokenizer: the tokenizer, whose vocabulary must not change any more.
+        decoder: the decoder's JSON in ``tokenizer.json``; None if the tokens are joined with spaces.
+        name: names the decoder in errors.
+
+    Raises:
+        ConfigError: the decoder can't decode a stream.
+    """
+
+    family: Final[Family]
+    strip: Final[tuple[str, int]]
+    """A character, and how many of it are removed from the beginning of the text."""
+    holds_last: Final[bool]
+    """Whether the last token's text depends on being the last."""
+    bytes_of: Final[Mapping[int, bytes]]
+    """Family "bytes": each id's bytes; empty for unknown ids."""
+    pieces: Final[Mapping[int, str | int | None]]
+    """Other families: each id's text where it isn't first, or its byte as a number; None for unknown ids."""
+    special_ids: Final[frozenset[int]]
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, decoder: object, name: str = "tokenizer.json: decoder") -> None:
+        self._tokenizer = tokenizer
+        added = tokenizer.get_added_tokens_decoder()
+        special = {token.content for token in added.values() if token.special}
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.content in special)
+        head, joint, body, rest = _split(_flat(decoder, name))
+        self.family = "bytes" if joint == "ByteLevel" else "byte_fallback" if joint == "ByteFallback" else "texts"
+        self.strip = _strip(rest, name)
+        self.holds_last = any(step["type"] == "BPEDecoder" for step in head)
+        _check_order([step["type"] for step in head], joint, [step["type"] for step in body], name)
+        self._joins_with_spaces = decoder is None
+        self._head = _library_decoder(head)
+        self._body = _library_decoder(body)
+        self.bytes_of = _Table(self._bytes_of)
+        self.pieces = _Table(self._piece)
+
+    def special_id(self, token: str) -> int | None:
+        """The id of a special token; None for any other text."""
+        token_id = self.id_of(token)
+        return token_id if token_id in self.special_ids else None
+
+    def id_of(self, token: str) -> int | None:
+        """The id of a token; None if the vocabulary lacks it."""
+        return self._tokenizer.token_to_id(token)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of a token, with its leading space; none for an id that the vocabulary lacks."""
+        if self.family == "bytes":
+            return self.bytes_of[token_id]
+        piece = self.pieces[token_id]
+        if isinstance(piece, int):
+            return bytes([piece])
+        return piece.encode() if piece else b""
+
+    def shown(self, token_id: int) -> tuple[str, bytes]:
+        """The token's text and bytes as ``logprobs`` shows them; both empty for an id that the vocabulary lacks.
+
+        Bytes that are no text, as of a part of a character, look like ``bytes:\\xe2\\x96``, printable ASCII as it is.
+        """
+        raw = self.token_bytes(token_id)
+        try:
+            return raw.decode(), raw
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(chr(byte) if 0x20 <= byte < 0x7F else f"\\x{byte:02x}" for byte in raw), raw
+
+    def begin_of(self, token_id: int, before: int, after: int) -> int:
+        """Where a token's own text begins, in characters; for a part of a character, where the character begins.
+
+        Args:
+            token_id: the token.
+            before, after: how many characters a detokenizer has given, before and after it was given the token.
+        """
+        if self.holds_last:
+            return after
+        piece = None if self.family == "bytes" else self.pieces[token_id]
+        return max(before, after - len(piece)) if isinstance(piece, str) else before
+
+    def text(self, token_id: int, *, first: bool, last: bool = False) -> str:
+        """The text of a token that isn't a byte, at its place in the sequence; empty for unknown ids."""
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None:
+            return ""
+        if self._joins_with_spaces:
+            return token if first else f" {token}"
+        return self.element(_apply(self._head, token, first, last), first=first)
+
+    def element(self, text: str, *, first: bool) -> str:
+        """Apply the steps after ``ByteFallback`` to one of the texts that it gives."""
+        return _apply(self._body, text, first, False)
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None:
+            return b""
+        text = _apply(self._head, token, False, False)
+        try:
+            return bytes(_BYTE_OF[character] for character in text)
+        except KeyError:
+            return text.encode()
+
+    def _piece(self, token_id: int) -> str | int | None:
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None:
+            return None
+        if self.family == "byte_fallback" and (byte := _BYTE_TOKEN.match(_apply(self._head, token, False, False))):
+            return int(byte[1], 16)
+        return self.text(token_id, first=False)
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's characters for the 256 bytes: printable Latin-1 stands for itself, the others count up from U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = (byte for byte in range(256) if byte not in printable)
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
+
+
+_BYTE_OF: Final = _byte_level_alphabet()
+
+
+def _flat(decoder: object, name: str) -> list[_Step]:
+    """The steps of a decoder, without nesting."""
+    if decoder is None:
+        return []
+    if not isinstance(decoder, dict) or not isinstance(decoder.get("type"), str):
+        raise ConfigError(f"{name}: expected an object with a 'type', got {decoder!r:.80}")
+    kind = decoder["type"]
+    if kind == "Sequence":
+        inner = decoder.get("decoders")
+        if not isinstance(inner, list):
+            raise ConfigError(f"{name}.decoders: expected an array, got {inner!r:.80}")
+        return [step for n, entry in enumerate(inner) for step in _flat(entry, f"{name}.decoders[{n}]")]
+    if kind not in (*_ONE_BY_ONE, "ByteLevel", "ByteFallback", "Fuse"):
+        known = ", ".join((*_ONE_BY_ONE, "ByteLevel", "ByteFallback", "Fuse", "Sequence"))
+        raise ConfigError(f"{name}.type: expected one that can decode a stream ({known}), got {kind!r}")
+    return [cast("_Step", decoder)]
+
+
+def _split(steps: list[_Step]) -> tuple[list[_Step], str | None, list[_Step], list[_Step]]:
+    """The one-by-one steps, the step that works on bytes, more one-by-one steps, and the steps after fusing."""
+    kinds = [step["type"] for step in steps]
+    start = next((n for n, kind in enumerate(kinds) if kind not in _ONE_BY_ONE), len(kinds))
+    joint = kinds[start] if start < len(kinds) and kinds[start] != "Fuse" else None
+    after = start + (joint is not None)
+    if joint == "ByteLevel":
+        return steps[:start], joint, [], steps[after:]
+    fuse = next((n for n in range(after, len(kinds)) if kinds[n] not in _ONE_BY_ONE), len(kinds))
+    return steps[:start], joint, steps[after:fuse], steps[fuse:]
+
+
+def _check_order(head: Sequence[str], joint: str | None, body: Sequence[str], name: str) -> None:
+    """Refuse orders that no tokenizer has, or that would need more state."""
+    if joint is not None and "BPEDecoder" in (*head, *body):
+        raise ConfigError(f"{name}: expected BPEDecoder without {joint}, got both")
+    if joint == "ByteLevel" and {"Metaspace", "WordPiece"} & set(head):
+        raise ConfigError(f"{name}: expected ByteLevel without a step before it that looks at the first token")
+
+
+def _strip(rest: Sequence[_Step], name: str) -> tuple[str, int]:
+    """The character and count of the only step that may follow fusing: to strip the text's beginning."""
+    strips = [step for step in rest if step["type"] != "Fuse"]
+    if not strips:
+        return "", 0
+    step = strips[0]
+    if len(strips) > 1 or step["type"] != "Strip" or step["stop"] != 0:
+        kinds = ", ".join(step["type"] for step in strips)
+        raise ConfigError(
+            f"{name}: expected at most a Strip of the text's beginning where the tokens are one text already, "
+            f"got {kinds}: it could change text that a stream has sent"
+        )
+    return step["content"], step["start"]
+
+
+def _library_decoder(steps: Sequence[_Step]) -> tokenizers.decoders.Decoder | None:
+    """The library's decoder of some steps; None if there are none."""
+    if not steps:
+        return None
+    empty = {"version": "1.0", "model": {"type": "WordLevel", "vocab": {}, "unk_token": ""}}
+    steps_json = {"type": "Sequence", "decoders": list(steps)}
+    decoder = tokenizers.Tokenizer.from_str(json.dumps({**empty, "decoder": steps_json})).decoder
+    return cast("tokenizers.decoders.Decoder", decoder)
+
+
+def _apply(decoder: tokenizers.decoders.Decoder | None, token: str, first: bool, last: bool) -> str:
+    """Apply one-by-one steps to a token at the beginning, at the end, or between others."""
+    if decoder is None:
+        return token
+    whole = decoder.decode([*([] if first else [_NEIGHBOUR]), token, *([] if last else [_NEIGHBOUR])])
+    left = len(decoder.decode([_NEIGHBOUR]))
+    begin = 0 if first else left
+    end = 0 if last else len(decoder.decode([_NEIGHBOUR, _NEIGHBOUR])) - left
+    return whole[begin : len(whole) - end]

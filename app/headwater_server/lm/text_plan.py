@@ -1,0 +1,230 @@
+"""Turns a request into sequences of tokens, checked against the engine's limits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import msgspec
+
+from headwater.engine import EngineLimits, Grammar, Sampling
+from headwater_server.codecs.faults import at
+from headwater_server.errors import ContextTooLong
+from headwater_server.lm.sampling_fields import TextEnd
+from headwater_server.lm.sequence import SequenceSpec
+from headwater_server.lm.text.stop_automaton import StopAutomaton
+from headwater_server.lm.text.tool_calls import ToolUse
+from headwater_server.lm.text_stream import TextStream
+
+if TYPE_CHECKING:  # importing tokenizers takes memory: only workers with a language model do
+    from headwater_server.lm.text.token_texts import TokenTexts
+
+__all__ = [
+    "Prompt",
+    "TextPlan",
+    "answer_tokens",
+    "bounded_ids",
+    "check_count",
+    "check_size",
+    "plan",
+    "text_ids",
+]
+
+_TOKEN_CHARACTERS: Final = 256
+"""More characters than a token has on average in any text that fits a context."""
+_PROBE_CHARACTERS: Final = 8
+"""More characters than a token has on average in most texts: longer ones are tried by such a beginning first."""
+_PROBE_GROWTH: Final = 4
+"""How much longer the next beginning is, so that all of them together are a third of the text at most."""
+_CUT_TOKENS: Final = 256
+"""More tokens than a cut adds to a beginning of a text."""
+
+
+class Prompt(NamedTuple):
+    """One prompt."""
+
+    ids: list[int]
+    max_tokens: int
+    """The most tokens of each answer."""
+    prefix: str = ""
+    """Text to put before each answer."""
+    offsets: Sequence[int] = ()
+    """Where each token's text begins in the prefix; empty unless the answers have the prompt's log probabilities."""
+
+
+class TextPlan(NamedTuple):
+    """A request's sequences, and how they become text."""
+
+    specs: list[SequenceSpec]
+    """The choices of the first prompt, then those of the next, and so on."""
+    prefixes: list[str]
+    """The text to put before each sequence's."""
+    offsets: list[Sequence[int]]
+    """Each sequence's `Prompt.offsets`."""
+    end: TextEnd
+    prompt_tokens: int
+    """The tokens of all prompts, each prompt counted once."""
+    timeout_s: float | None = None
+    n: int = 1
+    """The choices of each prompt."""
+    tools: ToolUse | None = None
+    """How the texts are searched for calls of tools; None if they are all content."""
+
+    def streams(self, texts: TokenTexts) -> list[TextStream]:
+        """The text of each sequence, still empty."""
+        marks = self.tools.format.marks if self.tools is not None else ()
+        kept_ids = frozenset(token for mark in marks if (token := texts.id_of(mark)) is not None)
+        stops = StopAutomaton(self.end.stops) if self.end.stops else None
+        return [
+            TextStream(
+                texts,
+                spec.prompt,
+                stops=stops,
+                include_stop=self.end.include_stop,
+                skip_special_tokens=self.end.skip_special_tokens,
+                min_tokens=spec.sampling.min_tokens,
+                kept_ids=kept_ids,
+                logprobs=spec.sampling.logprobs is not None,
+                prefix=prefix,
+                offsets=offsets,
+            )
+            for spec, prefix, offsets in zip(self.specs, self.prefixes, self.offsets, strict=True)
+        ]
+
+
+def plan(
+    prompts: Sequence[Prompt],
+    n: int,
+    sampling: Sampling,
+    end: TextEnd,
+    limits: EngineLimits,
+    timeout_s: float | None,
+    grammar: Grammar | None = None,
+    prompt_logprobs: int | None = None,
+) -> TextPlan:
+    """Make `n` sequences of each prompt, which with a seed have the seeds ``seed``, ``seed + 1`` and so on.
+
+    Raises:
+        BadRequest: the engine can't hold so many sequences, running and waiting; or an answer's least number of tokens
+            is above its most.
+    """
+    least = sampling.min_tokens
+    most = min(prompt.max_tokens for prompt in prompts)
+    if least > most:
+        raise at("min_tokens", None, f"expected at most {most}, the most tokens of the answer, got {least}")
+    places = limits.max_sequences + limits.max_waiting
+    if len(prompts) * n > places:
+        field = "n" if n > 1 else "prompt"
+        raise at(field, None, f"expected at most {places} answers in all, got {len(prompts)} prompts x {n}")
+    samplings = [sampling] * n
+    if sampling.seed is not None:
+        samplings = [msgspec.structs.replace(sampling, seed=_seed(sampling.seed + i)) for i in range(n)]
+    specs = [
+        SequenceSpec(prompt.ids, prompt.max_tokens, each, end.stop_ids, end.ignore_eos, grammar, prompt_logprobs)
+        for prompt in prompts
+        for each in samplings
+    ]
+    prefixes = [prompt.prefix for prompt in prompts for _ in range(n)]
+    offsets = [prompt.offsets for prompt in prompts for _ in range(n)]
+    return TextPlan(specs, prefixes, offsets, end, sum(len(prompt.ids) for prompt in prompts), timeout_s, n)
+
+
+def check_size(field: str, text: str, limits: EngineLimits) -> None:
+    """Refuse a text that can't fit, because counting its tokens would take seconds.
+
+    Raises:
+        ContextTooLong: the text is longer than any that fits.
+    """
+    bound, what = _bound(limits)
+    most = bound * _TOKEN_CHARACTERS
+    if len(text) > most:
+        expected = f"expected at most {most} characters, got {len(text)}; shorten it"
+        message = f"{field}: {what} is {bound} tokens, prompt and answer together; {expected}"
+        raise ContextTooLong(message, field=field)
+
+
+def bounded_ids(text: str, encode: Callable[[str], list[int]], most: int) -> list[int] | None:
+    """The token ids of a text; None if they are certainly more than `most`, which its beginning tells.
+
+    The tokens of a beginning are those of the whole text but for the last few, which the cut may change.
+    """
+    size = most * _PROBE_CHARACTERS
+    while size < len(text):
+        if len(encode(text[:size])) > most + most // 8 + _CUT_TOKENS:
+            return None
+        size *= _PROBE_GROWTH
+    return encode(text)
+
+
+def text_ids(field: str, text: str, encode: Callable[[str], list[int]], limits: EngineLimits) -> list[int]:
+    """The token ids of the text in this field of the request.
+
+    Raises:
+        BadRequest: the text is too long, or no Unicode text.
+    """
+    check_size(field, text, limits)
+    ids = bounded_ids(text, encode, _bound(limits)[0])
+    if ids is None:
+        raise _too_long(field, "more", limits)
+    return ids
+
+
+def check_count(field: str, count: int, limits: EngineLimits) -> None:
+    """Refuse a prompt of so many tokens if no answer fits behind it.
+
+    Raises:
+        ContextTooLong: it does not fit.
+    """
+    if count >= _bound(limits)[0]:
+        raise _too_long(field, str(count), limits)
+
+
+def _too_long(field: str, count: str, limits: EngineLimits) -> ContextTooLong:
+    bound, what = _bound(limits)
+    expected = f"expected at most {bound - 1} in the prompt, got {count}; shorten it"
+    return ContextTooLong(f"{field}: {what} is {bound} tokens, prompt and answer together; {expected}", field=field)
+
+
+def answer_tokens(
+    field: str, path: str, ids: Sequence[int], wanted: int | None, default: int, limits: EngineLimits
+) -> int:
+    """The most tokens of a prompt's answer.
+
+    Args:
+        field: the request's field that has the prompt.
+        path: the request's field that has `wanted`.
+        ids: the prompt's.
+        wanted: the number that the client asks for, if any.
+        default: the number otherwise, unless fewer fit.
+        limits: the engine's.
+
+    Raises:
+        BadRequest: the prompt has no token, or one outside the vocabulary; or it doesn't fit, alone or with its answer.
+    """
+    if not ids:
+        raise at(field, None, "expected at least one token, got none; begin the text with something")
+    if max(ids) >= limits.vocab_size:
+        raise at(field, None, f"expected tokens from 0 to {limits.vocab_size - 1}, got {max(ids)}")
+    check_count(field, len(ids), limits)
+    bound, what = _bound(limits)
+    most = bound - len(ids)
+    if wanted is None:
+        return min(default, most)
+    if wanted > most:
+        raise ContextTooLong(
+            f"{path}: {what} is {bound} tokens, but this request comes to {len(ids) + wanted}: {len(ids)} in {field}, "
+            f"and an answer of {wanted}; expected at most {most}, or a shorter prompt",
+            field=path,
+        )
+    return wanted
+
+
+def _bound(limits: EngineLimits) -> tuple[int, str]:
+    if limits.cache_tokens < limits.context_length:
+        return limits.cache_tokens, "this model's cache"
+    return limits.context_length, "this model's maximum context length"
+
+
+def _seed(seed: int) -> int:
+    """Wrap a seed around to a signed integer of 64 bits."""
+    return (seed + 2**63) % 2**64 - 2**63

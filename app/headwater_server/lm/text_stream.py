@@ -1,0 +1,288 @@
+"""Turns a request's tokens into text, piece by piece: detokenizes, finds stop strings, adds log probabilities."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from headwater_server.errors import ContractBroken
+from headwater_server.lm.sequence import Generation, Tokens
+from headwater_server.lm.text.detokenizer import Detokenizer
+from headwater_server.lm.text.stop_automaton import StopAutomaton
+from headwater_server.lm.text.stop_strings import StopFinder
+
+if TYPE_CHECKING:
+    from headwater_server.lm.text.token_texts import TokenTexts
+
+__all__ = ["TextGeneration", "TextPiece", "TextStream", "TokenLogprob", "Usage"]
+
+
+class TokenLogprob(NamedTuple):
+    """A token of an answer, or of the prompt before it, with its log probability."""
+
+    token: int
+    logprob: float | None
+    """None for the prompt's first token."""
+    top: tuple[tuple[int, float], ...]
+    """The most probable tokens in its place, best first."""
+    offset: int
+    """Where its text begins in the answer, in characters; for a part of a character, where the character begins."""
+
+
+class TextPiece(NamedTuple):
+    """New text of an answer."""
+
+    text: str
+    logprobs: Sequence[TokenLogprob] = ()
+    """The tokens whose text begins in this piece; empty if the request didn't ask for them."""
+    finish: str | None = None
+    """Set in the last piece: ``stop`` (a stop token or a stop string) or ``length``."""
+    is_cut: bool = False
+    """Whether a stop string has ended the text."""
+
+
+class TextStream:
+    """The text of one sequence. How its tokens are grouped affects how the text is cut, but not the text or the count.
+
+    A stop token contributes neither text nor log probability, unless stops are included. After a prompt with log
+    probabilities it has its own, because clients that want them take an answer of one token for one entry.
+
+    Args:
+        texts: the tokenizer's.
+        prompt: the ids before the answer.
+        stops: strings that end the text; None if none does.
+        min_tokens: tokens in which no string does.
+        include_stop: whether the text includes the token or string that stops it.
+        skip_special_tokens: whether special tokens are left out.
+        kept_ids: special tokens that are not left out.
+        logprobs: whether pieces have log probabilities.
+        prefix: text to put before the answer.
+        offsets: where each token of the prompt begins in `prefix`, which then has log probabilities; empty: it has
+            none.
+    """
+
+    def __init__(
+        self,
+        texts: TokenTexts,
+        prompt: Sequence[int],
+        *,
+        stops: StopAutomaton | None = None,
+        min_tokens: int = 0,
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
+        kept_ids: frozenset[int] = frozenset(),
+        logprobs: bool = False,
+        prefix: str = "",
+        offsets: Sequence[int] = (),
+    ) -> None:
+        self._detokenizer = Detokenizer(texts, prompt, skip_special_tokens=skip_special_tokens, kept_ids=kept_ids)
+        self._texts = texts
+        self._stops = StopFinder(stops, include_stop=include_stop) if stops is not None else None
+        self._min_tokens = min_tokens
+        self._include_stop = include_stop
+        self._has_logprobs = logprobs
+        self._prefix = prefix
+        self._prompt = prompt if offsets else ()
+        self._offsets = offsets
+        self._told = 0
+        """Tokens of the prompt that pieces have had."""
+        self._held: deque[TokenLogprob] = deque()
+        """Tokens whose text is held back."""
+        self._read = len(prefix)
+        """Characters so far, including those held back."""
+        self._sent = 0
+        self.completion_tokens = 0
+        """Tokens up to the one that stopped the text, inclusive."""
+        self.finish: str | None = None
+        """The `TextPiece.finish` of the last piece, once that was returned."""
+        self._is_cut = False
+        """Whether a stop string has ended the text."""
+
+    def take(self, news: Tokens) -> TextPiece:
+        """The text that these tokens complete; after the last piece, an empty one."""
+        if self.finish is not None:
+            return TextPiece("")
+        is_plain = self._stops is None and not self._has_logprobs
+        text = self._take_all(news) if is_plain else self._take_each(news)
+        echoed = self._echoed(news) if self._offsets else []
+        if self._sent < len(self._prefix):
+            end = self._offsets[self._told] if self._told < len(self._offsets) else len(self._prefix)
+            text = self._prefix[self._sent : end] + text
+        self._sent += len(text)
+        return TextPiece(text, [*echoed, *self._released()] if self._has_logprobs else (), self.finish, self._is_cut)
+
+    def _echoed(self, news: Tokens) -> list[TokenLogprob]:
+        """The prompt's next tokens."""
+        first: list[tuple[float | None, tuple[tuple[int, float], ...]]] = [] if self._told else [(None, ())]
+        entries = [
+            TokenLogprob(self._prompt[place], logprob, top, self._offsets[place])
+            for place, (logprob, top) in enumerate([*first, *news.prompt], self._told)
+        ]
+        self._told += len(entries)
+        return entries
+
+    def _take_all(self, news: Tokens) -> str:
+        ids = news.tokens
+        self.completion_tokens += len(ids)
+        if news.finish is None:
+            return self._detokenizer.push(ids)
+        self.finish = news.finish
+        if news.finish == "stop" and not self._include_stop:
+            ids = ids[:-1]
+        return self._detokenizer.push(ids) + self._detokenizer.finish()
+
+    def _take_each(self, news: Tokens) -> str:
+        """Like `_take_all`, but token by token, to find the token that completes a stop string."""
+        parts = []
+        stop_at = len(news.tokens) - 1 if news.finish == "stop" and not self._include_stop else -1
+        for n, token in enumerate(news.tokens):
+            self.completion_tokens += 1
+            before = self._read
+            if n != stop_at:
+                parts.append(self._search(self._detokenizer.push((token,))))
+            if self._has_logprobs and (n != stop_at or self._offsets):
+                assert news.logprobs is not None
+                top = news.tops[n] if news.tops is not None else ()
+                offset = self._texts.begin_of(token, before, self._read)
+                self._held.append(TokenLogprob(token, news.logprobs[n], top, offset))
+            if self.finish is not None:
+                return "".join(parts)
+        if news.finish is not None:
+            parts.append(self._search(self._detokenizer.finish()))
+            if self.finish is None:
+                rest, found = self._stops.finish() if self._stops is not None else ("", None)
+                parts.append(rest)
+                if found is not None:
+                    self._cut()
+                else:
+                    self.finish = news.finish
+        return "".join(parts)
+
+    def _search(self, text: str) -> str:
+        """The part of a text that can be sent."""
+        self._read += len(text)
+        if self._stops is None:
+            return text
+        if self.completion_tokens <= self._min_tokens:
+            return self._stops.skip(text)
+        sent, found = self._stops.push(text)
+        if found is not None:
+            self._cut()
+        return sent
+
+    def _cut(self) -> None:
+        self.finish = "stop"
+        self._is_cut = True
+
+    def _released(self) -> list[TokenLogprob]:
+        """The held tokens whose text begins in the text sent so far; after the end of the whole text, all."""
+        held, is_whole = self._held, self.finish is not None and not self._is_cut
+        released = []
+        while held and (is_whole or held[0].offset < self._sent):  # a token begins no earlier than the one before it
+            released.append(held.popleft())
+        return released
+
+
+class Usage(NamedTuple):
+    """How many tokens a request took."""
+
+    prompt_tokens: int
+    """Each prompt counts once, however many answers it has."""
+    completion_tokens: int
+    cached_tokens: int = 0
+    """Those of the prompts' tokens that were not computed."""
+
+    def as_json(self) -> dict[str, Any]:
+        """OpenAI's ``usage``."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+class TextGeneration:
+    """Turns the tokens of a generation into text, and ends sequences at their stop strings.
+
+    Args:
+        generation: the request under way.
+        streams: the texts of its sequences, in order.
+        prompt_tokens: the tokens of all prompts.
+        spend: called with each number of tokens used, first that of the prompts.
+        n: how many of the streams have the same prompt, the first of which stands for it in the usage.
+    """
+
+    def __init__(
+        self,
+        generation: Generation,
+        streams: Sequence[TextStream],
+        prompt_tokens: int,
+        spend: Callable[[int], None] | None = None,
+        n: int = 1,
+    ) -> None:
+        self._generation = generation
+        self._n = n
+        self._cached_tokens = 0
+        self._streams = streams
+        self._prompt_tokens = prompt_tokens
+        self._spend = spend
+        self._spent = 0
+        if spend is not None:
+            spend(prompt_tokens)
+
+    @property
+    def usage(self) -> Usage:
+        """The tokens so far."""
+        completion_tokens = sum(stream.completion_tokens for stream in self._streams)
+        return Usage(self._prompt_tokens, completion_tokens, self._cached_tokens)
+
+    def completion_tokens(self, place: int) -> int:
+        """The tokens so far of the sequence at this place."""
+        return self._streams[place].completion_tokens
+
+    async def news(self) -> list[tuple[int, TextPiece]]:
+        """Wait for news of any sequence: its place, and a piece of text, which may be empty; [] once all have ended.
+
+        Raises:
+            HeadwaterError: the request failed as a whole.
+        """
+        pieces = []
+        for place, tokens in await self._generation.news():
+            stream = self._streams[place]
+            pieces.append((place, stream.take(tokens)))
+            if place % self._n == 0:
+                self._cached_tokens += tokens.cached
+            if stream.finish is not None and tokens.finish is None:
+                self._generation.drop(place)
+        if self._spend is not None:
+            used = self.usage.completion_tokens
+            self._spend(used - self._spent)
+            self._spent = used
+        if not pieces:
+            for place, stream in enumerate(self._streams):
+                if stream.finish is None:
+                    raise ContractBroken(f"sequence {place}: expected the engine to say why it ended, got nothing")
+        return pieces
+
+    async def whole(self) -> list[TextPiece]:
+        """The whole text of each sequence, in order.
+
+        Raises:
+            HeadwaterError: the request failed as a whole.
+        """
+        parts: list[list[TextPiece]] = [[] for _ in self._streams]
+        while pieces := await self.news():
+            for place, piece in pieces:
+                parts[place].append(piece)
+        return [_joined(pieces) for pieces in parts]
+
+    def close(self) -> None:
+        """Cancel whatever still runs. May be called more than once."""
+        self._generation.close()
+
+
+def _joined(pieces: Sequence[TextPiece]) -> TextPiece:
+    text = "".join([piece.text for piece in pieces])
+    return pieces[-1]._replace(text=text, logprobs=[entry for piece in pieces for entry in piece.logprobs])

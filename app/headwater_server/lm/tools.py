@@ -1,0 +1,195 @@
+"""Checks OpenAI's ``tools`` and ``tool_choice``."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from headwater_server.codecs.faults import at, key_text, shown
+from headwater_server.errors import BadRequest
+
+__all__ = [
+    "CHOICE_SCHEMA",
+    "MAX_TOOLS",
+    "NO_PARAMETERS",
+    "TOOLS_SCHEMA",
+    "ToolChoice",
+    "checked_choice",
+    "checked_tools",
+]
+
+MAX_TOOLS: Final = 128
+"""As many as in OpenAI's API."""
+MAX_BYTES: Final = 256 << 10
+"""Size of all tools as JSON; every request's prompt has them."""
+MAX_DEPTH: Final = 64
+"""Objects and arrays within each other."""
+
+NO_PARAMETERS: Final = {"type": "object", "properties": {}, "additionalProperties": False}
+"""The parameters of a function that declares none, as OpenAI's API has it: an object without properties."""
+
+_NAME: Final = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+_FIELDS: Final = frozenset({"name", "description", "parameters", "strict"})
+
+_FUNCTION: Final = {
+    "type": "object",
+    "required": ["name"],
+    "properties": {
+        "name": {"type": "string", "pattern": f"^{_NAME.pattern}$"},
+        "description": {"type": "string"},
+        "parameters": {"type": "object", "description": "JSON schema of an object; without it: no arguments"},
+        "strict": {"type": "boolean", "description": "Without effect: calls that are required keep to the schema"},
+    },
+}
+TOOLS_SCHEMA: Final[dict[str, Any]] = {
+    "type": "array",
+    "maxItems": MAX_TOOLS,
+    "items": {
+        "type": "object",
+        "required": ["type", "function"],
+        "properties": {"type": {"type": "string", "enum": ["function"]}, "function": _FUNCTION},
+    },
+}
+CHOICE_SCHEMA: Final[dict[str, Any]] = {
+    "anyOf": [
+        {"type": "string", "enum": ["none", "auto", "required"]},
+        {
+            "type": "object",
+            "required": ["type", "function"],
+            "properties": {
+                "type": {"type": "string", "enum": ["function"]},
+                "function": {
+                    "type": "object", "required": ["name"], "properties": {"name": {"type": "string"}},
+                },
+            },
+        },
+    ],
+}  # fmt: skip
+"""For the OpenAPI schema, both."""
+
+
+class ToolChoice(NamedTuple):
+    """Which functions an answer may, or must, call."""
+
+    names: frozenset[str]
+    """Empty if the answer is text."""
+    is_required: bool = False
+    is_single: bool = False
+    """Whether there must not be more than one call."""
+
+
+def checked_tools(tools: object) -> list[dict[str, Any]]:
+    """The tools as chat templates take them: each with ``parameters``, and without ``strict``.
+
+    Raises:
+        BadRequest: a tool is wrong, or they are too many or too large; the error names the field.
+    """
+    if tools is None:
+        return []
+    if not isinstance(tools, list):
+        raise _wrong("tools", "an array of tools", tools)
+    if len(tools) > MAX_TOOLS:
+        raise at("tools", None, f"expected at most {MAX_TOOLS}, got {len(tools)}")
+    if not _is_shallow(tools):
+        raise at("tools", None, f"expected at most {MAX_DEPTH} objects and arrays within each other, got more")
+    size = len(msgspec.json.encode(tools))
+    if size > MAX_BYTES:
+        raise at("tools", None, f"expected at most {MAX_BYTES} bytes as JSON, got {size}; shorten the descriptions")
+    checked: dict[str, dict[str, Any]] = {}
+    for n, tool in enumerate(tools):
+        function = _function(tool, f"tools[{n}]")
+        name = function["name"]
+        if name in checked:
+            raise at(f"tools[{n}].function.name", None, f"expected each function once, got {shown(name)} again")
+        checked[name] = {"type": "function", "function": function}
+    return list(checked.values())
+
+
+def checked_choice(choice: object, tools: list[dict[str, Any]]) -> ToolChoice:
+    """Which of the tools the answer may, or must, call.
+
+    Args:
+        choice: the request's ``tool_choice``.
+        tools: what `checked_tools` returned.
+
+    Raises:
+        BadRequest: the choice is no such thing, or of no tool.
+    """
+    names = frozenset(tool["function"]["name"] for tool in tools)
+    if choice is None or choice == "auto":
+        return ToolChoice(names)
+    if choice == "none":
+        return ToolChoice(frozenset())
+    if choice == "required":
+        if not tools:
+            raise at("tool_choice", None, "expected it with tools to choose from; set tools, or leave it out")
+        return ToolChoice(names, is_required=True)
+    if not isinstance(choice, dict):
+        raise _wrong("tool_choice", "'none', 'auto', 'required' or an object that names a function", choice)
+    if choice.get("type") != "function":
+        raise _wrong("tool_choice.type", "'function'", choice.get("type"))
+    function = choice.get("function")
+    if not isinstance(function, dict):
+        raise _wrong("tool_choice.function", "an object with the function's name", function)
+    name = function.get("name")
+    if not isinstance(name, str) or name not in names:
+        listed = ", ".join(sorted(names))[:200] or "none"
+        raise _wrong("tool_choice.function.name", f"one of the functions in tools ({listed})", name)
+    return ToolChoice(frozenset({name}), is_required=True, is_single=True)
+
+
+def _function(tool: object, path: str) -> dict[str, Any]:
+    if not isinstance(tool, dict):
+        raise _wrong(path, "an object of the type 'function'", tool)
+    if tool.get("type") != "function":
+        raise _wrong(f"{path}.type", "'function', the only type of tool this model takes", tool.get("type"))
+    _check_fields(tool, {"type", "function"}, path)
+    path = f"{path}.function"
+    function = tool.get("function")
+    if not isinstance(function, dict):
+        raise _wrong(path, "an object with the function's 'name'", function)
+    _check_fields(function, _FIELDS, path)
+    name = function.get("name")
+    if not isinstance(name, str) or _NAME.fullmatch(name) is None:
+        raise _wrong(f"{path}.name", "1 to 64 letters, digits, _ and -", name)
+    description = function.get("description")
+    if description is not None and not isinstance(description, str):
+        raise _wrong(f"{path}.description", "a string", description)
+    if not isinstance(function.get("strict"), bool | None):
+        raise _wrong(f"{path}.strict", "true or false", function["strict"])
+    parameters = function.get("parameters")
+    if parameters is None:
+        parameters = NO_PARAMETERS
+    elif not isinstance(parameters, dict):
+        raise _wrong(f"{path}.parameters", "a JSON schema of an object", parameters)
+    elif parameters.get("type", "object") != "object":
+        raise _wrong(f"{path}.parameters.type", "'object'", parameters["type"])
+    rest = {} if description is None else {"description": description}
+    return {"name": name, **rest, "parameters": parameters}
+
+
+def _check_fields(value: dict[str, Any], known: set[str] | frozenset[str], path: str) -> None:
+    for field in value:
+        if field not in known:
+            listed = ", ".join(sorted(known))
+            raise at(f"{path}.{key_text(field)}", None, f"expected one of the fields {listed}; leave it out")
+
+
+def _is_shallow(value: list[Any]) -> bool:
+    level: list[Any] = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, (dict, list))
+        ]  # fmt: skip
+        if not level:
+            return True
+    return False
+
+
+def _wrong(path: str, expected: str, value: object) -> BadRequest:
+    return at(path, None, f"expected {expected}, got {shown(value)}")

@@ -1,0 +1,73 @@
+"""LoRA adapters for vLLM: finds their folders, and says what would keep vLLM from loading one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from headwater.errors import LoadError, Problem
+from headwater.reference import find_path
+
+__all__ = ["Adapter", "find_adapters", "lora_rank"]
+
+RANKS: Final = (8, 16, 32, 64, 128, 256, 320, 512)
+"""What all versions of vLLM allow as the highest rank of an adapter."""
+CONFIG: Final = "adapter_config.json"
+WEIGHTS: Final = "adapter_model.safetensors"
+
+
+class Adapter(NamedTuple):
+    """A LoRA adapter's folder."""
+
+    folder: Path
+    rank: int
+
+
+def find_adapters(adapters: Mapping[str, str], search: Sequence[str]) -> dict[str, Adapter]:
+    """The LoRA adapters of a deployment, by served name.
+
+    Args:
+        adapters: their folders.
+        search: folders in which a relative path is looked for, after the working folder.
+
+    Raises:
+        LoadError: a folder is missing, or is none that vLLM could load.
+    """
+    return {name: _adapter(f"adapters.{name}", folder, search) for name, folder in adapters.items()}
+
+
+def _adapter(title: str, path: str, search: Sequence[str]) -> Adapter:
+    folder = find_path(title, path, search, "folder")
+    try:
+        config = json.loads((folder / CONFIG).read_bytes())
+        kind = config.get("peft_type", "LORA")
+        ranks = [config.get("r"), *(config.get("rank_pattern") or {}).values()]
+    except (OSError, ValueError, AttributeError) as error:
+        reason = f"expected a LoRA adapter's folder, and its {CONFIG} can't be read: {error}"
+        raise LoadError(Problem(title, reason, "name a folder that peft's `save_pretrained` has written")) from None
+    if kind != "LORA" or not all(type(rank) is int and 0 < rank <= RANKS[-1] for rank in ranks):
+        reason = f"{folder / CONFIG}: expected peft_type LORA and r from 1 to {RANKS[-1]}, got {kind}, {ranks}"
+        raise LoadError(Problem(title, reason, "name another adapter"))
+    if not (folder / WEIGHTS).is_file():
+        reason = f"expected {WEIGHTS} in {folder}, which has none; other forms of weights may have code in them"
+        raise LoadError(Problem(title, reason, "save it with peft's `save_pretrained(..., safe_serialization=True)`"))
+    return Adapter(folder, max(ranks))
+
+
+def lora_rank(options: Mapping[str, Any], adapters: Mapping[str, Adapter]) -> int:
+    """The highest rank of adapters that a vLLM with these at its start takes; 0: it takes none.
+
+    Raises:
+        LoadError: an adapter's rank is higher than the options allow.
+    """
+    if not adapters and not options.get("max_loras"):
+        return 0
+    needed = max((adapter.rank for adapter in adapters.values()), default=1)
+    most: int = options.get("max_lora_rank") or next(rank for rank in RANKS if rank >= needed)
+    for name, adapter in adapters.items():
+        if adapter.rank > most:
+            reason = f"expected a rank of at most options.max_lora_rank = {most}, got {adapter.rank}"
+            raise LoadError(Problem(f"adapters.{name}", reason, "raise the option, or leave it out"))
+    return most

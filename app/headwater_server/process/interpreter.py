@@ -1,0 +1,205 @@
+"""Another Python for a deployment's replicas: inspects it, checks that it can serve, and builds its environment.
+
+Its version, packages and libpython are found by running a short program in it, which any Python from 2.7 on
+understands. Headwater need not be installed there: a folder with a link to our `headwater` is put on its path.
+
+Imports the standard library only: `headwater_server.process.launcher` runs in the environment of a deployment, whose
+PYTHONPATH may hold packages for the other Python.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sysconfig
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import headwater
+from headwater_server.errors import StartError
+
+__all__ = [
+    "CONFUSING", "Interpreter", "InterpreterError", "ask_interpreter", "find_interpreter", "foreign_environment",
+    "stage_package",
+]  # fmt: skip
+
+OLDEST_PYTHON: Final = (3, 10)
+NEWEST_PYTHON: Final = (3, 12)
+"""The same as in `headwater.environment`, which an unsupported Python can't import."""
+ASK_TIMEOUT_S: Final = 30.0
+"""The first start of a Python can take seconds on a cold disk."""
+NEEDED: Final = {"pytriton": "nvidia-pytriton", "numpy": "'numpy<2'", "msgspec": "msgspec"}
+"""Modules that a replica imports, and what to install for each."""
+CONFUSING: Final = ("PYTHONHOME", "VIRTUAL_ENV")
+"""Variables that refer to the Python that Headwater runs under."""
+
+_MARK: Final = "headwater-interpreter:"
+
+
+class InterpreterError(StartError):
+    """A Python that a deployment names can't run its replicas."""
+
+    def __init__(self, path: str, reason: str, fix: str, *, is_permanent: bool = True) -> None:
+        super().__init__(f"python {path}: {reason}; {fix}")
+        self.path = path
+        self.reason = reason
+        self.fix = fix
+        self.is_permanent = is_permanent
+        """Whether another try would fail the same way."""
+
+
+@dataclass(frozen=True)
+class Interpreter:
+    """A Python that can run replicas."""
+
+    path: str
+    """Absolute, but links are not resolved: in a virtual environment, the interpreter is a link."""
+    libraries: tuple[str, ...]
+    """Folders that may contain its libpython, likeliest first."""
+
+    def library_path(self, environ: Mapping[str, str]) -> str:
+        """Its ``LD_LIBRARY_PATH``, as `headwater.environment.library_path` computes it for the running Python."""
+        # An empty element would mean the current folder.
+        entries = [entry for entry in (*self.libraries, *environ.get("LD_LIBRARY_PATH", "").split(":")) if entry]
+        return ":".join(dict.fromkeys(entries))
+
+
+def stage_package(folder: Path) -> Path:
+    """Create a folder with only a link to our `headwater`, and return it for `foreign_environment`."""
+    folder.mkdir()
+    (folder / "headwater").symlink_to(Path(headwater.__file__).resolve().parent)
+    return folder
+
+
+def foreign_environment(environ: Mapping[str, str], stage: Path) -> dict[str, str]:
+    """An environment for another Python: without variables meant for ours, and with our `headwater` on its path."""
+    environment = {name: value for name, value in environ.items() if name not in CONFUSING}
+    ours = {sysconfig.get_path(name) for name in ("purelib", "platlib")}
+    entries = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry and entry not in ours]
+    environment["PYTHONPATH"] = os.pathsep.join([str(stage), *entries])
+    return environment
+
+
+def find_interpreter(path: str | Path, environ: Mapping[str, str]) -> Interpreter:
+    """Inspect a Python, and check that it can run replicas. Takes tens of milliseconds.
+
+    Results are not cached: a missing package may be installed between two starts without changing the interpreter.
+
+    A relative path starts in the working folder; for the environment see `foreign_environment`.
+
+    Raises:
+        InterpreterError: the interpreter is missing, is not CPython 3.10 to 3.12, doesn't answer, or lacks a package
+            that replicas need.
+    """
+    absolute = os.path.abspath(path)
+    report = ask_interpreter(absolute, environ, _QUESTION)
+    version = tuple(report["version"])
+    if report["implementation"] != "cpython" or not OLDEST_PYTHON <= version[:2] <= NEWEST_PYTHON:
+        got = f"{report['implementation']} {'.'.join(map(str, version))}"
+        raise InterpreterError(absolute, f"expected CPython 3.10 to 3.12, got {got}", "name one of these")
+    missing = [module for module in NEEDED if module not in report["modules"]]
+    if missing:
+        names = ", ".join(NEEDED[module].strip("'").partition("<")[0] for module in missing)
+        verb = "is" if len(missing) == 1 else "are"
+        install = " ".join(NEEDED[module] for module in missing)
+        reason = f"{names} {verb} not installed there"
+        raise InterpreterError(absolute, reason, f"{absolute} -m pip install {install}")
+    numpy = next(iter(report["numpy"]), "")
+    if numpy and int(numpy.partition(".")[0]) >= 2:
+        reason = f"expected numpy 1.x there, got {numpy}, with which PyTriton loses empty tensors"
+        raise InterpreterError(absolute, reason, f"{absolute} -m pip install {NEEDED['numpy']}")
+    return Interpreter(absolute, tuple(report["libraries"]))
+
+
+def _check_file(path: str) -> None:
+    name_one = "name a Python interpreter, such as the bin/python of a virtual environment"
+    if os.path.isdir(path):
+        inside = os.path.join(path, "bin", "python")
+        fix = f"name {inside}" if os.path.exists(inside) else name_one
+        raise InterpreterError(path, "expected an interpreter, got a folder", fix)
+    if os.path.exists(path):
+        if not os.access(path, os.X_OK):
+            raise InterpreterError(path, "it is not executable", f"{name_one}, or allow it: chmod +x {path}")
+    elif os.path.islink(path):
+        reason = f"it is a link to {os.readlink(path)}, which is not there"
+        raise InterpreterError(path, reason, "make its virtual environment again")
+    else:
+        fix = f"{name_one}; PATH is not searched, and a relative path starts where Headwater was started"
+        raise InterpreterError(path, "there is no such file", fix)
+
+
+asked: Final[set[int]] = set()
+"""The processes that `ask_interpreter` waits for."""
+
+
+def ask_interpreter(path: str, environ: Mapping[str, str], question: str) -> dict[str, Any]:
+    """What a short program reports when a Python runs it.
+
+    Args:
+        path: the interpreter, absolute.
+        environ: its environment.
+        question: the program: it leaves a dictionary in ``report``.
+
+    Raises:
+        InterpreterError: the interpreter is missing or doesn't answer.
+    """
+    _check_file(path)
+    try:
+        process = subprocess.Popen(
+            [path, "-c", question + _ANSWER],
+            cwd="/",  # a folder without modules that could shadow the standard library
+            env=dict(environ),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # so that its children are killed with it
+        )
+    except OSError as error:
+        reason = f"it can't be executed: {error.strerror}"
+        raise InterpreterError(
+            path, reason, "name a Python interpreter built for this machine", is_permanent=False
+        ) from None
+    asked.add(process.pid)
+    try:
+        output, errors = process.communicate(timeout=ASK_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        reason = f"it did not answer within {ASK_TIMEOUT_S:g} s"
+        raise InterpreterError(path, reason, f"try it: {path} -c 'print(1)'", is_permanent=False) from None
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        asked.discard(process.pid)
+        for pipe in (process.stdout, process.stderr):
+            assert pipe is not None
+            pipe.close()
+    for line in output.decode(errors="replace").splitlines():  # its site module may print too
+        if line.startswith(_MARK):
+            report: dict[str, Any] = json.loads(line[len(_MARK) :])
+            return report
+    lines = [line.strip() for line in errors.decode(errors="replace").splitlines() if line.strip()]
+    reason = "it doesn't answer as Python does" + (f": {lines[-1][:300]}" if lines else "")
+    fix = f"name a Python interpreter that works; try it: {path} -c 'print(1)'"
+    raise InterpreterError(path, reason, fix, is_permanent=False)
+
+
+# The libraries are those of `headwater.environment.library_path`.
+_QUESTION: Final = f"""
+import platform, sys
+report = {{"version": list(sys.version_info[:3]), "implementation": platform.python_implementation().lower()}}
+if sys.version_info >= (3, 10):
+    import importlib.metadata, importlib.util, sysconfig
+    modules = [name for name in {tuple(NEEDED)!r} if importlib.util.find_spec(name) is not None]
+    libraries = [sysconfig.get_config_var("LIBDIR"), sys.base_prefix + "/lib", sys.prefix + "/lib"]
+    report.update(modules=modules, libraries=[folder for folder in libraries if folder])
+    report.update(numpy=[found.version for found in importlib.metadata.distributions(name="numpy")])
+"""
+_ANSWER: Final = f"""
+import json, sys
+sys.stdout.write("\\n{_MARK}" + json.dumps(report) + "\\n")
+"""

@@ -1,0 +1,84 @@
+"""Runs modules of `headwater` as a replica would: under its Python, with its environment."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from headwater.environment import library_path
+from headwater.errors import Problem
+from headwater_server.process.interpreter import find_interpreter, foreign_environment, stage_package
+
+__all__ = ["PROCESS_TIMEOUT_S", "ModelSide", "last_line"]
+
+PROCESS_TIMEOUT_S = 300.0
+"""Time for importing the models; torch can take minutes on a cold disk."""
+
+
+class ModelSide(contextlib.ExitStack):
+    """A deployment's Python and environment. A context manager, since another Python needs a folder on its path.
+
+    Args:
+        environment: variables added to our own.
+        python: another interpreter; default: our own.
+
+    Raises:
+        InterpreterError: the interpreter can't run a replica.
+    """
+
+    def __init__(self, environment: Mapping[str, str], python: Path | None = None) -> None:
+        super().__init__()
+        variables = {**os.environ, **environment}
+        if python is None:
+            self.python = sys.executable
+            variables["LD_LIBRARY_PATH"] = library_path(variables)
+        else:
+            folder = self.enter_context(tempfile.TemporaryDirectory(prefix="headwater-check-"))
+            try:
+                variables = foreign_environment(variables, stage_package(Path(folder, "python")))
+                interpreter = find_interpreter(python, variables)
+            except BaseException:
+                self.close()
+                raise
+            self.python = interpreter.path
+            variables["LD_LIBRARY_PATH"] = interpreter.library_path(variables)
+        self._variables = variables
+
+    def run(self, module: str, stdin: bytes = b"") -> tuple[int | None, bytes, str]:
+        """Run a module. Returns exit status (None: timed out), stdout and stderr."""
+        try:
+            ended = subprocess.run(
+                [self.python, "-m", module],
+                cwd="/",  # a folder without modules that could shadow ours
+                env=self._variables,
+                input=stdin,
+                capture_output=True,
+                timeout=PROCESS_TIMEOUT_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            return None, error.stdout or b"", (error.stderr or b"").decode(errors="replace")
+        return ended.returncode, ended.stdout, ended.stderr.decode(errors="replace")
+
+    def report(self) -> tuple[dict[str, str | None], list[Problem]]:
+        """The versions of relevant packages, and the problems that keep a replica from running here."""
+        status, output, errors = self.run("headwater.environment")
+        try:
+            report = msgspec.json.decode(output)
+            return report["versions"], [Problem(**problem) for problem in report["problems"]]
+        except (msgspec.DecodeError, KeyError, TypeError):
+            reason = f"`python -m headwater.environment` ended with status {status}: {last_line(errors)}"
+            fix = f"install Headwater and its requirements into the environment of {self.python}"
+            return {}, [Problem("environment", reason, fix)]
+
+
+def last_line(text: str) -> str:
+    """The last line that isn't blank; of a traceback, the exception."""
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "no message")

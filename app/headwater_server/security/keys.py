@@ -1,0 +1,160 @@
+"""API keys: what the server knows of each, how it finds a request's key, and which scopes a route requires.
+
+A key has 256 random bits, so a fast hash keeps it safe. Slow hashes such as bcrypt are for passwords, which can be
+guessed; here each wrong guess would cost the server as much as the guesser.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import secrets
+from collections.abc import Iterable
+from typing import Annotated, Final
+
+import msgspec
+
+from headwater_server.errors import ConfigError
+from headwater_server.security.scopes import SCOPES, Scope
+
+__all__ = ["OPEN", "Key", "Keys", "is_health_check", "make_key", "read_keys", "scopes_for"]
+
+MAX_KEY_BYTES: Final = 512
+"""A longer text is refused without hashing it."""
+MAX_KEYS: Final = 1000
+PREFIX: Final = "hw_"
+"""Starts every key that Headwater makes, so that secret scanners recognise it."""
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,63}\Z")
+_DIGEST = re.compile(r"[0-9a-f]{64}\Z")
+OPEN: Final[tuple[Scope, ...]] = ()
+"""No key is required."""
+_HEALTH: Final = re.compile(r"/(health(/ready)?|v2/health/(live|ready)|v2/models/[^/]+(/versions/[^/]+)?/ready)\Z")
+_PAGES: Final = ("/", "/docs")
+"""Pages that fetch what they show with the reader's key."""
+_FILES: Final = ("/static/", "/docs/assets/")
+_UNDER_THE_ROOT: Final = ("/tokenize", "/detokenize", "/rerank", "/v2/rerank")
+"""Routes of other servers' APIs."""
+PerSecond = Annotated[float, msgspec.Meta(gt=0, le=1_000_000)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=1_000_000_000)]
+
+
+class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What the server knows of a key; not the key itself."""
+
+    name: str
+    """Identifies the key in logs and messages."""
+    sha256: str
+    """The key's SHA-256, in lower-case hexadecimal digits."""
+    scopes: tuple[Scope, ...]
+    requests_per_second: PerSecond | None = None
+    concurrent: Count | None = None
+    """Requests in flight at once."""
+    tokens_per_minute: Count | None = None
+    """Tokens of language models: prompts and generated ones together."""
+    created: str = ""
+    """Date of creation, for people."""
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether the key has a limit."""
+        return (self.requests_per_second, self.concurrent, self.tokens_per_minute) != (None, None, None)
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True):
+    keys: tuple[Key, ...]
+
+
+def read_keys(content: object, source: str, *, is_text: bool = False) -> tuple[Key, ...]:
+    """Check the content of a file of keys.
+
+    Args:
+        content: ``{"keys": [...]}``, each with the fields of `Key`.
+        source: named in messages.
+        is_text: whether numbers and ``null`` are given as strings.
+
+    Raises:
+        ConfigError: the content is invalid. The message quotes no hash.
+    """
+    try:
+        found = msgspec.convert(content, _File, strict=not is_text).keys
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{source}: expected {{keys: [{{name, sha256, scopes}}, ...]}}: {error}") from None
+    if len(found) > MAX_KEYS:
+        raise ConfigError(f"{source}: keys: expected at most {MAX_KEYS}, got {len(found)}")
+    names: set[str] = set()
+    digests: set[str] = set()
+    for index, key in enumerate(found):
+        where = f"{source}: keys[{index}]"
+        if not _NAME.match(key.name):
+            raise ConfigError(
+                f"{where}.name: expected letters, digits, '_', '.', '@' or '-', at most 64, got {key.name[:80]!r}"
+            )
+        if key.name in names:
+            raise ConfigError(f"{where}.name: expected each name once, got {key.name} twice; revoke one")
+        if not _DIGEST.match(key.sha256):
+            raise ConfigError(
+                f"{where}.sha256: expected the key's SHA-256 in 64 lower-case hexadecimal digits, got something else; "
+                "`headwater keys add` writes it"
+            )
+        if key.sha256 in digests:
+            raise ConfigError(f"{where}.sha256: expected each key once; {key.name} is the same as another")
+        if not key.scopes:
+            raise ConfigError(f"{where}.scopes: expected at least one of {', '.join(SCOPES)}")
+        names.add(key.name)
+        digests.add(key.sha256)
+    return found
+
+
+def make_key() -> tuple[str, str]:
+    """A new key and its hash."""
+    text = PREFIX + secrets.token_urlsafe(32)
+    return text, hashlib.sha256(text.encode()).hexdigest()
+
+
+class Keys:
+    """Finds a key by its text.
+
+    The lookup uses a part of the hash, which reveals nothing about matching texts; the whole hash is compared in
+    constant time, for unknown texts too.
+    """
+
+    def __init__(self, keys: Iterable[Key] = ()) -> None:
+        self._by_start: dict[bytes, tuple[bytes, Key | None]] = {}
+        for key in keys:
+            digest = bytes.fromhex(key.sha256)
+            self._by_start[digest[:8]] = digest, key
+        self._nobody = secrets.token_bytes(32), None
+
+    def find(self, text: bytes) -> Key | None:
+        """The key with this text, if any."""
+        if len(text) > MAX_KEY_BYTES:
+            return None
+        digest = hashlib.sha256(text).digest()
+        known, key = self._by_start.get(digest[:8], self._nobody)
+        return key if hmac.compare_digest(known, digest) else None
+
+
+def scopes_for(method: str, path: str) -> tuple[Scope, ...]:
+    """The scopes one of which a request's key must have; `OPEN`: no key is required. A route not named here requires a
+    key of any scope.
+
+    Args:
+        method: the request's method.
+        path: as the router sees it, percent signs decoded.
+    """
+    if method == "POST":
+        if path.startswith(("/v2/models/", "/v1/", "/v2/requests/")) or path in _UNDER_THE_ROOT:
+            return ("infer",)
+        if path.startswith("/v2/repository/models/"):
+            return ("admin",)
+    elif path == "/metrics":
+        return ("metrics",)
+    elif is_health_check(method, path) or (method in ("GET", "HEAD") and (path in _PAGES or path.startswith(_FILES))):
+        return OPEN
+    return SCOPES
+
+
+def is_health_check(method: str, path: str) -> bool:
+    """Whether a request asks for the health of server or model; takes the arguments of `scopes_for`."""
+    return method in ("GET", "HEAD") and _HEALTH.match(path) is not None

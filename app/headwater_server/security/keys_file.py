@@ -1,0 +1,135 @@
+"""The file of keys: read by servers, changed by ``headwater keys``."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import yaml
+
+from headwater_server.errors import ConfigError
+from headwater_server.security.keys import Key, read_keys
+from headwater_server.security.regular_file import read_regular
+
+__all__ = ["ENVIRONMENT_NAME", "change_file", "keys_are_wanted", "known_keys", "read_file"]
+
+ENVIRONMENT_NAME = "HEADWATER_KEYS"
+"""The environment variable that may hold keys, in the format of a file of keys."""
+
+
+def keys_are_wanted(path: Path | None, environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether keys are configured, even if there are none yet; takes the arguments of `known_keys`."""
+    return path is not None or ENVIRONMENT_NAME in environment
+
+
+def known_keys(path: Path | None, environment: Mapping[str, str] = os.environ) -> tuple[Key, ...]:
+    """The keys of a server, from its file, if any, and its environment.
+
+    Raises:
+        ConfigError: the keys can't be read, or are invalid.
+    """
+    text = environment.get(ENVIRONMENT_NAME)
+    keys: list[Key] = []
+    sources = []
+    if text is not None:
+        keys += _parsed(text, ENVIRONMENT_NAME)
+        sources.append(f"environment variable {ENVIRONMENT_NAME}")
+    if path is not None:
+        keys += read_file(path)
+        sources.append(f"security.keys_file: {path}")
+    # Together, to find names that are in both.
+    return read_keys({"keys": msgspec.to_builtins(keys)}, " and ".join(sources))
+
+
+def read_file(path: Path) -> tuple[Key, ...]:
+    """The keys in a file.
+
+    Raises:
+        ConfigError: the file can't be read, is writable by others, or is invalid.
+    """
+    where = f"security.keys_file: {path}"
+    try:
+        raw, mode = read_regular(path)
+    except OSError as error:
+        raise ConfigError(
+            f"{where}: can't be read: {error.strerror}; `headwater keys add NAME --file {path}` creates it"
+        ) from error
+    if raw is None:
+        raise ConfigError(f"{where}: expected a regular file, got a FIFO, a socket or a device")
+    if mode & 0o022:
+        raise ConfigError(
+            f"{where}: expected a file that only its owner may write, got mode {mode:04o}: anyone with write access "
+            f"could grant themselves a key; chmod 600 {path}"
+        )
+    try:
+        return _parsed(raw.decode(), where)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{where}: expected UTF-8 text: {error.reason} at byte {error.start}") from error
+
+
+def change_file(path: Path, change: Callable[[Sequence[Key]], Sequence[Key]]) -> None:
+    """Change or create a file of keys; a server that reads it meanwhile sees either the old or the new content.
+
+    Args:
+        path: the file; it becomes JSON, readable by its owner only.
+        change: takes the present keys, and returns the new ones.
+
+    Raises:
+        ConfigError: the file can't be read or written, or is invalid before or after the change.
+    """
+    try:
+        with _locked(path.parent):
+            before = read_file(path) if path.exists() else ()
+            content = {"keys": msgspec.to_builtins(tuple(change(before)))}
+            read_keys(content, str(path))
+            _replace(path.resolve(), json.dumps(content, indent=2) + "\n")
+    except OSError as error:
+        raise ConfigError(f"{path}: can't be written: {error.strerror}") from error
+
+
+def _parsed(text: str, source: str) -> tuple[Key, ...]:
+    # JSON, as `headwater keys` writes it, is YAML too, but reading a thousand keys as YAML would block for a second.
+    with contextlib.suppress(msgspec.DecodeError, UnicodeEncodeError, RecursionError):
+        return read_keys(msgspec.json.decode(text), source)
+    try:
+        # Every scalar stays text: YAML would turn `created` into a date, and fail at an impossible one.
+        content = yaml.load(text, yaml.BaseLoader)
+    except yaml.YAMLError as error:
+        # The error's text is left out: it quotes the line.
+        position = getattr(error, "problem_mark", None)
+        place = "" if position is None else f" at line {position.line + 1}"
+        raise ConfigError(f"{source}: expected JSON or YAML, got something else{place}") from None
+    except RecursionError:
+        raise ConfigError(f"{source}: expected JSON or YAML, got something nested too deeply") from None
+    return read_keys(content, source, is_text=True)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keep concurrent commands from undoing each other. The folder is locked, since the file itself is replaced."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _replace(path: Path, text: str) -> None:
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)  # mode 0600
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
+        raise

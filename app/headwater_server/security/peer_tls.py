@@ -1,0 +1,149 @@
+"""The TLS between the machines of a cluster: each proves to the other that it belongs to it."""
+
+from __future__ import annotations
+
+import logging
+import ssl
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from headwater_server.errors import ConfigError
+from headwater_server.security.tls import load_pair, require_regular
+
+__all__ = ["PeerTls", "check_peer_files", "peer_files"]
+
+logger = logging.getLogger("headwater")
+
+FIELD: Final = "cluster.tls"
+AUTHORITY, CERTIFICATE, KEY = "ca.crt", "tls.crt", "tls.key"
+"""As Kubernetes mounts a secret of the type ``kubernetes.io/tls``."""
+
+
+class PeerTls:
+    """TLS 1.3 with certificates of both sides, from a folder with ``ca.crt``, ``tls.crt`` and ``tls.key``.
+
+    Whoever has a certificate that this authority signed for the name `server_name` belongs to the cluster; no other
+    names are compared, because replicas are reached under the addresses of any machine. To change the authority, have
+    both the old and the new one in ``ca.crt`` meanwhile.
+
+    Args:
+        folder: with the three files.
+        kept: copies of the files as they last were usable, in the order of `paths`, which are read if the files can't
+            be used.
+
+    Raises:
+        ConfigError: a file can't be read, others may read the key, or peers would refuse the certificate.
+    """
+
+    server_name: Final = "headwater"
+    """The DNS name that each certificate must have."""
+
+    def __init__(self, folder: Path, kept: Sequence[Path] = ()) -> None:
+        self.paths = peer_files(folder)
+        """The files, for a `FileWatch`."""
+        try:
+            self._loaded = _Loaded(self.paths)
+        except ConfigError as error:
+            if not kept:
+                raise
+            logger.error("can't load the cluster's certificate, using the previous one: %s", error)
+            self._loaded = _Loaded(kept)
+
+    def renew(self) -> None:
+        """Read the files again, for new connections; if they are unusable, keep what was read before."""
+        try:
+            self._loaded = _Loaded(self.paths)
+        except ConfigError as error:
+            logger.error("can't reload the cluster's certificate, keeping the previous one: %s", error)
+        else:
+            logger.info("reloaded the cluster's certificate")
+
+    def server_context(self) -> ssl.SSLContext:
+        """For connections that others open; `is_peer` must then be asked."""
+        return self._loaded.server
+
+    def client_context(self) -> ssl.SSLContext:
+        """For connections to others, which must be opened for `server_name`."""
+        return self._loaded.client
+
+    def channel_credentials(self) -> Any:
+        """The same for gRPC."""
+        import grpc  # only if it is needed: it takes memory
+
+        authority, certificate, key = self._loaded.raw
+        return grpc.ssl_channel_credentials(authority, key, certificate)
+
+    def is_peer(self, certificate: Mapping[str, Any] | None) -> bool:
+        """Whether the certificate of a client, as `ssl` describes it, has the name."""
+        return certificate is not None and ("DNS", self.server_name) in certificate.get("subjectAltName", ())
+
+
+def peer_files(folder: Path) -> list[Path]:
+    """The certificate of the authority, the peer's, and its key."""
+    return [folder / name for name in (AUTHORITY, CERTIFICATE, KEY)]
+
+
+def check_peer_files(paths: Sequence[Path]) -> None:
+    """Check such files.
+
+    Raises:
+        ConfigError: see `PeerTls`.
+    """
+    _Loaded(paths)
+
+
+class _Loaded:
+    """The files' content, once they have been found good."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        authority, certificate, key = paths
+        self.server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self.server.verify_mode = ssl.CERT_REQUIRED
+        self.server.num_tickets = 0  # sessions aren't resumed
+        self.server.set_alpn_protocols(["h2", "http/1.1"])
+        self.client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        self.client.set_alpn_protocols(["http/1.1"])
+        for context in (self.server, self.client):
+            context.minimum_version = ssl.TLSVersion.TLSv1_3
+            load_pair(context, (FIELD, certificate), (FIELD, key))
+            _trust(context, authority)
+        self._try(authority, certificate)
+        try:
+            self.raw = tuple(path.read_bytes() for path in paths)
+        except OSError as error:  # replaced just now
+            raise ConfigError(f"{FIELD}: {error.filename}: can't be read: {error.strerror}") from error
+
+    def _try(self, authority: Path, certificate: Path) -> None:
+        """Let the certificate be checked as peers will."""
+        to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+        sides = [
+            self.client.wrap_bio(to_client, to_server, server_hostname=PeerTls.server_name),
+            self.server.wrap_bio(to_server, to_client, server_side=True),
+        ]
+        try:
+            while sides:
+                for side in list(sides):
+                    try:
+                        side.do_handshake()
+                    except ssl.SSLWantReadError:
+                        continue
+                    sides.remove(side)
+        except ssl.SSLError as error:
+            why = getattr(error, "verify_message", "") or error.reason or "no TLS 1.3"
+            raise ConfigError(
+                f"{FIELD}: {certificate}: expected a certificate that {authority} has signed, for "
+                f"the DNS name `{PeerTls.server_name}`, for servers and clients, and valid now, got one that peers "
+                f"refuse: {why}; issue it again"
+            ) from error
+
+
+def _trust(context: ssl.SSLContext, path: Path) -> None:
+    require_regular(FIELD, path)
+    try:
+        context.load_verify_locations(path)
+    except ssl.SSLError as error:
+        why = error.reason or "no PEM"
+        raise ConfigError(f"{FIELD}: {path}: expected the authority's certificate in PEM, got {why}") from error
+    except OSError as error:
+        raise ConfigError(f"{FIELD}: {path}: can't be read: {error.strerror}") from error

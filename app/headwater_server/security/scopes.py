@@ -1,0 +1,10 @@
+"""What an API key may be allowed to do."""
+
+from __future__ import annotations
+
+from typing import Final, Literal, get_args
+
+__all__ = ["SCOPES", "Scope"]
+
+Scope = Literal["infer", "metrics", "admin"]
+SCOPES: Final[tuple[Scope, ...]] = get_args(Scope)

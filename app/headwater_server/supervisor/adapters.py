@@ -1,0 +1,66 @@
+"""LoRA adapters of vLLM's replicas: loaded and unloaded while they run."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+from collections.abc import Mapping, Sequence
+
+from headwater.errors import LoadError
+from headwater_server.config.schema import Deployment
+from headwater_server.errors import CallableFailed
+from headwater_server.process.adapters import find_adapters
+from headwater_server.supervisor.handle import ReplicaHandle
+
+__all__ = ["changed_adapters", "fit"]
+
+
+def changed_adapters(before: Deployment, wanted: Deployment) -> tuple[dict[str, str], list[str]] | None:
+    """The adapters to load and those to unload, by name; None if there are none, or if anything else changes, be it an
+    adapter's folder."""
+    is_more = before.with_adapters({}) != wanted.with_adapters({})
+    if is_more or any(wanted.adapters.get(name, folder) != folder for name, folder in before.adapters.items()):
+        return None
+    added = {name: folder for name, folder in wanted.adapters.items() if name not in before.adapters}
+    removed = [name for name in before.adapters if name not in wanted.adapters]
+    return (added, removed) if added or removed else None
+
+
+async def fit(replica: ReplicaHandle, adapters: Mapping[str, str], search: Sequence[str], timeout_s: float) -> None:
+    """Load what a replica that is ready lacks of these adapters, and unload what it has besides.
+
+    Args:
+        replica: a vLLM's, with the adapters that it has, which are updated.
+        adapters: folders by name.
+        search: as for `find_adapters`.
+        timeout_s: how long a load may take.
+
+    Raises:
+        CallableFailed: vLLM didn't do it.
+    """
+    for name in [name for name, folder in replica.adapters.items() if adapters.get(name) != folder]:
+        await _ask(replica, f"unload adapter `{name}`", "/v1/unload_lora_adapter", timeout_s, lora_name=name)
+        replica.adapters = {one: folder for one, folder in replica.adapters.items() if one != name}
+    missing = {name: folder for name, folder in adapters.items() if name not in replica.adapters}
+    try:
+        found = await asyncio.to_thread(find_adapters, missing, search) if missing else {}
+    except LoadError as error:
+        raise CallableFailed(str(error)) from error
+    for name, one in found.items():
+        fields = {"lora_name": name, "lora_path": str(one.folder)}
+        await _ask(replica, f"load adapter `{name}`", "/v1/load_lora_adapter", timeout_s, **fields)
+        replica.adapters = {**replica.adapters, name: adapters[name]}
+
+
+async def _ask(replica: ReplicaHandle, what: str, url: str, timeout_s: float, **fields: str) -> None:
+    try:
+        status, answer = await replica.ask_vllm(url, json.dumps(fields), timeout_s)
+    except (OSError, http.client.HTTPException) as error:
+        raise CallableFailed(f"replica {replica.id} did not {what}: {error or type(error).__name__}") from error
+    if status != 200:
+        try:
+            text = str(json.loads(answer)["error"]["message"])
+        except (ValueError, LookupError, TypeError):
+            text = answer.decode(errors="replace")
+        raise CallableFailed(f"replica {replica.id} did not {what}: {text[:500]}")

@@ -1,0 +1,236 @@
+"""Scales deployments by load: a policy decides once a tick, and the autoscaler lets the replica sets act on it.
+
+A replica is added when, at every tick for ``up_after_s``, rows have waited longer than they should, or have waited
+while the replicas computed nearly all the time. A replica is removed when the load of the last ``down_after_s`` would
+have fit on one replica less, in one of two ways:
+
+- the others would have computed for less than `LOW_UTILIZATION` of their time, and kept waits below the target, if
+  waits grow in proportion as replicas get fewer; or
+- there were never more requests at once than the others compute at once, so none would have waited. An example is a
+  client that sends one request after another: it keeps a replica busy all the time, but needs no second one.
+
+Loads between these change nothing. Where both rules are wrong, because waits grow faster, a step down that had to be
+taken back is not repeated until the load is clearly lower.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from headwater_server.config.sections import ReplicaBounds, Scaling
+from headwater_server.control.load import DeploymentLoad
+from headwater_server.supervisor.host import Host
+from headwater_server.supervisor.replica_set import ReplicaSet
+
+__all__ = ["Autoscaler", "Demand", "ScalingPolicy"]
+
+TICK_S: Final = 0.5
+LOW_UTILIZATION: Final = 0.5
+"""A replica is removed if the others then compute for less than this fraction of their time."""
+HIGH_UTILIZATION: Final = 0.9
+"""A replica is added if all compute for more than this fraction of their time, and rows wait."""
+CLEARLY_LESS: Final = 0.7
+"""A number of replicas that was too few is tried again below this fraction of the load at that time."""
+REGRET_AFTER: Final = 2.0
+"""A step up takes a step down back if the load was too high again within this many ``down_after_s`` of it."""
+
+
+@dataclass(frozen=True)
+class Demand:
+    """A deployment's load since the last tick, over all gateway workers."""
+
+    waiting: int = 0
+    """Rows, or sequences of a language model, that wait now."""
+    wait_s: float = 0.0
+    """The longest observed wait of one of them."""
+    busy: float = 0.0
+    """How many replicas were computing, on average."""
+    peak: float = 0.0
+    """The most requests in flight at once, divided by what one replica computes at once."""
+
+
+class ScalingPolicy:
+    """Decides for one deployment, whose rows wait ``delay_s`` on purpose."""
+
+    def __init__(self, scaling: Scaling, delay_s: float = 0.0) -> None:
+        self._scaling = scaling
+        self._target_s = scaling.queue_wait_ms / 1000 + delay_s
+        self._up_since_s: float | None = None
+        self._up_busy = 0.0
+        """The maximum of `Demand.busy` since then."""
+        self._quiet_since_s = 0.0
+        self._busy_s = 0.0
+        """The integral of `Demand.busy` since then."""
+        self._wait_s = 0.0
+        """The maximum since then; so is ``_peak``."""
+        self._peak = 0.0
+        self._last_s: float | None = None
+        self._went_down: tuple[float, int] | None = None
+        """When the last step down was taken, and to how many replicas."""
+        self._too_few: tuple[int, float] | None = None
+        """A number of replicas that was too few, and `Demand.busy` at that time."""
+
+    def wanted(self, now_s: float, demand: Demand, count: int, *, ready: int, bounds: ReplicaBounds) -> int:
+        """How many replicas there should be: ``count``, or one more or less, and always within the bounds.
+
+        Args:
+            now_s: on any steady clock.
+            demand: since the last call.
+            count: how many there should have been until now.
+            ready: how many of these serve; unless all do, the load says little.
+            bounds: of the answer.
+        """
+        if self._last_s is None:
+            self._last_s = self._quiet_since_s = now_s
+        elapsed_s, self._last_s = max(0.0, now_s - self._last_s), now_s
+        inside = min(max(count, bounds.min), bounds.max)
+        if inside != count or ready != count:
+            self._forget(now_s)
+            return inside
+        if self._is_too_much(demand, count):
+            self._forget_quiet(now_s)
+            if self._up_since_s is None:
+                self._up_since_s, self._up_busy = now_s, 0.0
+            self._up_busy = max(self._up_busy, demand.busy)
+            if now_s - self._up_since_s >= self._scaling.up_after_s and count < bounds.max:
+                self._note_up(self._up_since_s, count)
+                self._forget(now_s)
+                return count + 1
+            return count
+        self._up_since_s = None
+        self._busy_s += demand.busy * elapsed_s
+        self._wait_s = max(self._wait_s, demand.wait_s)
+        self._peak = max(self._peak, demand.peak)
+        seen_s = now_s - self._quiet_since_s
+        if seen_s < self._scaling.down_after_s:
+            return count
+        fits = count > bounds.min and self._fits(self._busy_s / seen_s, count - 1, count)
+        self._forget_quiet(now_s)
+        if fits:
+            self._went_down = now_s, count - 1
+        return count - 1 if fits else count
+
+    @property
+    def is_content(self) -> bool:
+        """Whether the load was not too high at the last call."""
+        return self._up_since_s is None
+
+    def _is_too_much(self, demand: Demand, count: int) -> bool:
+        if demand.wait_s > self._target_s:
+            return True
+        return demand.waiting > 0 and demand.busy > HIGH_UTILIZATION * count
+
+    def _fits(self, busy: float, fewer: int, count: int) -> bool:
+        """Whether the observed load would fit on so many replicas."""
+        if self._too_few is not None and fewer <= self._too_few[0]:
+            if busy >= CLEARLY_LESS * self._too_few[1]:
+                return False
+            self._too_few = None
+        if self._peak <= fewer:
+            return True
+        return busy <= LOW_UTILIZATION * fewer and self._wait_s * count / fewer <= self._target_s
+
+    def _note_up(self, since_s: float, count: int) -> None:
+        """Note a step up from ``count`` because of a load that has been too high since then."""
+        if self._went_down is None:
+            return
+        when_s, to = self._went_down
+        if to == count and since_s - when_s <= REGRET_AFTER * self._scaling.down_after_s:
+            self._too_few = count, self._up_busy
+        self._went_down = None
+
+    def _forget(self, now_s: float) -> None:
+        self._up_since_s = None
+        self._forget_quiet(now_s)
+
+    def _forget_quiet(self, now_s: float) -> None:
+        self._quiet_since_s = now_s
+        self._busy_s = self._wait_s = self._peak = 0.0
+
+
+class Autoscaler:
+    """Scales all deployments whose ``replicas`` is a range, and tells how busy all are.
+
+    Args:
+        sets: every deployment that has replicas, by name; it may change.
+        loads: gives each deployment's load over all gateway workers. One that no worker has reported is not known, and
+            then its replicas stay as many as they are.
+        is_busy: whether a command is under way with a deployment, which is then left alone.
+        host: runs the tasks.
+        on_utilization: called at every tick with the share of its replicas' capacity that each deployment uses, 0 to 1,
+            if it has a ready replica.
+        clock: in seconds; tests replace it.
+    """
+
+    def __init__(
+        self,
+        sets: Mapping[str, ReplicaSet],
+        loads: Callable[[], Mapping[str, DeploymentLoad]],
+        is_busy: Callable[[str], bool],
+        host: Host,
+        on_utilization: Callable[[Mapping[str, float]], None] = lambda shares: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._sets = sets
+        self._loads = loads
+        self._is_busy = is_busy
+        self._host = host
+        self._on_utilization = on_utilization
+        self._clock = clock
+        self._policies: dict[str, tuple[object, ScalingPolicy]] = {}
+        """Each with the configuration that it was made for."""
+        self._acting: dict[str, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        """Decide at every tick until the server stops."""
+        while not self._host.is_stopping:
+            await self._host.wait_for_stop(TICK_S)
+            self.tick()
+
+    def tick(self) -> None:
+        """Decide once for each deployment."""
+        loads = self._loads()
+        self._on_utilization(
+            {name: _demand(one, loads.get(name)).busy / len(one.ready) for name, one in self._sets.items() if one.ready}
+        )
+        self._policies = {name: policy for name, policy in self._policies.items() if name in self._sets}
+        self._acting = {name: task for name, task in self._acting.items() if not task.done()}
+        for one in list(self._sets.values()):
+            load = loads.get(one.name)
+            if one.bounds.is_fixed or not one.is_scalable or self._is_busy(one.name) or load is None:
+                self._policies.pop(one.name, None)  # the load before says little about the load after
+            elif one.name not in self._acting:
+                self._decide(one, load)
+
+    def _decide(self, one: ReplicaSet, load: DeploymentLoad) -> None:
+        made_for, policy = self._policies.get(one.name, (None, None))
+        if policy is None or made_for is not one.config:
+            policy = ScalingPolicy(one.config.scaling, one.config.batching.max_queue_delay_ms / 1000)
+            self._policies[one.name] = one.config, policy
+        count, ready = one.wanted, len(one.ready)
+        wanted = policy.wanted(self._clock(), _demand(one, load), count, ready=ready, bounds=one.bounds)
+        if wanted > count:
+            self._acting[one.name] = self._host.spawn(one.grow())
+        elif wanted < count:
+            self._acting[one.name] = self._host.spawn(one.shrink())
+        elif policy.is_content:
+            one.end_shortage()
+
+
+def _demand(one: ReplicaSet, load: DeploymentLoad | None) -> Demand:
+    """A load in units of what one replica computes."""
+    if load is None:
+        return Demand()
+    parallel = peak_parallel = one.config.instances
+    if one.signature is not None and one.signature.limits is not None:
+        # An engine computes so many sequences at once, but each slows the others down.
+        parallel, peak_parallel = one.signature.limits.max_sequences, 1
+    elif one.signature is not None and (one.signature.streams or one.signature.overlaps):
+        parallel = peak_parallel = one.config.max_in_flight
+    # Workers count their calls separately, but a replica computes only so many at once.
+    busy = min(load.computing / parallel, float(len(one.ready)))
+    return Demand(load.waiting, load.wait_s, busy, load.requests / peak_parallel)

@@ -1,0 +1,222 @@
+"""All deployments by name: the present configuration, and its replica sets and pipelines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from headwater_server.config.overlay import FIELD, check_allowed, lay_over, parse_overlay
+from headwater_server.config.schema import Config, Deployment
+from headwater_server.errors import BadRequest, Conflict
+from headwater_server.supervisor.composite import Composite
+from headwater_server.supervisor.graph_state import GraphState
+from headwater_server.supervisor.host import Host
+from headwater_server.supervisor.preflight import runtime_dir_problems
+from headwater_server.supervisor.replica_set import ReplicaSet
+from headwater_server.supervisor.scripts import Scripts
+from headwater_server.supervisor.versions_state import VersionsState
+
+__all__ = ["Deployments", "config_of"]
+
+
+class Deployments:
+    """The deployments; a load with a configuration of its own changes them."""
+
+    def __init__(self, config: Config, host: Host) -> None:
+        self._first = config
+        self._host = host
+        self.config = config
+        """The present configuration. The server's section never changes."""
+        self.composites: dict[str, Composite] = {}
+        """Pipelines whose steps are deployments, and deployments with versions, by name."""
+        self.sets: dict[str, ReplicaSet] = {}
+        """Deployments that have replicas of their own, by name."""
+        for name in config.deployments:
+            self._make(name)
+
+    def is_added(self, name: str) -> bool:
+        """Whether a load added the deployment, which the server's own configuration lacks."""
+        return name not in self._first.deployments
+
+    def base_of(self, adapter: str) -> str | None:
+        """The deployment that has an adapter of this name, loaded, or in the server's own configuration."""
+        for config in (self.config, self._first):
+            for name, deployment in config.deployments.items():
+                if adapter in deployment.adapters and name in self.sets:
+                    return name
+        return None
+
+    def with_adapter(self, name: str, adapter: str) -> Deployment:
+        """A deployment with one of the adapters that the server's own configuration names."""
+        now = self.config.deployments[name]
+        return now.with_adapters({**now.adapters, adapter: self._first.deployments[name].adapters[adapter]})
+
+    def without_adapter(self, name: str, adapter: str) -> Deployment:
+        """A deployment without one of its adapters."""
+        now = self.config.deployments[name]
+        return now.with_adapters({one: folder for one, folder in now.adapters.items() if one != adapter})
+
+    def own_sets(self, name: str) -> list[ReplicaSet]:
+        """A deployment's one replica set, or those of its versions, or of a pipeline's own steps."""
+        if name in self.composites:
+            return [one for one in self.sets.values() if one.part_of == name]
+        return [self.sets[name]] if name in self.sets else []
+
+    def first(self, name: str) -> Deployment | None:
+        """The deployment in the server's own configuration."""
+        return self._first.deployments.get(name)
+
+    def proposed(self, name: str, text: object, scripts: Scripts | None = None) -> Deployment:
+        """A deployment, known or new, merged with a section in JSON; nothing is changed.
+
+        Args:
+            name: its name.
+            text: the section.
+            scripts: those of the merged deployment, and of the known one; their fields are laid under the section.
+                None: the fields of the known one stay.
+
+        Raises:
+            Forbidden: the server's ``allow_load`` doesn't permit it.
+            BadRequest: it is invalid.
+        """
+        fields = parse_overlay(text)
+        check_allowed(self._first, name, fields)
+        proposed = lay_over(self._first, self.config, name, fields)
+        if scripts is not None:
+            known = self.first(name)
+            base = {} if known is None else scripts.taken_out(known)
+            proposed = lay_over(self._first, self.config, name, fields, base)
+            base = scripts.laid_under(proposed.deployments[name])
+            proposed = lay_over(self._first, self.config, name, {}, base)
+        # Without this check, a name that makes a socket's path too long would show only in a call.
+        for problem in runtime_dir_problems(proposed.server, proposed.all_deployments()):
+            raise BadRequest(f"{FIELD}: {problem}", field=FIELD)
+        return proposed.deployments[name]
+
+    def rebase(self, deployments: Mapping[str, Deployment]) -> None:
+        """Take these as the deployments that the server's own configuration names; none of them changes yet."""
+        self._first = self._first.model_copy(update={"deployments": dict(deployments)})
+
+    def is_alike(self, name: str, config: Deployment) -> bool:
+        """Whether replicas of both configurations can serve beside each other."""
+        now = self.config.deployments.get(name)
+        return now is not None and _kind(now) == _kind(config)
+
+    def adopt(self, name: str, config: Deployment) -> Callable[[], None]:
+        """Change a deployment's configuration; unless both are alike, no replica of it may run.
+
+        Returns what undoes this, as long as no replica has run since.
+        """
+        before, composite = self.config.deployments.get(name), self.composites.get(name)
+        sets = [(one, one.bounds) for one in self.own_sets(name)]
+
+        def undo() -> None:
+            self._drop(name)
+            self._configure(name, before)
+            for one, bounds in sets:
+                self.sets[one.name] = one
+                if before is not None:
+                    one.configure(config_of(one, before))
+                one.bounds = bounds
+            if composite is not None and before is not None:
+                self.composites[name] = composite
+                composite.config = before
+
+        if self.is_alike(name, config):
+            self._configure(name, config)
+            if composite is not None:
+                composite.adopt(config)
+            for one, _ in sets:
+                one.configure(config_of(one, config))
+        else:
+            self._drop(name)
+            self._configure(name, config)
+            self._make(name)
+        return undo
+
+    def adopt_versions(self, name: str, config: Deployment, fresh: Mapping[str, ReplicaSet]) -> None:
+        """Change the configuration of a deployment with versions that serve, of which some are new.
+
+        Replica sets of versions that are no longer there stay until `drop_set`.
+        """
+        self._configure(name, config)
+        self.composites[name].adopt(config)
+        self.sets.update(fresh)
+        for own, deployment in config.with_replicas(name).items():
+            self.sets[own].configure(deployment)
+
+    def drop_set(self, one: ReplicaSet) -> None:
+        """Forget a version that has ended."""
+        self._host.memory.forget(one.name)
+        del self.sets[one.name]
+
+    def made(self, name: str, config: Deployment) -> dict[str, ReplicaSet]:
+        """New replica sets for a deployment, its versions or its steps."""
+        part_of = name if config.is_composite else None
+        return {
+            own: ReplicaSet(own, one, self._host, part_of, own.removeprefix(f"{name}.") if config.versions else "")
+            for own, one in config.with_replicas(name).items()
+        }
+
+    def restore(self, config: Config) -> None:
+        """Adopt a whole configuration, to which operators had changed the server's own; no replica may run yet."""
+        for name in [name for name in self.config.deployments if name not in config.deployments]:
+            self._drop(name)
+            self._configure(name, None)
+        for name, deployment in config.deployments.items():
+            if self.config.deployments.get(name) != deployment:
+                self.adopt(name, deployment)
+
+    def forget(self, name: str) -> None:
+        """Remove an added deployment, of which no replica runs.
+
+        Raises:
+            Conflict: a pipeline has it as a step.
+        """
+        self.check_unneeded(name)
+        for one in self.own_sets(name):
+            self._host.memory.forget(one.name)
+        self._drop(name)
+        self._configure(name, None)
+
+    def check_unneeded(self, name: str) -> None:
+        """Raise `Conflict` if a pipeline has an added deployment as a step."""
+        for one in self.composites.values():
+            if one.name != name and name in one.deployments.values():
+                raise Conflict(f"model `{name}`: the pipeline `{one.name}` has it as a step; unload that first")
+
+    def _configure(self, name: str, config: Deployment | None) -> None:
+        """Put a deployment into the configuration, or remove it."""
+        found = dict(self.config.deployments)
+        if config is not None:
+            found[name] = config
+        else:
+            del found[name]
+        self.config = self.config.model_copy(update={"deployments": found})
+
+    def _make(self, name: str) -> None:
+        config = self.config.deployments[name]
+        if config.versions:
+            self.composites[name] = VersionsState(name, config)
+        elif config.is_graph:
+            self.composites[name] = GraphState(name, config)
+        self.sets.update(self.made(name, config))
+
+    def _drop(self, name: str) -> None:
+        for one in self.own_sets(name):
+            del self.sets[one.name]
+        self.composites.pop(name, None)
+
+
+def config_of(replicas: ReplicaSet, config: Deployment) -> Deployment:
+    """A replica set's own configuration, given that of its deployment or pipeline."""
+    return config if replicas.part_of is None else config.part(replicas.name.removeprefix(f"{replicas.part_of}."))
+
+
+def _kind(deployment: Deployment) -> object:
+    """What can't change while a deployment is served: versions, a graph's steps, or how a model is called."""
+    if deployment.versions:
+        return tuple(deployment.versions)
+    pipeline = deployment.pipeline
+    if pipeline is not None and deployment.is_graph:
+        return pipeline.spec()
+    return deployment.is_language_model, deployment.is_vllm

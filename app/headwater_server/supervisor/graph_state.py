@@ -1,0 +1,98 @@
+"""A pipeline whose steps are deployments of their own, as the supervisor sees it: its plan, and its state."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import msgspec
+
+from headwater.errors import DeclarationError
+from headwater.pipeline import Plan, make_plan
+from headwater.signature import Signature
+from headwater_server.config.schema import Deployment
+from headwater_server.control.routing import DeploymentRoute, State
+from headwater_server.supervisor.composite import Composite
+
+__all__ = ["GraphState"]
+
+
+class GraphState(Composite):
+    """One pipeline, whose state follows from its steps' states."""
+
+    parts = "steps"
+
+    def __init__(self, name: str, config: Deployment) -> None:
+        super().__init__(name, config)
+        assert config.pipeline is not None
+        self.plan: Plan | None = None
+        self._spec = config.pipeline.spec()
+        self._is_open = False
+        self._has_served = False
+        self._mismatch = ""
+        """Why the steps' signatures make no plan that can be served."""
+        self._signatures: dict[str, Signature] = {}
+        """The steps' signatures that the plan was made of."""
+        self._deployments = {step.name: step.deployment or f"{name}.{step.name}" for step in self._spec.steps}
+
+    @property
+    def deployments(self) -> Mapping[str, str]:
+        """See `Composite.deployments`."""
+        return self._deployments
+
+    def hold(self, state: State, reason: str) -> None:
+        """See `Composite.hold`."""
+        self._is_open = False
+        super().hold(state, reason)
+
+    def update(self, deployments: Mapping[str, DeploymentRoute]) -> None:
+        """See `Composite.update`.
+
+        The pipeline is READY while it can answer anything: one head, and all steps before it, are ready. The reason
+        names steps that are away; requests for what depends on them get their errors. The pipeline has FAILED if its
+        steps don't fit together, or if so many have failed that no head can ever be answered.
+        """
+        if not self.is_loaded:
+            return
+        steps = {step: deployments[name] for step, name in self.deployments.items()}
+        known = {step: one.signature for step, one in steps.items() if one.signature is not None}
+        self._is_open = False
+        missing = [step for step in steps if step not in known]
+        failed = [step for step in missing if steps[step].state is State.FAILED]
+        if missing:
+            step = (failed or missing)[0]
+            one, state = steps[step], State.FAILED if failed else State.LOADING
+            self.enter(state, f"step `{step}`: {one.reason}", f"step `{step}`: {one.cause}")
+            return
+        if known != self._signatures:
+            self._signatures, self.plan, self.signature = known, None, None
+            size = self.config.batching.max_batch_size
+            try:
+                self.plan = make_plan(self._spec, known, name=self.name, max_batch_size=size)
+                if self.config.cache is not None:
+                    self.plan.signature.check_cacheable()
+                self.signature = self.plan.signature
+            except DeclarationError as error:
+                self.plan, self._mismatch = None, str(error)
+        if self.plan is None:
+            # If it has served before, another step may be about to restart with a signature that fits.
+            self.enter(State.UNAVAILABLE if self._has_served else State.FAILED, self._mismatch)
+            return
+        self._has_served = True
+        away = [step for step, one in steps.items() if one.state is not State.READY]
+        lost = [step for step in away if steps[step].state is State.FAILED]
+        reason = "; ".join(f"step `{step}` is {steps[step].state.value}: {steps[step].reason}" for step in away)
+        cause = "; ".join(f"step `{step}` is {steps[step].state.value}: {steps[step].cause}" for step in away)
+        self._is_open = self._answers_without(away)
+        if self._is_open:
+            self.enter(State.READY, reason or "all steps ready", cause)
+        else:
+            self.enter(State.UNAVAILABLE if self._answers_without(lost) else State.FAILED, reason, cause)
+
+    def _answers_without(self, steps: Collection[str]) -> bool:
+        """Whether some head can be answered without these steps."""
+        assert self.plan is not None
+        return any(self.plan.needed([head]).isdisjoint(steps) for head in self._spec.heads)
+
+    def route(self, workers: int) -> DeploymentRoute:
+        """What each of so many gateway workers gets."""
+        return msgspec.structs.replace(super().route(workers), is_graph=True, plan=self.plan, is_open=self._is_open)

@@ -1,0 +1,106 @@
+"""What a deployment's replicas import that takes long, read from the source of its models, of which no code is run."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any, Final
+
+from headwater.errors import LoadError
+from headwater.reference import find_folder, find_path, is_language_model, kind_and_path
+from headwater_server.config.schema import Deployment
+
+__all__ = ["heavy_imports"]
+
+HEAVY: Final = ("torch", "transformers", "tokenizers", "safetensors")
+"""Packages that start neither threads nor CUDA when they are imported."""
+_ENGINE: Final = (
+    "torch",
+    "transformers",
+    "headwater.lm.causal_lm",
+    "headwater.lm.grammars",
+    "headwater.lm.slot_engine",
+)
+
+
+def heavy_imports(deployment: Deployment, search: Sequence[str]) -> list[str]:
+    """What replicas import of `HEAVY`, each as ``MODULE`` or ``MODULE:NAME``.
+
+    Nothing for those under another Python, and for those that import torch only after they have chosen a device: the
+    choice depends on whether torch is imported.
+
+    Args:
+        search: folders that come first on the path of the replicas.
+    """
+    if deployment.python is not None or deployment.is_vllm:
+        return []
+    steps = [] if deployment.pipeline is None else deployment.pipeline.spec().steps
+    named = [(step.model, step.options) for step in steps] or [(deployment.model or "", deployment.options)]
+    found: dict[str, None] = {}
+    has_torch = False
+    for reference, options in named:
+        is_first, modules = _of_model(reference, options, search)
+        has_torch = has_torch or is_first
+        found.update(dict.fromkeys(modules))
+    return list(found) if has_torch else []
+
+
+def _of_model(reference: str, options: Mapping[str, Any], search: Sequence[str]) -> tuple[bool, list[str]]:
+    """Whether torch comes before the device is chosen, and the modules."""
+    kind, path = kind_and_path(reference)
+    if is_language_model(reference):
+        with contextlib.suppress(LoadError):
+            return "engine" not in options, [*_ENGINE, *_architecture(find_folder(reference, search))]
+    elif kind == "hf":
+        with contextlib.suppress(LoadError):
+            return True, ["torch", "transformers", *_architecture(find_path("", path, search, "folder"))]
+    elif kind == "torch":
+        return True, ["torch"]
+    elif not kind:
+        return _of_source(reference.partition(":")[0], search)
+    return False, []
+
+
+def _architecture(folder: Path) -> list[str]:
+    """The module of transformers that has a folder's model."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        name = str(json.loads((folder / "config.json").read_text())["model_type"]).replace("-", "_")
+        return [f"transformers.models.{name}.modeling_{name}"]
+    return []
+
+
+def _of_source(module: str, search: Sequence[str]) -> tuple[bool, list[str]]:
+    try:
+        tree = ast.parse(_source(module, search))
+    except (OSError, SyntaxError, ValueError):  # the replica says what is wrong
+        return False, []
+    at_once = [name for statement in tree.body for name in _heavy(statement)]
+    names = [name for node in ast.walk(tree) for name in _heavy(node)]
+    return any(name.partition(":")[0].partition(".")[0] == "torch" for name in at_once), names
+
+
+def _source(module: str, search: Sequence[str]) -> bytes:
+    """The source of a module, found without importing the packages that it is in."""
+    places: Sequence[str] = [*search, *sys.path]
+    file = ""
+    for name in module.split("."):
+        spec = PathFinder.find_spec(name, list(places))
+        if spec is None:
+            raise FileNotFoundError(name)
+        places, file = spec.submodule_search_locations or (), spec.origin or ""
+    return Path(file).read_bytes()
+
+
+def _heavy(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        names = [alias.name for alias in node.names]
+    elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+        names = [f"{node.module}:{alias.name}" for alias in node.names]
+    else:
+        return
+    yield from (name for name in names if name.replace(":", ".").partition(".")[0] in HEAVY)

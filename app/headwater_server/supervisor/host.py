@@ -1,0 +1,291 @@
+"""What all replica sets share: processes, tasks, memory, and whether the server is stopping."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import psutil
+
+from headwater_server.config.schema import Deployment
+from headwater_server.control.messages import Drained
+from headwater_server.process.interpreter import asked
+from headwater_server.process.machine import cpu_count
+from headwater_server.process.proc import working_folder
+from headwater_server.process.sweep import process_stats
+from headwater_server.supervisor.handle import ReplicaHandle
+from headwater_server.supervisor.replica_memory import ReplicaMemory
+from headwater_server.supervisor.replica_process import Child, Fork, ReplicaProcess
+
+__all__ = ["Backoff", "Forks", "Host", "kill", "until"]
+
+logger = logging.getLogger("headwater")
+
+PR_SET_CHILD_SUBREAPER: Final = 36
+ORPHANS_TIMEOUT_S: Final = 5.0
+"""How long what a killed guardian left behind may take to be gone."""
+WATCH_EVERY_S: Final = 0.5
+UNTIL_POLL_S: Final = 0.02
+FIRST_BACKOFF_S: Final = 0.5
+LONGEST_BACKOFF_S: Final = 30.0
+STEADY_AFTER_S: Final = 60.0
+"""A process that lived this long is replaced soon, without the backoff of earlier crashes."""
+
+
+@dataclass
+class _Child:
+    """A child process that is followed to its end."""
+
+    process: Child
+    role: str
+    replica: ReplicaProcess | None
+    exited: asyncio.Future[int]
+
+
+class Forks(Protocol):
+    """What forks replicas; see `headwater_server.supervisor.preloaded`."""
+
+    def start(self) -> None:
+        """Begin."""
+        ...
+
+    async def wait(self, deployment: Deployment) -> None:
+        """Wait until a replica can be forked, or is better started without that."""
+        ...
+
+    def fork_of(self, deployment: Deployment) -> Fork | None:
+        """What forks a deployment's replicas; None: nothing does now."""
+        ...
+
+
+class Host:
+    """Has the processes and tasks of everything that is served.
+
+    Args:
+        memory: finds capacity for replicas.
+        user_paths: folders of the user's modules, for every replica's ``sys.path``.
+        drain: see `headwater_server.control.server.ControlServer.drain`.
+        on_change: called when a set's state or replicas have changed.
+    """
+
+    def __init__(
+        self,
+        memory: ReplicaMemory,
+        user_paths: tuple[str, ...],
+        drain: Callable[..., Awaitable[Drained]],
+        on_change: Callable[[], None],
+    ) -> None:
+        self.memory = memory
+        self.drain = drain
+        self.on_change = on_change
+        # A start waits for files and for Triton now and then; more at once would only make each slower.
+        self.start_slots = asyncio.Semaphore(cpu_count() + 1)
+        self.first_generation = 0
+        """Of a deployment that has none yet; see `headwater_server.control.routing.DeploymentRoute.generation`."""
+        self.folder = Path()
+        """The instance's folder, which is made before anything is launched."""
+        self.replicas: dict[str, ReplicaHandle] = {}
+        """All replicas that have not ended, by id."""
+        self.imported: dict[str, set[str]] = {}
+        """The files of the user's modules that replicas have imported, by deployment."""
+        self.forks: Forks | None = None
+        """None: replicas are started without being forked."""
+        self.stopping = asyncio.Event()
+        self.status = 0
+        """The server's exit status."""
+        self._user_paths = user_paths
+        self._launched = 0
+        self._children: dict[int, _Child] = {}
+        """The followed children, by process id."""
+        self._stopped: set[int] = set()
+        """Children that were stopped at the last look."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_adopting = False
+        self._cut_off: set[str] = set()
+        """Replicas whose files were missing at the last look."""
+
+    @property
+    def search(self) -> list[str]:
+        """The folders in which a relative path of the configuration is looked for."""
+        return [working_folder(), *self._user_paths]
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether the server is stopping."""
+        return self.stopping.is_set()
+
+    def stop(self, status: int = 0) -> None:
+        """Let the server stop, with the first status that is not 0."""
+        self.status = self.status or status
+        self.stopping.set()
+
+    async def wait_for_stop(self, timeout_s: float) -> None:
+        """Sleep until the time is over or the server stops."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self.stopping.wait(), timeout_s)
+
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run a task that `finish` waits for; if it fails, the server stops."""
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self.note_done)
+        return task
+
+    def note_done(self, task: asyncio.Task[None]) -> None:
+        """Stop the server if a task has failed."""
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.critical("the supervisor can't go on", exc_info=error)
+            self.stop(1)
+
+    async def finish(self) -> None:
+        """Wait for the spawned tasks."""
+        await asyncio.gather(*self._tasks)
+
+    async def prepare(self, config: Deployment) -> None:
+        """Wait for what a deployment's replicas are best started by, before `launch`."""
+        if self.forks is not None:
+            await self.forks.wait(config)
+
+    def launch(self, name: str, config: Deployment, on_progress: Callable[[str], None]) -> ReplicaHandle:
+        """Start a replica of a deployment; ``on_progress`` is called with each stage of its start.
+
+        Raises:
+            OSError: the machine lacks space, processes or file descriptors.
+        """
+        self._launched += 1
+        # The folder's name is short, because it is part of sockets' paths, which must be short.
+        folder = self.folder / f"r{self._launched}"
+        replica = ReplicaProcess(name, f"{name}-{self._launched}", config, folder, self._user_paths, on_progress)
+        fork = None if self.forks is None else self.forks.fork_of(config)
+        exited = self.follow(replica.start(fork), f"the guardian of {replica.id}", replica)
+        replica.exited = self.spawn(replica.follow(exited, self.end_orphans))
+        self.replicas[replica.id] = replica
+        replica.ready.add_done_callback(lambda _: self.imported.setdefault(name, set()).update(replica.imported))
+        replica.exited.add_done_callback(lambda _: self.replicas.pop(replica.id))
+        return replica
+
+    def replacing(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """A context in which the replicas that a deployment has are about to be replaced by those that start."""
+        return contextlib.nullcontext()
+
+    def follow(self, process: Child, role: str, replica: ReplicaProcess | None = None) -> asyncio.Future[int]:
+        """A future of a child's exit code; call this without awaiting anything after the process's start.
+
+        ``role`` is for the log; a guardian comes with its replica.
+        """
+        exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._children[process.pid] = _Child(process, role, replica, exited)
+        return exited
+
+    def adopt_orphans(self) -> None:
+        """Have the kernel make this process the parent of what a killed guardian leaves behind."""
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+        self._is_adopting = True
+
+    async def end_orphans(self) -> None:
+        """End what killed guardians left behind, in whatever session it runs, with all its descendants.
+
+        Those become children of this process as their parents end.
+        """
+        deadline = time.monotonic() + ORPHANS_TIMEOUT_S
+        while (orphans := self._orphans()) and time.monotonic() < deadline:
+            for pid in orphans:
+                kill(pid)
+            await asyncio.sleep(UNTIL_POLL_S)
+            self.reap()
+        for pid in orphans:
+            logger.error("process %d, which a replica started, doesn't end", pid)
+
+    def _orphans(self) -> list[int]:
+        """Children that this process adopted. It starts some that it doesn't follow, in its own session or as `asked`;
+        an orphan of a replica has the session of a guardian's child, or one of its own."""
+        if not self._is_adopting:
+            return []
+        own, session = os.getpid(), os.getsid(0)
+        return [
+            pid
+            for pid, stat in process_stats()
+            if stat.parent == own and stat.session != session and pid not in self._children and pid not in asked
+        ]
+
+    def reap(self) -> None:
+        """Reap all children that have ended, adopted orphans included; call this at SIGCHLD."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            child = self._children.pop(pid, None)
+            if child is not None:
+                # Otherwise Popen would wait for a process that is already reaped.
+                child.process.returncode = os.waitstatus_to_exitcode(status)
+                if not child.exited.done():
+                    child.exited.set_result(child.process.returncode)
+
+    async def watch(self) -> None:
+        """Kill children that are stopped, which neither work nor end; others take their places."""
+        while True:
+            for pid in self.stopped():
+                child = self._children[pid]
+                if child.replica is not None:
+                    child.replica.mark_ending("its guardian is stopped")
+                logger.error("%s (%d) is stopped: killing it", child.role, pid)
+                kill(pid)
+            await asyncio.sleep(WATCH_EVERY_S)
+
+    def end_cut_off(self) -> None:
+        """End replicas whose folder or socket was removed at the last two looks: nothing new reaches them."""
+        before, self._cut_off = self._cut_off, {one.id for one in self.replicas.values() if one.is_cut_off}
+        for id in before & self._cut_off:
+            replica = self.replicas[id]
+            replica.reason = replica.reason or "its folder was removed, or its socket in it"
+            logger.error("%s: %s: replacing it", id, replica.reason)
+            replica.kill()
+
+    def stopped(self) -> list[int]:
+        """The followed children that are stopped (SIGSTOP), and were already stopped at the last call."""
+        before, self._stopped = self._stopped, set()
+        for pid in self._children:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+                    self._stopped.add(pid)
+        return sorted(before & self._stopped)
+
+
+class Backoff:
+    """How long to wait before a process is started again: twice as long each time, from the first to the longest."""
+
+    def __init__(self, first_s: float = FIRST_BACKOFF_S, longest_s: float = LONGEST_BACKOFF_S) -> None:
+        self._first_s = self._next_s = first_s
+        self._longest_s = longest_s
+
+    def after(self, lived_s: float) -> float:
+        """Seconds to wait after a process that lived so long."""
+        wait_s = self._first_s if lived_s > STEADY_AFTER_S else self._next_s
+        self._next_s = min(wait_s * 2, self._longest_s)
+        return wait_s
+
+
+def kill(pid: int) -> None:
+    """End a process at once, if it is there."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+async def until(condition: Callable[[], bool], timeout_s: float) -> None:
+    """Wait until the condition holds, or the time is over."""
+    deadline = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < deadline:  # noqa: ASYNC110
+        await asyncio.sleep(UNTIL_POLL_S)

@@ -1,0 +1,443 @@
+"""Operators' commands on a running server's models: load, unload, reload, scale. One at a time per model."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from headwater.errors import LoadError
+from headwater_server.config.schema import Deployment
+from headwater_server.config.sections import ReplicaBounds
+from headwater_server.control.messages import Command, CommandAnswer, Drained
+from headwater_server.control.routing import State
+from headwater_server.errors import CallableFailed, Conflict, HeadwaterError, NotFound
+from headwater_server.process.adapters import find_adapters
+from headwater_server.supervisor.adapters import changed_adapters, fit
+from headwater_server.supervisor.composite import Composite
+from headwater_server.supervisor.deployments import Deployments, config_of
+from headwater_server.supervisor.handle import ReplicaHandle
+from headwater_server.supervisor.host import Host
+from headwater_server.supervisor.replica_set import ReplicaSet
+from headwater_server.supervisor.scripts import Scripts, scripts_of
+from headwater_server.supervisor.starter import Retired, stop_or_kill
+from headwater_server.supervisor.versions_state import VersionsState
+
+__all__ = ["Lifecycle"]
+
+logger = logging.getLogger("headwater")
+
+TRAFFIC_ACTIONS: Final = ("promote", "rollback")
+CHOSEN_S: Final = 0.5
+"""How long a version that a reload removes still accepts requests: a worker may have chosen it for one whose body is
+still coming."""
+
+
+class Lifecycle:
+    """Carries out operators' commands."""
+
+    def __init__(self, deployments: Deployments, host: Host) -> None:
+        self._deployments = deployments
+        self._host = host
+        self._busy: dict[str, str] = {}
+        """The command under way, by model."""
+
+    async def answer(
+        self, command: Command, section: Deployment | None = None, why: str = "at an operator's request"
+    ) -> CommandAnswer:
+        """Carry out a command. An error is in the answer.
+
+        Args:
+            command: what to do.
+            section: of a load or reload: the deployment's new configuration, which needs no permission.
+            why: for the log.
+        """
+        actions = {"load": self._load, "unload": self._unload, "reload": self._reload}
+        name = command.model
+        text, config = command.arguments.get("config"), section
+        base = self._deployments.base_of(name) if self._is_free(name) else None
+        if base is not None:
+            return await self._answer_on_adapter(command, base)
+        if command.action in TRAFFIC_ACTIONS:
+            return self._answer_on_traffic(command)
+        began = time.monotonic()
+        try:
+            # An unknown name may be loaded with a configuration of its own.
+            is_new = command.action == "load" and self._is_free(name) and (section or text) is not None
+            is_scale = command.action == "scale"
+            sets, composite = ([], None) if is_new else self._find(name, is_scale=is_scale)
+            with self._alone(command.action, name, sets):
+                addition = ""
+                if config is None and text is not None:
+                    config = await self._proposed(name, text)
+                if config is not None:
+                    addition = f", with a configuration that sets {', '.join(sorted(config.model_fields_set))}"
+                logger.info("%s: %s, %s%s", name, command.action, why, addition)
+                if is_scale:
+                    retired = await sets[0].scale(ReplicaBounds.model_validate(command.arguments))
+                else:
+                    retired = await actions[command.action](name, sets, composite, config)
+        except HeadwaterError as error:
+            return CommandAnswer(command.id, error.status, {"error": error.message})
+        if not is_scale and not self._is_free(name):  # the command may have made other objects
+            sets, composite = self._find(name)
+        content: dict[str, Any] = {
+            "name": name,
+            "state": (composite or sets[0]).state.value,
+            "took_s": round(time.monotonic() - began, 3),
+            **(retired.report() if retired is not None else {}),
+        }
+        if is_scale:
+            (one,) = sets
+            counts = {"ready": len(one.ready), "wanted": one.wanted, "min": one.bounds.min, "max": one.bounds.max}
+            content["replicas"] = counts
+        return _answered(command, content, retired)
+
+    async def _proposed(self, name: str, text: object) -> Deployment:
+        """See `Deployments.proposed`. If its scripts aren't those of the server's own configuration, they are run
+        first, to see what they set."""
+        proposed, known = self._deployments.proposed(name, text), self._deployments.first(name)
+        if set(scripts_of(proposed)) == (set() if known is None else set(scripts_of(known))):
+            return proposed
+        both = [proposed] if known is None else [proposed, known]
+        scripts = Scripts(self._host.search)
+        await asyncio.to_thread(scripts.run, both)
+        for warning in scripts.warnings():
+            logger.warning("%s", warning)
+        return self._deployments.proposed(name, text, scripts)
+
+    def _answer_on_traffic(self, command: Command) -> CommandAnswer:
+        """Carry out a command on how requests are shared among versions; it takes effect at once."""
+        name = command.model
+        try:
+            sets, state = self._find(name)
+            if not isinstance(state, VersionsState):
+                raise Conflict(f"model `{name}`: expected a deployment with `versions`; it has none")
+            with self._alone(command.action, name, sets):
+                action, is_undo = command.action, bool(command.arguments.get("undo"))
+                if action == "promote":
+                    config = state.promoted(str(command.arguments.get("version", "")))
+                else:
+                    config = state.traffic_before(is_undo=is_undo)
+                before = _shares(state.config)
+                logger.info("%s: %s, at an operator's request: %s", name, action, _shares(config))
+                self._deployments.adopt(name, config)
+                if action == "rollback" and not is_undo:
+                    state.rolled_back = f"rolled back at an operator's request, from {before}"
+        except HeadwaterError as error:
+            return CommandAnswer(command.id, error.status, {"error": error.message})
+        traffic = config.shared_traffic
+        content = {"name": name, "state": state.state.value, "traffic": traffic.shares, "default": traffic.default}
+        return CommandAnswer(command.id, 200, content)
+
+    async def _answer_on_adapter(self, command: Command, base: str) -> CommandAnswer:
+        """Carry out a command on a LoRA adapter of a deployment."""
+        name, action = command.model, command.action
+        began = time.monotonic()
+        try:
+            is_there = name in self._deployments.config.deployments[base].adapters
+            if action not in ("load", "unload") or command.arguments:
+                expected = f"expected load or unload, without a configuration; or reload of `{base}`, with one"
+                raise Conflict(f"model `{name}`: it is a LoRA adapter of `{base}`: {expected}")
+            if is_there is (action == "load"):
+                raise Conflict(f"model `{name}`: the LoRA adapter is {'already' if is_there else 'not'} loaded")
+            sets, composite = self._find(base)
+            with self._alone(action, base, sets):
+                logger.info("%s: %s of the adapter `%s`, at an operator's request", base, action, name)
+                change = self._deployments.with_adapter if action == "load" else self._deployments.without_adapter
+                retired = await self._reload(base, sets, composite, change(base, name))
+        except HeadwaterError as error:
+            return CommandAnswer(command.id, error.status, {"error": error.message})
+        state = self._deployments.sets[base].state if action == "load" else State.UNAVAILABLE
+        content = {"name": name, "state": state.value, "took_s": round(time.monotonic() - began, 3), **retired.report()}
+        return _answered(command, content, retired)
+
+    def _find(self, name: str, *, is_scale: bool = False) -> tuple[list[ReplicaSet], Composite | None]:
+        """A model's replica sets, and what it is if it has no replicas itself.
+
+        Raises:
+            NotFound: the model is unknown.
+            Conflict: it is a step or a version; or, to scale, it has no replicas itself.
+        """
+        if self._is_free(name):
+            shown = name if len(name) <= 100 else name[:97] + "..."
+            known = ", ".join(f"`{one}`" for one in sorted(self._deployments.config.deployments))
+            raise NotFound(f"model {shown!r}: unknown; this server has {known}")
+        own = self._deployments.own_sets(name)
+        composite = self._deployments.composites.get(name)
+        if composite is not None and is_scale:
+            those = ", ".join(f"`{one.name}`" for one in own)
+            has = f"its {composite.parts} have replicas, and it has none itself"
+            raise Conflict(f"model `{name}`: {has}; expected one of {those}")
+        if composite is None and own[0].part_of is not None and not is_scale:
+            what = "version of" if own[0].version else "step of the pipeline"
+            text = f"it is a {what} `{own[0].part_of}`, and is loaded and unloaded with it"
+            raise Conflict(f"model `{name}`: {text}")
+        return own, composite
+
+    def is_busy(self, name: str) -> bool:
+        """Whether a command is under way with a deployment, or with its pipeline."""
+        return name in self._busy
+
+    def _is_free(self, name: str) -> bool:
+        """Whether a name is unknown."""
+        return name not in self._deployments.sets and name not in self._deployments.composites
+
+    @contextlib.contextmanager
+    def _alone(self, action: str, name: str, sets: list[ReplicaSet]) -> Iterator[None]:
+        names = dict.fromkeys((name, *(one.name for one in sets)))
+        for one in names:
+            if one in self._busy:
+                raise Conflict(f"model `{one}`: {self._busy[one]} is under way; expected {action} after its end")
+        self._busy.update(dict.fromkeys(names, action))
+        try:
+            yield
+        finally:
+            for one in names:
+                del self._busy[one]
+            self._host.on_change()
+
+    async def _load(
+        self, name: str, sets: list[ReplicaSet], composite: Composite | None, config: Deployment | None
+    ) -> None:
+        loaded = [one for one in sets if one.is_loaded and not one.is_failing]
+        is_whole = len(loaded) == len(sets) and (composite is None or composite.is_loaded)
+        is_there = bool(sets) or composite is not None
+        if is_there and (is_whole or (loaded and config is not None)):
+            state = (composite or sets[0]).state.value
+            loaded_text = "already loaded" if is_whole else "loaded in part"
+            raise Conflict(f"model `{name}` is {state}: it is {loaded_text}; expected reload, or unload first")
+        await asyncio.gather(*(one.end_failing() for one in sets))
+        await self._start_with(name, config)
+
+    async def _start_with(self, name: str, config: Deployment | None) -> None:
+        """Start what is not loaded of a model, with another configuration if there is one."""
+        undo = self._deployments.adopt(name, config) if config is not None else None
+        try:
+            await self._start(name)
+        except Conflict:  # there is no capacity, so nothing was started
+            if undo is not None and not any(one.is_loaded for one in self._deployments.own_sets(name)):
+                undo()
+                self._host.on_change()
+            raise
+
+    async def _start(self, name: str) -> None:
+        """Start what is not loaded of a model."""
+        sets, composite = self._find(name)
+        missing = [one for one in sets if not one.is_loaded]
+        if composite is None:
+            await sets[0].load()
+            return
+        before = None if composite.is_loaded else (composite.state, composite.reason)
+        composite.hold(State.LOADING, f"loading its {composite.parts}, at an operator's request")
+        self._host.on_change()
+        outcomes = await asyncio.gather(*(one.load() for one in missing), return_exceptions=True)
+        refused = [outcome for outcome in outcomes if isinstance(outcome, Conflict)]
+        if before is not None and refused and len(refused) == len(outcomes) - outcomes.count(None):
+            # There is no capacity for all of it, so none of it stays.
+            started = [one for one, outcome in zip(missing, outcomes, strict=True) if outcome is None]
+            for one in started:
+                await one.begin_unload(0.0)
+            await asyncio.gather(*(one.end_unload() for one in started))
+            composite.hold(*before)
+            self._host.on_change()
+            _raise_first(outcomes)
+        composite.release()
+        self._host.on_change()
+        _raise_first(outcomes)
+        if composite.state is not State.READY:
+            text = f"its own {composite.parts} are loaded, but it is {composite.state.value}: {composite.reason}"
+            raise CallableFailed(f"model `{name}`: {text}")
+
+    async def _unload(
+        self, name: str, sets: list[ReplicaSet], composite: Composite | None, config: Deployment | None
+    ) -> Retired:
+        assert config is None
+        is_added = self._deployments.is_added(name)
+        if is_added:
+            self._deployments.check_unneeded(name)
+        if (
+            not any(one.is_loaded for one in sets)
+            and not (composite is not None and composite.is_loaded)
+            and not is_added
+        ):
+            served = composite or sets[0]
+            raise Conflict(f"model `{name}` is {served.state.value}, so there is nothing to unload: {served.reason}")
+        retired = await self._end(sets, composite)
+        if is_added and not retired.leftovers:
+            self._deployments.forget(name)
+            self._host.on_change()
+        return retired
+
+    async def _end(self, sets: list[ReplicaSet], composite: Composite | None) -> Retired:
+        """Drain a model and end its replicas. A pipeline drains before its steps, which its requests need, and a name
+        before its versions."""
+        left_s = (composite or sets[0]).config.drain_timeout_s
+        drained = Drained()
+        if composite is not None:
+            deadline = time.monotonic() + left_s
+            composite.is_set_aside = True
+            composite.hold(State.DRAINING, "it is being unloaded; requests in flight are still answered")
+            self._host.on_change()
+            drained = await self._host.drain(composite.name, left_s, None)
+            left_s = max(0.0, deadline - time.monotonic())
+        drained = sum(await asyncio.gather(*(one.begin_unload(left_s) for one in sets)), drained)
+        if composite is not None:
+            composite.hold(State.UNLOADING, f"its {composite.parts}' replicas are being ended")
+        retired = sum(await asyncio.gather(*(one.end_unload() for one in sets)), Retired())
+        if composite is not None:
+            composite.note_unloaded(retired.leftovers)
+            self._host.on_change()
+        retired.drained = drained
+        return retired
+
+    async def _reload(
+        self, name: str, sets: list[ReplicaSet], composite: Composite | None, config: Deployment | None
+    ) -> Retired:
+        if not (composite.is_loaded if composite is not None else sets[0].is_loaded):
+            raise Conflict(f"model `{name}` is not loaded; expected load")
+        if (
+            config is not None
+            and composite is None
+            and (retired := await self._adapt(name, sets[0], config)) is not None
+        ):
+            return retired
+        now = self._deployments.config.deployments[name]
+        wanted = config or now
+        if now.versions and wanted.versions and (wanted.strategy == "beside" or not _changed_versions(now, wanted)):
+            return await self._reload_versions(name, wanted)
+        if wanted.strategy == "recreate":
+            retired = await self._end(sets, composite)
+            if not retired.leftovers:
+                try:
+                    await self._start_with(name, config)
+                except Conflict as error:
+                    raise error.again(f"{error.message}; model `{name}` is unloaded now") from error
+            return retired
+        if not self._deployments.is_alike(name, wanted):
+            raise Conflict(
+                f"model `{name}`: with this configuration it is another kind of model, or a pipeline of other steps, "
+                "which can't serve beside the old one; expected strategy recreate, or unload first"
+            )
+        fresh = await self._started(sets, wanted)
+        if config is not None:
+            self._deployments.adopt(name, config)
+        # All in one routing table: the steps of a pipeline must fit each other.
+        old = [one.switch(started) for one, started in fresh]
+        self._host.on_change()
+        retiring = (one.retire(slots) for one, slots in zip(sets, old, strict=True))
+        return sum(await asyncio.gather(*retiring), Retired())
+
+    async def _reload_versions(self, name: str, wanted: Deployment) -> Retired:
+        """Start the versions that are new or have changed, all of them if nothing has changed; then end those that are
+        gone. What has the same replicas as before gets only its other share of the traffic."""
+        now, sets = self._deployments.config.deployments[name], self._deployments.sets
+        made = self._deployments.made(name, wanted)
+        fresh = {own: one for own, one in made.items() if own not in sets}
+        gone = [one for one in self._deployments.own_sets(name) if one.name not in made]
+        is_same = not fresh and not gone and now.shared_traffic == wanted.shared_traffic
+        changed = _changed_versions(now, wanted) or (list(wanted.versions) if is_same else [])
+        starting = [*fresh.values(), *(sets[f"{name}.{version}"] for version in changed)]
+        switched = await self._started(starting, wanted)
+        self._deployments.adopt_versions(name, wanted, fresh)
+        old = [one.switch(started) for one, started in switched]
+        self._host.on_change()
+        retiring = (one.retire(slots) for (one, _), slots in zip(switched, old, strict=True) if slots)
+        return sum(await asyncio.gather(*retiring, *(self._ended_version(one) for one in gone)), Retired())
+
+    async def _ended_version(self, one: ReplicaSet) -> Retired:
+        """Drain and end a version, and forget it."""
+        await asyncio.sleep(CHOSEN_S)
+        drained = await one.begin_unload(one.config.drain_timeout_s)
+        retired = await one.end_unload()
+        retired.drained = drained
+        self._deployments.drop_set(one)
+        self._host.on_change()
+        return retired
+
+    async def _started(
+        self, sets: list[ReplicaSet], wanted: Deployment
+    ) -> list[tuple[ReplicaSet, list[ReplicaHandle]]]:
+        """Start replicas beside those that serve, all of them or none."""
+        outcomes = await asyncio.gather(
+            *(one.start_fresh(config_of(one, wanted)) for one in sets), return_exceptions=True
+        )
+        fresh = [(one, outcome) for one, outcome in zip(sets, outcomes, strict=True) if isinstance(outcome, list)]
+        failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        failures += [lost for one, started in fresh if (lost := one.starter.lost(started)) is not None]
+        if failures:
+            await stop_or_kill([replica for _, started in fresh for replica in started])
+            _raise_first(failures, "; what served before goes on serving")
+        return fresh
+
+    async def _adapt(self, name: str, one: ReplicaSet, config: Deployment) -> Retired | None:
+        """Load and unload adapters in replicas that serve; None if more is to change, or the replicas can't do it."""
+        changed = changed_adapters(one.config, config)
+        signature = one.signature
+        if changed is None or signature is None or signature.vllm is None:
+            return None
+        added, removed = changed
+        try:
+            found = await asyncio.to_thread(find_adapters, added, self._host.search)
+        except LoadError as error:
+            raise CallableFailed(str(error)) from error
+        if added and not (one.ready and all(a.rank <= signature.vllm.max_lora_rank for a in found.values())):
+            return None
+        before = one.config.adapters
+        try:
+            await self._fit(one, {**before, **added})
+        except CallableFailed as error:
+            with contextlib.suppress(CallableFailed):
+                await self._fit(one, before)
+            raise error.again(f"{error.message}; what served before goes on serving") from error
+        one.adapter_loads.update(added.keys())
+        self._deployments.adopt(name, config)
+        self._host.on_change()
+        retired = Retired()
+        if removed:
+            retired.drained = await self._host.drain(name, config.drain_timeout_s, None, removed)
+            try:
+                await self._fit(one, config.adapters)
+            except CallableFailed as error:  # nothing reaches the adapter any more
+                retired.warnings.append(error.message)
+        return retired
+
+    async def _fit(self, one: ReplicaSet, adapters: Mapping[str, str]) -> None:
+        """Have all replicas that serve load and unload adapters; raises as `fit`. Afterwards nothing was awaited since
+        all of them had these."""
+        while late := [replica for replica in one.ready.values() if replica.adapters != adapters]:
+            fits = (fit(replica, adapters, self._host.search, one.config.load_timeout_s) for replica in late)
+            _raise_first(await asyncio.gather(*fits, return_exceptions=True))
+
+
+def _shares(config: Deployment) -> str:
+    """The shares of a deployment's versions, in words."""
+    return ", ".join(
+        f"{100 * share:g} % to version `{version}`" for version, share in config.shared_traffic.shares.items()
+    )
+
+
+def _changed_versions(now: Deployment, wanted: Deployment) -> list[str]:
+    """The versions in both whose fields differ."""
+    both = [version for version in now.versions if version in wanted.versions]
+    return [version for version in both if now.version(version) != wanted.version(version)]
+
+
+def _answered(command: Command, content: dict[str, Any], retired: Retired | None) -> CommandAnswer:
+    """The answer to a command that was carried out, unless something remains of what was to end."""
+    if retired is not None and retired.leftovers:
+        content["error"] = f"model `{command.model}`: {command.action}: this remains: {retired.leftovers[0]}"
+        logger.error("%s", content["error"])
+    return CommandAnswer(command.id, 500 if "error" in content else 200, content)
+
+
+def _raise_first(outcomes: list[Any], addition: str = "") -> None:
+    """Raise the first exception among gathered outcomes."""
+    for outcome in outcomes:
+        if isinstance(outcome, HeadwaterError):
+            raise outcome.again(outcome.message + addition)
+        if isinstance(outcome, BaseException):
+            raise outcome

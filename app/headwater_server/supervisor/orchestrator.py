@@ -1,0 +1,160 @@
+"""What is deployed, and all that decides about it: states, commands, scaling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
+
+from headwater.errors import Problem
+from headwater_server.config.schema import Config
+from headwater_server.control.load import together
+from headwater_server.control.messages import Command, CommandAnswer, ReplicaLoss
+from headwater_server.control.routing import DeploymentRoute, State
+from headwater_server.control.server import ControlServer
+from headwater_server.supervisor import preflight
+from headwater_server.supervisor.autoscaler import Autoscaler
+from headwater_server.supervisor.canary import Canaries
+from headwater_server.supervisor.deployments import Deployments
+from headwater_server.supervisor.handle import ReplicaHandle
+from headwater_server.supervisor.host import Host, until
+from headwater_server.supervisor.lifecycle import Lifecycle
+from headwater_server.supervisor.reloader import Reloader
+from headwater_server.supervisor.starter import REPLICA_END_TIMEOUT_S
+from headwater_server.supervisor.versions_state import VersionsState
+from headwater_server.telemetry.observer import ReplicaView
+
+__all__ = ["Orchestrator"]
+
+
+class Orchestrator:
+    """Runs a configuration's deployments.
+
+    Args:
+        config: what to serve.
+        host: starts replicas.
+        control: has the gateway workers' loads.
+        on_utilization: see `Autoscaler`.
+        read: reads the configuration again, to reload what has changed; None: nothing is watched.
+        config_file: the file that it is read from, if there is one.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        host: Host,
+        control: ControlServer,
+        on_utilization: Callable[[Mapping[str, float]], None] = lambda shares: None,
+        read: Callable[[], Config] | None = None,
+        config_file: Path | None = None,
+    ) -> None:
+        self.deployments = Deployments(config, host)
+        self._config = config
+        self.sets = self.deployments.sets
+        self._composites = self.deployments.composites
+        self._host = host
+        self._lifecycle = Lifecycle(self.deployments, host)
+        self._autoscaler = Autoscaler(
+            self.sets, lambda: together(control.loads()), self._lifecycle.is_busy, host, on_utilization
+        )
+        self._canaries = Canaries(
+            self._composites, lambda: control.tallies, self._lifecycle.is_busy, self._roll_back, host
+        )
+        self._reloader = None if read is None else Reloader(read, config_file, self.deployments, self._lifecycle, host)
+
+    def _roll_back(self, one: VersionsState, version: str, reason: str) -> None:
+        """Have the default version answer all requests."""
+        share = one.config.shared_traffic.shares[version]
+        self.deployments.adopt(one.name, one.default_alone())
+        one.rolled_back = f"version `{version}` lost its share by itself: {reason} (it had {100 * share:g} %)"
+        self._host.on_change()
+
+    async def prepare(self) -> None:
+        """See `headwater_server.supervisor.front.Backend`: routes are known."""
+        if self._host.forks is not None:
+            self._host.forks.start()  # first: the first starts wait for it
+
+    def start(self, running: Mapping[str, Collection[ReplicaHandle]] | None = None) -> None:
+        """Start all replicas that there should be, and keep them running.
+
+        Args:
+            running: replicas that serve already, by deployment.
+        """
+        for name, replicas in self.sets.items():
+            if not replicas.is_set_aside:
+                replicas.start((running or {}).get(name, ()))
+        self._host.spawn(self._autoscaler.run())
+        if self._reloader is not None:
+            self._host.spawn(self._reloader.run())
+        self._host.spawn(self._canaries.run())
+
+    async def end(self, is_hurried: Callable[[], bool]) -> None:
+        """End all replicas, orderly if there is time."""
+        replicas = self._host.replicas
+        for replica in replicas.values():
+            replica.stop()
+        await until(lambda: is_hurried() or not replicas, REPLICA_END_TIMEOUT_S)
+        for replica in replicas.values():
+            replica.kill()
+
+    def note_loss(self, loss: ReplicaLoss) -> None:
+        """A gateway worker lost a replica, which has ended or may yet."""
+        if (replicas := self.sets.get(loss.model)) is not None:
+            replicas.note_loss(loss)
+
+    async def answer(self, command: Command) -> CommandAnswer:
+        """See `Lifecycle.answer`."""
+        return await self._lifecycle.answer(command)
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether the first start of every deployment has succeeded or failed."""
+        return all(one.is_decided for one in self.sets.values())
+
+    @property
+    def failure(self) -> str:
+        """Why no deployment serves any more: all have FAILED by themselves. Empty: some serve, or may yet."""
+        if self._reloader is not None or not all(map(self._has_given_up, self.deployments.config.deployments)):
+            return ""
+        served = [self.sets.get(name) or self._composites[name] for name in self.deployments.config.deployments]
+        return "; ".join(f"{one.name}: {one.failure or one.reason}" for one in served)
+
+    def replica_views(self) -> list[ReplicaView]:
+        """All replicas that have not ended."""
+        return [
+            ReplicaView(one.id.rpartition("-")[0], one.id, one.group, one.batch_limit)
+            for one in self._host.replicas.values()
+        ]
+
+    def problems(self) -> Iterable[Problem]:
+        """What on this machine is in the way of replicas."""
+        deployments = self._config.all_deployments().values()
+        # Triton's own message for it is a bus error.
+        return [*preflight.region_problems(deployments), *preflight.temporary_folder_problems(deployments)]
+
+    def warnings(self) -> Iterable[Problem]:
+        """What on this machine is less than replicas should have."""
+        signatures = {name: one.signature for name, one in self.sets.items() if one.signature is not None}
+        return preflight.shared_memory_warnings(self._config.all_deployments(), signatures)
+
+    def routes(self, workers: int) -> list[DeploymentRoute]:
+        """What each of so many gateway workers gets of every deployment, steps behind their pipelines, and versions
+        behind their deployments."""
+        sets = {name: replicas.route(workers) for name, replicas in self.sets.items()}
+        for one in self._composites.values():
+            one.update(sets)
+        routes = [*sets.values(), *(one.route(workers) for one in self._composites.values())]
+        order = {name: index for index, name in enumerate(self.deployments.config.deployments)}
+        return sorted(routes, key=lambda route: (order[route.part_of or route.name], route.part_of is not None))
+
+    def _has_given_up(self, name: str) -> bool:
+        """Whether a deployment has FAILED by itself, and no operator's command is about to change that."""
+        if self._lifecycle.is_busy(name):
+            return False
+        composite = self._composites.get(name)
+        if composite is None:
+            return self.sets[name].has_given_up
+        parts = [self.sets[part] for part in composite.deployments.values()]
+        if isinstance(composite, VersionsState):
+            return composite.is_loaded and all(one.has_given_up for one in parts)
+        by_command = not composite.is_loaded or any(one.state is State.FAILED and not one.has_given_up for one in parts)
+        return composite.state is State.FAILED and not by_command

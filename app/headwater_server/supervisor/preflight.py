@@ -1,0 +1,266 @@
+"""What can be found wrong before anything is started: addresses, folders, shared memory, security, tracing."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib.util
+import os
+import resource
+import socket
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+from headwater.errors import Problem
+from headwater.signature import Signature
+from headwater.wire.shared_memory import ASSUMED_DIMENSION, batch_bytes
+from headwater_server.config.schema import Config, Deployment, Server
+from headwater_server.errors import ConfigError
+from headwater_server.process.machine import size_text
+from headwater_server.process.sweep import BACKEND_FOLDERS, SHARED_MEMORY
+from headwater_server.security.keys_file import known_keys
+from headwater_server.security.tls import Certificate
+
+__all__ = [
+    "address_problems",
+    "free_shared_memory_problems",
+    "needed_shared_memory_bytes",
+    "open_files_problems",
+    "open_listener",
+    "region_problems",
+    "runtime_dir_problems",
+    "security_problems",
+    "shared_memory_bytes",
+    "shared_memory_problems",
+    "shared_memory_warnings",
+    "temporary_folder_problems",
+    "tracing_problems",
+]
+
+MIB = 1024 * 1024
+TRITON_REGION_BYTES = 4 * MIB
+"""The Python backend's region at start, as PyTriton sets it; it grows with what is in flight."""
+UNIX_PATH_BYTES = 107
+"""The longest path of a socket on Linux: ``sun_path`` less its closing zero."""
+INSTANCE_NAME_BYTES = len("/headwater--xxxxxxxx")
+REPLICA_SOCKET_BYTES = len("/r99999/w/_0_99-server.sock")
+"""The longest path of a replica's socket (`headwater.replica.bridge`), without the deployment's name."""
+VLLM_SOCKET_BYTES = len("/r99999/xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx")
+"""The longest path of a socket of vLLM's processes."""
+
+
+LEAST_OPEN_FILES: Final = 256
+"""Triton has 70 files open without any request; a connection, a call and a replica are a few more each."""
+VANISHED_AFTER_MS: Final = 120_000
+"""A client is gone if what was sent to it stays unacknowledged for so long."""
+
+
+def open_listener(host: str, port: int) -> socket.socket:
+    """Listen on a TCP address.
+
+    Raises:
+        OSError: this isn't possible; `socket.gaierror` if there is no such address.
+        UnicodeError: the host is no name.
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.socket(family, kind, protocol))
+        # An earlier server's connections that are still closing don't matter.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Accepted connections inherit these: one whose client vanished without a word ends after a minute or two, also
+        # while its request computes or its stream goes on.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 15)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, VANISHED_AFTER_MS)
+        listener.bind(address)
+        listener.listen(2048)
+        stack.pop_all()
+        return listener
+
+
+def address_problems(host: str, port: int) -> list[Problem]:
+    """Whether the gateway can listen there."""
+    where = f"{host}:{port}"
+    try:
+        open_listener(host, port).close()
+    except (socket.gaierror, UnicodeError) as error:
+        return [Problem("server.host", f"{host!r} is no address of this machine: {error}", "choose another: --host")]
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            fix = "end that process, or choose another port: --port (0 takes a free one)"
+            return [Problem("server.port", f"{where} is taken{_holder(port)}", fix)]
+        if error.errno == errno.EACCES:
+            return [Problem("server.port", f"{where} is not allowed to this user", "choose a port from 1024: --port")]
+        fix = "choose another: --host 127.0.0.1, or 0.0.0.0 for all"
+        return [Problem("server.host", f"can't listen on {where}: {error.strerror}", fix)]
+    return []
+
+
+def runtime_dir_problems(server: Server, deployments: Mapping[str, Deployment]) -> list[Problem]:
+    """Whether the runtime folder can hold sockets, workspaces and temporary files."""
+    title = "server.runtime_dir"
+    # The supervisor makes it if it is missing; a relative path starts in the folder in which Headwater is started.
+    root = Path(os.path.abspath(server.runtime_dir or tempfile.gettempdir()))
+    another = "set `server.runtime_dir` to another folder, or TMPDIR"
+    problems = []
+    there = next(folder for folder in (root, *root.parents) if folder.exists())
+    try:
+        with tempfile.TemporaryDirectory(prefix="headwater-check-", dir=there):
+            pass
+    except OSError as error:
+        problems.append(Problem(title, f"can't write in {there}: {error.strerror}", another))
+    else:
+        if os.statvfs(there).f_flag & os.ST_NOEXEC:
+            reason = f"{there} is mounted noexec, and PyTriton executes Triton from its workspace there"
+            problems.append(Problem(title, reason, f"mount it with exec, or {another}"))
+    if any(character.isspace() for character in str(root)):
+        reason = f"{str(root)!r} has white space, at which PyTriton splits Triton's arguments"
+        problems.append(Problem(title, reason, another))
+    socket_bytes = max((_socket_bytes(name, one) for name, one in deployments.items()), default=REPLICA_SOCKET_BYTES)
+    length = len(os.fsencode(root)) + INSTANCE_NAME_BYTES + len(str(os.getuid())) + socket_bytes
+    if length > UNIX_PATH_BYTES:
+        reason = f"the path of a replica's socket would have {length} bytes; a unix socket's has {UNIX_PATH_BYTES}"
+        fix = f"{another}, {length - UNIX_PATH_BYTES} bytes shorter than {root}"
+        if socket_bytes != VLLM_SOCKET_BYTES:
+            fix += "; or shorten the deployment's name"
+        problems.append(Problem(title, reason, fix))
+    return problems
+
+
+def _socket_bytes(name: str, deployment: Deployment) -> int:
+    """The longest path of a socket in a replica's folder, the folder included."""
+    return VLLM_SOCKET_BYTES if deployment.is_vllm else len(name) + REPLICA_SOCKET_BYTES
+
+
+def temporary_folder_problems(deployments: Iterable[Deployment]) -> list[Problem]:
+    """Whether Triton, if any deployment has one, can write where it does so whatever TMPDIR says."""
+    if all(one.is_vllm for one in deployments):
+        return []
+    try:
+        with tempfile.TemporaryDirectory(prefix="headwater-check-", dir=BACKEND_FOLDERS):
+            return []
+    except OSError as error:
+        reason = f"can't write in {BACKEND_FOLDERS}, where Triton does whatever TMPDIR says: {error.strerror}"
+        return [
+            Problem("temporary folder", reason, f"mount a tmpfs there: docker run --tmpfs {BACKEND_FOLDERS}:rw,exec")
+        ]
+
+
+def open_files_problems() -> list[Problem]:
+    """Whether each process may open as many files as it needs; raises the soft limit if only that is lower."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < LEAST_OPEN_FILES:
+        reason = f"a process may open {hard} files here; expected {LEAST_OPEN_FILES} at least, since Triton needs 70"
+        fix = "raise the hard limit, best to 4,096 or more: ulimit -Hn, LimitNOFILE=, docker run --ulimit nofile=..."
+        return [Problem("open files", reason, fix)]
+    if soft != resource.RLIM_INFINITY and soft < LEAST_OPEN_FILES:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (LEAST_OPEN_FILES, hard))
+    return []
+
+
+def security_problems(config: Config) -> list[Problem]:
+    """Whether the API keys and the certificate can be used, if there are any."""
+    problems = []
+    tls = config.server.tls
+    for attempt in (lambda: known_keys(config.security.keys_file), lambda: None if tls is None else Certificate(tls)):
+        try:
+            attempt()
+        except ConfigError as error:
+            title, _, text = str(error).partition(": ")
+            reason, _, fix = text.rpartition("; ")
+            problems.append(Problem(title, reason or fix, fix if reason else "correct it"))
+    return problems
+
+
+def tracing_problems(server: Server) -> list[Problem]:
+    """Whether what sends traces is installed, if they are wanted."""
+    if server.tracing is None:
+        return []
+    with contextlib.suppress(ModuleNotFoundError):  # of the package itself
+        if importlib.util.find_spec("opentelemetry.exporter.otlp.proto.http") is not None:
+            return []
+    reason = "it needs opentelemetry-sdk and opentelemetry-exporter-otlp-proto-http, which are not installed"
+    return [Problem("server.tracing", reason, "install the extra: pip install 'headwater[otel]'")]
+
+
+def shared_memory_bytes(deployment: Deployment, signature: Signature | None) -> int:
+    """What a deployment's replicas need in /dev/shm, with `ASSUMED_DIMENSION` for each dimension that varies.
+
+    Each replica has the Python backend's regions: 4 MiB per instance, and the size of what its calls in flight carry.
+    vLLM has no Triton.
+    """
+    region = _region_bytes(deployment)
+    if signature is not None and not deployment.is_vllm:
+        rows = deployment.batching.max_batch_size
+        taken, given = (batch_bytes(side, rows) for side in (signature.inputs, signature.outputs))
+        region += deployment.max_in_flight * (taken + given)
+    return region * deployment.replicas.max
+
+
+def shared_memory_problems(needed_bytes: int, free_bytes: int, total_bytes: int) -> list[Problem]:
+    """Whether so much fits into /dev/shm."""
+    if needed_bytes <= free_bytes:
+        return []
+    used = max(total_bytes - free_bytes, 0)
+    # A quarter more, since inputs may be larger than assumed; in steps of 64 MiB.
+    size_mib = -(-(used + needed_bytes * 5 // 4) // (64 * MIB)) * 64
+    return [
+        Problem(
+            "shared memory",
+            f"the replicas need about {size_text(needed_bytes)} in {SHARED_MEMORY}, {size_text(free_bytes)} of "
+            f"{size_text(total_bytes)} are free (counted with {ASSUMED_DIMENSION} for a dimension that varies)",
+            f"docker run --shm-size={size_mib}m (containers have 64 MB by default; in Kubernetes mount an emptyDir "
+            f"with `medium: Memory` at {SHARED_MEMORY}), or lower max_batch_size, max_in_flight or replicas",
+        )
+    ]
+
+
+def region_problems(deployments: Iterable[Deployment]) -> list[Problem]:
+    """Whether the regions that replicas have at start fit into /dev/shm, with the fewest replicas that there may be."""
+    needed = sum(_region_bytes(one) * one.replicas.min for one in deployments)
+    return free_shared_memory_problems(needed)
+
+
+def shared_memory_warnings(deployments: Mapping[str, Deployment], signatures: Mapping[str, Signature]) -> list[Problem]:
+    """Whether /dev/shm is large enough for all that the replicas may need, however much of it is used now."""
+    space = os.statvfs(SHARED_MEMORY)
+    total = space.f_blocks * space.f_frsize
+    return shared_memory_problems(needed_shared_memory_bytes(deployments, signatures), total, total)
+
+
+def free_shared_memory_problems(needed_bytes: int) -> list[Problem]:
+    """Whether so much fits into what is free of /dev/shm."""
+    if not SHARED_MEMORY.is_dir():
+        return [Problem("shared memory", f"there is no {SHARED_MEMORY}", f"mount a tmpfs at {SHARED_MEMORY}")]
+    if not os.access(SHARED_MEMORY, os.W_OK):
+        fix = f"mount a tmpfs at {SHARED_MEMORY} that this user may write"
+        return [Problem("shared memory", f"can't write in {SHARED_MEMORY}, where Triton keeps tensors", fix)]
+    space = os.statvfs(SHARED_MEMORY)
+    return shared_memory_problems(needed_bytes, space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize)
+
+
+def needed_shared_memory_bytes(deployments: Mapping[str, Deployment], signatures: Mapping[str, Signature]) -> int:
+    """What all deployments' replicas need in /dev/shm."""
+    return sum(shared_memory_bytes(one, signatures.get(name)) for name, one in deployments.items())
+
+
+def _region_bytes(deployment: Deployment) -> int:
+    """What a replica's Triton takes in /dev/shm when it starts."""
+    return 0 if deployment.is_vllm else TRITON_REGION_BYTES * deployment.instances
+
+
+def _holder(port: int) -> str:
+    """The process that listens on a TCP port, as an addition to a message; empty if this user may not see it."""
+    with contextlib.suppress(psutil.Error, OSError):  # a process that has just ended, or a /proc that cannot be read
+        for connection in psutil.net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid is not None:
+                command = " ".join(psutil.Process(connection.pid).cmdline())
+                return f" by process {connection.pid} ({command[:100]})"
+    return ""

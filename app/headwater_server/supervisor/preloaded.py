@@ -1,0 +1,186 @@
+"""Processes that have imported what replicas need, and fork them; see `headwater.replica.preloaded`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from headwater.wire.handshake import READY, ForkRequest
+from headwater_server.config.schema import Deployment
+from headwater_server.supervisor.heavy_imports import heavy_imports
+from headwater_server.supervisor.host import Backoff, Host, kill
+from headwater_server.supervisor.replica_process import Fork, environment_of
+
+__all__ = ["Preloaded", "Preloads"]
+
+logger = logging.getLogger("headwater")
+
+IMPORT_TIMEOUT_S: Final = 60.0
+"""How long the first starts wait for the imports."""
+FORK_TIMEOUT_S: Final = 1.0
+"""The supervisor waits for a fork, which takes some 20 ms; a process that takes longer is replaced."""
+REASON_BYTES: Final = 64 * 1024
+_PAD: Final = " " * 200
+"""An argument whose memory takes the command lines of replicas."""
+
+
+class Preloaded:
+    """One process that forks replicas, which is started again when it ends.
+
+    Args:
+        environment: that of the replicas.
+        modules: what it imports.
+    """
+
+    def __init__(self, host: Host, environment: Mapping[str, str], modules: Sequence[str]) -> None:
+        self.decided: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done once it is known, for the first time, whether it can fork."""
+        self._host = host
+        self._environment = environment
+        self._modules = modules
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        """Connected to one that can fork."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it can fork."""
+        return self._socket is not None
+
+    async def run(self) -> None:
+        """Keep it running until the server stops, or it says that it can't fork."""
+        backoff = Backoff()
+        while not self._host.is_stopping:
+            began_s = time.monotonic()
+            try:
+                is_fit = await self._live()
+            except OSError as error:
+                logger.warning("replicas are started without preloaded imports: %s", error)
+                is_fit = True
+            finally:
+                if not self.decided.done():
+                    self.decided.set_result(None)
+            if not is_fit:
+                return
+            await self._host.wait_for_stop(backoff.after(time.monotonic() - began_s))
+
+    async def _live(self) -> bool:
+        """Start it and see it to its end. Returns whether it could fork."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with ours:
+            with theirs:
+                command = [sys.executable, "-m", "headwater.replica.preloaded", str(self._host.folder)]
+                process = self._process = subprocess.Popen(  # noqa: ASYNC220  # which takes milliseconds
+                    [*command, str(theirs.fileno()), *self._modules, _PAD],
+                    cwd=self._host.folder,
+                    env=self._environment,
+                    pass_fds=(theirs.fileno(),),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
+            ended = self._host.follow(process, "the process that replicas are forked from")
+            stopping = asyncio.ensure_future(self._host.stopping.wait())
+            ours.setblocking(False)
+            said = asyncio.ensure_future(asyncio.get_running_loop().sock_recv(ours, REASON_BYTES))
+            awaited: list[asyncio.Future[Any]] = [stopping, said]
+            try:
+                await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+                text = said.result() if said.done() else b""
+                if text == READY:
+                    self._socket = ours
+                    if not self.decided.done():
+                        self.decided.set_result(None)
+                    awaited[1] = ended
+                    await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+                elif not self._host.is_stopping:
+                    reason = text.decode(errors="replace") or "the process that imports has ended"
+                    logger.warning("replicas are started without preloaded imports: %s", reason)
+                return text == READY
+            finally:
+                self._socket = None
+                for task in (said, stopping):
+                    task.cancel()
+                    with contextlib.suppress(asyncio.CancelledError, OSError):
+                        await task
+                if not ended.done():
+                    kill(process.pid)
+                await ended
+
+    def fork(self, request: ForkRequest, fds: Sequence[int]) -> int:
+        """Fork a guardian with its replica. Returns the process id of the guardian, which waits for `GO`.
+
+        Raises:
+            OSError: it can't; a fork that comes later ends with the pipes.
+        """
+        assert self._socket is not None
+        assert self._process is not None
+        try:
+            self._socket.settimeout(FORK_TIMEOUT_S)
+            socket.send_fds(self._socket, [msgspec.json.encode(request)], list(fds))
+            answer = self._socket.recv(REASON_BYTES).decode(errors="replace")
+            if answer.isdigit():
+                return int(answer)
+        except OSError:
+            self._replace()
+            raise
+        self._replace()
+        raise OSError(answer or "it has ended")
+
+    def _replace(self) -> None:
+        self._socket = None
+        assert self._process is not None
+        kill(self._process.pid)
+
+
+class Preloads:
+    """The processes that fork a configuration's replicas: one for each environment of those with heavy imports.
+
+    Args:
+        host: has their processes.
+        deployments: of which those that are started with the server are forked.
+    """
+
+    def __init__(self, host: Host, deployments: Iterable[Deployment]) -> None:
+        found: dict[_Key, list[str]] = {}
+        for deployment in deployments:
+            if modules := heavy_imports(deployment, host.search):
+                found.setdefault(_key(deployment), []).extend(modules)
+        self._host = host
+        self._all = {key: Preloaded(host, dict(key), list(dict.fromkeys(modules))) for key, modules in found.items()}
+
+    def start(self) -> None:
+        """Start them."""
+        for one in self._all.values():
+            self._host.spawn(one.run())
+
+    async def wait(self, deployment: Deployment) -> None:
+        """Wait until a replica can be forked, or is better started without that."""
+        if (one := self._of(deployment)) is not None:
+            await asyncio.wait({one.decided}, timeout=IMPORT_TIMEOUT_S)
+
+    def fork_of(self, deployment: Deployment) -> Fork | None:
+        """What forks a deployment's replicas; None: nothing does now."""
+        one = self._of(deployment)
+        return one.fork if one is not None and one.is_ready else None
+
+    def _of(self, deployment: Deployment) -> Preloaded | None:
+        one = self._all.get(_key(deployment))
+        return one if one is not None and heavy_imports(deployment, self._host.search) else None
+
+
+_Key = tuple[tuple[str, str], ...]
+
+
+def _key(deployment: Deployment) -> _Key:
+    return tuple(sorted(environment_of(deployment).items()))

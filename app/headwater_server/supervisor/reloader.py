@@ -1,0 +1,156 @@
+"""Reloads deployments when their files change, for development: ``headwater serve --reload``."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from headwater.reference import is_language_model, kind_and_path, parse_reference
+from headwater_server.config.schema import Config, Deployment
+from headwater_server.control.messages import Command
+from headwater_server.control.routing import State
+from headwater_server.errors import ConfigError
+from headwater_server.security.file_watch import POLL_S, FileWatch
+from headwater_server.supervisor.deployments import Deployments
+from headwater_server.supervisor.host import Host
+from headwater_server.supervisor.lifecycle import Lifecycle
+from headwater_server.supervisor.preflight import runtime_dir_problems
+
+__all__ = ["Reloader", "files_of_model"]
+
+logger = logging.getLogger("headwater")
+
+
+class Reloader:
+    """Watches the configuration and what its deployments are made of. What fails leaves what served before.
+
+    Args:
+        read: reads the configuration again; raises `ConfigError`.
+        config_file: the file that it is read from, if there is one.
+        deployments: the present ones.
+        lifecycle: loads, reloads and unloads them.
+        host: knows what replicas have imported.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[], Config],
+        config_file: Path | None,
+        deployments: Deployments,
+        lifecycle: Lifecycle,
+        host: Host,
+    ) -> None:
+        self._read = read
+        self._config_file = None if config_file is None else config_file.absolute()
+        self._deployments = deployments
+        self._lifecycle = lifecycle
+        self._host = host
+        self._first = deployments.config
+        self._wanted: Mapping[str, Deployment] = deployments.config.deployments
+        """As the file has them."""
+        self._adopted = dict(self._wanted)
+        """As they were last loaded."""
+        self._since_s = time.time()
+        """When what serves may have begun to read its files: some are known only once they have been imported."""
+        self._watch = FileWatch(self._files())
+
+    async def run(self) -> None:
+        """Reload what changes until the server stops. Files that change together are taken together: only once a look
+        finds no further change."""
+        changed: set[Path] = set()
+        while not self._host.is_stopping:
+            await self._host.wait_for_stop(POLL_S)
+            now = self._watch.changed()
+            self._watch.watch(self._files(), self._since_s)
+            changed |= now
+            if changed and not now and not self._host.is_stopping:
+                self._since_s = time.time()
+                await self._take(changed)
+                changed = set()
+
+    async def _take(self, changed: set[Path]) -> None:
+        affected = {name for name in self._wanted if changed & self._files_of(name)}
+        if self._config_file in changed:
+            self._read_again()
+        for name, section in self._wanted.items():
+            is_changed = self._adopted.get(name) != section
+            if not is_changed and (name not in affected or self._is_unloaded(name)):
+                continue
+            is_loaded = any(one.is_loaded for one in self._deployments.own_sets(name))
+            if await self._carry_out("reload" if is_loaded else "load", name, section if is_changed else None):
+                self._adopted[name] = section
+        # Last first, since a pipeline's steps may be among them.
+        for name in reversed([name for name in self._adopted if name not in self._wanted]):
+            if await self._carry_out("unload", name, None):
+                del self._adopted[name]
+
+    def _is_unloaded(self, name: str) -> bool:
+        """Whether an operator has unloaded a deployment, which then stays so."""
+        sets = self._deployments.own_sets(name)
+        return all(not one.is_loaded and one.state is State.UNAVAILABLE for one in sets)
+
+    def _read_again(self) -> None:
+        try:
+            config = self._read()
+            for problem in runtime_dir_problems(self._first.server, config.all_deployments()):
+                raise ConfigError(str(problem))
+        except ConfigError as error:
+            logger.error("the configuration has changed, but is invalid, so that the old one stays: %s", error)
+            return
+        for section in ("server", "security", "cluster"):
+            if getattr(config, section) != getattr(self._first, section):
+                logger.warning("the configuration's section `%s` has changed: restart the server to adopt it", section)
+        self._wanted = config.deployments
+        self._deployments.rebase(config.deployments)
+
+    async def _carry_out(self, action: str, name: str, section: Deployment | None) -> bool:
+        """Whether a command succeeded; the log says why if it did not."""
+        answer = await self._lifecycle.answer(Command(0, action, name), section, "since files have changed")
+        if answer.status == 200:
+            logger.info("%s: %s done, after %.1f s", name, action, answer.content["took_s"])
+            return True
+        logger.error("%s: %s failed: %s", name, action, answer.content["error"])
+        return False
+
+    def _files(self) -> set[Path]:
+        own = set() if self._config_file is None else {self._config_file}
+        return own.union(*map(self._files_of, self._wanted))
+
+    def _files_of(self, name: str) -> set[Path]:
+        """What a deployment is made of: files that its models name, and modules that its replicas have imported."""
+        deployment = self._wanted[name]
+        steps = deployment.pipeline.all_steps().values() if deployment.pipeline is not None else ()
+        found = set()
+        for model in (deployment.model, *(step.model for step in steps)):
+            found |= files_of_model(model or "", self._host.search)
+        for own in deployment.with_replicas(name):
+            found |= {Path(file) for file in self._host.imported.get(own, ())}
+        return found
+
+
+def files_of_model(model: str, search: list[str]) -> set[Path]:
+    """The files that a deployment's ``model`` may mean, there or not: a module, a file, or those of a folder.
+
+    Args:
+        model: the reference; empty for none.
+        search: the folders in which it is looked for.
+    """
+    _, path = kind_and_path(model)
+    if is_language_model(model):
+        package, path = parse_reference(model)
+        if package:  # an installed one, which nobody edits
+            return set()
+    if path:
+        places = {Path(folder).absolute() / os.path.expanduser(path) for folder in search}
+        found = set(places)
+        for place in places:
+            with contextlib.suppress(OSError):  # it is no folder, or goes meanwhile
+                found.update(place.iterdir())
+        return found
+    module = model.partition(":")[0].replace(".", "/")
+    ends = (f"{module}.py", f"{module}/__init__.py") if module else ()
+    return {Path(folder).absolute() / end for folder in search for end in ends}

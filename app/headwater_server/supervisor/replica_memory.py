@@ -1,0 +1,181 @@
+"""Finds capacity for replicas: picks each one's device, and keeps all of them within the memory budget."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from headwater_server.config.schema import DEFAULT_MEMORY_PART, Deployment, Server
+from headwater_server.errors import MemoryBudgetExceeded
+from headwater_server.process.gpu import gpu_capacities, gpu_name, gpus_used
+from headwater_server.process.machine import HOST, host_capacity, measure_groups_by_place
+from headwater_server.supervisor.handle import ReplicaHandle
+from headwater_server.supervisor.memory_budget import MemoryBudget, Refusal
+
+__all__ = ["Place", "ReplicaMemory"]
+
+logger = logging.getLogger("headwater")
+
+Measure = Callable[[Collection[int]], Mapping[int, Mapping[str, int]]]
+
+FRESH_S: Final = 0.2
+"""A measurement is not repeated within this time."""
+
+
+@dataclass(eq=False)
+class Place:
+    """Capacity for one replica, until it is released."""
+
+    name: str
+    """The deployment's name."""
+    device: str
+    replica: ReplicaHandle | None = None
+    is_ready: bool = False
+
+
+class ReplicaMemory:
+    """The memory of all deployments' replicas. Everything happens in the supervisor's event loop.
+
+    Args:
+        budget: the limits; without any nothing is measured or refused.
+        measure: measures what each of some process groups has, by place.
+        used: measures how much of each GPU is used by any process.
+    """
+
+    def __init__(
+        self,
+        budget: MemoryBudget | None = None,
+        measure: Measure = measure_groups_by_place,
+        used: Callable[[], Mapping[str, int]] = gpus_used,
+    ) -> None:
+        self.budget = budget or MemoryBudget({})
+        self._measure = measure
+        self._used = used
+        self._places: set[Place] = set()
+        self._devices: dict[str, str] = {}
+        """What ``auto`` became, by deployment."""
+        self._measuring = asyncio.Lock()
+        self._measured_s = float("-inf")
+        """When the last measurement began."""
+
+    @classmethod
+    def of(cls, server: Server) -> ReplicaMemory:
+        """With the limits of this machine and of the configuration."""
+        host = host_capacity()
+        limit = server.memory_limit
+        part = limit if isinstance(limit, float) else DEFAULT_MEMORY_PART
+        limits = {name: int(count * part) for name, count in gpu_capacities().items()}
+        if isinstance(limit, int):
+            limits[HOST] = limit
+        elif host is not None:
+            limits[HOST] = int(host * part)
+        return cls(MemoryBudget(limits))
+
+    async def reserve(self, name: str, config: Deployment, count: int) -> list[Place]:
+        """Find capacity for replicas of a deployment: for all of them or none, and for one while their size is unknown.
+
+        An empty list: that can't be decided yet, because their size is known only once another replica has started.
+
+        Args:
+            name: the deployment's name.
+            config: what the replicas are started with.
+            count: how many; each goes to the device that has fewest of the deployment's replicas.
+
+        Raises:
+            MemoryBudgetExceeded: there is none; the message has figures.
+        """
+        if self.budget.waits(name):
+            return []
+        await self._refresh(asyncio.get_running_loop().time() - FRESH_S)
+        if self.budget.waits(name):
+            return []
+        if self.budget.limits and config.memory is None and not self.budget.knows(name):
+            count = 1
+        devices = dict.fromkeys(config.placements, 0)
+        for place in self._places:
+            if place.name == name and place.device in devices:
+                devices[place.device] += 1
+        found: list[Place] = []
+        for _ in range(count):
+            for device in sorted(devices, key=lambda one: devices[one]):
+                place = Place(name, device)
+                where = self._where(name, config, device)
+                refusal = self.budget.take(place, name, where, config.memory, config.feature_bytes)
+                if refusal is None:
+                    devices[device] += 1
+                    self._places.add(place)
+                    found.append(place)
+                    break
+            else:
+                for place in found:
+                    self.release(place)
+                what = "another replica" if count == 1 else f"{count} more replicas"
+                raise MemoryBudgetExceeded(f"no capacity for {what} of `{name}`: {refusal}")
+        return found
+
+    def attach(self, place: Place, replica: ReplicaHandle) -> None:
+        """Note that a replica was started there; its end releases the capacity."""
+        place.replica = replica
+        replica.exited.add_done_callback(lambda _: self.release(place))
+
+    async def settle(self, name: str, config: Deployment, place: Place) -> Refusal | None:
+        """Measure a replica that is ready. Returns by how much that exceeds the budget, if it does."""
+        if place.replica is None:
+            return None
+        resolved = place.replica.facts.get("device", place.device)
+        if place.device == "auto":
+            self._devices[name] = resolved
+        place.is_ready = True
+        self.budget.move(place, self._where(name, config, resolved))
+        await self._refresh(asyncio.get_running_loop().time())
+        self.budget.settle(place)
+        return self.budget.excess(place)
+
+    def release(self, place: Place) -> None:
+        """Release the capacity of a replica that is gone, or won't be started."""
+        self._places.discard(place)
+        self.budget.release(place)
+
+    def forget(self, name: str) -> None:
+        """Forget a deployment that was removed: another one may get its name."""
+        self.budget.forget(name)
+        self._devices.pop(name, None)
+
+    def _where(self, name: str, config: Deployment, device: str) -> str:
+        """The place in the budget of a device's memory."""
+        if device == "auto":
+            device = self._devices.get(name) or ("cuda:0" if len(self.budget.limits) > 1 else "cpu")
+        visible = config.environment.get("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES"))
+        return gpu_name(device, visible) or HOST
+
+    async def _refresh(self, after_s: float) -> None:
+        """Measure all replicas, unless a measurement began after that time."""
+        if not self.budget.limits:
+            return
+        loop = asyncio.get_running_loop()
+        async with self._measuring:
+            if self._measured_s > after_s:
+                return
+            began_s = loop.time()
+            held = [(place, place.is_ready, place.replica) for place in self._places]
+            try:
+                found, whole = await asyncio.to_thread(self._look, [one for _, _, one in held if one is not None])
+            except OSError as error:  # no descriptors, for one: the last measurement stays
+                logger.error("the memory of replicas can't be measured: %s", error)
+                return
+            for place, was_ready, replica in held:
+                if replica is not None and replica.id in found:
+                    self.budget.note(place, found[replica.id], is_ready=was_ready)
+            for name, used in whole.items():
+                self.budget.note_whole(name, used)
+            self._measured_s = began_s
+
+    def _look(self, replicas: Collection[ReplicaHandle]) -> tuple[dict[str, Mapping[str, int]], Mapping[str, int]]:
+        groups = {one.id: group for one in replicas if (group := one.group)}
+        measured = self._measure(set(groups.values()))
+        found = {id: measured[group] for id, group in groups.items() if group in measured}
+        return found, self._used() if len(self.budget.limits) > 1 else {}

@@ -1,0 +1,479 @@
+"""One deployment's replicas: starts them, replaces those that end, and loads, unloads and reloads them on demand."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Collection, Iterable
+from typing import Final
+
+import msgspec
+
+from headwater_server.config.schema import Deployment
+from headwater_server.config.sections import ReplicaBounds
+from headwater_server.control.messages import Drained, ReplicaLoss
+from headwater_server.control.routing import CRASH_WINDOW_S, DeploymentRoute, State
+from headwater_server.errors import CallableFailed, Conflict, MemoryBudgetExceeded
+from headwater_server.security.key_losses import KeyLosses
+from headwater_server.supervisor.handle import ReplicaHandle
+from headwater_server.supervisor.host import Host
+from headwater_server.supervisor.served import Served
+from headwater_server.supervisor.slot import SLOW_FIRST_S, SLOW_LONGEST_S, Slot
+from headwater_server.supervisor.starter import ReplicaStarter, Retired
+
+__all__ = ["ReplicaSet"]
+
+logger = logging.getLogger("headwater")
+
+FAILED_STARTS_LIMIT: Final = 5
+"""After so many starts in a row that end before the replica is ready, the deployment has failed. Starts for which the
+machine lacks something don't count."""
+GROW_RETRY_S: Final = 300.0
+"""For how long load adds no replica after one could not be started."""
+
+
+class ReplicaSet(Served):
+    """One deployment that has replicas of its own, as the supervisor sees it."""
+
+    def __init__(
+        self, name: str, config: Deployment, host: Host, part_of: str | None = None, version: str = ""
+    ) -> None:
+        super().__init__(name, config, "waiting to start")
+        self.part_of = part_of
+        """The pipeline whose step it is, or the deployment that it is a version of, if any."""
+        self.version = version
+        """Which version."""
+        self.is_decided = False
+        """Whether its first start has succeeded or failed."""
+        self.has_given_up = False
+        """Whether it has FAILED by itself, not by an operator's command."""
+        self.bounds = config.replicas
+        """The bounds of ``wanted``; an operator may have changed them."""
+        self.wanted = self.bounds.min
+        """How many replicas it should have now."""
+        self.shortage = ""
+        """Why it has fewer replicas than its load requires; empty: it hasn't."""
+        self._trouble = ""
+        """Why its last start failed, in the words for operators, until one succeeds; see `failure`."""
+        self.host = host
+        self.starter = ReplicaStarter(name, host)
+        self._slots: list[Slot] = []
+        """Those that serve are in the order in which they began to."""
+        self._leaving: list[Slot] = []
+        """Released slots, whose replicas are being ended."""
+        self._no_growth_before_s = float("-inf")
+        self._crashes: dict[str, float] = {}
+        """When replicas that served were lost recently that count against no key, by id."""
+        self._key_losses = KeyLosses(CRASH_WINDOW_S)
+        self.generation = host.first_generation
+        """Counts loads and reloads."""
+        self.adapter_loads: Counter[str] = Counter()
+        """How often each adapter was loaded into replicas that served."""
+
+    @property
+    def ready(self) -> dict[str, ReplicaHandle]:
+        """The replicas that new requests go to, by id."""
+        return {id: replica for id, replica in _serving(self._slots).items() if replica.is_reachable}
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether it has replicas, or is trying to."""
+        return bool(self._slots)
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether it has no replica, and tries again after long pauses only."""
+        return bool(self._slots) and all(slot.is_slow for slot in self._slots)
+
+    async def end_failing(self) -> None:
+        """Try no longer by itself, if it `is_failing`."""
+        if self.is_failing:
+            await self._end(self._let_go(self._slots))
+
+    def configure(self, config: Deployment) -> None:
+        """Change the configuration; running replicas keep the one they were started with."""
+        self.bounds = self._bounds_of(config)
+        self.config = config
+
+    def start(self, running: Collection[ReplicaHandle] = ()) -> None:
+        """Keep the replicas that it should have running, of which some may serve already, and start the others."""
+        if running:
+            self.wanted = min(max(self.wanted, len(running)), self.bounds.max)
+            self._take(list(running))
+        self._slots += [Slot(self) for _ in range(self.wanted - len(self._slots))]
+
+    def stay_unloaded(self, bounds: ReplicaBounds) -> None:
+        """Begin as an earlier supervisor left it, unloaded."""
+        self.bounds = bounds
+        self.is_set_aside = True
+        self.note_unloaded(())
+
+    def route(self, workers: int) -> DeploymentRoute:
+        """What each of so many gateway workers gets, with its share of what is bounded."""
+        batching = self.config.batching
+        ready = self.ready
+        serving = _serving([*self._leaving, *self._slots])
+        return msgspec.structs.replace(
+            super().route(workers),
+            replicas=tuple(replica.route() for replica in ready.values()),
+            retiring=tuple(replica.route() for id, replica in serving.items() if id not in ready),
+            priority_weights=batching.priority_weights or {},
+            max_padding=batching.max_padding or 0,
+            max_queue_delay_ms=batching.max_queue_delay_ms,
+            max_in_flight=-(-self.config.max_in_flight // workers),
+            instances=-(-self.config.instances // workers),
+            total_instances=self.config.instances,
+            wanted=self.wanted,
+            least=self.bounds.min,
+            most=self.bounds.max,
+            shortage=self.shortage,
+            part_of=self.part_of,
+            version=self.version,
+            is_language_model=self.config.is_language_model,
+            is_vllm=self.config.is_vllm,
+            prefix_affinity=self.config.checked_options["prefix_affinity"] if self.config.is_vllm else 0,
+            adapters={name: self.adapter_loads[name] for name in self.config.adapters},
+            quarantine_s=self.config.quarantine_s,
+            generation=self.generation,
+            barred=self._barred(),
+            max_crashes=self.config.max_crashes,
+        )
+
+    # Commands
+
+    async def load(self) -> None:
+        """Start its replicas, each once; afterwards it is READY or FAILED. Raises as `ReplicaStarter.start_all`."""
+        before, failure = (self.state, self.reason, self.has_given_up), self.failure
+        self.failure = self._trouble = ""
+        try:
+            fresh = await self.starter.start_all(
+                self.config, self._within(self.bounds), lambda text: self.set_state(State.LOADING, text)
+            )
+        except MemoryBudgetExceeded:  # perhaps only once the first one was measured
+            self.failure = failure
+            self.set_state(*before)
+            raise
+        except CallableFailed as error:
+            self.failure = self.starter.failure
+            self.set_state(State.FAILED, error.message)
+            raise
+        self.switch(fresh)
+        self.host.on_change()
+
+    async def begin_unload(self, timeout_s: float) -> Drained:
+        """Refuse new requests, replace no replica, and wait until nothing is in flight or the time is over."""
+        for slot in self._slots:
+            slot.release()
+        self.is_set_aside = True
+        if not _serving([*self._slots, *self._leaving]):
+            return Drained()
+        self.set_state(State.DRAINING, "it is being unloaded; requests in flight are still answered")
+        return await self.host.drain(self.name, timeout_s, None)
+
+    async def end_unload(self) -> Retired:
+        """End all replicas. Afterwards it is UNAVAILABLE, or FAILED if anything remains."""
+        self._let_go(self._slots)
+        self.shortage = self._trouble = self.failure = ""
+        self.enter(State.UNLOADING, "its replicas are being ended")
+        retired = await self._end(self._leaving)
+        self.note_unloaded(retired.leftovers)
+        self.host.on_change()
+        return retired
+
+    async def start_fresh(self, config: Deployment) -> list[ReplicaHandle]:
+        """Start replicas, with this configuration, beside those that serve. Raises as `ReplicaStarter.start_all`."""
+        try:
+            with self.host.replacing(self.name):
+                return await self.starter.start_all(config, self._within(self._bounds_of(config)))
+        except MemoryBudgetExceeded as error:
+            raise error.again(
+                f"{error.message}; they would start beside those that serve: expected `strategy: recreate`, which ends "
+                "these first, or less that takes memory"
+            ) from error
+
+    def switch(self, fresh: list[ReplicaHandle]) -> list[Slot]:
+        """Replace the replicas, from the host's next `on_change`. Returns the old ones' slots, for `retire`."""
+        old = self._let_go(self._slots)
+        self._crashes.clear()
+        self._key_losses.lift()
+        self.generation += 1
+        self._take(fresh)
+        self.wanted = len(fresh)
+        self.shortage = ""
+        return old
+
+    async def retire(self, old: list[Slot]) -> Retired:
+        """Let replaced replicas finish what they have in flight, and end them."""
+        ids = list(_serving(old))
+        drained = await self.host.drain(self.name, self.config.drain_timeout_s, ids) if ids else Drained()
+        retired = await self._end(old)
+        retired.drained = drained
+        return retired
+
+    async def _end(self, slots: Collection[Slot]) -> Retired:
+        """End the replicas of released slots, and check what remains of them."""
+        for slot in slots:
+            slot.serves = False
+        self.host.on_change()
+        retired = await self.starter.end([slot.replica for slot in slots if slot.replica is not None])
+        self._leaving = [slot for slot in self._leaving if slot not in slots]
+        return retired
+
+    # Scaling
+
+    async def scale(self, bounds: ReplicaBounds) -> Retired | None:
+        """Change the bounds, and start or end replicas accordingly. Returns what came of those that ended, if any.
+
+        Raises:
+            Conflict: it isn't loaded. Also raises as `ReplicaStarter.start_all`. Nothing has changed then.
+        """
+        if not self.is_loaded or self.is_set_aside:
+            raise Conflict(f"model `{self.name}` is {self.state.value}: {self.reason}; expected it loaded")
+        missing = self._within(bounds) - len(self._slots)
+        if missing > 0:
+            self._take(await self.starter.start_all(self.config, missing))
+        self.bounds = bounds
+        self.shortage = ""
+        return await self._shed(len(self._slots) - bounds.max)
+
+    async def grow(self) -> None:
+        """Add a replica, because the load requires it, if there is capacity."""
+        if time.monotonic() < self._no_growth_before_s:
+            return
+        try:
+            places = await self.host.memory.reserve(self.name, self.config, 1)
+        except MemoryBudgetExceeded as error:
+            if self.is_scalable:
+                self._note_shortage(error.message)
+            return
+        if not places:
+            return
+        if not self.is_scalable or self.wanted >= self.bounds.max:  # meanwhile a command has come
+            self.host.memory.release(places[0])
+            return
+        self.shortage = ""
+        self.wanted += 1
+        logger.info("%s: scaling up to %d replicas", self.name, self.wanted)
+        self._slots.append(Slot(self, place=places[0]))
+        self.host.on_change()
+
+    async def shrink(self) -> None:
+        """Remove a replica, because the load doesn't require it; what it has in flight is finished first."""
+        if not self.is_scalable or len(self._slots) <= self.bounds.min:
+            return
+        logger.info("%s: scaling down to %d replicas", self.name, len(self._slots) - 1)
+        retired = await self._shed(1) or Retired()
+        for text in (*retired.warnings, *retired.leftovers):
+            logger.error("%s: scaled down, but: %s", self.name, text)
+
+    @property
+    def is_scalable(self) -> bool:
+        """Whether load may change the number of replicas."""
+        return self.state is State.READY and not self.is_set_aside and not self.host.is_stopping
+
+    def end_shortage(self) -> None:
+        """Note that the load requires no more replicas than there are."""
+        if self.shortage and len(self._slots) >= self.wanted and not any(slot.is_slow for slot in self._slots):
+            self.shortage = ""
+            self.host.on_change()
+
+    def _bounds_of(self, config: Deployment) -> ReplicaBounds:
+        """The bounds that an operator set stay, unless the configuration's have changed."""
+        return self.bounds if config.replicas == self.config.replicas else config.replicas
+
+    def _within(self, bounds: ReplicaBounds) -> int:
+        return min(max(self.wanted, bounds.min), bounds.max)
+
+    async def _shed(self, count: int) -> Retired | None:
+        """Retire so many replicas, if any."""
+        released = self._let_go(_least_needed(self._slots, count))
+        self.wanted = len(self._slots)
+        self.host.on_change()
+        return await self.retire(released) if released else None
+
+    def _let_go(self, slots: list[Slot]) -> list[Slot]:
+        """Release these slots, and return them."""
+        for slot in slots:
+            slot.release()
+        self._slots = [slot for slot in self._slots if slot not in slots]
+        self._leaving += slots
+        return slots
+
+    def _take(self, fresh: list[ReplicaHandle]) -> None:
+        """Add replicas that serve, from the host's next `on_change`."""
+        self._slots += [Slot(self, replica) for replica in fresh]
+        self.signature = fresh[-1].signature
+        self.enter(State.READY, f"replica {fresh[-1].id} ready")
+
+    def _note_shortage(self, reason: str) -> None:
+        """Note that there is no capacity for another replica; it is logged once, until there is."""
+        if not self.shortage:
+            logger.warning("%s: %s", self.name, reason)
+        before = self.shortage, self.reason
+        self.shortage = reason
+        self.is_decided = True
+        if not self.ready and self.state in (State.LOADING, State.UNAVAILABLE):
+            self.enter(self.state, reason)
+        if (self.shortage, self.reason) != before:
+            self.host.on_change()
+
+    # Replicas
+
+    def note_no_capacity(self, slot: Slot, reason: str) -> None:
+        """A slot has found no capacity, and tries again later."""
+        self._note_shortage(reason)
+        if self.ready and len(self._slots) > self.bounds.min:  # only load required it, and may do so again
+            self._slots.remove(slot)
+            slot.release()
+            self.wanted = len(self._slots)
+            self.host.on_change()
+
+    def note_loss(self, loss: ReplicaLoss) -> None:
+        """A gateway worker lost a replica, which has ended or may yet."""
+        if loss.convicted:
+            self._key_losses.convict([loss.replica, loss.earlier], loss.convicted)
+            if loss.earlier in self._crashes:  # it was not known then which request ended it
+                self._charge(loss.earlier, self._crashes.pop(loss.earlier))
+        elif loss.times == 1:  # later ones only show that the first was right
+            self._key_losses.note(loss.replica, loss.keys)
+
+    def _charge(self, replica: str, at_s: float) -> bool:
+        """Count a lost replica against the key whose requests it had. Returns whether there is such a key."""
+        if not (key := self._key_losses.charge(replica, at_s)):
+            return False
+        if key in self._barred():
+            text = "%s: requests of the API key `%s` ended %d replicas within %g s, and are refused for now"
+            logger.error(text, self.name, key, self.config.max_crashes, CRASH_WINDOW_S)
+            asyncio.get_running_loop().call_later(self._barred()[key] - time.time(), self.host.on_change)
+        return True
+
+    def _barred(self) -> dict[str, float]:
+        """See `DeploymentRoute.barred`."""
+        now_s, epoch_s = time.monotonic(), time.time()
+        barred = self._key_losses.barred(self.config.max_crashes, now_s)
+        return {key: epoch_s + until_s - now_s for key, until_s in barred.items()}
+
+    def note_progress(self, text: str) -> None:
+        """A replica has reached a stage of its start."""
+        if self.state is State.LOADING:
+            after = f", trying again after: {self._trouble}" if self._trouble else ""
+            self.set_state(State.LOADING, f"{text}{after}")
+
+    def note_trouble(self, reason: str, cause: str) -> None:
+        """A replica could not be started; its slot tries again."""
+        self.is_decided = True
+        self._trouble, self.failure = reason, cause
+        if not self.ready and self.state is not State.UNAVAILABLE:
+            self.failure = f"trying again after: {cause}"
+            self.set_state(State.LOADING, f"trying again after: {reason}")
+        else:
+            self.host.on_change()
+
+    def note_ready(self, slot: Slot, replica: ReplicaHandle) -> None:
+        """A slot's replica serves."""
+        self._slots.remove(slot)
+        self._slots.append(slot)
+        self.signature = replica.signature
+        if self.bounds.is_fixed and not any(other.is_slow for other in self._slots):
+            self.shortage = ""
+        self.set_state(State.READY, f"replica {replica.id} ready")
+
+    def note_lost(self, slot: Slot, replica: ReplicaHandle) -> None:
+        """A replica that served can no longer be used."""
+        if not self.ready:
+            for other in self._slots:
+                other.hurry()
+        if slot.is_kept and not self.ready:
+            self.set_state(State.UNAVAILABLE, replica.reason)
+        else:
+            self.host.on_change()
+
+    def note_failed_start(self, slot: Slot, replica: ReplicaHandle, failed_starts: int) -> None:
+        """A replica ended before it was ready; so did the ones before it in its slot, so many in a row."""
+        reason = replica.account() or "ended before it was ready"
+        is_tried = slot.is_slow and not replica.is_permanent
+        tries = "not tried again" if replica.is_permanent else f"{failed_starts} of {FAILED_STARTS_LIMIT}"
+        tries = "tried again slowly" if is_tried else "tried again" if replica.is_shortage else tries
+        logger.error("%s: did not start (%s): %s", replica.id, tries, reason)
+        if is_tried:
+            self._try_slowly(slot, f"a replica did not start: {reason}")
+        elif replica.is_permanent or (failed_starts >= FAILED_STARTS_LIMIT and not replica.is_shortage):
+            self.failure = replica.cause()
+            self._give_up(slot, reason, f"another replica did not start: {reason}")
+        else:
+            self.note_trouble(reason, replica.cause())
+
+    def note_crash(self, slot: Slot, replica: ReplicaHandle) -> None:
+        """A replica that served has ended; its slot is about to start another."""
+        now_s = time.monotonic()
+        if self._charge(replica.id, now_s):
+            self.host.on_change()
+            return
+        recent = {id: at_s for id, at_s in self._crashes.items() if at_s >= now_s - CRASH_WINDOW_S}
+        self._crashes = {**recent, replica.id: now_s}
+        if len(self._crashes) >= self.config.max_crashes:
+            lost = f"{len(self._crashes)} replicas were lost within {CRASH_WINDOW_S:g} s"
+            self._try_slowly(slot, f"{lost}, the last: {replica.account()}")
+
+    def _try_slowly(self, slot: Slot, reason: str) -> None:
+        """Have a slot try again after a long pause. A slot that only load required goes; load may require it again."""
+        if len(self._slots) > self.bounds.min:
+            self._give_up(slot, reason, f"one replica less: {reason}")
+            return
+        slot.is_slow = True
+        if any(not other.is_slow for other in self._slots):
+            self.shortage = f"one replica less, which is tried again slowly: {reason}"
+            logger.error("%s: %s", self.name, self.shortage)
+            self.host.on_change()
+            return
+        pauses = f"{SLOW_FIRST_S:g} to {SLOW_LONGEST_S:g} s"
+        logger.error(
+            "%s: FAILED; tried again after pauses of %s; fix it, then reload it: %s", self.name, pauses, reason
+        )
+        self.set_state(State.FAILED, reason)
+
+    def _give_up(self, slot: Slot, reason: str, shortage: str) -> None:
+        """Remove a slot. The others go on; with the last one the deployment has failed."""
+        self._slots.remove(slot)
+        slot.release()
+        if self._slots:
+            logger.error("%s: continues with %d replicas: %s", self.name, len(self._slots), shortage)
+            if not self.bounds.is_fixed:  # load may require another later
+                self.wanted = len(self._slots)
+                self._no_growth_before_s = time.monotonic() + GROW_RETRY_S
+            self.shortage = shortage
+            self.host.on_change()
+            return
+        logger.error(
+            "%s: FAILED and not tried again; fix it, then load it or restart the server: %s", self.name, reason
+        )
+        self.set_state(State.FAILED, reason, has_given_up=True)
+
+    def set_state(self, state: State, reason: str, has_given_up: bool = False) -> None:
+        """Enter a state, and notify the host."""
+        self.enter(state, reason, has_given_up)
+        self.host.on_change()
+
+    def enter(self, state: State, reason: str, has_given_up: bool = False) -> None:
+        """Enter a state; the caller notifies the host."""
+        super().enter(state, reason)
+        if state is State.READY:
+            self.failure = self._trouble = ""
+        self.has_given_up = has_given_up
+        self.is_decided |= state is not State.LOADING
+
+
+def _serving(slots: Iterable[Slot]) -> dict[str, ReplicaHandle]:
+    """The replicas that serve, by id, those that are out of reach for now included."""
+    return {slot.replica.id: slot.replica for slot in slots if slot.serves and slot.replica is not None}
+
+
+def _least_needed(slots: Iterable[Slot], count: int) -> list[Slot]:
+    """So many slots: first those that don't serve, then the newest of those on the device that has most."""
+    left, found = list(slots), []
+    for _ in range(count):
+        on = [slot.replica.device if slot.replica is not None else "" for slot in left]
+        found.append(left.pop(max(range(len(left)), key=lambda at: (not left[at].serves, on.count(on[at]), at))))
+    return found

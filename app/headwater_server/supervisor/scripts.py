@@ -1,0 +1,188 @@
+"""PyTriton scripts in a configuration: what they set where the configuration sets nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from headwater.errors import Problem
+from headwater.reference import kind_and_path, script_and_name
+from headwater_server.config.content import content
+from headwater_server.config.pipeline import Step
+from headwater_server.config.schema import Deployment
+from headwater_server.config.sections import laid_over
+from headwater_server.process.interpreter import InterpreterError
+from headwater_server.process.machine import cpu_count
+from headwater_server.process.model_side import PROCESS_TIMEOUT_S, ModelSide, last_line
+
+__all__ = ["KIND", "Scripts", "scripts_of"]
+
+KIND = "pytriton"
+
+
+class _Run(NamedTuple):
+    """One way to run a script."""
+
+    script: str
+    arguments: tuple[str, ...]
+    python: Path | None
+    environment: frozenset[tuple[str, str]]
+
+
+class _Model(NamedTuple):
+    """A model that a script binds."""
+
+    run: _Run
+    name: str
+    """Empty for the only one."""
+
+
+class Scripts:
+    """What scripts set, each run once in a process of its own.
+
+    Args:
+        paths: folders of the user's modules; the first is the working folder.
+    """
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self._paths = paths
+        self._found: dict[_Run, dict[str, Any] | Problem] = {}
+
+    def run(self, deployments: Iterable[Deployment]) -> None:
+        """Run the scripts of these deployments that have not been run, several at once."""
+        runs = {model.run for one in deployments for model in scripts_of(one)} - set(self._found)
+        if runs:
+            with ThreadPoolExecutor(min(len(runs), cpu_count())) as pool:
+                self._found.update(zip(runs, pool.map(self._find, runs), strict=True))
+
+    def finding(self, deployment: Deployment) -> dict[str, Any] | Problem:
+        """The fields of the `headwater.replica.bindings.ScriptFinding` of a deployment's script, or why there are
+        none."""
+        self.run([deployment])
+        (model,) = scripts_of(deployment)
+        return self._found[model.run]
+
+    def warnings(self) -> list[str]:
+        """What the scripts ask for in vain, each once."""
+        found = {}
+        for run, finding in self._found.items():
+            if not isinstance(finding, Problem):
+                found.update(dict.fromkeys(f"{run.script}: {text}" for text in finding["warnings"]))
+        return list(found)
+
+    def laid_under(self, deployment: Deployment) -> dict[str, Any]:
+        """A deployment's section with its scripts' fields where it has none itself, in its versions and steps too.
+
+        A fused pipeline gets the least ``max_batch_size`` of its scripts. A script that fails sets nothing: its
+        replicas say why.
+        """
+        self.run([deployment])
+        section: dict[str, Any] = content(deployment)
+        for name in deployment.versions:
+            settings = self._settings(deployment.version(name))
+            section["versions"][name] = laid_over(_with_own(settings, section), section["versions"][name])
+        if deployment.is_graph:
+            for name, step in _own_steps(deployment):
+                part = _section_of_step(section["pipeline"], name)
+                part |= _with_own(self._settings(_of_step(deployment, step)), {**section, **part})
+        return section if deployment.is_composite else laid_over(self._settings(deployment), section)
+
+    def taken_out(self, deployment: Deployment) -> dict[str, Any]:
+        """A deployment's section without what `laid_under` has put there, for one that is no composite."""
+        self.run([deployment])
+        section: dict[str, Any] = content(deployment)
+        return section if deployment.is_composite else _without(section, self._settings(deployment))
+
+    def _settings(self, deployment: Deployment) -> dict[str, Any]:
+        """The fields that a deployment's scripts set; none if it has none, or they fail."""
+        found: list[dict[str, Any]] = []
+        for model in scripts_of(deployment):
+            finding = self._found[model.run]
+            if not isinstance(finding, Problem):
+                settings = finding["settings"]
+                found.append(settings.get(model.name or next(iter(settings)), {}))
+        if deployment.pipeline is None:
+            return found[0] if found else {}
+        sizes = [one["batching"]["max_batch_size"] for one in found if one]
+        return {"batching": {"max_batch_size": min(sizes)}, "warmup_batch_sizes": []} if sizes else {}
+
+    def _find(self, run: _Run) -> dict[str, Any] | Problem:
+        title = f"model {KIND}:{run.script}"
+        request = {
+            "path": run.script,
+            "arguments": run.arguments,
+            "search": list(self._paths),
+            "working_dir": self._paths[0],
+        }
+        try:
+            with ModelSide(dict(run.environment), run.python) as side:
+                status, output, errors = side.run("headwater.replica.bindings", msgspec.json.encode(request))
+        except InterpreterError as error:
+            return Problem(title, error.reason, error.fix)
+        if status != 0:
+            ended = f"ended the process with status {status}"
+            how = f"took more than {PROCESS_TIMEOUT_S:g} s" if status is None else ended
+            said = f": {last_line(errors)}" if errors.strip() else ""
+            return Problem(title, f"running it up to serve() {how}{said}", "load in the script only what it serves")
+        finding: dict[str, Any] = msgspec.json.decode(output)
+        return finding if finding["problem"] is None else Problem(**finding["problem"])
+
+
+def scripts_of(deployment: Deployment) -> Iterator[_Model]:
+    """The models of scripts that a deployment, its versions or its steps name."""
+    if deployment.versions:
+        for name in deployment.versions:
+            yield from scripts_of(deployment.version(name))
+    elif deployment.pipeline is not None:
+        for _, step in _own_steps(deployment):
+            yield from scripts_of(_of_step(deployment, step))
+    else:
+        kind, path = kind_and_path(deployment.model or "")
+        arguments = deployment.options.get("arguments", ())
+        if kind == KIND:
+            script, name = script_and_name(path)
+            # What is no list of texts is an error that the replicas report.
+            listed = tuple(map(str, arguments)) if isinstance(arguments, (list, tuple)) else ()
+            yield _Model(_Run(script, listed, deployment.python, frozenset(deployment.environment.items())), name)
+
+
+def _own_steps(deployment: Deployment) -> Iterator[tuple[str, Step]]:
+    """A pipeline's steps with models of their own."""
+    if deployment.pipeline is not None:
+        yield from ((name, one) for name, one in deployment.pipeline.all_steps().items() if one.model is not None)
+
+
+def _of_step(deployment: Deployment, step: Step) -> Deployment:
+    """A step as a deployment, as far as running its script goes."""
+    python, environment = step.python or deployment.python, {**deployment.environment, **(step.environment or {})}
+    fields = {"model": step.model, "options": step.options, "python": python, "environment": environment}
+    return deployment.model_copy(update={**fields, "pipeline": None})
+
+
+def _section_of_step(pipeline: dict[str, Any], name: str) -> dict[str, Any]:
+    """A step's own section within a pipeline's."""
+    if "steps" in pipeline:
+        found: dict[str, Any] = pipeline["steps"][name]
+    else:
+        found = {"trunk": pipeline["trunk"], **pipeline["heads"]}[name]
+    return found
+
+
+def _with_own(settings: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """A script's fields, with a section's own laid over them."""
+    return laid_over(dict(settings), {name: own[name] for name in settings if name in own})
+
+
+def _without(section: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """A section's fields that another doesn't have, or has with other values."""
+    left: dict[str, Any] = {}
+    for name, value in section.items():
+        if isinstance(value, Mapping) and isinstance(other.get(name), Mapping):
+            left[name] = _without(value, other[name])
+        elif name not in other or other[name] != value:
+            left[name] = value
+    return left

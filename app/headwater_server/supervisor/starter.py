@@ -1,0 +1,233 @@
+"""Starts one deployment's replicas where there is capacity for them, and ends replicas with all that they have."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, Final
+
+from headwater_server.config.schema import Deployment
+from headwater_server.control.messages import Drained
+from headwater_server.errors import CallableFailed, HeadwaterError, Unavailable
+from headwater_server.process.proc import GroupUse
+from headwater_server.supervisor.handle import ReplicaHandle
+from headwater_server.supervisor.host import Host
+from headwater_server.supervisor.replica_memory import Place
+from headwater_server.telemetry.recorder import recorder
+
+__all__ = ["FIRST_MEASURED_RETRY_S", "REPLICA_END_TIMEOUT_S", "ReplicaStarter", "Retired", "stop_or_kill"]
+
+logger = logging.getLogger("headwater")
+
+REPLICA_END_TIMEOUT_S: Final = 20.0
+"""How long a replica and its guardian may take to end; then they are killed."""
+REPLICA_KILL_TIMEOUT_S: Final = 10.0
+LONG_START_S: Final = 60.0
+"""A start that takes longer waits for something other than a core; other starts no longer wait for it."""
+FIRST_MEASURED_RETRY_S: Final = 0.2
+"""How often to look whether the first replica was measured, if others wait for that."""
+
+
+@dataclass
+class Retired:
+    """What came of ending replicas."""
+
+    drained: Drained = field(default_factory=Drained)
+    before: GroupUse = field(default_factory=GroupUse)
+    """What the replicas' processes had."""
+    after: GroupUse = field(default_factory=GroupUse)
+    leftovers: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    def report(self) -> dict[str, Any]:
+        """The fields of an operator's answer."""
+        gpu_bytes = None
+        if self.before.gpu_bytes is not None and self.after.gpu_bytes is not None:
+            gpu_bytes = self.before.gpu_bytes - self.after.gpu_bytes
+        return {
+            "drained": self.drained.drained,
+            "ended": self.drained.ended,
+            "freed": {"host_bytes": self.before.resident_bytes - self.after.resident_bytes, "gpu_bytes": gpu_bytes},
+            "leftovers": self.leftovers,
+            **({"warnings": self.warnings} if self.warnings else {}),
+        }
+
+    def __add__(self, other: Retired) -> Retired:
+        """The sum of both."""
+        return Retired(
+            self.drained + other.drained,
+            self.before + other.before,
+            self.after + other.after,
+            self.leftovers + other.leftovers,
+            self.warnings + other.warnings,
+        )
+
+
+class ReplicaStarter:
+    """Starts and ends the replicas of one deployment."""
+
+    def __init__(self, name: str, host: Host) -> None:
+        self.failure = ""
+        """Why the last failed start of `start_all` failed, in the words for clients."""
+        self._name = name
+        self._host = host
+
+    @contextlib.asynccontextmanager
+    async def turn(self, config: Deployment) -> AsyncGenerator[None, None]:
+        """A context in which to start a replica: only so many start at once."""
+        await self._host.prepare(config)
+        await self._host.start_slots.acquire()
+        with contextlib.ExitStack() as held:
+            held.callback(self._host.start_slots.release)
+            held.callback(asyncio.get_running_loop().call_later(LONG_START_S, held.close).cancel)
+            yield
+
+    def launch(self, place: Place, config: Deployment, on_progress: Callable[[str], None]) -> ReplicaHandle:
+        """Start a replica in reserved capacity.
+
+        Raises:
+            OSError: as `Host.launch`; the capacity is released.
+        """
+        try:
+            replica = self._host.launch(self._name, config.on(place.device), on_progress)
+        except OSError:
+            self._host.memory.release(place)
+            raise
+        self._host.memory.attach(place, replica)
+        return replica
+
+    async def await_ready(self, replica: ReplicaHandle, place: Place, config: Deployment) -> bool:
+        """Wait until a replica is ready, and measure it. Returns whether it got ready."""
+        await replica.wait_for_place(config.load_timeout_s)
+        if not replica.has_place and not replica.ending.is_set():
+            replica.reason = f"no place for it within load_timeout_s = {config.load_timeout_s:g} s"
+            replica.kill()
+            return False
+        started = time.monotonic()
+        # Not wait_for, which before Python 3.12 loses a cancellation that comes just when the replica gets ready.
+        if not (await asyncio.wait({replica.ready}, timeout=config.load_timeout_s))[0]:
+            replica.reason = f"not ready within load_timeout_s = {config.load_timeout_s:g} s"
+            replica.kill()
+            return False
+        if not replica.ready.result():
+            return False
+        took_s = time.monotonic() - started
+        excess = await self._host.memory.settle(self._name, config, place)
+        if excess is not None:
+            text = "%s: all replicas together exceed the memory budget; this one stays, and no other is started: %s"
+            logger.warning(text, self._name, excess)
+        logger.info(
+            "%s: ready after %.1f s on %s%s", replica.id, took_s, replica.facts.get("device", "?"),
+            _own_python(config, replica.facts),
+        )  # fmt: skip
+        return True
+
+    async def start_all(
+        self, config: Deployment, count: int, on_progress: Callable[[str], None] = lambda text: None
+    ) -> list[ReplicaHandle]:
+        """Start so many replicas, each once. Afterwards all of them are ready, or gone.
+
+        ``on_progress`` is called when there is capacity for the first, and with each stage.
+
+        Raises:
+            CallableFailed: one of them didn't start, or was lost before the last was ready.
+            MemoryBudgetExceeded: the memory budget doesn't allow them.
+            Unavailable: the server is stopping.
+        """
+        fresh: list[ReplicaHandle] = []
+        try:
+            while len(fresh) < count:
+                places = await self._host.memory.reserve(self._name, config, count - len(fresh))
+                if not places:
+                    await self._host.wait_for_stop(FIRST_MEASURED_RETRY_S)
+                else:
+                    on_progress("loading, at an operator's request")
+                starts = (self._start_one(place, config, on_progress) for place in places)
+                outcomes = await asyncio.gather(*starts)
+                fresh += [outcome for outcome in outcomes if not isinstance(outcome, str)]
+                reasons = [outcome for outcome in outcomes if isinstance(outcome, str)]
+                if self._host.is_stopping:
+                    raise Unavailable("the server is stopping")
+                if reasons:
+                    raise CallableFailed(f"a replica of `{self._name}` did not start: {reasons[0]}")
+            if (lost := self.lost(fresh)) is not None:
+                raise lost
+        except HeadwaterError:
+            await stop_or_kill(fresh)
+            raise
+        return fresh
+
+    def lost(self, fresh: Collection[ReplicaHandle]) -> CallableFailed | None:
+        """The error if one of the replicas that were started together has ended since it was ready."""
+        for one in fresh:
+            if one.ending.is_set():
+                reason = one.account() or "it ended"
+                self.failure = one.cause()
+                return CallableFailed(f"a replica of `{self._name}` was lost before all others were ready: {reason}")
+        return None
+
+    async def _start_one(
+        self, place: Place, config: Deployment, on_progress: Callable[[str], None]
+    ) -> ReplicaHandle | str:
+        """Start a replica. Returns it once it is ready; or, once it is gone, the reason."""
+        async with self.turn(config):
+            if self._host.is_stopping:
+                self._host.memory.release(place)
+                return "the server is stopping"
+            try:
+                replica = self.launch(place, config, on_progress)
+            except OSError as error:
+                self.failure = f"it can't be started: {error.strerror}"
+                return f"it can't be started: {error}"
+            if await self.await_ready(replica, place, config) and not replica.ending.is_set():
+                return replica
+        await stop_or_kill([replica])
+        recorder().count("headwater_replica_start_failures", self._name)
+        self.failure = replica.cause()
+        return replica.account() or "ended before it was ready"
+
+    async def end(self, replicas: Collection[ReplicaHandle]) -> Retired:
+        """End replicas, and see what is left of them."""
+        before = await _measure(replicas)
+        await stop_or_kill(replicas)
+        remains = await asyncio.gather(*(one.remains() for one in replicas))
+        retired = Retired(before=before, after=await _measure(replicas), leftovers=[*chain(*remains)])
+        for one in replicas:
+            if one.reason not in ("", "stopped", "stopped before it was ready"):
+                retired.warnings.append(f"replica {one.id}: {one.reason}")
+        return retired
+
+
+async def _measure(replicas: Collection[ReplicaHandle]) -> GroupUse:
+    try:
+        return sum(await asyncio.gather(*(one.use() for one in replicas)), GroupUse())
+    except OSError as error:  # no descriptors, for one: the replicas are ended all the same
+        logger.error("the memory of replicas that are ended can't be measured: %s", error)
+        return GroupUse()
+
+
+async def stop_or_kill(replicas: Collection[ReplicaHandle]) -> None:
+    """End replicas, and kill those that take too long. Returns when they have ended, or don't end even so."""
+    if not replicas:
+        return
+    for replica in replicas:
+        replica.stop()
+    _, late = await asyncio.wait({replica.exited for replica in replicas}, timeout=REPLICA_END_TIMEOUT_S)
+    if late:
+        for replica in replicas:
+            replica.kill()
+        await asyncio.wait(late, timeout=REPLICA_KILL_TIMEOUT_S)
+
+
+def _own_python(deployment: Deployment, facts: Mapping[str, str]) -> str:
+    """The Python that a replica runs under, and the versions there; empty: Headwater's own."""
+    if deployment.python is None:
+        return ""
+    return f", under {deployment.python}: " + ", ".join(
+        f"{name} {version}" for name, version in facts.items() if name != "device"
+    )

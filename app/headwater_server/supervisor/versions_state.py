@@ -1,0 +1,125 @@
+"""A deployment with versions, as the supervisor sees it: its state, and how requests are shared among them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from headwater_server.config.schema import Deployment
+from headwater_server.config.sections import Traffic
+from headwater_server.control.routing import DeploymentRoute, State, TrafficRoute
+from headwater_server.errors import Conflict
+from headwater_server.supervisor.composite import Composite
+
+__all__ = ["VersionsState"]
+
+
+class VersionsState(Composite):
+    """One deployment, whose state is that of its default version."""
+
+    parts = "versions"
+
+    def __init__(self, name: str, config: Deployment) -> None:
+        super().__init__(name, config)
+        self.before: Traffic | None = None
+        """The traffic before the last change of it; None: it has not changed."""
+        self.rolled_back = ""
+        """What the last change of the traffic took back, and why; empty: it was no rollback."""
+
+    @property
+    def deployments(self) -> Mapping[str, str]:
+        """See `Composite.deployments`."""
+        return {version: f"{self.name}.{version}" for version in self.config.versions}
+
+    def adopt(self, config: Deployment) -> None:
+        """See `Composite.adopt`; the traffic so far is kept for a rollback, if it changes."""
+        before, after = self.config.shared_traffic, config.shared_traffic
+        if before != after:
+            self.before, self.rolled_back = before, ""
+        super().adopt(config)
+
+    def promoted(self, version: str) -> Deployment:
+        """The configuration in which one version answers all requests, and is the default.
+
+        Raises:
+            Conflict: there is no such version.
+        """
+        if version not in self.config.versions:
+            known = ", ".join(f"`{one}`" for one in self.config.versions)
+            raise Conflict(f"model `{self.name}`, version: expected one of {known}, got {version[:100]!r}")
+        return self._with(self.config.shared_traffic, {version: 1.0}, version)
+
+    def traffic_before(self, *, is_undo: bool) -> Deployment:
+        """The configuration with the traffic before its last change.
+
+        Args:
+            is_undo: whether a rollback is to be undone, rather than another change.
+
+        Raises:
+            Conflict: the traffic has not changed, its last change was a rollback and ``is_undo`` is not set, or the
+                other way round; or a version that had a share then is gone.
+        """
+        if self.before is None:
+            raise Conflict(f"model `{self.name}`: its traffic has not changed, so there is nothing to go back to")
+        if self.rolled_back and not is_undo:
+            back = ", ".join(f"{100 * share:g} % to {version}" for version, share in self.before.shares.items())
+            raise Conflict(
+                f"model `{self.name}`: the last change of its traffic was a rollback: {self.rolled_back}; "
+                f"`headwater rollback {self.name} --undo` takes it back and gives {back}"
+            )
+        if is_undo and not self.rolled_back:
+            raise Conflict(
+                f"model `{self.name}`: expected a rollback as the last change of its traffic, which --undo takes back; "
+                "it was another change, which a rollback without --undo takes back"
+            )
+        gone = [one for one, share in self.before.shares.items() if share and one not in self.config.versions]
+        if gone:
+            raise Conflict(f"model `{self.name}`: version `{gone[0]}`, which had a share of the traffic then, is gone")
+        return self._with(self.before, self.before.shares, self.before.default)
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether versions other than the default have a share that they may lose by themselves."""
+        traffic = self.config.shared_traffic
+        return traffic.rollback is not None and traffic.shares[traffic.default] < 1
+
+    def default_alone(self) -> Deployment:
+        """The configuration in which the default version answers all requests."""
+        traffic = self.config.shared_traffic
+        return self._with(traffic, {traffic.default: 1.0}, traffic.default)
+
+    def _with(self, settings: Traffic, shares: Mapping[str, float], default: str) -> Deployment:
+        shared = {version: shares.get(version, 0.0) for version in self.config.versions}
+        fields = {**settings.settings, **shared, "default": default}
+        if shared.get(settings.shadow) != 0:  # it has a share now, or is gone
+            fields.pop("shadow", None)
+        return self.config.with_traffic(Traffic.model_validate(fields))
+
+    def update(self, deployments: Mapping[str, DeploymentRoute]) -> None:
+        """See `Composite.update`. It is READY while its default version is; the reason names versions that are not."""
+        if not self.is_loaded:
+            return
+        versions = {version: deployments[name] for version, name in self.deployments.items()}
+        default = self.config.shared_traffic.default
+        one = versions[default]
+        self.signature = None if one.signature is None else msgspec.structs.replace(one.signature, name=self.name)
+        if one.state is not State.READY:
+            reason = "; ".join(filter(None, (self.rolled_back, f"version `{default}`: {one.reason}")))
+            self.enter(one.state, reason, f"version `{default}`: {one.cause}")
+            return
+        away = {version: other for version, other in versions.items() if other.state is not State.READY}
+        reason = "; ".join(f"version `{name}` is {other.state.value}: {other.reason}" for name, other in away.items())
+        cause = "; ".join(f"version `{name}` is {other.state.value}: {other.cause}" for name, other in away.items())
+        self.enter(State.READY, "; ".join(filter(None, (self.rolled_back, reason or "all versions ready"))), cause)
+
+    def route(self, workers: int) -> DeploymentRoute:
+        """What each of so many gateway workers gets."""
+        traffic = self.config.shared_traffic
+        before = {} if self.before is None else self.before.shares
+        shared = TrafficRoute(
+            traffic.shares, traffic.default, traffic.sticky, self.is_watched, traffic.shadow, before, self.rolled_back
+        )
+        first = next(iter(self.config.versions))
+        is_language_model = self.config.version(first).is_language_model
+        return msgspec.structs.replace(super().route(workers), traffic=shared, is_language_model=is_language_model)

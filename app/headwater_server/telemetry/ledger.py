@@ -1,0 +1,283 @@
+"""The counts of all processes of a server, kept in files that any process can read without asking another.
+
+The folder contains
+
+- ``worker-I.N``, one for each gateway worker, by its index and a unique number, and ``supervisor``:
+  `headwater_server.telemetry.store` files. A worker that starts while the disk is full has a link to a file in memory;
+- ``ended``: the counts of workers that ended, and their names. It is replaced as a whole before a worker's file is
+  removed. A reader counts everything exactly once if it reads the workers' files first, then this one, and leaves out
+  the workers that it names;
+- ``state``: gauges of what the supervisor sees, replaced as a whole, so that nothing obsolete remains.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import operator
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple, TypeVar
+
+import msgspec
+
+from headwater_server.telemetry.catalogue import ACCEPTED, ALL_SERIES, CATALOGUE, IN_FLIGHT, OUTCOMES, REQUESTS
+from headwater_server.telemetry.instruments import ACCEPTED_AT
+from headwater_server.telemetry.recorder import recorder
+from headwater_server.telemetry.store import Key, Snapshot, Store, read_store
+
+__all__ = ["Counts", "Ledger", "Totals", "counts_by_deployment", "merged", "read_records", "read_totals", "together"]
+
+logger = logging.getLogger("headwater.metrics")
+_ENDED: Final = "ended"
+_STATE: Final = "state"
+_SUPERVISOR: Final = "supervisor"
+_WORKER_PREFIX: Final = "worker-"
+_NAMES_LIMIT: Final = 1000
+"""How many ended workers ``ended`` names, latest last."""
+
+Records = dict[Key, list[int]]
+Content = TypeVar("Content")
+
+
+class _Ended(msgspec.Struct):
+    """The content of ``ended``."""
+
+    names: list[str] = []
+    records: Records = {}
+
+
+class Ledger:
+    """The supervisor's side of the files.
+
+    Args:
+        folder: created here; its parent must be closed to other users.
+
+    Raises:
+        OSError: the folder can't be created.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir(mode=0o700)
+        Store.create(folder / _SUPERVISOR)
+        self.store = Store(folder / _SUPERVISOR)
+        """The supervisor's own counts."""
+        self._next = 0
+        self._ended = _Ended()
+        self._in_memory: dict[Path, int] = {}
+        """Descriptors of workers' files that are in memory."""
+        self._unread: list[Path] = []
+        """Files of ended workers that could not be booked because the disk was full."""
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether the supervisor's own file was removed."""
+        return not (self._folder / _SUPERVISOR).exists()
+
+    def restore(self) -> None:
+        """Make what was removed again. What the supervisor counted and booked stays.
+
+        Raises:
+            OSError: it can't be made. It counts as damaged as before.
+        """
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        if not self.is_damaged:
+            self._replace(_ENDED, self._ended)
+            return
+        ended = _Ended(self._ended.names, _added_up([self._ended.records, self.store.snapshot().records]))
+        self._replace(_ENDED, ended)
+        Store.create(self._folder / _SUPERVISOR)
+        self.store = Store(self._folder / _SUPERVISOR)
+        self._ended = ended
+
+    def add_worker(self, index: int) -> Path:
+        """Create the file for a new gateway worker with this index; in memory if the disk is full.
+
+        Raises:
+            OSError: the file can't be created.
+        """
+        path = self._folder / f"{_WORKER_PREFIX}{index}.{self._next}"
+        self._next += 1
+        try:
+            Store.create(path)
+        except OSError as error:
+            logger.warning("metrics: a worker counts in memory: %s: %s", path, error.strerror)
+            self._in_memory[path] = Store.create_in_memory(path)
+        return path
+
+    def end_worker(self, path: Path) -> int:
+        """Book the counts of a worker that has ended. Returns the number of requests lost with it."""
+        self._unread.append(path)
+        lost = 0
+        try:
+            while self._unread:
+                booked = self._unread[0]
+                try:
+                    lost += self._book(booked)
+                except FileNotFoundError:
+                    logger.error("metrics: %s was removed, and the worker's counts with it", booked)
+                del self._unread[0]
+                if (fd := self._in_memory.pop(booked, None)) is not None:
+                    os.close(fd)
+        except OSError as error:
+            logger.error("metrics: can't book the counts of an ended worker yet: %s: %s", self._unread[0], error)
+        return lost
+
+    def _book(self, path: Path) -> int:
+        # A gauge is no longer valid when the process that set it has ended.
+        records = {k: numbers for k, numbers in read_store(path).records.items() if ALL_SERIES[k.name].kind != "gauge"}
+        lost = 0
+        for key, numbers in records.items():
+            if key.name == REQUESTS:
+                missing = numbers[ACCEPTED_AT] - sum(numbers[:ACCEPTED_AT])
+                numbers[OUTCOMES.index("lost")] += missing
+                lost += missing
+        ended = _Ended([*self._ended.names, path.name][-_NAMES_LIMIT:], _added_up([self._ended.records, records]))
+        self._replace(_ENDED, ended)
+        self._ended = ended
+        path.unlink()
+        return lost
+
+    def write_state(self, values: Mapping[Key, int]) -> None:
+        """Publish what the supervisor sees."""
+        try:
+            self._replace(_STATE, values)
+        except OSError as error:
+            logger.error("metrics: can't write the state of deployments and replicas: %s", error)
+
+    def _replace(self, name: str, content: object) -> None:
+        temporary = self._folder / f"{name}.new"
+        with open(temporary, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+            file.write(msgspec.msgpack.encode(content))
+        temporary.replace(self._folder / name)
+
+
+class Totals(NamedTuple):
+    """The counts of all processes of a server."""
+
+    records: Records
+    """Counters and gauges have one number; histograms those of `headwater_server.telemetry.instruments.Histogram`."""
+    pids: dict[str, int]
+    """The process ids of live processes, by name."""
+
+
+def read_totals(folder: Path) -> Totals:
+    """Read all files of a server; the module's docstring says why everything is counted exactly once."""
+    workers: dict[str, Snapshot] = {}
+    for path in sorted(folder.glob(f"{_WORKER_PREFIX}*")):
+        with contextlib.suppress(FileNotFoundError):  # booked in the meantime
+            workers[path.name] = read_store(path)
+    ended = _read_message(folder / _ENDED, _Ended)
+    for name in ended.names:
+        workers.pop(name, None)
+    try:
+        supervisor = read_store(folder / _SUPERVISOR)
+    except FileNotFoundError:  # removed by somebody; the supervisor makes it again
+        supervisor = Snapshot(0, {})
+    records = merged([*(one.records for one in workers.values()), ended.records, supervisor.records])
+    for key, value in _read_message(folder / _STATE, dict[Key, int]).items():
+        records[key] = [value]
+    pids = {name.partition(".")[0]: one.pid for name, one in workers.items() if one.pid}
+    return Totals(records, {_SUPERVISOR: supervisor.pid, **pids})
+
+
+def _read_message(path: Path, kind: type[Content]) -> Content:
+    """The content of a file that is replaced as a whole; the type's default if it doesn't exist."""
+    try:
+        return msgspec.msgpack.decode(path.read_bytes(), type=kind)
+    except FileNotFoundError:
+        return kind()
+
+
+def merged(parts: Iterable[Records]) -> Records:
+    """Merge the counts of several processes into the catalogue's series."""
+    totals = _added_up(parts)
+    for key in [key for key in totals if key.name == REQUESTS]:
+        numbers = totals.pop(key)
+        accepted = numbers[ACCEPTED_AT]
+        totals[Key(ACCEPTED, key.labels)] = [accepted]
+        totals[Key(IN_FLIGHT, key.labels)] = [accepted - sum(numbers[:ACCEPTED_AT])]
+        for outcome, count in zip(OUTCOMES, numbers, strict=False):
+            totals[Key(REQUESTS, (*key.labels, outcome))] = [count]
+    return totals
+
+
+def _added_up(parts: Iterable[Records]) -> Records:
+    totals: Records = {}
+    for records in parts:
+        for key, numbers in records.items():
+            combine = max if ALL_SERIES[key.name].merge == "max" else operator.add
+            known = totals.get(key)
+            totals[key] = numbers if known is None else [combine(a, b) for a, b in zip(known, numbers, strict=True)]
+    return totals
+
+
+class Counts:
+    """The counts of one deployment."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, list[tuple[tuple[str, ...], list[int]]]] = defaultdict(list)
+
+    def add(self, key: Key, numbers: list[int]) -> None:
+        """Add a record."""
+        self._found[key.name].append((key.labels[1:], numbers))
+
+    def include(self, other: Counts) -> None:
+        """Add another deployment's records."""
+        for name, records in other._found.items():
+            self._found[name] += records
+
+    def _numbers(self, name: str, last: str | None) -> list[list[int]]:
+        return [numbers for labels, numbers in self._found[name] if last is None or labels[-1] == last]
+
+    def total(self, name: str, last: str | None = None) -> int:
+        """The sum of a counter or gauge over its other labels, optionally only those whose last label is ``last``."""
+        return sum(numbers[0] for numbers in self._numbers(name, last))
+
+    def sum(self, name: str, last: str | None = None) -> tuple[int, int]:
+        """The number of a histogram's values, and their sum in counted units; ``last`` as for `total`."""
+        found = self._numbers(name, last)
+        return sum(sum(numbers[:-1]) for numbers in found), sum(numbers[-1] for numbers in found)
+
+    def histogram(self, name: str) -> dict[str, Any]:
+        """Counts by bucket, the unbounded one last, and the sum in the base unit."""
+        series = CATALOGUE[name]
+        columns = zip([0] * (len(series.bounds) + 2), *self._numbers(name, None), strict=True)
+        *counts, total = map(sum, columns)
+        return {"counts": counts, "sum": total * series.scale}
+
+    def statistics(self, name: str) -> list[tuple[str, list[int]]]:
+        """The last label and the numbers of each record."""
+        return [(labels[-1], numbers) for labels, numbers in self._found[name]]
+
+    def of_replica(self, name: str, replica: str) -> int | None:
+        """A gauge of one replica; None if it was not measured."""
+        return next((numbers[0] for labels, numbers in self._found[name] if labels == (replica,)), None)
+
+
+def together(parts: Iterable[Counts]) -> Counts:
+    """The counts of several deployments as those of one."""
+    found = Counts()
+    for part in parts:
+        found.include(part)
+    return found
+
+
+async def read_records(folder: Path | None) -> Records:
+    """The counts of all processes, or, without a folder, of this one."""
+    if folder is None:
+        return merged([recorder().store.snapshot().records])
+    return (await asyncio.to_thread(read_totals, folder)).records
+
+
+def counts_by_deployment(records: Mapping[Key, list[int]]) -> Mapping[str, Counts]:
+    """The records by deployment; empty counts for a deployment without records."""
+    found: dict[str, Counts] = defaultdict(Counts)
+    for key, numbers in records.items():
+        if ALL_SERIES[key.name].labels[:1] == ("deployment",):
+            found[key.labels[0]].add(key, numbers)
+    return found

@@ -1,0 +1,176 @@
+"""Records what the supervisor sees of deployments, replicas and gateway workers, for scrapes that workers answer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from headwater_server.control.routing import DeploymentRoute, State
+from headwater_server.process.proc import GroupUse, group_uses
+from headwater_server.telemetry.catalogue import CATALOGUE
+from headwater_server.telemetry.ledger import Ledger
+from headwater_server.telemetry.logs import count_dropped_lines
+from headwater_server.telemetry.recorder import recorder, use
+from headwater_server.telemetry.store import Key
+
+__all__ = ["DeploymentView", "Observer", "ReplicaView", "deployment_view"]
+
+logger = logging.getLogger("headwater")
+
+MEASURE_EVERY_S: Final = 5.0
+
+
+class DeploymentView(NamedTuple):
+    """One deployment: how many replicas are ready, and how many it should have."""
+
+    name: str
+    state: State
+    ready: int = 0
+    wanted: int = 0
+
+
+class ReplicaView(NamedTuple):
+    """One replica that has not ended."""
+
+    deployment: str
+    id: str
+    group: int
+    """The group of its processes; 0: none yet."""
+    batch_limit: int = 0
+    """The most rows, or sequences, that fit in its device's memory at once; 0: no limit is known."""
+    use: GroupUse | None = None
+    """What its processes use, if that was measured on another machine."""
+
+
+class Observer:
+    """Counts what the supervisor sees, and publishes the present state.
+
+    Args:
+        folder: for the files, created here; None: metrics are off, and counts stay in memory.
+
+    Raises:
+        OSError: the folder can't be created.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._ledger = Ledger(folder) if folder is not None else None
+        if self._ledger is not None:
+            use(self._ledger.store)
+            count_dropped_lines(self._ledger.store)
+        self._workers: dict[int, Path] = {}
+        self._states: dict[str, State] = {}
+        self._deployments: dict[Key, int] = {}
+        self._utilization: dict[Key, int] = {}
+        self._replicas: dict[Key, int] = {}
+
+    def restore(self) -> None:
+        """Make files again that somebody removed.
+
+        Raises:
+            OSError: they can't be made.
+        """
+        if self._ledger is not None:
+            self._ledger.restore()
+            use(self._ledger.store)
+            count_dropped_lines(self._ledger.store)
+            self._write()
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether somebody removed the supervisor's file."""
+        return self._ledger is not None and self._ledger.is_damaged
+
+    def has_file(self, index: int) -> bool:
+        """Whether the file of the gateway worker with this index is there, if it has one."""
+        path = self._workers.get(index)
+        return path is None or path.exists()
+
+    def start_worker(self, index: int) -> str:
+        """Prepare for a new gateway worker with this index. Returns the path of the file that it counts in.
+
+        Raises:
+            OSError: the file can't be created.
+        """
+        self.end_worker(index)  # a former one may have failed to start
+        if self._ledger is None:
+            return ""
+        path = self._workers[index] = self._ledger.add_worker(index)
+        return str(path)
+
+    def end_worker(self, index: int) -> None:
+        """The gateway worker with this index has ended, if there was one."""
+        path = self._workers.pop(index, None)
+        if self._ledger is None or path is None:
+            return
+        if lost := self._ledger.end_worker(path):
+            logger.error("gateway worker %d ended with %d requests in flight, which are lost", index, lost)
+
+    def see_deployments(self, views: Iterable[DeploymentView]) -> None:
+        """Update all deployments after one has changed; each change of state is counted once."""
+        values: dict[Key, int] = {}
+        states: dict[str, State] = {}
+        for view in views:
+            before = self._states.get(view.name, view.state)
+            if view.state is not before:
+                labels = view.name, before.value, view.state.value
+                recorder().count("headwater_deployment_state_transitions", *labels)
+            states[view.name] = view.state
+            for state in State:
+                values[Key("headwater_deployment_state", (view.name, state.value))] = int(state is view.state)
+            values[Key("headwater_replicas_ready", (view.name,))] = view.ready
+            values[Key("headwater_replicas_wanted", (view.name,))] = view.wanted
+        self._states = states
+        if values != self._deployments:
+            self._deployments = values
+            self._write()
+
+    def see_utilization(self, shares: Mapping[str, float]) -> None:
+        """Update the share of its replicas' capacity that each deployment uses, 0 to 1."""
+        values = dict(_share("headwater_utilization", (name,), share) for name, share in shares.items())
+        if values != self._utilization:
+            self._utilization = values
+            self._write()
+
+    def see_replicas(self, views: Iterable[ReplicaView]) -> None:
+        """Measure the threads and memory of all replicas; takes a millisecond or more."""
+        replicas = [view for view in views if view.group or view.use is not None]
+        uses = group_uses({view.group for view in replicas if view.use is None})
+        values: dict[Key, int] = {}
+        for view in replicas:
+            used = view.use or uses[view.group]
+            labels = view.deployment, view.id
+            values[Key("headwater_replica_threads", labels)] = used.threads
+            values[Key("headwater_replica_resident_memory_bytes", labels)] = used.resident_bytes
+            values[Key("headwater_replica_batch_limit", labels)] = view.batch_limit
+            if used.gpu_bytes is not None:
+                values[Key("headwater_replica_gpu_memory_bytes", labels)] = used.gpu_bytes
+                values.update([_share("headwater_replica_gpu_utilization", labels, used.gpu_utilization)])
+        self._replicas = values
+
+    async def watch(self, replicas: Callable[[], Iterable[ReplicaView]]) -> None:
+        """Measure every few seconds, forever; return at once if metrics are off."""
+        while self._ledger is not None:
+            try:
+                await asyncio.to_thread(self.see_replicas, list(replicas()))
+            except (OSError, ValueError, IndexError) as error:  # serving does not depend on it
+                logger.error("metrics: can't measure the replicas: %s", error)
+            self._write()
+            await asyncio.sleep(MEASURE_EVERY_S)
+
+    def _write(self) -> None:
+        if self._ledger is not None:
+            self._ledger.write_state({**self._deployments, **self._utilization, **self._replicas})
+
+
+def deployment_view(route: DeploymentRoute) -> DeploymentView:
+    """A deployment of the routing table."""
+    wanted = 0 if route.is_composite or route.is_set_aside else route.wanted
+    return DeploymentView(route.name, route.state, len(route.replicas), wanted)
+
+
+def _share(name: str, labels: tuple[str, ...], share: float) -> tuple[Key, int]:
+    """What is stored of a share, 0 to 1."""
+    return Key(name, labels), round(share / CATALOGUE[name].scale)

@@ -1,0 +1,192 @@
+"""A batch on its way: encoded as a request to a replica's Triton, its answer cut by rows, failed rows as errors."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from headwater.datatypes import DATATYPES
+from headwater.signature import REQUEST, Signature, TensorSpec
+from headwater.wire.report import HEADWATER, REPORT, CallNote, RowReport, Status, placeholder_shape
+from headwater.wire.shared_memory import SHARED_FROM_BYTES, aligned, stand_in_shape
+from headwater_server.codecs.tensors import InferRequest, Outputs, RawTensor, SlicedTensor
+from headwater_server.errors import (
+    RETRY_AFTER_LOST_S,
+    BadRequest,
+    CallableFailed,
+    HeadwaterError,
+    OutOfMemory,
+    ReplicaLost,
+)
+from headwater_server.transport.protocol import FrameRequest
+from headwater_server.transport.segments import RemoteSegment, RemoteSegments, Segment, Segments
+
+__all__ = ["encode_batch", "encode_inputs", "encode_nothing", "replica_loss", "row_error", "sliced"]
+
+_Encoded = tuple[str, str, list[int], list[bytes | memoryview]]
+"""An input: name, datatype, shape with the batch axis, and bytes in pieces."""
+
+_Source = Segments | RemoteSegments
+
+_NUMBERS: Final = itertools.count(random.getrandbits(62))
+"""Of requests to models that declare `REQUEST`: what Triton merges comes from several workers."""
+
+Rows = tuple[InferRequest, dict[str, RawTensor], int]
+"""A request's part of a batch: the request, the tensors of its rows in the batch, and their number."""
+
+
+def encode_batch(
+    signature: Signature, batch: Sequence[Rows], *, is_alone: bool = False, segments: _Source | None = None
+) -> tuple[bytes, list[bytes | memoryview], Segment | RemoteSegment | None]:
+    """Encode rows for a replica that answers whole; see `encode_inputs`.
+
+    Args:
+        signature: the model's signature.
+        batch: the rows.
+        is_alone: see `headwater.wire.report.CallNote.alone`.
+        segments: where large tensors go; None: all go inline.
+
+    Returns:
+        The JSON, every tensor binary in both directions; the inputs' bytes, in order and uncopied; and the segment
+        with the large tensors, if the call has any or its answer is expected to.
+    """
+    request, segment = encode_inputs(signature, batch, segments)
+    note = request.note
+    note.alone = is_alone
+    inputs = []
+    data: list[bytes | memoryview] = []
+    for name, datatype, shape, pieces in request.inputs:
+        data += pieces
+        size = sum(map(len, pieces))
+        inputs.append({"name": name, "datatype": datatype, "shape": shape, "parameters": {"binary_data_size": size}})
+    wanted = dict.fromkeys([wish.name for request, _, _ in batch for wish in request.outputs])
+    head: dict[str, Any] = {
+        "inputs": inputs,
+        "outputs": [{"name": name, "parameters": {"binary_data": True}} for name in (*wanted, REPORT)],
+    }
+    if note.parameters or note.rows or note.shapes or is_alone or segment is not None:
+        head["parameters"] = {HEADWATER: msgspec.json.encode(note).decode()}
+    return msgspec.json.encode(head), data, segment
+
+
+def encode_inputs(
+    signature: Signature, batch: Sequence[Rows], segments: _Source | None = None
+) -> tuple[FrameRequest, Segment | RemoteSegment | None]:
+    """Encode rows that may share a call: they have the same shapes, optional inputs and per-batch parameters.
+
+    Returns:
+        The request, its note without what concerns heads and streams; and the segment with the large tensors.
+    """
+    first, tensors, _ = batch[0]
+    rows = sum([count for _, _, count in batch])
+    note = CallNote(parameters=first.batch_parameters)
+    if first.row_parameters:
+        note.rows = {
+            name: [value for request, _, count in batch for value in [request.row_parameters[name]] * count]
+            for name in first.row_parameters
+        }
+        if REQUEST in note.rows:
+            note.rows[REQUEST] = [
+                value
+                for request, _, count in batch
+                for value in [f"{next(_NUMBERS)} {request.row_parameters[REQUEST]}"] * count
+            ]
+    inputs: list[_Encoded] = []
+    for spec in signature.inputs:
+        tensor = tensors.get(spec.name)
+        if tensor is None:
+            continue
+        shape = [rows, *tensor.shape[1:]]
+        if 0 in shape:  # a placeholder, since PyTriton can't carry it
+            note.shapes[spec.name] = shape
+            inputs.append((spec.name, *_zeros(spec, placeholder_shape(rows, spec.shape))))
+        else:
+            pieces = [those[spec.name].data for _, those, _ in batch]
+            inputs.append((spec.name, DATATYPES[spec.datatype].wire, shape, pieces))
+    segment = None if segments is None else _share(signature, inputs, segments, note)
+    return FrameRequest(inputs, note), segment
+
+
+def encode_nothing(signature: Signature) -> FrameRequest:
+    """A no-op request for a replica that answers in frames: it cancels a stream that does not exist."""
+    required = [spec for spec in signature.inputs if not spec.optional]
+    inputs = [(spec.name, *_zeros(spec, stand_in_shape(spec, 1))) for spec in required]
+    return FrameRequest(inputs, CallNote(cancel="-"))
+
+
+def _share(
+    signature: Signature, inputs: list[_Encoded], segments: _Source, note: CallNote
+) -> Segment | RemoteSegment | None:
+    """Move the large inputs into a segment, and leave placeholders for them."""
+    large: dict[int, int] = {}
+    for place, (_, datatype, _, pieces) in enumerate(inputs):
+        if datatype != "BYTES" and (size := sum(map(len, pieces))) >= SHARED_FROM_BYTES:
+            large[place] = size
+    segment = segments.take(sum(map(aligned, large.values())), inputs[0][2][0])
+    if segment is None:
+        return None
+    specs = {spec.name: spec for spec in signature.inputs}
+    for place in large:
+        name, _, shape, pieces = inputs[place]
+        segment.place(name, shape, pieces)
+        inputs[place] = (name, *_zeros(specs[name], stand_in_shape(specs[name], shape[0])))
+    note.shared = segment.shared()
+    return segment
+
+
+def _zeros(spec: TensorSpec, shape: list[int]) -> tuple[str, list[int], list[bytes | memoryview]]:
+    """Datatype, shape and bytes."""
+    datatype = DATATYPES[spec.datatype]
+    return datatype.wire, shape, [bytes((datatype.size_bytes or 4) * math.prod(shape))]  # BYTES: empty ones
+
+
+def sliced(signature: Signature, tensors: Outputs, reports: Sequence[RowReport], rows: int) -> dict[str, SlicedTensor]:
+    """Prepare a batch's outputs to be cut by rows; empty outputs get their true shape back."""
+    true_shapes: dict[str, list[int]] = {}
+    for report in reports:
+        if report.status is Status.OK and report.message:
+            true_shapes = msgspec.json.decode(report.message)
+            break
+    outputs = {}
+    for spec in signature.outputs:
+        tensor = tensors.get(spec.name)
+        if tensor is None:  # no request wanted it
+            continue
+        tensor.datatype = spec.datatype  # BF16 travels under another name
+        if spec.name in true_shapes:
+            tensor = RawTensor(spec.datatype, tuple(true_shapes[spec.name]), b"")
+        if tensor.shape[0] != rows:
+            raise CallableFailed(f"output {spec.name!r}: expected {rows} rows, got shape {list(tensor.shape)}")
+        outputs[spec.name] = SlicedTensor(tensor)
+    return outputs
+
+
+def row_error(reports: Sequence[RowReport], first_row: int, rows: int) -> HeadwaterError | None:
+    """The error of the first of these consecutive rows that failed, as the client sees it; None if none failed.
+
+    Args:
+        reports: one for each row.
+        first_row: the index of the first of these in the request.
+        rows: the number of rows in the request.
+    """
+    for index, report in enumerate(reports):
+        if report.status is Status.OK:
+            continue
+        where = f"row {first_row + index}: " if rows > 1 else ""
+        if report.status is Status.BAD_INPUT:
+            return BadRequest(f"{where}{report.message}", field="inputs")
+        if report.status is Status.BROKEN:
+            return ReplicaLost(f"the replica's device failed: {report.message}", retry_after_s=RETRY_AFTER_LOST_S)
+        kind = OutOfMemory if report.status is Status.OUT_OF_MEMORY else CallableFailed
+        return kind(f"{where}{report.message}")
+    return None
+
+
+def replica_loss(reports: Iterable[RowReport]) -> HeadwaterError | None:
+    """A `ReplicaLost` if these rows' replica reported that it can't go on; else None."""
+    return row_error([report for report in reports if report.status is Status.BROKEN], 0, 1)

@@ -1,0 +1,258 @@
+"""Memory that a gateway worker shares with the replicas of a deployment, for a call's large tensors.
+
+See `headwater.wire.shared_memory` for its purpose and layout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import mmap
+import os
+import time
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from headwater.datatypes import DATATYPES
+from headwater.signature import Signature
+from headwater.wire.shared_memory import (
+    ANSWER_HEAD_BYTES,
+    ELSEWHERE,
+    SHARED_FROM_BYTES,
+    SharedCall,
+    aligned,
+    placed_outputs,
+)
+from headwater_server.codecs.tensors import RawTensor
+
+__all__ = [
+    "KEPT_FOR_S",
+    "LARGEST_REMOTE_BYTES",
+    "RemoteSegment",
+    "RemoteSegments",
+    "Segment",
+    "SegmentFiles",
+    "Segments",
+]
+
+SMALLEST_BYTES: Final = 256 * 1024
+KEPT_BYTES: Final = 64 * 1024 * 1024
+"""Bytes of unused segments that a deployment keeps, at most."""
+LARGEST_REMOTE_BYTES: Final = 1024 * 1024 * 1024
+"""The largest segment that a replica's port makes."""
+KEPT_FOR_S: Final = 10.0
+"""How long an unused segment is kept."""
+SLACK_BYTES: Final = 1024
+"""Space for aligning the outputs."""
+_NO_ANSWER_BYTES: Final = 4
+"""Zeros that say that there is no answer."""
+
+
+class SegmentFile:
+    """A segment's file. It lives as long as any view of it, here or in a replica."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        fd = os.memfd_create("headwater", os.MFD_CLOEXEC)
+        weakref.finalize(self, os.close, fd)
+        os.ftruncate(fd, size_bytes)
+        self.map = mmap.mmap(fd, size_bytes)
+        self.path = f"/proc/{os.getpid()}/fd/{fd}"
+        self.used_s = 0.0
+        self.is_spoiled = False
+        self.use: weakref.ref[Any] | None = None
+        """The present use; calls back when it ends."""
+
+
+class Segment:
+    """One call's large tensors, in the memory of a file that is reused once no view of it is left."""
+
+    def __init__(self, file: SegmentFile, memory: memoryview) -> None:
+        self._file = file
+        self._memory = memory
+        self._inputs: dict[str, tuple[int, list[int]]] = {}
+        self._end = 0
+
+    def place(self, name: str, shape: list[int], pieces: Sequence[bytes | memoryview]) -> None:
+        """Append a copy of an input."""
+        at = self._end
+        self._inputs[name] = (at, shape)
+        for piece in pieces:
+            self._memory[at : at + len(piece)] = piece
+            at += len(piece)
+        self._end = aligned(at)
+
+    def shared(self) -> SharedCall:
+        """The segment's description for the replica, once all inputs are in."""
+        self._memory[self._end : self._end + _NO_ANSWER_BYTES] = bytes(_NO_ANSWER_BYTES)  # no outputs yet
+        return SharedCall(self._file.path, len(self._memory), self._inputs, self._end)
+
+    def outputs(self, signature: Signature) -> dict[str, RawTensor]:
+        """The outputs that the replica left in the segment: views, by name."""
+        return _views(signature, self._memory, self._end, 0)
+
+    def spoil(self) -> None:
+        """Never reuse the memory: the call failed, and the replica may still write."""
+        self._file.is_spoiled = True
+
+
+class RemoteSegment:
+    """The same for a replica on another machine, whose port makes the file: what is sent, and what came back.
+
+    Args:
+        size_bytes: of the file.
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self.pieces: list[bytes | memoryview] = []
+        """The inputs' bytes, uncopied, and what aligns them."""
+        self.answer = memoryview(b"")
+        """What the replica left in the file behind the inputs; the client sets it."""
+        self._inputs: dict[str, tuple[int, list[int]]] = {}
+        self.inputs_bytes = 0
+        """Of all pieces."""
+
+    def place(self, name: str, shape: list[int], pieces: Sequence[bytes | memoryview]) -> None:
+        """Append an input."""
+        at = self.inputs_bytes
+        self._inputs[name] = (at, shape)
+        end = at + sum(map(len, pieces))
+        self.pieces += pieces
+        self.inputs_bytes = aligned(end)
+        if self.inputs_bytes > end:
+            self.pieces.append(bytes(self.inputs_bytes - end))
+
+    def shared(self) -> SharedCall:
+        """See `Segment.shared`."""
+        return SharedCall(ELSEWHERE, self.size_bytes, self._inputs, self.inputs_bytes)
+
+    def outputs(self, signature: Signature) -> dict[str, RawTensor]:
+        """See `Segment.outputs`."""
+        return _views(signature, self.answer, 0, self.inputs_bytes) if self.answer else {}
+
+    def spoil(self) -> None:
+        """Nothing: the memory is the port's."""
+
+
+def _views(signature: Signature, memory: memoryview, answer_at: int, first: int) -> dict[str, RawTensor]:
+    """The outputs in a segment: views, by name.
+
+    Args:
+        signature: the model's.
+        memory: of the segment.
+        answer_at: where in it the answer begins.
+        first: the offset in the segment at which the memory begins.
+    """
+    found: dict[str, RawTensor] = {}
+    datatypes = {spec.name: DATATYPES[spec.datatype] for spec in signature.outputs}
+    for name, (offset, shape) in placed_outputs(memory, answer_at).items():
+        datatype = datatypes[name]
+        at = offset - first
+        found[name] = RawTensor(datatype.wire, tuple(shape), memory[at : at + math.prod(shape) * datatype.size_bytes])
+    return found
+
+
+class SegmentFiles:
+    """Files for segments. An unused one is kept for `KEPT_FOR_S`, since each page of a new one costs time."""
+
+    def __init__(self) -> None:
+        self._free: list[SegmentFile] = []
+        self._used: set[SegmentFile] = set()
+        """Files that still have views, and so serve no other call."""
+        self._timer: asyncio.TimerHandle | None = None
+
+    def take(self, needed: int) -> tuple[SegmentFile, memoryview]:
+        """A file and so many bytes of it, whose memory is whatever it was. It is taken until no view of it is left.
+
+        Raises:
+            OSError: there are too many open files, or there is no memory.
+        """
+        file = self._free_one(needed) or SegmentFile(max(SMALLEST_BYTES, 1 << (needed - 1).bit_length()))
+        file.used_s = time.monotonic()
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(KEPT_FOR_S, self._trim)
+        # An array, since no other owner of a buffer can report when its last view is gone.
+        whole = np.frombuffer(file.map, np.uint8, needed)
+        self._used.add(file)
+        file.use = weakref.ref(whole, lambda _: self._give_back(file))
+        return file, whole.data
+
+    def _free_one(self, needed: int) -> SegmentFile | None:
+        """The smallest free file that is large enough."""
+        fitting = [file for file in self._free if file.size_bytes >= needed]
+        found = min(fitting, key=lambda file: file.size_bytes, default=None)
+        if found is not None:
+            self._free.remove(found)
+        return found
+
+    def _give_back(self, file: SegmentFile) -> None:
+        """The last view is gone. Called in the thread that dropped it."""
+        file.use = None
+        self._used.discard(file)
+        if not file.is_spoiled and sum([one.size_bytes for one in self._free]) + file.size_bytes <= KEPT_BYTES:
+            self._free.append(file)
+
+    def _trim(self) -> None:
+        """Drop files that were not used for a while."""
+        self._timer = None
+        old_s = time.monotonic() - KEPT_FOR_S
+        for file in [one for one in self._free if one.used_s < old_s]:
+            self._free.remove(file)
+        if self._free or self._used:  # files in use now will need trimming later
+            self._timer = asyncio.get_running_loop().call_later(KEPT_FOR_S, self._trim)
+
+
+class Segments:
+    """The segments of one deployment."""
+
+    def __init__(self) -> None:
+        self._files = SegmentFiles()
+        self._row_bytes = 0
+
+    def needed(self, inputs_bytes: int, rows: int) -> int:
+        """The size of a call's segment; 0 if neither its inputs nor its expected outputs are large.
+
+        Args:
+            inputs_bytes: size of all inputs to place in it, each `aligned`.
+            rows: the call's rows.
+        """
+        answer_bytes = rows * self._row_bytes
+        if not inputs_bytes and answer_bytes < SHARED_FROM_BYTES:
+            return 0
+        return inputs_bytes + ANSWER_HEAD_BYTES + answer_bytes + SLACK_BYTES
+
+    def take(self, inputs_bytes: int, rows: int) -> Segment | None:
+        """A segment for a call; None if it needs none (see `needed`), or none can be created."""
+        size_bytes = self.needed(inputs_bytes, rows)
+        if not size_bytes:
+            return None
+        try:
+            return Segment(*self._files.take(size_bytes))
+        except OSError:  # inline tensors need neither files nor this memory
+            return None
+
+    def note_answer(self, outputs: Iterable[RawTensor], rows: int) -> None:
+        """Record the size of a call's outputs, which the next segment will have space for."""
+        given = sum(aligned(len(one.data)) for one in outputs if len(one.data) >= SHARED_FROM_BYTES)
+        # The estimate decays, so that one large answer isn't reserved for forever.
+        self._row_bytes = max(-(-given // rows), self._row_bytes - self._row_bytes // 64 - 1, 0)
+
+
+class RemoteSegments:
+    """The segments of a deployment's replicas on other machines.
+
+    Args:
+        local: of the same deployment; they know how large its answers are.
+    """
+
+    def __init__(self, local: Segments) -> None:
+        self._local = local
+
+    def take(self, inputs_bytes: int, rows: int) -> RemoteSegment | None:
+        """As `Segments.take`; None also if the call is too large for one."""
+        size_bytes = self._local.needed(inputs_bytes, rows)
+        return RemoteSegment(size_bytes) if 0 < size_bytes <= LARGEST_REMOTE_BYTES else None

@@ -1,0 +1,258 @@
+"""Unary calls to a replica: Triton's HTTP, with binary tensors.
+
+A call costs the gateway a quarter of the CPU time of a gRPC call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from typing import cast
+
+import httptools
+import msgspec
+
+from headwater.wire.triton_words import SHARED_MEMORY_FULL, is_ending, is_process_lost, is_shared_memory_full
+from headwater_server.codecs.tensors import RawTensor
+from headwater_server.errors import (
+    RETRY_AFTER_LOST_S,
+    CallableFailed,
+    HeadwaterError,
+    ReplicaLost,
+    ReplicaUnreachable,
+    SharedMemoryFull,
+)
+from headwater_server.transport.address import TOKEN_HEADER, UNSENT_HEADER, PeerTls, dial
+from headwater_server.transport.segments import KEPT_FOR_S, RemoteSegment
+
+__all__ = ["TritonClient", "refusal"]
+
+
+class _BinarySize(msgspec.Struct):
+    binary_data_size: int
+
+
+class _Output(msgspec.Struct):
+    name: str
+    datatype: str
+    shape: list[int]
+    parameters: _BinarySize
+
+
+class _Reply(msgspec.Struct):
+    outputs: list[_Output] = []
+    error: str = ""
+
+
+_reply_decoder = msgspec.json.Decoder(_Reply)
+
+
+class TritonClient:
+    """Calls one model of one Triton.
+
+    Args:
+        model: its name.
+        address: of the Triton's HTTP, or of the port in front of it; see `headwater_server.transport.address`.
+        token: Triton's access token.
+        tls: the cluster's.
+    """
+
+    def __init__(self, model: str, address: str, token: str, tls: PeerTls | None = None) -> None:
+        self._address = address
+        self._tls = tls
+        self._idle: list[_Connection] = []
+        self._all: set[_Connection] = set()
+        self._closed = False
+        self._head = (
+            f"POST /v2/models/{model}/infer HTTP/1.1\r\n"
+            "Host: replica\r\n"
+            f"{TOKEN_HEADER}: {token}\r\n"
+            "Inference-Header-Content-Length: %d\r\n"
+            "Content-Length: %d\r\n%b\r\n"
+        ).encode()
+        self._segment_head = (
+            f"POST /segment HTTP/1.1\r\nHost: replica\r\n{TOKEN_HEADER}: {token}\r\n"
+            "Content-Length: %d\r\nHeadwater-Segment: %d %d\r\n\r\n"
+        ).encode()
+
+    async def infer(
+        self, head: bytes, data: Sequence[bytes | memoryview], segment: RemoteSegment | None = None
+    ) -> dict[str, RawTensor]:
+        """See `ReplicaClient.infer`."""
+        connection = await self._connection()
+        length = len(head) + sum(map(len, data))
+        if segment is None:
+            pieces = [self._head % (len(head), length, b""), head, *data]
+        else:
+            sizes = b"Headwater-Segment: %d %d\r\n" % (segment.inputs_bytes, segment.size_bytes)
+            first = self._head % (len(head), length + segment.inputs_bytes, sizes)
+            pieces = [first, *segment.pieces, head, *data]
+        try:
+            status, json_length, body = await connection.exchange(pieces)
+        except BaseException:
+            # A connection whose exchange was cancelled can't be reused.
+            connection.close()
+            raise
+        if connection.reusable and not self._closed:
+            self._idle.append(connection)
+        else:
+            connection.close()
+        if connection.is_unsent:
+            raise ReplicaUnreachable(_reason(body))
+        if status != 200:
+            raise refusal(_reason(body))
+        if segment is not None and connection.shared_length:
+            segment.answer = memoryview(body)[len(body) - connection.shared_length :]
+        return _tensors(body, json_length)
+
+    @contextlib.asynccontextmanager
+    async def placed(self, segment: RemoteSegment) -> AsyncIterator[str]:
+        """A segment's path on the replica's machine, until the block ends; see `FrameReplicaClient.placed`."""
+        connection = await self._connection()
+        sizes = segment.inputs_bytes, segment.inputs_bytes, segment.size_bytes
+        try:
+            status, _, body = await connection.exchange([self._segment_head % sizes, *segment.pieces])
+            if status != 200:
+                raise (ReplicaUnreachable if connection.is_unsent else CallableFailed)(_reason(body))
+            yield body.decode()
+        except BaseException:
+            connection.close()  # the replica may still write to it
+            raise
+        connection.placed += 1
+        self._idle.append(connection)
+        # The port keeps the segment as long as the connection isn't used.
+        asyncio.get_running_loop().call_later(KEPT_FOR_S, self._drop, connection, connection.placed)
+
+    def _drop(self, connection: _Connection, placed: int) -> None:
+        """Close a connection, unless it was used since it placed its last segment."""
+        if connection.placed == placed and connection in self._idle:
+            self._idle.remove(connection)
+            connection.close()
+
+    def close(self) -> None:
+        """See `ReplicaClient.close`."""
+        self._closed = True
+        for connection in list(self._all):
+            connection.close()
+        self._idle.clear()
+
+    async def _connection(self) -> _Connection:
+        while self._idle:
+            connection = self._idle.pop()
+            if not connection.lost:
+                return connection
+        if not self._closed:
+            connection = await dial(self._address, lambda: _Connection(self._all), self._tls)
+            if not self._closed:
+                return connection
+            connection.close()
+        raise ReplicaUnreachable("the replica ended")
+
+
+class _Connection(asyncio.Protocol):
+    """One HTTP/1.1 connection with at most one call on it."""
+
+    def __init__(self, registry: set[_Connection]) -> None:
+        self._registry = registry
+        self._transport: asyncio.Transport | None = None
+        self._waiter: asyncio.Future[tuple[int, int, bytes]] | None = None
+        self._parser: httptools.HttpResponseParser | None = None
+        self._body: list[bytes] = []
+        self._json_length = 0
+        self.shared_length = 0
+        """The bytes at the end of the last answer that the replica left in the segment."""
+        self.is_unsent = False
+        """Whether the replica's port had no way to pass the request on."""
+        self.placed = 0
+        """How many segments it has placed."""
+        self.lost = False
+        self.reusable = True
+
+    async def exchange(self, pieces: Sequence[bytes | memoryview]) -> tuple[int, int, bytes]:
+        """Send a request. Returns the answer's status, the length of its JSON part (0: all) and its body."""
+        if self._transport is None or self.lost:
+            raise ReplicaUnreachable("the replica ended")
+        self._waiter = asyncio.get_running_loop().create_future()
+        self._parser = httptools.HttpResponseParser(self)
+        self._body = []
+        self._json_length = self.shared_length = 0
+        self._transport.writelines(pieces)
+        return await self._waiter
+
+    def close(self) -> None:
+        """Close the connection; a call under way raises `ReplicaLost`."""
+        if self._transport is not None:
+            self._transport.abort()
+        self.connection_lost(None)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._registry.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.lost = True
+        self._registry.discard(self)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_exception(ReplicaLost("the replica ended while it had the request"))
+
+    def data_received(self, data: bytes) -> None:
+        if self._parser is None:  # data that no request asked for
+            self.close()
+            return
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError:
+            self.close()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        name = name.lower()
+        if name == b"inference-header-content-length":
+            self._json_length = int(value)
+        elif name == b"headwater-answer":
+            self.shared_length = int(value)
+        elif name == UNSENT_HEADER:
+            self.is_unsent = True
+
+    def on_body(self, body: bytes) -> None:
+        self._body.append(body)
+
+    def on_message_complete(self) -> None:
+        assert self._parser is not None
+        assert self._waiter is not None
+        self.reusable = self._parser.should_keep_alive()
+        if not self._waiter.done():
+            body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+            self._waiter.set_result((self._parser.get_status_code(), self._json_length, body))
+        self._body = []
+
+
+def _tensors(body: bytes, json_length: int) -> dict[str, RawTensor]:
+    reply = _reply_decoder.decode(body[:json_length] if json_length else body)
+    view = memoryview(body)
+    offset = json_length
+    tensors = {}
+    for output in reply.outputs:
+        end = offset + output.parameters.binary_data_size
+        tensors[output.name] = RawTensor(output.datatype, tuple(output.shape), view[offset:end])
+        offset = end
+    return tensors
+
+
+def refusal(reason: str) -> HeadwaterError:
+    """The error for a call that Triton refused. A traceback may follow the reason's first line."""
+    first_line = reason.splitlines()[0][:500] if reason else "no reason given"
+    if is_process_lost(first_line):  # Triton noticed it before the guardian did
+        return ReplicaLost("the replica ended while it had the request")
+    if is_ending(first_line):
+        return ReplicaUnreachable("the replica is ending")
+    if is_shared_memory_full(first_line):
+        return SharedMemoryFull(SHARED_MEMORY_FULL, retry_after_s=RETRY_AFTER_LOST_S)
+    return CallableFailed(f"the replica refused the call: {first_line}")
+
+
+def _reason(body: bytes) -> str:
+    with contextlib.suppress(msgspec.MsgspecError):
+        if reason := _reply_decoder.decode(body).error:
+            return reason
+    return body.decode(errors="replace")

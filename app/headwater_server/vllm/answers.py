@@ -1,0 +1,468 @@
+"""vLLM's answers on their way to the client: what it computes is counted, what the client didn't ask for is left out.
+
+An answer is whole, or a stream of server-sent events whose last one is ``[DONE]``.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, Protocol
+
+import msgspec
+import numpy as np
+import orjson
+
+from headwater_server.errors import (
+    RETRY_AFTER_LOST_S,
+    BadRequest,
+    CallableFailed,
+    ContextTooLong,
+    HeadwaterError,
+    NotFound,
+    QueueFull,
+    ReplicaLost,
+    openai_error,
+)
+from headwater_server.lm.answers import Event
+from headwater_server.lm.generate import GenerateAnswer
+from headwater_server.lm.text_stream import TextPiece, Usage
+from headwater_server.telemetry.recorder import LanguageModelMeter
+from headwater_server.vllm.requests import VllmRequest
+
+__all__ = [
+    "Answer", "ChunkAnswer", "EmbeddingsAnswer", "EventReader", "GenerateRelay", "ResponsesAnswer", "TokenCount",
+    "WholeAnswer", "refusal",
+]  # fmt: skip
+
+DONE: Final = b"[DONE]"
+LOST: Final = "the replica ended while it had the request"
+_INDEX: Final = re.compile(rb'\[\{"index":(\d+)')
+"""How vLLM writes a choice, which saves decoding it."""
+_ABORTED: Final = b'"finish_reason":"abort"'
+"""Within a text its quotes would be escaped."""
+_TOO_LONG: Final = ("maximum context length", "max_model_len", "maximum model length")
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = 0
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int | None = 0
+    prompt_tokens_details: _Details | None = None
+
+
+class _ResponseUsage(msgspec.Struct):
+    input_tokens: int = 0
+    output_tokens: int = 0
+    input_tokens_details: _Details | None = None
+
+
+class _Error(msgspec.Struct, frozen=True):
+    message: str = ""
+    param: str | None = None
+    code: int | str | None = None
+
+
+class _Chunk(msgspec.Struct):
+    id: msgspec.Raw = msgspec.Raw(b"null")
+    object: msgspec.Raw = msgspec.Raw(b"null")
+    created: msgspec.Raw = msgspec.Raw(b"0")
+    model: msgspec.Raw = msgspec.Raw(b"null")
+    choices: msgspec.Raw = msgspec.Raw(b"[]")
+    usage: _Usage | None = None
+    error: _Error | None = None
+
+
+class _TextChoice(msgspec.Struct):
+    index: int = 0
+    text: str = ""
+    finish_reason: str | None = None
+
+
+class _Choice(msgspec.Struct, omit_defaults=True):
+    """What is kept of a choice: what OpenAI's API has, and vLLM's ``stop_reason``."""
+
+    index: msgspec.Raw
+    finish_reason: str | None
+    logprobs: msgspec.Raw = msgspec.Raw()
+    stop_reason: msgspec.Raw = msgspec.Raw()
+    message: msgspec.Raw = msgspec.Raw()
+    text: msgspec.Raw = msgspec.Raw()
+
+
+class _Whole(msgspec.Struct, omit_defaults=True):
+    """What is kept of an answer."""
+
+    id: msgspec.Raw
+    object: msgspec.Raw
+    created: msgspec.Raw
+    model: msgspec.Raw
+    choices: list[_Choice]
+    usage: msgspec.Raw
+    service_tier: msgspec.Raw = msgspec.Raw()
+    system_fingerprint: msgspec.Raw = msgspec.Raw()
+
+
+class _WholeTexts(msgspec.Struct):
+    choices: list[_TextChoice]
+    usage: _Usage | None = None
+
+
+class _Response(msgspec.Struct):
+    usage: _ResponseUsage | None = None
+
+
+class _ResponseEvent(msgspec.Struct):
+    response: _Response | None = None
+    error: _Error | None = None
+
+
+class _Embedding(msgspec.Struct):
+    index: int
+    embedding: msgspec.Raw
+    object: str = "embedding"
+
+
+class _Embeddings(msgspec.Struct):
+    data: list[_Embedding]
+    usage: _Usage
+
+
+class _Refusal(msgspec.Struct):
+    error: _Error = _Error()
+
+
+_chunks: Final = msgspec.json.Decoder(_Chunk)
+_wholes: Final = msgspec.json.Decoder(_Whole)
+_whole_texts: Final = msgspec.json.Decoder(_WholeTexts)
+_usages: Final = msgspec.json.Decoder(_Usage | None)
+_texts: Final = msgspec.json.Decoder(list[_TextChoice])
+_responses: Final = msgspec.json.Decoder(_Response)
+_embeddings: Final = msgspec.json.Decoder(_Embeddings)
+_response_events: Final = msgspec.json.Decoder(_ResponseEvent)
+_refusals: Final = msgspec.json.Decoder(_Refusal)
+
+
+def refusal(status: int, body: bytes) -> HeadwaterError:
+    """The error for a request that vLLM refused."""
+    try:
+        error = _refusals.decode(body).error
+    except msgspec.MsgspecError:
+        error = _Error(body[:500].decode(errors="replace"))
+    return _refusal(status, error)
+
+
+def _refusal(status: int, error: _Error) -> HeadwaterError:
+    if status in (429, 503):
+        return QueueFull(f"the replica's queue is full: {error.message}", retry_after_s=RETRY_AFTER_LOST_S)
+    if status == 404:
+        return NotFound(error.message, field="model")
+    if 400 <= status < 500 or status == 501:
+        kind = ContextTooLong if any(word in error.message for word in _TOO_LONG) else BadRequest
+        return kind(error.message, field=error.param)
+    if "EngineCore" in error.message:  # it is dead, and vLLM about to end
+        return ReplicaLost(LOST, retry_after_s=RETRY_AFTER_LOST_S)
+    return CallableFailed(f"the engine failed: {error.message[:500]}")
+
+
+def _failure(error: _Error) -> HeadwaterError:
+    """The error for one that came within a stream."""
+    status = error.code if isinstance(error.code, int) else 500
+    return ReplicaLost(LOST, retry_after_s=RETRY_AFTER_LOST_S) if status == 500 else _refusal(status, error)
+
+
+class EventReader:
+    """Cuts a stream of server-sent events, however its bytes come, into events."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def take(self, data: bytes) -> Iterator[tuple[bytes, bytes]]:
+        """The name (empty: none) and the data of each event that these bytes complete."""
+        *blocks, self._rest = (self._rest + data if self._rest else data).split(b"\n\n")
+        for block in blocks:
+            if block.startswith(b"data: "):
+                yield b"", block[6:]
+            else:  # a name, comments
+                fields = dict(line.split(b": ", 1) for line in block.split(b"\n") if b": " in line)
+                if b"data" in fields:
+                    yield fields.get(b"event", b""), fields[b"data"]
+
+
+class TokenCount:
+    """Counts a request's tokens as they come, for the metrics and the key's limit.
+
+    Args:
+        meter: the model's.
+        spend: called with each number of tokens used.
+        on_first: called at the first token.
+    """
+
+    def __init__(
+        self,
+        meter: LanguageModelMeter,
+        spend: Callable[[int], None] | None = None,
+        on_first: Callable[[], None] | None = None,
+    ) -> None:
+        self._meter = meter
+        self._spend = spend
+        self._on_first = on_first
+        self._began_ns = time.perf_counter_ns()
+        self._last_ns: dict[int, int] = {}
+        """By choice, the time of its last token."""
+        self._completion: dict[int, int] = {}
+        """By choice, the tokens so far."""
+        self._more = 0
+        """Tokens of choices that are not told apart."""
+        self._choices = 0
+        self._prompt = self._cached = 0
+
+    @property
+    def usage(self) -> Usage:
+        """The tokens so far."""
+        return Usage(self._prompt, sum(self._completion.values()) + self._more, self._cached)
+
+    def choice(self, index: int, tokens: int) -> None:
+        """Note that a choice has so many tokens."""
+        had = self._completion.get(index, 0)
+        if tokens <= had:
+            return
+        self._completion[index] = tokens
+        now_ns = time.perf_counter_ns()
+        last_ns = self._last_ns.get(index)
+        if last_ns is not None:
+            self._meter.inter_token.observe_times((now_ns - last_ns) // (tokens - had), tokens - had)
+        elif not self._last_ns:
+            self._meter.first_token.observe(now_ns - self._began_ns)
+            if self._on_first is not None:
+                self._on_first()
+        self._last_ns[index] = now_ns
+        self._add(tokens - had)
+
+    def prompt(self, tokens: int, cached: int = 0) -> None:
+        """Note that the prompts have so many tokens, of which the prefix cache had some."""
+        more, more_cached = tokens - self._prompt, cached - self._cached
+        if more > 0:
+            self._prompt = tokens
+            self._meter.prompt_tokens.add(more)
+            if self._spend is not None:
+                self._spend(more)
+        if more_cached > 0:
+            self._cached = cached
+            self._meter.cached_prompt_tokens.add(more_cached)
+
+    def total(self, prompt: int, completion: int, cached: int, choices: int) -> None:
+        """Note the numbers at the end, over all choices; of a stream these may be 0."""
+        self.prompt(prompt, cached)
+        self._choices = choices
+        more = completion - self.usage.completion_tokens
+        if more > 0:
+            self._more += more
+            self._add(more)
+
+    def end(self) -> None:
+        """Note that the request was answered."""
+        self._meter.sequences.add(max(self._choices, len(self._completion)))
+
+    def _add(self, tokens: int) -> None:
+        self._meter.generated_tokens.add(tokens)
+        if self._spend is not None:
+            self._spend(tokens)
+
+
+class WholeAnswer(Protocol):
+    """The form of a whole answer in its API."""
+
+    count: TokenCount
+
+    @abstractmethod
+    def whole(self, body: bytes) -> bytes:
+        """The client's answer, given vLLM's."""
+
+
+class Answer(WholeAnswer, Protocol):
+    """The form of an answer that is whole or a stream."""
+
+    @abstractmethod
+    def events(self, name: bytes, data: bytes) -> Sequence[Event]:
+        """The client's events, given one of vLLM's.
+
+        Raises:
+            HeadwaterError: the event says that the request failed.
+        """
+
+    @abstractmethod
+    def end(self, error: HeadwaterError | None) -> Sequence[Event]:
+        """The events that end the stream."""
+
+
+class ChunkAnswer(Answer):
+    """An answer of ``/v1/chat/completions`` or ``/v1/completions``."""
+
+    def __init__(self, request: VllmRequest, count: TokenCount) -> None:
+        self.count = count
+        self._includes_usage = request.includes_usage
+        self._counts_usage = request.counts_usage
+
+    def whole(self, body: bytes) -> bytes:
+        found = _wholes.decode(body)
+        _check_finished([choice.finish_reason for choice in found.choices])
+        _count_usage(self.count, _usages.decode(found.usage), len(found.choices))
+        return msgspec.json.encode(found)
+
+    def events(self, name: bytes, data: bytes) -> Sequence[Event]:
+        chunk = _chunks.decode(data)
+        if chunk.error is not None:
+            raise _failure(chunk.error)
+        choices, usage = bytes(chunk.choices), chunk.usage
+        if _ABORTED in choices:
+            raise ReplicaLost(LOST, retry_after_s=RETRY_AFTER_LOST_S)
+        if choices == b"[]":
+            _count_usage(self.count, usage)
+        elif usage is not None:
+            found = _INDEX.match(choices)
+            index = int(found[1]) if found is not None else _texts.decode(choices)[0].index
+            self.count.choice(index, usage.completion_tokens or 0)
+        shown_usage = b""
+        if choices == b"[]":
+            if not self._includes_usage:
+                return ()
+            shown_usage = b',"usage":' + orjson.dumps(self.count.usage.as_json())
+        elif self._includes_usage or self._counts_usage:
+            counted = orjson.dumps(self.count.usage.as_json()) if self._counts_usage else b"null"
+            shown_usage = b',"usage":' + counted
+        return (
+            b'{"id":%b,"object":%b,"created":%b,"model":%b,"choices":%b%b}'
+            % (chunk.id, chunk.object, chunk.created, chunk.model, choices, shown_usage),
+        )
+
+    def end(self, error: HeadwaterError | None) -> Sequence[Event]:
+        return [DONE] if error is None else [orjson.dumps(openai_error(error)), DONE]
+
+
+class GenerateRelay(Answer):
+    """An answer of Triton's generate extension, made of one of ``/v1/completions``."""
+
+    def __init__(self, form: GenerateAnswer, count: TokenCount) -> None:
+        self.count = count
+        self._form = form
+
+    def whole(self, body: bytes) -> bytes:
+        found = _whole_texts.decode(body)
+        (choice,) = found.choices
+        _check_finished([choice.finish_reason])
+        _count_usage(self.count, found.usage, 1)
+        return self._form.whole([TextPiece(choice.text, (), choice.finish_reason)], self.count.usage)
+
+    def events(self, name: bytes, data: bytes) -> Sequence[Event]:
+        chunk = _chunks.decode(data)
+        if chunk.error is not None:
+            raise _failure(chunk.error)
+        choices = _texts.decode(chunk.choices)
+        if not choices:
+            _count_usage(self.count, chunk.usage)
+            return ()
+        (choice,) = choices
+        _check_finished([choice.finish_reason])
+        if chunk.usage is not None:
+            self.count.choice(0, chunk.usage.completion_tokens or 0)
+        return self._form.piece(0, TextPiece(choice.text, (), choice.finish_reason))
+
+    def end(self, error: HeadwaterError | None) -> Sequence[Event]:
+        return self._form.end(self.count.usage, error)
+
+
+class ResponsesAnswer(Answer):
+    """An answer of ``/v1/responses``, whose streams have an event for each token."""
+
+    def __init__(self, count: TokenCount) -> None:
+        self.count = count
+        self._tokens = 0
+
+    def whole(self, body: bytes) -> bytes:
+        self._count(_responses.decode(body))
+        return body
+
+    def events(self, name: bytes, data: bytes) -> Sequence[Event]:
+        if name.endswith(b".delta"):
+            self._tokens += 1
+            self.count.choice(0, self._tokens)
+        else:
+            event = _response_events.decode(data)
+            if event.error is not None:
+                raise _failure(event.error)
+            if event.response is not None:
+                self._count(event.response)
+        return ((name, data),)
+
+    def end(self, error: HeadwaterError | None) -> Sequence[Event]:
+        if error is None:
+            return ()
+        about = openai_error(error)["error"]
+        assert isinstance(about, dict)
+        return [(b"error", orjson.dumps({"type": "error", **about, "sequence_number": self._tokens}))]
+
+    def _count(self, response: _Response) -> None:
+        usage = response.usage
+        if usage is not None:
+            cached = usage.input_tokens_details.cached_tokens if usage.input_tokens_details is not None else 0
+            self.count.total(usage.input_tokens, usage.output_tokens, cached or 0, 1)
+
+
+class EmbeddingsAnswer(WholeAnswer):
+    """An answer of ``/v1/embeddings``, gathered of one or several of vLLM's, in the order of the inputs."""
+
+    def __init__(self, model: str, count: TokenCount) -> None:
+        self.count = count
+        self._model = model
+        self._data: list[_Embedding] = []
+
+    def whole(self, body: bytes) -> bytes:
+        """Take one of vLLM's answers. Returns nothing: `body` has all of them.
+
+        Raises:
+            CallableFailed: an embedding has a number that is not finite.
+        """
+        found = _embeddings.decode(body)
+        for item in found.data:
+            item.index += len(self._data)
+            _check_finite(item)
+        self._data += found.data
+        self.count.total(self.count.usage.prompt_tokens + found.usage.prompt_tokens, 0, 0, len(found.data))
+        return b""
+
+    def body(self) -> bytes:
+        """The client's answer, once it is complete."""
+        tokens = self.count.usage.prompt_tokens
+        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+        return msgspec.json.encode({"object": "list", "data": self._data, "model": self._model, "usage": usage})
+
+
+def _check_finite(item: _Embedding) -> None:
+    """Raise `CallableFailed` if an embedding, as numbers or as base64 of FP32, has NaN or an infinity."""
+    raw = bytes(item.embedding)
+    if raw.startswith(b'"'):
+        data = base64.b64decode(raw)
+        is_finite = bool(np.isfinite(np.frombuffer(data, "<f4", len(data) // 4)).all())
+    else:  # vLLM writes them as null
+        is_finite = b"null" not in raw
+    if not is_finite:
+        raise CallableFailed(f"input[{item.index}]: expected finite numbers in vLLM's embedding, got NaN or infinities")
+
+
+def _check_finished(reasons: Sequence[str | None]) -> None:
+    """Raise `ReplicaLost` if vLLM gave a choice up, as it does when it is ended."""
+    if "abort" in reasons:
+        raise ReplicaLost(LOST, retry_after_s=RETRY_AFTER_LOST_S)
+
+
+def _count_usage(count: TokenCount, usage: _Usage | None, choices: int = 0) -> None:
+    if usage is not None:
+        cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details is not None else 0
+        count.total(usage.prompt_tokens, usage.completion_tokens or 0, cached or 0, choices)

@@ -1,0 +1,237 @@
+"""HTTP to one vLLM: answers whole or piece by piece, with flow control."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final, cast
+
+import httptools
+
+from headwater_server.errors import RETRY_AFTER_LOST_S, ReplicaLost, ReplicaUnreachable
+from headwater_server.transport.address import TOKEN_HEADER, UNSENT_HEADER, PeerTls, dial, is_local
+
+__all__ = ["VllmAnswer", "VllmClient"]
+
+HIGH_BYTES: Final = 256 * 1024
+"""Unread bytes from which on a connection isn't read."""
+IDLE_S: Final = 2.0
+"""How long an unused connection may be used again. vLLM closes it after 5 s, perhaps just when a request is sent."""
+LOST: Final = "the replica ended while it had the request"
+
+
+class VllmClient:
+    """Sends requests to one vLLM.
+
+    Args:
+        address: where it listens, or the port in front of it; see `headwater_server.transport.address`.
+        token: the port's.
+        tls: the cluster's.
+    """
+
+    def __init__(self, address: str, token: str = "", tls: PeerTls | None = None) -> None:
+        self._address = address
+        self._tls = tls
+        self._headers = "" if is_local(address) else f"{TOKEN_HEADER}: {token}\r\n"
+        self._idle: list[VllmAnswer] = []
+        self._all: set[VllmAnswer] = set()
+        self._is_closed = False
+
+    async def connect(self) -> VllmAnswer:
+        """A connection for a request; the caller must close it.
+
+        Raises:
+            ReplicaUnreachable: vLLM has ended.
+        """
+        now_s = asyncio.get_running_loop().time()
+        while self._idle:
+            answer = self._idle.pop()
+            if now_s - answer.idle_since_s < IDLE_S:
+                return answer
+            answer.abort()
+        if not self._is_closed:
+            answer = await dial(self._address, lambda: VllmAnswer(self._all, self._idle, self._headers), self._tls)
+            if not self._is_closed:
+                return answer
+            answer.abort()
+        raise ReplicaUnreachable("the replica ended", retry_after_s=RETRY_AFTER_LOST_S)
+
+    async def get(self, path: str) -> bytes:
+        """The body of a GET that vLLM answers with 200.
+
+        Raises:
+            ReplicaLost: it doesn't.
+        """
+        answer = await self.connect()
+        try:
+            await answer.send("GET", path)
+            body = await answer.whole()
+        except BaseException:
+            answer.abort()
+            raise
+        answer.close()
+        if answer.status != 200:
+            raise ReplicaLost(f"{path} was answered with {answer.status}")
+        return body
+
+    def close(self) -> None:
+        """End all connections: reading what is under way raises `ReplicaLost`."""
+        self._is_closed = True
+        for answer in list(self._all):
+            answer.abort()
+
+
+class VllmAnswer(asyncio.Protocol):
+    """One answer, and its connection, which is used again once the answer is complete and closed.
+
+    Args:
+        all: those of a client.
+        idle: those of them that may be used again.
+        headers: for each request, each with its line end.
+    """
+
+    def __init__(self, all: set[VllmAnswer], idle: list[VllmAnswer], headers: str = "") -> None:
+        self._headers = headers
+        self._all = all
+        self._idle = idle
+        self._transport: asyncio.Transport | None = None
+        self._parser: httptools.HttpResponseParser | None = None
+        self._pieces: list[bytes] = []
+        self._size = 0
+        self._is_paused = False
+        self._has_head = self._is_complete = self._is_kept = self._is_unsent = False
+        self._waiter: asyncio.Future[None] | None = None
+        self.is_lost = False
+        self.idle_since_s = 0.0
+        self.status = 0
+
+    async def send(self, method: str, path: str, body: bytes = b"", headers: str = "") -> None:
+        """Send a request, and wait for the answer's status.
+
+        Args:
+            method: of the request.
+            path: of the request.
+            body: JSON.
+            headers: more of them, each with its line end.
+
+        Raises:
+            ReplicaUnreachable: vLLM didn't get the request.
+            ReplicaLost: it ended before it answered.
+        """
+        if self._transport is None or self.is_lost:
+            raise ReplicaUnreachable("the replica ended", retry_after_s=RETRY_AFTER_LOST_S)
+        self._parser = httptools.HttpResponseParser(self)
+        self._has_head = self._is_complete = self._is_unsent = False
+        length = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n" if body else ""
+        head = f"{method} {path} HTTP/1.1\r\nHost: replica\r\n{length}{self._headers}{headers}\r\n"
+        self._transport.write(head.encode() + body)
+        while not self._has_head:
+            await self._wait()
+        if self._is_unsent:
+            raise ReplicaUnreachable(
+                f"the replica's port didn't pass the request on: {self.status}", retry_after_s=RETRY_AFTER_LOST_S
+            )
+
+    async def read(self) -> bytes:
+        """The next bytes of the body; empty at its end.
+
+        Raises:
+            ReplicaLost: vLLM ended before it.
+        """
+        while not self._pieces:
+            if self._is_complete:
+                return b""
+            await self._wait()
+        found = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
+        self._pieces = []
+        self._size = 0
+        if self._is_paused and self._transport is not None:
+            self._is_paused = False
+            self._transport.resume_reading()
+        return found
+
+    async def whole(self) -> bytes:
+        """The rest of the body. Raises as `read`."""
+        pieces = []
+        while piece := await self.read():
+            pieces.append(piece)
+        return b"".join(pieces)
+
+    def close(self) -> None:
+        """Leave the answer, which nobody must read any more: what vLLM still computes of it is cancelled."""
+        if self.is_lost:
+            return
+        if not self._is_complete or not self._is_kept:
+            self.abort()
+            return
+        self._parser = None
+        self._is_complete = self._is_kept = False
+        self._pieces = []
+        self.idle_since_s = asyncio.get_running_loop().time()
+        self._idle.append(self)
+
+    def abort(self) -> None:
+        """End the connection; a reader gets `ReplicaLost`."""
+        if self._transport is not None:
+            self._transport.abort()
+        self.connection_lost(None)
+
+    async def _wait(self) -> None:
+        if self.is_lost:
+            raise ReplicaLost(LOST, retry_after_s=RETRY_AFTER_LOST_S)
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._all.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.is_lost = True
+        self._parser = None  # which refers to this object
+        self._all.discard(self)
+        if self in self._idle:
+            self._idle.remove(self)
+        self._wake()
+
+    def data_received(self, data: bytes) -> None:
+        if self._parser is None:  # data that no request asked for
+            self.abort()
+            return
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError:
+            self.abort()
+            return
+        if self._size > HIGH_BYTES and not self._is_paused and self._transport is not None:
+            self._is_paused = True
+            self._transport.pause_reading()
+
+    # httptools
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._is_unsent = self._is_unsent or name.lower() == UNSENT_HEADER
+
+    def on_headers_complete(self) -> None:
+        assert self._parser is not None
+        self.status = self._parser.get_status_code()
+        self._is_kept = self._parser.should_keep_alive()  # the parser knows only here
+        self._has_head = True
+        self._wake()
+
+    def on_body(self, body: bytes) -> None:
+        self._pieces.append(body)
+        self._size += len(body)
+        self._wake()
+
+    def on_message_complete(self) -> None:
+        self._is_complete = True
+        self._wake()

@@ -1,0 +1,262 @@
+"""One request under way: sent to a replica, its answer read under deadlines, and cancelled when nobody wants it."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+
+from headwater_server.dispatch.deadlines import TIMER_RESOLUTION_S
+from headwater_server.dispatch.pool import Replica
+from headwater_server.errors import RETRY_AFTER_LOST_S, DeadlineExceeded, HeadwaterError, QueueFull, ReplicaLost
+from headwater_server.lm.answers import Event
+from headwater_server.telemetry.tracing import GenerationTrace
+from headwater_server.vllm.answers import DONE, LOST, Answer, EventReader, WholeAnswer, refusal
+from headwater_server.vllm.client import VllmAnswer, VllmClient
+from headwater_server.vllm.requests import PATHS, VllmRequest
+
+__all__ = ["Relay", "VllmReplica"]
+
+TRIES = 2
+"""How many replicas a request may be sent to, as long as the client has got nothing."""
+_ENDS = {b"response.completed", b"response.incomplete", b"response.failed"}
+"""The last events of ``/v1/responses``."""
+
+
+@dataclass(slots=True, eq=False)
+class VllmReplica(Replica):
+    """A replica, and its requests."""
+
+    client: VllmClient
+    requests: int = 0
+    """This worker's."""
+    others: int = 0
+    """Those of other workers, as last sampled."""
+
+    @property
+    def load(self) -> int:
+        """Its requests of this worker and, as last sampled, of others."""
+        return self.requests + self.others
+
+
+class Relay:
+    """A request, from its replica to the client.
+
+    A replica that is full, or lost before the client has got anything, is replaced by another, once.
+
+    Args:
+        request: what is asked.
+        request_id: the client's id, by which the request is cancelled.
+        cache_scope: whose the request is: prefixes are shared within a scope.
+        key: the name of the request's API key; empty: it has none.
+        choose: chooses a replica, if possible not the given one, which has failed the request; raises `Unavailable` if
+            there is none.
+        on_lost: called with a replica that was lost.
+        on_left: called once, when nobody reads the answer any more.
+        idle_s: the longest wait for an event of a stream, time in the queue included.
+        trace: the request's, if it is traced.
+    """
+
+    def __init__(
+        self,
+        request: VllmRequest,
+        request_id: str,
+        cache_scope: str,
+        *,
+        key: str,
+        choose: Callable[[VllmRequest, VllmReplica | None], VllmReplica],
+        on_lost: Callable[[VllmReplica], None],
+        on_left: Callable[[Relay], None],
+        idle_s: float,
+        trace: GenerationTrace | None,
+    ) -> None:
+        self.request_id = request_id
+        self.model = request.model
+        self.key = key
+        self.trace = trace
+        self.replica: VllmReplica | None = None
+        """The one that has the request."""
+        self._request = request
+        self._body = request.encoded(cache_scope)
+        self._choose = choose
+        self._on_lost = on_lost
+        self._on_left = on_left
+        self._idle_s = idle_s if request.streams else None
+        self._loop = asyncio.get_running_loop()
+        self._began_s = self._heard_s = self._loop.time()
+        self._timer: asyncio.TimerHandle | None = None
+        self._answer: VllmAnswer | None = None
+        self._tried: VllmReplica | None = None
+        """The one that has failed the request."""
+        self._full: QueueFull | None = None
+        """Why it has, if its queue was full."""
+        self._is_waiting = True
+        """For vLLM, rather than for the client."""
+        self._error: HeadwaterError | None = None
+        self._failure = ""
+        self._is_left = False
+        self._arm(self._began_s)
+
+    async def whole(self, answer: WholeAnswer) -> bytes:
+        """The client's whole answer.
+
+        Raises:
+            HeadwaterError: the request failed.
+        """
+        tries = TRIES
+        try:
+            while True:
+                tries -= 1
+                try:
+                    upstream = await self._send()
+                    found = answer.whole(await upstream.whole())
+                    answer.count.end()
+                    return found
+                except HeadwaterError as error:
+                    if not self._is_sent_again(error, may_be=tries > 0):
+                        raise
+        finally:
+            self._end(answer)
+
+    async def events(self, answer: Answer) -> AsyncGenerator[Event, None]:
+        """The client's events, without those that end the stream.
+
+        Raises:
+            HeadwaterError: the request failed; after the first event too.
+        """
+        tries, has_begun = TRIES, False
+        try:
+            while True:
+                tries -= 1
+                try:
+                    upstream = await self._send()
+                    reader = EventReader()
+                    while data := await self._read(upstream):
+                        for name, event in reader.take(data):
+                            if self._error is not None:  # the event came before the request was failed
+                                raise self._error.again()
+                            if event == DONE:
+                                answer.count.end()
+                                return
+                            found = answer.events(name, event)
+                            has_begun = True
+                            for one in found:
+                                yield one
+                            if name in _ENDS:
+                                answer.count.end()
+                                return
+                    raise ReplicaLost(LOST, retry_after_s=RETRY_AFTER_LOST_S)
+                except HeadwaterError as error:
+                    if not self._is_sent_again(error, may_be=tries > 0 and not has_begun):
+                        raise
+        finally:
+            self._end(answer)
+
+    def fail(self, error: HeadwaterError) -> None:
+        """End the request with an error."""
+        if self._error is None and not self._is_left:
+            self._error = error
+            if self._answer is not None:
+                self._answer.abort()  # somebody may be reading it
+            self._leave_replica()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has neither ended nor failed."""
+        return not self._is_left and self._error is None
+
+    def close(self) -> None:
+        """Cancel what the replica still computes. May be called more than once."""
+        if self._is_left:
+            return
+        self._is_left = True
+        if self._timer is not None:
+            self._timer.cancel()
+        self._leave_replica()
+        self._on_left(self)
+
+    # The replica
+
+    async def _send(self) -> VllmAnswer:
+        """The answer of a replica that takes the request."""
+        if self._error is not None:
+            raise self._error.again()
+        replica = self._choose(self._request, self._tried)
+        if replica is self._tried and self._full is not None:
+            raise self._full.again()
+        self.replica = replica
+        replica.requests += 1
+        self._is_waiting, self._failure = True, ""
+        upstream = await replica.client.connect()
+        if self._error is not None or self._is_left:
+            upstream.close()
+            raise ReplicaLost(LOST)
+        self._answer = upstream
+        # vLLM's id must be unique, and a client's need not be.
+        header = f"X-Request-Id: {secrets.token_hex(16)}\r\n"
+        await upstream.send("POST", PATHS[self._request.route], self._body, header)
+        if upstream.status != 200:
+            raise refusal(upstream.status, await upstream.whole())
+        return upstream
+
+    async def _read(self, upstream: VllmAnswer) -> bytes:
+        self._heard_s, self._is_waiting = self._loop.time(), True
+        data = await upstream.read()
+        self._is_waiting = False
+        return data
+
+    def _is_sent_again(self, error: HeadwaterError, *, may_be: bool) -> bool:
+        """Whether the request is to be sent again after an error.
+
+        Raises:
+            HeadwaterError: the request has been ended, with this error.
+        """
+        if self._error is not None:
+            raise self._error.again() from None
+        is_lost = isinstance(error, ReplicaLost)
+        # A replica whose connection is good may have failed this request only: others still get it.
+        if is_lost and self.replica is not None and (self._answer is None or self._answer.is_lost):
+            self._on_lost(self.replica)
+        self._tried = self.replica
+        self._leave_replica()
+        self._failure = type(error).__name__
+        self._full = error if isinstance(error, QueueFull) else None
+        return may_be and (is_lost or self._full is not None)
+
+    def _leave_replica(self) -> None:
+        replica, self.replica = self.replica, None
+        if replica is not None:
+            replica.requests -= 1
+        upstream, self._answer = self._answer, None
+        if upstream is not None:
+            upstream.close()
+
+    def _end(self, answer: WholeAnswer) -> None:
+        if self.trace is not None:
+            name = self._failure if self._error is None else type(self._error).__name__
+            self.trace.end(1, answer.count.usage.completion_tokens, name)
+        self.close()
+
+    # Deadlines
+
+    def _arm(self, now_s: float) -> None:
+        left = []
+        if self._idle_s is not None:
+            left.append((self._heard_s if self._is_waiting else now_s) + self._idle_s - now_s)
+        if self._request.timeout_s is not None:
+            left.append(self._began_s + self._request.timeout_s - now_s)
+        if left:
+            self._timer = self._loop.call_later(min(left), self._expire)
+
+    def _expire(self) -> None:
+        """Fail the request if it is overdue. Events don't move the timer, so it may be early."""
+        self._timer = None
+        now_s = self._loop.time() + TIMER_RESOLUTION_S
+        limit_s, idle_s = self._request.timeout_s, self._idle_s
+        if limit_s is not None and now_s >= self._began_s + limit_s:
+            self.fail(DeadlineExceeded(f"the deadline of {limit_s:g} s passed"))
+        elif idle_s is not None and self._is_waiting and now_s >= self._heard_s + idle_s:
+            self.fail(DeadlineExceeded(f"the stream gave nothing for {idle_s:g} s"))
+        else:
+            self._arm(now_s)

@@ -1,0 +1,249 @@
+"""What clients may ask of vLLM: every field is named here, since vLLM ignores what it doesn't know.
+
+vLLM itself checks the values. Source: OpenAI's API reference, and the extensions of vLLM 0.32.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from headwater.errors import did_you_mean
+from headwater_server.codecs.faults import at, key_text, shown
+from headwater_server.errors import BadRequest
+from headwater_server.lm.generate import NO_DETAILS, GenerateRequest
+from headwater_server.lm.tools import NO_PARAMETERS
+from headwater_server.telemetry.catalogue import Route
+
+__all__ = ["PATHS", "VllmRequest", "fields_of", "from_generate", "read_request"]
+
+PATHS: Final[dict[Route, str]] = {
+    "chat": "/v1/chat/completions",
+    "completions": "/v1/completions",
+    "responses": "/v1/responses",
+    "embeddings": "/v1/embeddings",
+}
+MAX_CHOICES: Final = 128
+MAX_SEQUENCES: Final = 256
+"""Prompts times choices."""
+MAX_SECONDS: Final = 1_000_000
+
+_SAMPLING: Final = {
+    "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed",
+    "stop", "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens",
+    "min_tokens", "ignore_eos", "bad_words", "allowed_token_ids", "logit_bias", "structured_outputs",
+    "truncate_prompt_tokens", "max_tokens", "n", "logprobs", "response_format", "stream_options",
+}  # fmt: skip
+_FIELDS: Final[dict[Route, set[str]]] = {
+    "chat": _SAMPLING | {
+        "messages", "max_completion_tokens", "top_logprobs", "tools", "tool_choice", "parallel_tool_calls",
+        "chat_template_kwargs", "reasoning_effort", "include_reasoning", "add_generation_prompt",
+        "continue_final_message",
+    },
+    "completions": _SAMPLING | {"prompt", "suffix", "echo"},
+    "responses": {
+        "input", "instructions", "max_output_tokens", "temperature", "top_p", "top_k", "top_logprobs", "include",
+        "tools", "tool_choice", "parallel_tool_calls", "text", "reasoning", "truncation", "structured_outputs",
+        "presence_penalty", "frequency_penalty", "repetition_penalty", "include_reasoning", "max_tool_calls", "min_p",
+        "seed", "stop", "stop_token_ids", "ignore_eos", "logit_bias", "chat_template_kwargs", "skip_special_tokens",
+        "include_stop_str_in_output",
+    },
+}  # fmt: skip
+_LABELS: Final = {
+    "metadata", "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier",
+}  # fmt: skip
+"""Fields that change nothing about the answer: taken, and not sent on."""
+_REFUSED: Final = {
+    "store": "nothing is kept between requests",
+    "background": "answers are not kept for later",
+    "previous_response_id": "nothing is kept between requests; send the conversation so far as `input`",
+    "conversation": "nothing is kept between requests; send the conversation so far as `input`",
+    **dict.fromkeys(
+        ("audio", "function_call", "functions", "prediction", "verbosity", "web_search_options"), "it is not offered"
+    ),
+}
+"""Fields of OpenAI's API that may only ask for nothing, and why."""
+_STREAM_OPTIONS: Final = {"include_usage", "continuous_usage_stats", "include_obfuscation"}
+_URL_KEYS: Final = frozenset({"url", "image_url", "video_url", "audio_url", "file_url"})
+
+
+class VllmRequest(NamedTuple):
+    """A request as vLLM gets it."""
+
+    route: Route
+    body: dict[str, Any]
+    """Without ``stream``, which ``/v1/embeddings`` doesn't take."""
+    streams: bool
+    includes_usage: bool = False
+    """Whether the client asked for the usage at a stream's end."""
+    counts_usage: bool = False
+    """Whether it asked for the usage in every chunk."""
+    timeout_s: float | None = None
+    """How long the request may take in all."""
+
+    def encoded(self, cache_scope: str) -> bytes:
+        """The body in JSON.
+
+        Args:
+            cache_scope: whose the request is: prefixes are shared within a scope.
+
+        Raises:
+            BadRequest: the body is nested too deeply.
+        """
+        body: dict[str, Any] = dict(self.body)
+        if self.route != "embeddings":
+            body["stream"] = self.streams
+        if self.route == "responses":
+            body["store"] = False
+        elif self.streams:
+            body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+        if cache_scope:
+            body["cache_salt"] = hashlib.sha256(cache_scope.encode()).hexdigest()
+        try:
+            return msgspec.json.encode(body)
+        except RecursionError:
+            raise BadRequest("expected a body of less depth") from None
+
+    @property
+    def model(self) -> str:
+        """The deployment's name, or an adapter's."""
+        return str(self.body.get("model", ""))
+
+    @property
+    def prompt(self) -> bytes:
+        """What the prompt is made of, in the order in which it is computed; requests are compared by its beginning."""
+        told = [self.body.get(name) for name in ("tools", "instructions", "messages", "prompt", "input")]
+        return msgspec.json.encode([one for one in told if one is not None])
+
+
+def fields_of(route: Route) -> list[str]:
+    """The names of all fields that a body may have."""
+    more = {"completions": {"best_of"}, "chat": {"modalities"}}.get(route, set[str]())
+    return sorted(_FIELDS[route] | _LABELS | more | {"model", "stream", "timeout_s", "store"})
+
+
+def read_request(route: Route, body: dict[str, Any]) -> VllmRequest:
+    """Check the fields of a request.
+
+    Raises:
+        BadRequest: a field is unknown, or asks for what isn't offered; the message names it.
+    """
+    allowed = _FIELDS[route]
+    kept: dict[str, Any] = {}
+    streams, timeout_s = False, None
+    for name, value in body.items():
+        if name in allowed or name == "model":
+            if value is not None:
+                kept[name] = value
+        elif name == "stream":
+            streams = _flag(name, value)
+        elif name == "timeout_s":
+            timeout_s = _seconds(value)
+        elif name in _REFUSED:
+            if value:
+                raise at(name, None, f"expected it absent or false, since {_REFUSED[name]}, got {shown(value)}")
+        elif name == "best_of" and route == "completions":
+            if value is not None and value != (body.get("n") or 1):
+                raise at(name, None, f"expected the same as n, since answers are not ranked, got {shown(value)}")
+        elif name == "modalities" and route == "chat":
+            if value not in (None, ["text"]):
+                raise at(name, None, f'expected ["text"], got {shown(value)}')
+        elif name not in _LABELS:
+            raise at(key_text(name), None, f"unknown field{did_you_mean(name, allowed)}")
+    if isinstance(kept.get("tools"), list):
+        kept["tools"] = [_with_parameters(tool) for tool in kept["tools"]]
+    options = kept.pop("stream_options", {})
+    n = kept.get("n")
+    if n is not None and (type(n) is not int or not 1 <= n <= MAX_CHOICES):
+        raise at("n", None, f"expected 1 to {MAX_CHOICES}, got {shown(n)}")
+    _check_prompts(kept.get("prompt"), n or 1)
+    for path, url in chain(_urls("messages", kept.get("messages")), _urls("input", kept.get("input"))):
+        raise at(path, None, f"expected a data: URL, since this server fetches nothing, got {shown(url)}")
+    if not isinstance(options, dict):
+        raise at("stream_options", None, f"expected an object, got {shown(options)}")
+    for name in options.keys() - _STREAM_OPTIONS:
+        raise at(f"stream_options.{key_text(name)}", None, f"unknown field{did_you_mean(name, _STREAM_OPTIONS)}")
+    if options and not streams:
+        raise at("stream_options", None, "expected it only with stream: true; leave it out")
+    includes = _flag("stream_options.include_usage", options.get("include_usage"))
+    counts = _flag("stream_options.continuous_usage_stats", options.get("continuous_usage_stats"))
+    if _flag("stream_options.include_obfuscation", options.get("include_obfuscation")):
+        raise at("stream_options.include_obfuscation", None, "expected false, since streams aren't padded, got true")
+    return VllmRequest(route, kept, streams, includes, counts, timeout_s)
+
+
+def from_generate(model: str, request: GenerateRequest, *, streams: bool) -> VllmRequest:
+    """A request of Triton's generate extension as one for completions.
+
+    Raises:
+        BadRequest: a field is wrong.
+    """
+    given = request.merged()
+    asked: dict[str, Any] = {name: getattr(given, name) for name in given.__struct_fields__}
+    if given.details:
+        raise at("details", None, NO_DETAILS)
+    timeout_us, end_id = asked["timeout"], asked["end_id"]
+    body = {name: value for name, value in asked.items() if name in _FIELDS["completions"] and value is not None}
+    if isinstance(body.get("bad_words"), str):
+        body["bad_words"] = [body["bad_words"]]
+    if end_id is not None:
+        ids = [*body.get("stop_token_ids", ()), *([end_id] if end_id >= 0 else ())]
+        body |= {"stop_token_ids": ids, "ignore_eos": True}
+    body |= {
+        "model": model,
+        "prompt": request.text_input if isinstance(request.text_input, str) else request.text_input[0],
+        "echo": given.exclude_input_in_output is False,
+    }
+    return VllmRequest("completions", body, streams, timeout_s=timeout_us / 1e6 if timeout_us else None)
+
+
+def _with_parameters(tool: object) -> object:
+    """A tool of a chat or of a response; a function that declares no parameters takes no arguments."""
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        return tool
+    function = tool.get("function", tool)
+    if not isinstance(function, dict) or "name" not in function or function.get("parameters") is not None:
+        return tool
+    function = {**function, "parameters": NO_PARAMETERS}
+    return {**tool, "function": function} if "function" in tool else function
+
+
+def _check_prompts(prompt: object, n: int) -> None:
+    """One request must not be thousands: several prompts are texts, or arrays of token ids."""
+    count = len(prompt) if isinstance(prompt, list) and not all(isinstance(one, int) for one in prompt) else 1
+    if count * n > MAX_SEQUENCES:
+        raise at("prompt", None, f"expected at most {MAX_SEQUENCES} answers in all, got {count} prompts x {n}")
+
+
+def _flag(name: str, value: object) -> bool:
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    raise at(name, None, f"expected true or false, got {shown(value)}")
+
+
+def _seconds(value: object) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= MAX_SECONDS:
+        raise at("timeout_s", None, f"expected seconds, above 0 and up to {MAX_SECONDS}, got {shown(value)}")
+    return float(value)
+
+
+def _urls(path: str, value: object) -> Iterator[tuple[str, str]]:
+    """The URLs in messages that are to be fetched, each with its field."""
+    left = [(path, value)]
+    while left:
+        path, value = left.pop()
+        if isinstance(value, dict):
+            for key, one in value.items():
+                if isinstance(one, str) and key in _URL_KEYS:
+                    if not one.startswith("data:"):
+                        yield f"{path}.{key}", one
+                elif isinstance(one, (dict, list)):
+                    left.append((f"{path}.{key_text(key)}", one))
+        elif isinstance(value, list):
+            left += [(f"{path}[{place}]", one) for place, one in enumerate(value) if isinstance(one, (dict, list))]

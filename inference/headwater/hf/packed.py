@@ -1,0 +1,247 @@
+"""BERT and its family on a CPU without padding: a batch's tokens stand one after the other, and each attends to its
+own text's."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Literal
+
+import torch
+from torch.nn.functional import gelu, scaled_dot_product_attention
+
+from headwater.hf import amx, onednn
+from headwater.tuning import keep_freed_memory
+
+__all__ = ["pack"]
+
+FAMILY: Final = frozenset({"bert", "camembert", "electra", "roberta", "xlm-roberta"})
+"""Types of models whose encoder reads no positions: their embeddings have added them."""
+KEPT_BYTES: Final = 64 * 1024 * 1024
+"""Of memory that a pass has freed; the next one takes it again."""
+PASS_BYTES: Final = 24 * 1024 * 1024
+"""Of a pass's widest states. A longer pass reads each weight for more tokens; more than `KEPT_BYTES` / 2 would be taken
+from the kernel anew each time."""
+TRIED_ROWS: Final = 256
+"""Of the products that are timed to find the fastest."""
+TRIES: Final = 4
+"""How often each is timed. The least time counts, since the first includes the generation of code."""
+_NAME: Final = "headwater_packed"
+
+
+def pack(network: Any, reads_first: bool = False, *, precision: Literal["highest", "high"] = "highest") -> int:
+    """Have a network of transformers compute no padding, if it is of the family and on a CPU.
+
+    On a CPU the process then also keeps the memory of its passes.
+
+    Args:
+        network: for inference only from now on.
+        reads_first: whether of the encoder's states only those of each text's first token are read. The last layer
+            then computes no others; they are 0.
+        precision: of products, in torch's words for those of FP32: with ``high`` each factor may be the sum of two
+            bfloat16 numbers.
+
+    Returns:
+        How many tokens it should compute at once; 0: it is left as it is.
+    """
+    config = network.config
+    if network.device.type != "cpu":
+        return 0
+    keep_freed_memory(KEPT_BYTES, KEPT_BYTES // 2)
+    if config.model_type not in FAMILY:
+        return 0
+    if getattr(config, "is_decoder", False) or config.output_hidden_states or config.output_attentions:
+        return 0
+    from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
+    from transformers.modeling_utils import AttentionInterface
+
+    AttentionInterface.register(_NAME, _attention)
+    AttentionMaskInterface.register(_NAME, flash_attention_mask)  # none, or whether each token is one: [n, width]
+    network.set_attn_implementation(_NAME)
+    encoder = network.base_model.encoder
+    # Compiled, it would break into so many graphs that it takes longer.
+    encoder.forward = torch.compiler.disable(functools.partial(_encoded, encoder.forward))  # type: ignore[no-untyped-call]
+    products = None
+    if all(_is_plain(part) for part in encoder.layer.modules() if isinstance(part, torch.nn.Linear)):
+        products = _fastest((amx, onednn) if precision == "high" else (onednn,), encoder.layer[0])
+    for layer in encoder.layer:
+        is_first_only = reads_first and layer is encoder.layer[-1]
+        if products is not None:
+            _fuse(layer, products, joins=not is_first_only)
+        if is_first_only:
+            layer.forward = functools.partial(_first_states, layer, layer.forward)
+    widest: int = config.intermediate_size
+    return max(1, PASS_BYTES // (4 * widest))
+
+
+def _fastest(modules: Sequence[Any], layer: Any) -> Any:
+    """The module whose linear layers are the fastest on this CPU, by a layer's feed-forward part; None: torch's own."""
+    first, second = layer.intermediate.dense, layer.output.dense
+    rows = torch.linspace(-1, 1, TRIED_ROWS * first.in_features).view(TRIED_ROWS, -1)
+    with torch.inference_mode():
+        least_s, fastest = _took_s(_fed_forward_by_torch, first, second, rows), None
+        for products in filter(_is_right, modules):
+            took_s = _took_s(products.fed_forward, products.Linear(first), products.Linear(second), rows)
+            if took_s < least_s:
+                least_s, fastest = took_s, products
+    return fastest
+
+
+def _took_s(fed_forward: Callable[..., torch.Tensor], first: Any, second: Any, rows: torch.Tensor) -> float:
+    """The least CPU time of `TRIES`, of this thread: the wall time would count what other processes take."""
+    times_s = []
+    for _ in range(TRIES):
+        began_s = time.thread_time()
+        fed_forward(first, second, rows)
+        times_s.append(time.thread_time() - began_s)
+    return min(times_s)
+
+
+def _fed_forward_by_torch(first: torch.nn.Linear, second: torch.nn.Linear, rows: torch.Tensor) -> torch.Tensor:
+    return torch.add(second(gelu(first(rows))), rows)
+
+
+def _is_plain(part: Any) -> bool:
+    """Whether a linear layer is torch's own, in FP32."""
+    return type(part) is torch.nn.Linear and part.weight.dtype == torch.float32
+
+
+def _is_right(products: Any) -> bool:
+    """Whether a module's linear layers work with this CPU and this torch."""
+    layer = torch.nn.Linear(16, 16)
+    rows, more = torch.linspace(-1, 1, 2 * onednn.ROWS * 16).view(2, onednn.ROWS, 16)
+    try:
+        with torch.inference_mode():
+            found = products.Linear(layer).added(rows, more)
+            return bool(torch.allclose(found, layer(rows) + more, atol=1e-4))
+    except (AttributeError, OSError, RuntimeError, TypeError):
+        return False
+
+
+def _fuse(layer: Any, products: Any, joins: bool) -> None:
+    """Have a layer's products computed by a module's own, those of the same states as one if it joins them, and each
+    with what follows it."""
+    attention = layer.attention.self
+    if joins:
+        joined = _joined(attention.query, attention.key, attention.value)
+        attention.forward = functools.partial(_attended, attention, products.Linear(joined))
+        del attention.query, attention.key, attention.value
+    for part in list(layer.modules()):
+        for name, child in list(part.named_children()):
+            if isinstance(child, torch.nn.Linear):
+                setattr(part, name, products.Linear(child))
+    for part in (layer.attention.output, layer.output):
+        part.forward = functools.partial(_added, part)
+    if getattr(layer.intermediate.intermediate_act_fn, "act", None) is gelu:
+        layer.feed_forward_chunk = functools.partial(_fed_forward, layer, products.fed_forward)
+
+
+def _joined(*layers: torch.nn.Linear) -> torch.nn.Linear:
+    """One layer that says what these, which read the same states, say one after the other; they have biases."""
+    joined = torch.nn.Linear(layers[0].in_features, sum(one.out_features for one in layers), device="meta")
+    joined.weight = torch.nn.Parameter(torch.cat([one.weight for one in layers]))
+    joined.bias = torch.nn.Parameter(torch.cat([one.bias for one in layers]))
+    return joined
+
+
+def _attended(
+    part: Any,
+    joined: Callable[[torch.Tensor], torch.Tensor],
+    states: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    text_lengths: Sequence[int] | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """What self-attention makes of states, with its query, key and value joined to one product."""
+    split = torch.unflatten(joined(states), 2, (3, -1, part.attention_head_size))
+    query, key, value = split.permute(2, 0, 3, 1, 4)
+    found, _ = _attention(part, query, key, value, attention_mask, text_lengths, part.scaling)
+    return found.flatten(2), None
+
+
+def _added(part: Any, states: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
+    """What follows attention, and a layer's second product."""
+    found: torch.Tensor = part.LayerNorm(part.dense.added(states, more))
+    return found
+
+
+def _fed_forward(layer: Any, fed_forward: Callable[..., torch.Tensor], states: torch.Tensor) -> torch.Tensor:
+    """What follows attention in a layer."""
+    found: torch.Tensor = layer.output.LayerNorm(fed_forward(layer.intermediate.dense, layer.output.dense, states))
+    return found
+
+
+def _encoded(
+    forward: Callable[..., Any], states: torch.Tensor, attention_mask: torch.Tensor | None = None, **others: Any
+) -> Any:
+    """What the encoder's own ``forward`` makes of states, [n, width, size]; 0 where there is padding."""
+    is_token = torch.ones(states.shape[:2], dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+    if not bool(is_token[:, 0].all()):  # padded at the left, or without a token
+        return forward(states, is_token[:, None, None], **others)
+    places = is_token.nonzero(as_tuple=True)
+    lengths = is_token.sum(dim=1).tolist()
+    tokens = states[places]
+    if more := -len(tokens) % onednn.ROWS:  # they attend to themselves
+        tokens = torch.cat((tokens, tokens.new_zeros(more, tokens.shape[1])))
+        lengths.append(more)
+    output = forward(tokens[None], None, text_lengths=lengths, **others)
+    found = torch.zeros_like(states)
+    if output.last_hidden_state.shape[1] == len(tokens):
+        found[places] = output.last_hidden_state[0, : len(places[0])]
+    else:
+        found[:, 0] = output.last_hidden_state[0, : len(states)]
+    output.last_hidden_state = found
+    return output
+
+
+def _first_states(
+    layer: Any,
+    forward: Callable[..., Any],
+    states: torch.Tensor,
+    *arguments: Any,
+    text_lengths: Sequence[int] | None = None,
+    **others: Any,
+) -> Any:
+    """What a layer makes of each text's first token, [1, texts, size]."""
+    if text_lengths is None:
+        return forward(states, *arguments, **others)
+    first = states[:, [0, *itertools.accumulate(text_lengths[:-1])]]
+    attention = layer.attention.self
+    parts = (attention.query(first), attention.key(states), attention.value(states))
+    size = attention.attention_head_size
+    query, key, value = (part.unflatten(2, (-1, size)).transpose(1, 2) for part in parts)
+    found, _ = _attention(attention, query, key, value, None, text_lengths)
+    return layer.feed_forward_chunk(layer.attention.output(found.flatten(2), first))
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    text_lengths: Sequence[int] | None = None,
+    scaling: float | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of each text's tokens, or of its first alone, [1, heads, tokens or texts, size], to that text's; or any
+    other, by its mask."""
+    if text_lengths is None:
+        found = scaled_dot_product_attention(query, key, value, attention_mask, scale=scaling)
+        return found.transpose(1, 2), None
+    _, heads, tokens, size = query.shape
+    found = query.new_empty(tokens, heads, size)
+    asked = begin = 0
+    for length, equal in itertools.groupby(text_lengths):
+        count = len(list(equal))
+        end = begin + count * length
+        asked_end = asked + count if tokens == len(text_lengths) else end
+        q, k, v = (
+            part.view(heads, count, -1, size).transpose(0, 1)
+            for part in (query[0, :, asked:asked_end], key[0, :, begin:end], value[0, :, begin:end])
+        )
+        found[asked:asked_end] = scaled_dot_product_attention(q, k, v, scale=scaling).transpose(1, 2).flatten(0, 1)
+        asked, begin = asked_end, end
+    return found[None], None

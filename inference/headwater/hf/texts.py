@@ -1,0 +1,116 @@
+"""Texts that arrive as BYTES, and their tokens, padded and computed in groups of similar length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from headwater.errors import BadInput
+from headwater.wire.arrays import Array
+
+__all__ = ["as_rows", "computed", "counts", "filled", "similar", "texts_of"]
+
+PASS_TOKENS: Final = 40
+"""On a CPU, a pass through a network takes about as long as this many tokens more (measured with MiniLM)."""
+
+
+def texts_of(name: str, array: Array) -> list[str]:
+    """The rows of a BYTES [n, 1] input as strings; raises `BadInput` if a row is not UTF-8."""
+    texts: list[str] = []
+    for index, raw in enumerate(array[:, 0].tolist()):
+        try:
+            texts.append(raw.decode())
+        except UnicodeDecodeError as error:
+            # The replica calls again with the failing row alone, whose index is then always 0.
+            row = f", row {index}" if len(array) > 1 else ""
+            raise BadInput(
+                f"input {name!r}{row}: expected UTF-8, got byte 0x{raw[error.start]:02x} at position {error.start}"
+            ) from error
+    return texts
+
+
+def as_rows(texts: list[str]) -> Array:
+    """Strings as a BYTES [n, 1] output."""
+    return np.array([[text.encode()] for text in texts], object).reshape(len(texts), 1)
+
+
+def counts(mask: Any) -> Any:
+    """The tokens of each text, INT32 [n, 1], of an attention mask."""
+    return mask.sum(dim=1, keepdim=True).int()
+
+
+def computed(
+    compute: Callable[[dict[str, Any]], torch.Tensor], fields: Mapping[str, Any], packed_tokens: int = 0
+) -> torch.Tensor:
+    """What a network says of padded texts, [n, ...]. On a CPU, texts of similar length are computed together, without
+    most of the padding; a GPU, where a pass takes as long for few tokens, computes all at once.
+
+    Args:
+        compute: the network, from a tokenizer's fields to one tensor with a row for each text.
+        fields: of all texts, on the network's device.
+        packed_tokens: how many tokens to compute at once in a network that computes no padding; 0: it does.
+    """
+    mask = fields.get("attention_mask")
+    tensors = {name: value for name, value in fields.items() if isinstance(value, torch.Tensor)}
+    if mask is None or mask.device.type != "cpu" or any(value.shape != mask.shape for value in tensors.values()):
+        return compute(dict(fields))
+    lengths = mask.sum(dim=1).numpy()
+    groups = filled(lengths, packed_tokens) if packed_tokens else similar(lengths, PASS_TOKENS)
+    if len(groups) == 1:
+        return compute(dict(fields))
+    is_padded_right = bool(mask[:, 0].sum() >= mask[:, -1].sum())
+    found = []
+    for group in groups:
+        width = max(1, int(lengths[group[-1]]))
+        cut = slice(0, width) if is_padded_right else slice(mask.shape[1] - width, None)
+        found.append(compute({**fields, **{name: value[group, cut] for name, value in tensors.items()}}))
+    order = np.argsort(np.concatenate(groups))
+    return torch.cat(found)[order]
+
+
+def similar(lengths: np.ndarray[Any, np.dtype[np.int64]], pass_tokens: int) -> list[np.ndarray[Any, Any]]:
+    """Split texts into groups such that the fewest tokens are computed, padding included.
+
+    Args:
+        lengths: of the texts, in tokens, [n].
+        pass_tokens: what a group costs by itself.
+
+    Returns:
+        The places of each group's texts, from the shortest text to the longest.
+    """
+    order = np.argsort(lengths, kind="stable")
+    # best[k]: the cost of the k shortest texts; start[k]: where the last of their groups begins.
+    best, start = np.zeros(len(order) + 1, np.int64), np.zeros(len(order) + 1, np.int64)
+    for count in range(1, len(order) + 1):
+        sizes = np.arange(count, 0, -1)
+        costs = best[:count] + sizes * lengths[order[count - 1]] + pass_tokens
+        start[count] = costs.argmin()
+        best[count] = costs[start[count]]
+    groups, end = [], len(order)
+    while end:
+        groups.append(order[start[end] : end])
+        end = int(start[end])
+    return groups[::-1]
+
+
+def filled(lengths: np.ndarray[Any, np.dtype[np.int64]], most_tokens: int) -> list[np.ndarray[Any, Any]]:
+    """Split texts into groups of at most so many tokens, padding excluded, or of one longer text.
+
+    Args:
+        lengths: of the texts, in tokens, [n].
+        most_tokens: of a group.
+
+    Returns:
+        The places of each group's texts, from the shortest text to the longest.
+    """
+    order = np.argsort(lengths, kind="stable")
+    groups, tokens = [0], 0
+    for place, length in enumerate(lengths[order].tolist()):
+        if place and tokens + length > most_tokens:
+            groups.append(place)
+            tokens = 0
+        tokens += length
+    return np.split(order, groups[1:])

@@ -1,0 +1,149 @@
+"""Admission of sequences: a first-come-first-served queue in front of a cache with a budget in tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from headwater.engine import (
+    SAMPLING_FIELDS,
+    EngineFull,
+    EngineLimits,
+    LogitBias,
+    RequestRejected,
+    RequestTooLong,
+    Sampling,
+    SequenceRequest,
+)
+
+__all__ = ["Admission"]
+
+_DEFAULTS = Sampling()
+
+
+class Admission:
+    """The part of an engine that queues and admits requests; engines derive from it and compute the admitted ones.
+
+    A request reserves capacity for its prompt and whole answer before it starts, so one that runs always ends. The
+    cache is a rectangle, sequences × length: the reservation is the number of sequences times the longest of them. A
+    request that doesn't fit yet holds back those behind it, so none waits for ever.
+    """
+
+    def __init__(self, limits: EngineLimits) -> None:
+        self.limits = limits
+        self._waiting: dict[str, SequenceRequest] = {}
+        """Waiting requests, in order of arrival."""
+        self._ready: dict[str, SequenceRequest] = {}
+        """Admitted requests that `take` hasn't returned yet, in order of arrival."""
+        self._reserved: dict[str, int] = {}
+        """The most tokens of each admitted request, by id."""
+        self._checked_bias: LogitBias = {}
+        """The last bias that was sound: the sequences of a request share it, and it may be large."""
+
+    @property
+    def waiting(self) -> int:
+        """The number of waiting requests."""
+        return len(self._waiting)
+
+    @property
+    def active(self) -> int:
+        """The number of admitted requests."""
+        return len(self._reserved)
+
+    @property
+    def cache_used(self) -> int:
+        """Reserved tokens of the cache."""
+        return len(self._reserved) * max(self._reserved.values(), default=0)
+
+    def submit(self, request: SequenceRequest) -> None:
+        """Admit a request, or let it wait.
+
+        Raises:
+            EngineFull, RequestTooLong, RequestRejected: as `Engine.submit`.
+        """
+        self._check(request)
+        if (self._waiting or not self._fits(request)) and self.waiting >= self.limits.max_waiting:
+            raise self._full()
+        self._enqueue(request)
+
+    def take(self) -> SequenceRequest | None:
+        """The next admitted request that was not taken yet."""
+        for id in self._ready:
+            return self._ready.pop(id)
+        return None
+
+    def release(self, id: str) -> bool:
+        """Drop a request, admitted or waiting, and admit those whose turn it is; False if there is none of this id."""
+        if self._waiting.pop(id, None) is None and self._reserved.pop(id, None) is None:
+            return False
+        self._ready.pop(id, None)
+        for request in list(self._waiting.values()):
+            if not self._fits(request):
+                break
+            del self._waiting[request.id]
+            self._place(request)
+        return True
+
+    def clear(self) -> None:
+        """Drop all requests."""
+        self._waiting.clear()
+        self._ready.clear()
+        self._reserved.clear()
+
+    def _enqueue(self, request: SequenceRequest) -> None:
+        """Admit a request that was checked, or let it wait."""
+        if self._waiting or not self._fits(request):
+            self._waiting[request.id] = request
+        else:
+            self._place(request)
+
+    def _full(self) -> EngineFull:
+        return EngineFull(
+            f"{self.active} sequences run and {self.waiting} wait; `max_waiting` is {self.limits.max_waiting}"
+        )
+
+    def _fits(self, request: SequenceRequest) -> bool:
+        count = len(self._reserved) + 1
+        longest = max(_tokens(request), *self._reserved.values(), 0)
+        return count <= self.limits.max_sequences and count * longest <= self.limits.cache_tokens
+
+    def _place(self, request: SequenceRequest) -> None:
+        self._reserved[request.id] = _tokens(request)
+        self._ready[request.id] = request
+
+    def _check(self, request: SequenceRequest) -> None:
+        limits = self.limits
+        if request.id in self._waiting or request.id in self._reserved:
+            raise RequestRejected(f"id: expected one that is not in use, got {request.id!r}")
+        if not request.prompt:
+            raise RequestRejected("prompt: expected at least one token, got none")
+        tokens = _tokens(request)
+        for most, what in (limits.context_length, "the model's context"), (limits.cache_tokens, "the cache's size"):
+            if tokens > most:
+                raise RequestTooLong(
+                    f"expected prompt and max_tokens to be at most {most} tokens, {what}; "
+                    f"got {len(request.prompt)} + {request.max_tokens}"
+                )
+        if limits.sampling != SAMPLING_FIELDS:
+            for name in sorted(SAMPLING_FIELDS - limits.sampling):
+                if getattr(request.sampling, name) != getattr(_DEFAULTS, name):
+                    raise RequestRejected(f"{name}: this engine does not support it")
+        grammar = request.grammar
+        if grammar is not None and grammar.kind not in limits.grammars:
+            raise RequestRejected(f"{grammar.field}: this engine does not support it")
+        if request.prompt_logprobs is not None and not limits.prompt_logprobs:
+            raise RequestRejected("prompt_logprobs: this engine does not support it")
+        bias = request.sampling.logit_bias
+        if bias is not self._checked_bias:
+            self._check_ids("logit_bias", bias)
+            self._checked_bias = bias
+        self._check_ids("prompt", request.prompt)
+
+    def _check_ids(self, name: str, ids: Collection[int]) -> None:
+        if ids and not (min(ids) >= 0 and max(ids) < self.limits.vocab_size):
+            raise RequestRejected(
+                f"{name}: expected tokens from 0 to {self.limits.vocab_size - 1}, got {min(ids)} to {max(ids)}"
+            )
+
+
+def _tokens(request: SequenceRequest) -> int:
+    return len(request.prompt) + request.max_tokens

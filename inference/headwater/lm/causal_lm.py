@@ -1,0 +1,65 @@
+"""Loads a causal language model from a Hugging Face folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from headwater.errors import ReplicaError
+from headwater.lm.weight_files import report_fault
+from headwater.runtime.failure_log import text_of
+from headwater.tuning import turn_cudnn_attention_off
+
+__all__ = ["CausalLM", "load_causal_lm"]
+
+
+class CausalLM(NamedTuple):
+    """A loaded model."""
+
+    model: PreTrainedModel
+    eos_ids: frozenset[int]
+    """End-of-sequence tokens, from the generation configuration or else the model's configuration."""
+
+
+def load_causal_lm(folder: Path, *, device: str = "cpu", dtype: str = "auto", attention: str = "sdpa") -> CausalLM:
+    """Load a model that `AutoModelForCausalLM` knows; nothing is fetched, and no code of the folder runs.
+
+    Args:
+        folder: holds config.json and weights as safetensors.
+        device: ``cpu``, ``cuda`` or ``cuda:N``.
+        dtype: torch's name of the type of weights and activations; ``auto`` for the folder's.
+        attention: transformers' name of an attention implementation.
+
+    Raises:
+        ReplicaError: the model can't be loaded, or transformers filled missing tensors with random numbers.
+    """
+    if not (folder / "config.json").is_file():
+        raise ReplicaError(f"model: expected a Hugging Face folder, found no config.json in {folder}")
+    try:
+        auto: Any = AutoModelForCausalLM
+        model, report = auto.from_pretrained(
+            folder,
+            dtype=dtype,
+            attn_implementation=attention,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+        model = model.to(device).eval()
+        turn_cudnn_attention_off(device)
+    except Exception as error:
+        raise ReplicaError(f"model: {folder} can't be loaded: {type(error).__name__}: {text_of(error)}") from error
+    if fault := report_fault(report, [name for name, _ in model.named_parameters()], model.base_model_prefix):
+        raise ReplicaError(f"model: {folder}: {fault}")
+    return CausalLM(model, _eos_ids(model))
+
+
+def _eos_ids(model: Any) -> frozenset[int]:
+    for config in (model.generation_config, model.config.get_text_config(decoder=True)):
+        found = getattr(config, "eos_token_id", None)
+        if found is not None:
+            return frozenset([found] if isinstance(found, int) else found)
+    return frozenset()

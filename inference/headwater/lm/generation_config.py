@@ -1,0 +1,63 @@
+"""The sampling defaults of a folder's ``generation_config.json``, as transformers' `generate` and vLLM apply them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from headwater.engine import Sampling
+from headwater.errors import LoadError, Problem
+from headwater.lm.json_files import checked_json
+
+__all__ = ["GENERATION_CONFIG", "sampling_defaults"]
+
+GENERATION_CONFIG: Final = "generation_config.json"
+_FIELDS: Final = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""Fields of the file that mean the same in `Sampling`."""
+_WITHOUT_EFFECT: Final[dict[str, object]] = {
+    "num_beams": 1, "num_beam_groups": 1, "penalty_alpha": None, "typical_p": 1.0, "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0, "top_h": None, "no_repeat_ngram_size": 0, "guidance_scale": None, "bad_words_ids": None,
+    "suppress_tokens": None, "begin_suppress_tokens": None, "sequence_bias": None, "forced_bos_token_id": None,
+    "forced_eos_token_id": None, "exponential_decay_length_penalty": None,
+}  # fmt: skip
+"""Fields that would choose other tokens, which no request can ask for either, and values that ask for nothing."""
+
+
+def sampling_defaults(title: str, folder: Path) -> tuple[Sampling, list[str]]:
+    """How tokens are chosen for requests that don't say it, and what the operator should know of that.
+
+    Args:
+        title: begins the message of an error.
+        folder: may hold the file; without it, nothing is changed.
+
+    Raises:
+        LoadError: the file isn't JSON, or a field is out of range.
+    """
+    if not (folder / GENERATION_CONFIG).is_file():
+        return Sampling(), []
+    content = checked_json(title, folder, GENERATION_CONFIG, "the model's sampling defaults")
+    fix = "correct the file, or set `options.generation_config: none`"
+    if not isinstance(content, dict):
+        reason = f"{folder / GENERATION_CONFIG}: expected an object, got {content!r:.80}"
+        raise LoadError(Problem(title, reason, fix))
+    given: dict[str, Any] = {name: content[name] for name in _FIELDS if content.get(name) is not None}
+    if content.get("do_sample") is False:  # in words, which transformers never writes by itself
+        given["temperature"] = 0.0
+    for name, value in given.items():
+        try:
+            msgspec.convert({name: value}, Sampling)
+        except msgspec.ValidationError as error:
+            expected = str(error).partition(" - at")[0].lower()
+            reason = f"{folder / GENERATION_CONFIG}, {name}: {expected}, got {value!r:.80}"
+            raise LoadError(Problem(title, reason, fix)) from None
+    sampling = msgspec.convert(given, Sampling)
+    notes = []
+    if changed := msgspec.to_builtins(sampling):
+        shown = ", ".join(f"{name} {value:g}" for name, value in changed.items())
+        notes.append(f"sampling defaults of {GENERATION_CONFIG}: {shown}")
+    ignored = [name for name, neutral in _WITHOUT_EFFECT.items() if content.get(name) not in (None, neutral)]
+    if ignored:
+        notes.append(f"{GENERATION_CONFIG}: without effect here: {', '.join(ignored)}")
+    return sampling, notes

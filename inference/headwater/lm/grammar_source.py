@@ -1,0 +1,203 @@
+"""Grammars as llguidance takes them.
+
+``json_schema`` is JSON Schema as llguidance has it (docs/json_schema.md there), without its leniency: what it can't
+follow is refused. ``regex`` is a regular expression of Rust's crate `regex` for the whole answer. ``lark`` is
+llguidance's dialect of Lark, or GBNF.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, Final
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+__all__ = ["compiled", "short_reason", "special_texts"]
+
+MOST_MULTIPLE: Final = 10_000
+"""The greatest common multiple of a schema's `multipleOf`: the library's automaton has as many states."""
+_INWARDS: Final = {
+    "minimum": math.inf, "exclusiveMinimum": math.inf, "maximum": -math.inf, "exclusiveMaximum": -math.inf,
+}  # fmt: skip
+_BY_NAME: Final = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+_LARGEST: Final = 2**63 - 1
+"""As a bound the library takes it for what it is, although no double holds it."""
+_HUGE: Final = 2**1023
+_JSON_OPTIONS: Final[JsonCompileOptions] = {"lenient": False, "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,20}"}
+"""Refuse what can't be followed, and bound the space between elements, because weak models write nothing else."""
+
+_LIMITS: Final = LLParserLimits(
+    # See `headwater_server.lm.answer_grammar.MAX_OPTIONAL`; an ambiguous grammar takes time quadratic in it.
+    max_items_in_row=2500,
+    step_max_items=50_000,
+    max_lexer_states=10_000,
+    max_grammar_size=100_000,
+    verbose_errors=False,
+)
+_NOT_FORCING: Final = {"name": "not_forcing", "lark_grammar": '%llguidance {"no_forcing": true}\nstart: ""'}
+"""A grammar that is not used, but whose option holds for those beside it: see `_unforced`."""
+_ESCAPED: Final = re.compile(r"\\u((?!d[89a-f])[0-9a-f]{4})", re.IGNORECASE)
+_JSON: Final = re.compile(r'"(?:\\.?|[^"\\\n])*"?|/(?:\\.?|[^/\\\n])+/?|(?://|#).*|%json\s*(?=\{)')
+"""A JSON schema in Lark, or something that may contain the same characters: a string, expression or comment. A string
+or expression without an end ends with its line, so that a search is linear; the library refuses the grammar."""
+
+
+def compiled(tokenizer: LLTokenizer, special: Sequence[str], kind: str, text: str) -> tuple[LLMatcher, bytes]:
+    """Compile a grammar, and compute which tokens an answer may begin with.
+
+    Args:
+        tokenizer: the model's.
+        special: the texts of its special tokens.
+        kind: `headwater.engine.Grammar.kind`.
+        text: `headwater.engine.Grammar.text`.
+
+    Raises:
+        ValueError: the grammar is wrong, unsupported or too complex.
+    """
+    try:
+        source = _source(kind, text)
+        if _writes_special(text, special):
+            source = _unforced(source)
+        matcher = LLMatcher(tokenizer, source, log_level=0, limits=_LIMITS)
+        mask = b"" if matcher.is_error() else matcher.compute_bitmask()  # finds what only use shows
+        error = matcher.get_error()
+    except MemoryError:
+        raise
+    except BaseException as failure:  # the library's panics are BaseExceptions
+        error = str(failure) or type(failure).__name__
+    if error:
+        raise ValueError(short_reason(error))
+    return matcher, mask
+
+
+def special_texts(tokenizer: LLTokenizer) -> list[str]:
+    """The texts of a tokenizer's special tokens."""
+    ids = [id for id in range(tokenizer.vocab_size) if tokenizer.is_special_token(id)]
+    return [text for id in ids if (text := tokenizer.decode_str([id]))]
+
+
+def short_reason(error: str) -> str:
+    """The library's error without what it adds for its developers."""
+    return " ".join(error.replace("<non-verbose/>", "").split())[:400]
+
+
+def _writes_special(text: str, special: Sequence[str]) -> bool:
+    """Whether a grammar of this text may spell out a special token, perhaps in escaped characters."""
+    plain = _ESCAPED.sub(lambda found: chr(int(found[1], 16)), text).replace("\\", "")
+    return any(one in plain for one in special)
+
+
+def _source(kind: str, text: str) -> str:
+    """The grammar as the library takes it."""
+    if kind == "regex":
+        return LLMatcher.grammar_from_regex(text)
+    if kind == "json_schema":
+        schema = json.loads(text)
+        if schema is True:
+            schema = {}
+        if not isinstance(schema, dict):
+            raise ValueError("expected an object")
+        _check_multiples(schema)
+        schema = _with_exact_numbers(schema)
+        return LLMatcher.grammar_from_json_schema(schema, overrides=_JSON_OPTIONS)
+    if text.lstrip().startswith("{"):
+        raise ValueError("expected a grammar in Lark or GBNF, got JSON")
+    return grammar_from("grammar", "".join(_with_options(text)))
+
+
+def _unforced(source: str) -> str:
+    """A grammar that leaves it to the model with which tokens it writes a text that has no alternative.
+
+    The library would tokenize such a text, and take what looks like a special token for that token, which it then
+    refuses because it stands for no text.
+    """
+    grammars = json.loads(source)["grammars"] if source.startswith("{") else [{"lark_grammar": source}]
+    return json.dumps({"grammars": [*grammars, _NOT_FORCING]})
+
+
+def _with_options(lark: str) -> Iterator[str]:
+    """The parts of a grammar in Lark, whose JSON schemas have our options."""
+    begin = 0
+    while (found := _JSON.search(lark, begin)) is not None:
+        end = found.end()
+        yield lark[begin:end]
+        if found[0].startswith("%"):
+            schema, end = json.JSONDecoder().raw_decode(lark, end)
+            _check_multiples(schema)
+            yield json.dumps({**_with_exact_numbers(schema), "x-guidance": _JSON_OPTIONS})
+        begin = end
+    yield lark[begin:]
+
+
+def _check_multiples(schema: dict[str, Any]) -> None:
+    """Refuse a schema whose automaton would be too large.
+
+    Raises:
+        ValueError: it is.
+    """
+    steps = [Fraction(str(one)) for one in _multiples(schema)]
+    scale = math.lcm(*[step.denominator for step in steps])
+    if math.lcm(*[int(step * scale) for step in steps]) > MOST_MULTIPLE:
+        raise ValueError(f"multipleOf: expected numbers with a common multiple of at most {MOST_MULTIPLE} steps")
+
+
+def _multiples(schema: object) -> Iterator[Any]:
+    if isinstance(schema, dict):
+        if isinstance(one := schema.get("multipleOf"), (int, float)):
+            yield one
+        for value in schema.values():
+            yield from _multiples(value)
+    elif isinstance(schema, list):
+        for value in schema:
+            yield from _multiples(value)
+
+
+def _with_exact_numbers(schema: Any) -> Any:
+    """A schema, or a part of one, whose bounds doubles hold, as which the library reads them: those of no double are
+    moved inwards to the next one.
+
+    Raises:
+        ValueError: a constant is an integer that no double holds.
+    """
+    if isinstance(schema, list):
+        return [_with_exact_numbers(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _BY_NAME and isinstance(value, dict):  # whose keys are no keywords
+            found[key] = {name: _with_exact_numbers(one) for name, one in value.items()}
+            continue
+        if key in ("const", "enum") and (wrong := next(_inexact(value), None)) is not None:
+            raise ValueError(f"{key}: expected integers that doubles hold exactly, got {wrong}; write it as a string")
+        inwards = _INWARDS.get(key)
+        if inwards is not None and next(_inexact(value), _LARGEST) != _LARGEST:
+            found[key] = _inner_double(value, inwards)
+        else:
+            found[key] = _with_exact_numbers(value)
+    return found
+
+
+def _inexact(value: object) -> Iterator[int]:
+    """The integers in a value that no double holds."""
+    if isinstance(value, int) and int(_double(value)) != value:
+        yield value
+    elif isinstance(value, (list, dict)):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _inexact(one)
+
+
+def _inner_double(bound: int, inwards: float) -> int:
+    nearest = _double(bound)
+    return int(nearest if (nearest < bound) == (inwards < 0) else math.nextafter(nearest, inwards))
+
+
+def _double(value: int) -> float:
+    return float(max(-_HUGE, min(value, _HUGE)))

@@ -1,0 +1,92 @@
+"""What the engine and its grammar processes tell each other: one message a packet, on socket pairs.
+
+The processes form a tree: the engine starts the host (`headwater.lm.grammar_host`), the host forks a compiler for each
+grammar, and the compiler forks a follower for each answer. A parent forks and kills on the engine's order, and reports
+the end of its children.
+"""
+
+from __future__ import annotations
+
+from struct import Struct
+from typing import Final, NamedTuple
+
+__all__ = [
+    "COMPILE_BYTES",
+    "FOLLOW_BYTES",
+    "FORK",
+    "KILL",
+    "MASK_CPU_S",
+    "NOT_STARTED",
+    "ORDER",
+    "OUT_OF_MEMORY",
+    "TOKEN",
+    "TOKEN_CPU_S",
+    "Reply",
+    "end_of",
+    "ended",
+    "pack_reply",
+    "reply_of",
+]
+
+FORK: Final = b"f"
+"""An order with the child's socket, and for a compiler with a file of the grammar."""
+KILL: Final = b"k"
+ORDER: Final = Struct("<cQd")
+"""`FORK` or `KILL`; the child's number, which the engine chooses; the processor time that it may take to compile, s."""
+TOKEN: Final = Struct("<I")
+"""The answer's next token."""
+NOT_STARTED: Final = -1
+"""In place of a wait status: the child could not be forked."""
+COMPILE_BYTES: Final = 256 * 2**20
+"""How much memory it may take to compile a grammar."""
+FOLLOW_BYTES: Final = 128 * 2**20
+"""How much more memory an answer may take to follow its grammar."""
+MASK_CPU_S: Final = 1.0
+"""The most processor time for a mask. An answer begins with this much."""
+TOKEN_CPU_S: Final = 0.1
+"""The processor time that each token adds, up to `MASK_CPU_S`."""
+OUT_OF_MEMORY: Final = 3
+"""The exit status of a process in which Python found no memory; llguidance aborts."""
+_REPLIED: Final = b"r"
+_ENDED: Final = b"e"
+_END: Final = Struct("<cQi")
+_REPLY: Final = Struct("<c??Q")
+
+
+class Reply(NamedTuple):
+    """What a compiler or a follower found."""
+
+    mask: bytes
+    """Which tokens may come next, one bit each; empty if there is an error."""
+    is_stopped: bool
+    """Whether nothing but the end may follow."""
+    error: str
+    """Why the library gave up."""
+    size_bytes: int
+    """How much the process has grown since it was forked."""
+
+
+def pack_reply(reply: Reply) -> bytes:
+    """A reply as a packet."""
+    head = _REPLY.pack(_REPLIED, reply.is_stopped, bool(reply.error), reply.size_bytes)
+    return head + (reply.error.encode("utf-8", "replace") if reply.error else reply.mask)
+
+
+def reply_of(packet: bytes) -> Reply:
+    """The reply in a packet."""
+    _, is_stopped, is_error, size_bytes = _REPLY.unpack_from(packet)
+    rest = packet[_REPLY.size :]
+    return Reply(b"" if is_error else rest, is_stopped, rest.decode() if is_error else "", size_bytes)
+
+
+def ended(number: int, status: int) -> bytes:
+    """The packet that reports a child's end; the status is as `os.waitpid` returns it, or `NOT_STARTED`."""
+    return _END.pack(_ENDED, number, status)
+
+
+def end_of(packet: bytes) -> tuple[int, int] | None:
+    """The number and the status in a packet of `ended`; None for a reply."""
+    if not packet.startswith(_ENDED):
+        return None
+    _, number, status = _END.unpack(packet)
+    return number, status

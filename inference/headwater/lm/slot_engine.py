@@ -1,0 +1,642 @@
+"""Continuous batching with a transformers model's own forward pass: sequences join and leave between steps."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from headwater.engine import EngineFull, EngineLimits, Finish, SequenceRequest, TokenEvent
+from headwater.lm.admission import Admission
+from headwater.lm.batch_invariance import KEYS
+from headwater.lm.cached_model import CachedModel
+from headwater.lm.grammars import KINDS, Compilation, Constraint, Grammars, refusal
+from headwater.lm.invariance_check import check_invariance
+from headwater.lm.model_folder import context_length_of
+from headwater.lm.prefix_index import BLOCK, NEWEST, Chain, PrefixIndex, chain_of
+from headwater.lm.rotary import fix_frequencies
+from headwater.lm.sampling import Biases, Choice, Sampler, choose, logprobs_of
+from headwater.lm.slot_cache import SlotCache
+from headwater.runtime.capacity import Capacity
+from headwater.runtime.device import breaks_device, free_memory, is_out_of_memory
+from headwater.runtime.failure_log import FailureLog, text_of
+
+__all__ = ["SlotEngine"]
+
+logger = logging.getLogger(__name__)
+
+KEPT_ROWS: Final = 32
+"""The most rows of the cache beyond `max_sequences`, for prefixes."""
+KEPT_TOKENS: Final = 16_384
+"""How large the cache may grow only to keep prefixes, unless its size was given."""
+SCORED_LOGITS: Final = 2**24
+"""The most logits of prompts' tokens at once: with 128,000 tokens in the vocabulary, those of 131 tokens."""
+GRAMMAR_WAIT_S: Final = 0.005
+"""How long a step without other work waits for a grammar or a mask."""
+LEAST_CHUNK: Final = 16
+"""Tokens of prompts in a step that are not halved further where memory is short."""
+NAME: Final = "the engine"
+"""What `Capacity` calls it."""
+
+
+@dataclass(eq=False)
+class _Sequence:
+    """An admitted sequence."""
+
+    request: SequenceRequest
+    stops: frozenset[int]
+    sampler: Sampler
+    chain: Chain
+    """The prompt's; empty if it reuses nothing."""
+    constraint: Constraint | None = None
+    cached: int = 0
+    """Tokens in the cache: the computed part of the prompt, and then the answer without its last token."""
+    reused: int = 0
+    """The prompt's tokens that were copied from another row."""
+    scored: int = 0
+    """The prompt's tokens behind which log probabilities were reported."""
+    answer: list[int] = field(default_factory=list)
+    """Its last token is the next step's input."""
+    has_ended: bool = False
+    prompt: list[int] = field(init=False)
+    """What is computed before the next token: the request's prompt, and, once it was put off, its answer so far."""
+
+    def __post_init__(self) -> None:
+        self.prompt = self.request.prompt
+
+
+class SlotEngine(Admission):
+    """An engine whose cache has one row per sequence.
+
+    A step is one forward pass over all sequences that generate, and one over at most `prefill_chunk` tokens of prompts:
+    a chunk of a long prompt, or several short ones, padded. A prompt's last chunk yields the answer's first token.
+
+    Rows 0 to n - 1 of the cache belong to the n sequences that generate, row n to a partly computed prompt. What other
+    rows hold of sequences that have ended is kept until the row is needed: a prompt that begins as a row does, also as
+    that of a sequence that generates, gets a copy of it instead of computing it. Rows for sequences always go first;
+    among what is kept, the longest unused does.
+
+    Where the device's memory does not suffice, nothing is kept of prefixes any more; then prompts are computed in
+    smaller parts; then sequences are put off, and go on, computed again, once fewer run. Only one that is alone ends.
+
+    Args:
+        model: a causal language model, in eval mode, on its device.
+        eos_ids: the model's end-of-sequence tokens.
+        grammars: compiles grammars for the model; None if requests can have none.
+        max_sequences: the most sequences computed together.
+        max_waiting: the most sequences that wait beyond these.
+        context_length: tokens of a prompt and its answer; by default, and at most, what the model's configuration says.
+        cache_tokens: the cache's size: sequences × the longest of them; by default enough for all sequences. If given,
+            kept prefixes may fill it; otherwise it grows for them up to `KEPT_TOKENS` only.
+        prefill_chunk: the most prompt tokens per step.
+        prefix_cache: whether prefixes are reused.
+        batch_invariant: whether a sequence's logits must be the same to the bit whatever is computed beside it, and
+            however its prompt is cut into chunks or copied; on a CPU only. The model's layers are replaced.
+        cuda_graphs: whether steps of sequences that generate are recorded as CUDA graphs, on a GPU.
+        on_broken: called once the device is unusable.
+        capacity: learns how many sequences fit in the device's memory.
+
+    Raises:
+        ReplicaError: this engine can't serve the model.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        eos_ids: frozenset[int] = frozenset(),
+        grammars: Grammars | None = None,
+        max_sequences: int = 32,
+        max_waiting: int = 256,
+        context_length: int | None = None,
+        cache_tokens: int | None = None,
+        prefill_chunk: int = 256,
+        prefix_cache: bool = True,
+        batch_invariant: bool = False,
+        cuda_graphs: bool = True,
+        on_broken: Callable[[str], None] = lambda reason: None,
+        capacity: Capacity | None = None,
+    ) -> None:
+        config = model.config.get_text_config(decoder=True)
+        context_length = context_length_of(config, context_length)
+        self._model = CachedModel(model, max_sequences, batch_invariant=batch_invariant, cuda_graphs=cuda_graphs)
+        fix_frequencies(model, context_length)
+        self._kept_tokens = KEPT_TOKENS if cache_tokens is None else cache_tokens
+        if cache_tokens is None:
+            cache_tokens = max_sequences * context_length
+        super().__init__(
+            EngineLimits(
+                max_sequences,
+                max_waiting,
+                context_length,
+                cache_tokens,
+                config.vocab_size,
+                grammars=KINDS if grammars is not None else frozenset(),
+                prompt_logprobs=True,
+            )
+        )
+        self._device = model.device
+        self._eos_ids = eos_ids
+        self._grammars = grammars
+        self._biases = Biases()
+        self._compilations: dict[str, tuple[SequenceRequest, Compilation]] = {}
+        """The grammars of sequences that have not started."""
+        self._uncompiled: dict[str, SequenceRequest] = {}
+        """Sequences that wait for their grammar before they wait for admission: meanwhile they take no capacity."""
+        self._held: list[SequenceRequest] = []
+        """Admitted sequences whose grammar was not kept while they waited, and is compiled again."""
+        self._prefill_chunk = prefill_chunk
+        self._prefix_cache = prefix_cache
+        self._on_broken = on_broken
+        self._capacity = capacity or Capacity()
+        """Of sequences."""
+        self._chunks = Capacity(lambda text, _: logger.warning("%s", text))
+        """Of prompts' tokens in a step."""
+        self._cache = self._blank_cache()
+        self._prefixes = PrefixIndex()
+        self._put_off: deque[_Sequence] = deque()
+        """Sequences that start, or start again, as soon as the memory allows."""
+        self._generating: list[_Sequence] = []
+        """The sequences that generate, by cache row."""
+        self._prompts: deque[_Sequence] = deque()
+        """Sequences whose prompt is not fully computed, in order of arrival; only the first may be partly computed."""
+        self._pending: list[TokenEvent] = []
+        self._failures = FailureLog()
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting) + len(self._uncompiled)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._pending or self.active or self.waiting)
+
+    def submit(self, request: SequenceRequest) -> None:
+        """As `Engine.submit`."""
+        grammars = self._grammars
+        if request.grammar is None or grammars is None:
+            super().submit(request)
+            return
+        self._check(request)
+        if self.waiting >= self.limits.max_waiting + self.limits.max_sequences - self.active:
+            raise self._full()
+        if grammars.is_full(request.cache_scope):
+            raise EngineFull("too many grammars wait to be compiled")
+        self._compilations[request.id] = request, grammars.compile(request.grammar, request.cache_scope)
+        self._uncompiled[request.id] = request
+
+    @torch.inference_mode()
+    def cancel(self, id: str) -> bool:
+        """As `Engine.cancel`."""
+        if self._uncompiled.pop(id, None) is None and not self.release(id):
+            return False
+        self._forget_grammar(id)
+        found = [one for one in (*self._generating, *self._prompts, *self._put_off) if one.request.id == id]
+        for sequence in found:
+            self._drop(sequence)
+        self._put_off = deque(one for one in self._put_off if not one.has_ended)
+        self._compact()
+        self._pending.append(TokenEvent(id, len(found[0].answer) if found else 0, None, finish="cancelled"))
+        return True
+
+    @torch.inference_mode()
+    def step(self) -> list[TokenEvent]:
+        """As `Engine.step`."""
+        events, self._pending = self._pending, []
+        if self._grammars is not None:
+            self._grammars.poll()
+        if any(one.constraint is None or not one.constraint.is_late for one in self._generating):
+            self._attempt(self._generating, 0, self._decode, events)
+        self._start(events)
+        group, start = self._group()
+        if self._grammars is not None and not (group or events):
+            self._grammars.poll(GRAMMAR_WAIT_S if self.has_work else 0)
+        if group:
+            self._attempt(group, len(self._generating), lambda: self._prefill(group, start, events), events)
+        return events
+
+    def close(self) -> None:
+        """As `Engine.close`."""
+        self.clear()
+        for sequence in (*self._generating, *self._prompts, *self._put_off):
+            self._drop(sequence)
+        for id in list(self._compilations):
+            self._forget_grammar(id)
+        self._generating.clear()
+        self._prompts.clear()
+        self._put_off.clear()
+        self._pending.clear()
+        self._prefixes = PrefixIndex()
+        self._uncompiled.clear()
+        self._held.clear()
+        self._cache = self._blank_cache()
+
+    def check(self) -> None:
+        """As `CachedModel.check` and `check_invariance`; call it before the first `submit`."""
+        self._model.check(self.limits.context_length)
+        if self._model.batch_invariant:
+            check_invariance(self._model)
+
+    def _blank_cache(self) -> SlotCache:
+        limits = self.limits
+        return SlotCache(
+            self._model.layers,
+            max_rows=limits.max_sequences,
+            max_tokens=limits.cache_tokens,
+            multiple=KEYS if self._model.batch_invariant else 1,
+            has_spare=self._model.needs_spare,
+        )
+
+    def _start(self, events: list[TokenEvent]) -> None:
+        """Start the newly admitted sequences that don't wait for a grammar."""
+        self._reject(events)
+        for id, request in list(self._uncompiled.items()):
+            if self._compilations[id][1].is_done:
+                del self._uncompiled[id]
+                self._enqueue(request)
+        self._held.extend(iter(self.take, None))
+        held, self._held = self._held, []
+        for request in held:
+            if request.grammar is not None and not self._is_compiled(request):
+                self._held.append(request)
+                continue
+            if request.max_tokens == 0 and request.prompt_logprobs is None:
+                self._forget_grammar(request.id)
+                self.release(request.id)
+                events.append(TokenEvent(request.id, 0, None, finish="length"))
+                continue
+            ignores_eos = request.ignore_eos and request.grammar is None
+            stops = request.stop_ids if ignores_eos else request.stop_ids | self._eos_ids
+            try:
+                vocab_size = self.limits.vocab_size
+                sampler = Sampler(request.sampling, request.prompt, vocab_size, self._device, stops, self._biases)
+            except Exception as error:
+                self._forget_grammar(request.id)
+                self.release(request.id)
+                text = self._report(error)
+                finish: Finish = "out_of_memory" if is_out_of_memory(text) else "error"
+                events.append(TokenEvent(request.id, 0, None, finish=finish, error=text))
+                continue
+            # The tokens of a copied prefix have no logits.
+            chain = self._chain(request.prompt, request) if request.prompt_logprobs is None else []
+            self._put_off.append(_Sequence(request, stops, sampler, chain, self._constraint(request)))
+        if self._grammars is not None:
+            self._grammars.trim()
+        begun: list[_Sequence] = []
+        most = self._capacity.most(NAME) or self.limits.max_sequences
+        while self._put_off and len(self._generating) + len(self._prompts) < most:
+            begun.append(self._put_off.popleft())
+            self._prompts.append(begun[-1])
+        while begun and not self._attempt(begun, 0, self._make_room, events):
+            begun = [one for one in begun if one in self._prompts]
+
+    def _reject(self, events: list[TokenEvent]) -> None:
+        """End the sequences, admitted or waiting, whose grammars could not be compiled."""
+        for id, (request, compilation) in list(self._compilations.items()):
+            if compilation.error and request.grammar is not None:
+                self._forget_grammar(id)
+                self._uncompiled.pop(id, None)
+                self.release(id)
+                finish: Finish = "error" if compilation.is_lost else "rejected"
+                error = refusal(request.grammar, compilation.error)
+                events.append(TokenEvent(id, 0, None, finish=finish, error=error))
+
+    def _is_compiled(self, request: SequenceRequest) -> bool:
+        """Whether a sequence's grammar can be followed now. It is compiled again if it was not kept."""
+        assert self._grammars is not None
+        assert request.grammar is not None
+        _, compilation = self._compilations[request.id]
+        if compilation.has_ended:
+            self._grammars.leave(compilation)
+            compilation = self._grammars.compile(request.grammar, request.cache_scope)
+            self._compilations[request.id] = request, compilation
+        return compilation.first is not None
+
+    def _constraint(self, request: SequenceRequest) -> Constraint | None:
+        """What holds a sequence to its grammar, which is compiled."""
+        if request.grammar is None:
+            return None
+        assert self._grammars is not None
+        _, compilation = self._compilations.pop(request.id)
+        return self._grammars.follow(request, compilation)
+
+    def _forget_grammar(self, id: str) -> None:
+        _, compilation = self._compilations.pop(id, (None, None))
+        if compilation is not None and self._grammars is not None:
+            self._grammars.leave(compilation)
+            self._held = [one for one in self._held if one.id != id]
+
+    def _choose(self, logits: Tensor, sequences: Sequence[_Sequence]) -> list[Choice | None]:
+        """Choose the next token of each sequence; None where it is not known yet which may come next."""
+        constraints = [one.constraint for one in sequences]
+        given = [one for one in constraints if one is not None]
+        if self._grammars is None or not given:
+            return [*choose(logits, [one.sampler for one in sequences])]
+        self._grammars.wait(given, is_needed=not any(one is None or one.is_ready for one in constraints))
+        rows = [row for row, one in enumerate(constraints) if one is None or one.mask]
+        choices: list[Choice | None] = [None] * len(sequences)
+        if not rows:
+            return choices
+        held = [(place, one) for place, row in enumerate(rows) if (one := constraints[row]) is not None]
+        allowed = None
+        if held:
+            allowed = self._grammars.allowed([place for place, _ in held], [one for _, one in held], logits.device)
+        if len(rows) < len(sequences):
+            logits = logits[rows]
+        for row, choice in zip(rows, choose(logits, [sequences[row].sampler for row in rows], allowed), strict=True):
+            choices[row] = choice
+        return choices
+
+    def _attempt(
+        self,
+        sequences: Sequence[_Sequence],
+        first_row: int,
+        compute: Callable[[], Sequence[Choice | None]],
+        events: list[TokenEvent],
+    ) -> bool:
+        """Compute tokens of sequences in successive rows, and return whether that succeeded. If it fails, only these
+        sequences end; if the memory did not suffice, they are as they were, or put off."""
+        sequences = list(sequences)
+        before = [(one.cached, one.reused, one.scored) for one in sequences]
+        reported = len(events)
+        failure = ""
+        try:
+            choices = compute()
+        except Exception as error:
+            failure = self._report(error)
+        if not failure:
+            # A partly computed prompt has no choice yet.
+            for row, (sequence, choice) in enumerate(zip(sequences, choices, strict=False), first_row):
+                constraint = sequence.constraint
+                if constraint is not None and constraint.finish is not None:
+                    self._end(sequence, constraint.finish, events, constraint.error)
+                elif choice is None:  # its mask comes in a later step
+                    continue
+                elif choice.is_valid:
+                    self._advance(sequence, choice, events)
+                else:
+                    self._cache.wipe(row)
+                    self._end(sequence, "error", events, "the model's logits are not finite")
+        else:
+            self._prefixes = PrefixIndex()  # which may say what was to be copied
+            if is_out_of_memory(failure):
+                del events[reported:]
+                for sequence, state in zip(sequences, before, strict=True):
+                    sequence.cached, sequence.reused, sequence.scored = state
+                self._relieve(sequences, events, failure)
+            else:
+                for sequence in sequences:
+                    self._end(sequence, "error", events, failure)
+        self._compact()
+        return not failure
+
+    def _relieve(self, sequences: Sequence[_Sequence], events: list[TokenEvent], failure: str) -> None:
+        """Take less memory from now on, after these sequences ran out of it."""
+        free_memory()
+        running = [*self._generating, *self._prompts]
+        are_prompts = sequences[0] in self._prompts
+        rows, length = self._cache.shape
+        is_cached = rows >= len(running) and length >= max((len(one.prompt) for one in self._prompts), default=0)
+        chunk = min(self._chunk(sequences), max(len(one.prompt) - one.cached for one in sequences))
+        if rows > len(running):
+            self._kept_tokens = 0
+            self._shrink(len(running), length)
+        elif are_prompts and is_cached and chunk > LEAST_CHUNK:
+            self._chunks.learn(NAME, chunk, max(chunk // 2, LEAST_CHUNK), what="prompt tokens")
+        elif len(running) > 1:
+            rest = [one for one in running if one not in sequences] if are_prompts else []
+            kept = rest or running[: len(running) // 2]
+            self._capacity.learn(NAME, len(running), len(kept), what="sequences")
+            self._put_off.extendleft(self._restarted(one) for one in reversed(running) if one not in kept)
+            self._generating = [one for one in self._generating if one in kept]
+            self._prompts = deque(one for one in self._prompts if one in kept)
+            needed = [one.cached for one in self._generating] + [len(one.prompt) for one in self._prompts]
+            self._shrink(len(kept), max(needed))
+        else:
+            fix = "send a shorter prompt, or give the model a device with more free memory"
+            text = f"out of memory on {self._device} with this sequence alone; {fix}: {failure[:300]}"
+            self._end(sequences[0], "out_of_memory", events, text)
+
+    def _restarted(self, sequence: _Sequence) -> _Sequence:
+        """The sequence, computed from its beginning when its turn comes."""
+        sequence.prompt = [*sequence.request.prompt, *sequence.answer]
+        sequence.cached = sequence.reused = 0
+        return sequence
+
+    def _shrink(self, rows: int, length: int) -> None:
+        """Give back the cache's memory beyond this; to copy the rest takes some, too."""
+        try:
+            self._cache.shrink(rows, length)
+        except Exception as error:
+            self._report(error)
+
+    def _make_room(self) -> list[Choice | None]:
+        """Grow the cache for the prompts, before prefixes are looked for: growing may lose some."""
+        self._fit(0, 0)
+        return []
+
+    def _decode(self) -> list[Choice | None]:
+        """Compute the next token of each sequence that generates."""
+        sequences = self._generating
+        positions = [one.cached for one in sequences]
+        self._fit(len(sequences), max(positions) + 1)
+        logits = self._model.forward_each(self._cache, [one.answer[-1] for one in sequences], positions)
+        choices = self._choose(logits, sequences)
+        for one, choice in zip(sequences, choices, strict=True):
+            one.cached += choice is not None
+        return choices
+
+    def _group(self) -> tuple[list[_Sequence], int]:
+        """The sequences whose prompts are computed next, and from which token on: part of one, or as many as fit whole
+        in a padded chunk. One that could reuse more of a neighbour's prompt than of what is cached waits for it."""
+        group: list[_Sequence] = []
+        start = width = 0
+        for sequence in self._prompts:
+            length = len(sequence.prompt)
+            blocks = self._prefixes.find(sequence.chain)[1]
+            known = sequence.cached or min(blocks * BLOCK, length - 1)
+            if group:
+                known, length = min(start, known), max(width, length)
+                shared = sequence.chain[blocks : blocks + 1]
+                if (len(group) + 1) * (length - known) > self._chunk([*group, sequence]) or (
+                    shared and any(one.chain[blocks : blocks + 1] == shared for one in group)
+                ):
+                    break
+            group.append(sequence)
+            start, width = known, length
+            if sequence.cached or width - start > self._chunk(group):
+                break
+        return group, start
+
+    def _chunk(self, group: Sequence[_Sequence]) -> int:
+        """The most tokens of their prompts in one step."""
+        most = min(self._chunks.most(NAME) or self._prefill_chunk, self._prefill_chunk)
+        if all(one.request.prompt_logprobs is None for one in group):
+            return most
+        return min(most, max(SCORED_LOGITS // self.limits.vocab_size, 1))
+
+    def _prefill(self, group: Sequence[_Sequence], start: int, events: list[TokenEvent]) -> list[Choice | None]:
+        """Compute prompts from this token on; returns the first tokens of those that are complete."""
+        if not group[0].cached:
+            self._begin(group, start)
+        end = start + self._chunk(group)
+        chunks = [one.prompt[start:end] for one in group]
+        first = len(self._generating)
+        scored = {row: one for row, one in enumerate(group) if one.request.prompt_logprobs is not None}
+        kept, logits = self._model.forward(self._cache, first, chunks, start, keeps_all=bool(scored))
+        for row, one in scored.items():
+            first_scored = max(start, one.scored)  # what was put off has reported some before
+            following = one.request.prompt[first_scored + 1 : start + 1 + len(chunks[row])]
+            one.scored = max(one.scored, start + len(chunks[row]))
+            if following:
+                tokens = torch.tensor(following, device=self._device)
+                scores = kept[row, first_scored - start :][: len(following)]
+                found = logprobs_of(scores, tokens, one.request.prompt_logprobs or 0)
+                events.append(TokenEvent(one.request.id, 0, None, prompt=tuple(found)))
+        for one, chunk in zip(group, chunks, strict=True):
+            one.cached = start + len(chunk)
+        if group[0].cached < len(group[0].prompt):
+            return []
+        choices = self._choose(logits, group)
+        for row, (one, choice) in enumerate(zip(group, choices, strict=True), first):
+            self._prompts.remove(one)
+            self._generating.append(one)
+            self._prefixes.learn(row, one.chain)
+            one.cached -= choice is None  # then the prompt ends with an answer's token, which the next step computes
+        return choices
+
+    def _begin(self, group: Sequence[_Sequence], start: int) -> None:
+        """Give prompts the next rows, whose content is kept elsewhere, and copy what they reuse into them."""
+        first = len(self._generating)
+        prefixes = self._prefixes
+        sources: dict[int, int] = {}
+        for row, one in enumerate(group, first) if start else ():
+            sources[row], _ = prefixes.find(one.chain)
+            prefixes.touch(sources[row])
+            one.cached = one.reused = start
+        for source in set(sources.values()):  # what these rows will hold again need not be kept
+            if source >= first and prefixes.blocks(source) * BLOCK <= start:
+                prefixes.forget(source)
+        kept: dict[int, int] = {}
+        length = 0
+        for row in range(first, first + len(group)):
+            spare = self._spare(prefixes.value(row)) if prefixes.holds_alone(row) else None
+            if spare is None:
+                prefixes.forget(row)
+            else:
+                kept[spare] = row
+                length = max(length, prefixes.blocks(row) * BLOCK)
+                prefixes.move({spare: row})
+        self._cache.copy(({row: source for row, source in sources.items() if row != source}, start), (kept, length))
+
+    def _spare(self, value: tuple[int, int]) -> int | None:
+        """A row for content of this value that no sequence needs: an empty one, or one whose content is worth less."""
+        value_of = self._prefixes.value
+        row = min(range(self._cache.shape[0] - 1, self.active - 1, -1), key=value_of, default=None)
+        if row is None or self._prefixes.holds_alone(row):
+            try:
+                if self._cache.widen(self.limits.max_sequences + KEPT_ROWS, self._kept_tokens):
+                    return self._cache.shape[0] - 1
+            except Exception as error:  # out of memory
+                self._report(error)
+        return row if row is not None and value_of(row) < value else None
+
+    def _chain(self, ids: Sequence[int], request: SequenceRequest) -> Chain:
+        return chain_of(ids, request.cache_scope) if self._prefix_cache else []
+
+    def _fit(self, rows: int, length: int) -> None:
+        """Grow the cache to at least this many rows and tokens, and to what all sequences that started need by now."""
+        needed = [one.cached for one in self._generating] + [len(one.prompt) for one in self._prompts]
+        before = self._cache.shape
+        try:
+            self._cache.fit(max(rows, len(needed)), max(length, *needed, 0))
+        finally:
+            if self._cache.shape != before:
+                self._prefixes.trim(*self._cache.shape)
+
+    def _advance(self, sequence: _Sequence, choice: Choice, events: list[TokenEvent]) -> None:
+        """Report a sequence's token, and end the sequence if that was the last."""
+        request, index = sequence.request, len(sequence.answer)
+        if not request.max_tokens:  # only the prompt's log probabilities are wanted
+            self._end(sequence, "length", events)
+            return
+        sequence.answer.append(choice.token)
+        finish: Finish | None = None
+        if choice.token in sequence.stops:
+            finish = "stop"
+        elif index + 1 == request.max_tokens:
+            finish = "length"
+        reused = 0 if index else sequence.reused
+        events.append(TokenEvent(request.id, index, choice.token, choice.logprob, choice.top, finish, cached=reused))
+        if finish:
+            self._drop(sequence)
+            self.release(request.id)
+        elif sequence.constraint is not None:
+            sequence.constraint.advance(choice.token)
+
+    def _drop(self, sequence: _Sequence) -> None:
+        """Note that a sequence has ended."""
+        sequence.has_ended = True
+        if sequence.constraint is not None and self._grammars is not None:
+            self._grammars.close(sequence.constraint)
+
+    def _end(self, sequence: _Sequence, finish: Finish, events: list[TokenEvent], error: str = "") -> None:
+        """End a sequence without a token."""
+        self._drop(sequence)
+        sequence.cached = 0  # nothing of it is kept
+        self.release(sequence.request.id)
+        events.append(TokenEvent(sequence.request.id, len(sequence.answer), None, finish=finish, error=error))
+
+    def _compact(self) -> None:
+        """Fill the rows of ended sequences from the last rows, and keep what the ended ones hold in rows that nobody
+        needs, in one copy."""
+        before = len(self._generating)
+        ended = [(row, one) for row, one in enumerate(self._generating) if one.has_ended]
+        after = before - len(ended)
+        partial = self._prompts[0] if self._prompts and self._prompts[0].cached else None
+        if partial is not None and partial.has_ended:
+            ended.append((before, partial))
+            partial = None
+        if any(one.has_ended for one in self._prompts):
+            self._prompts = deque(one for one in self._prompts if not one.has_ended)
+        if not ended:
+            return
+        last = [row for row in range(after, before) if not self._generating[row].has_ended]
+        moved = {hole: row for (hole, _), row in zip(ended, last, strict=False)}
+        for hole, row in moved.items():
+            self._generating[hole] = self._generating[row]
+        del self._generating[after:]
+        length = max((self._generating[hole].cached for hole in moved), default=0)
+        if partial is not None and after < before:
+            moved[after] = before
+            length = max(length, partial.cached)
+        for row, _ in ended:
+            self._prefixes.forget(row)
+        self._prefixes.move(moved)
+        kept: dict[int, int] = {}
+        longest = 0
+        for row, one in reversed(ended):  # those that can stay first
+            chain = self._chain([*one.request.prompt, *one.answer][: one.cached], one.request)
+            if self._prefixes.find(chain)[1] == len(chain):  # too short, or held by another row, too
+                continue
+            target = row if row >= after + (partial is not None) else self._spare(NEWEST)
+            if target is not None:
+                self._prefixes.learn(target, chain)
+                if target != row:
+                    kept[target] = row
+                    longest = max(longest, len(chain) * BLOCK)
+        self._cache.copy((moved, length), (kept, longest))
+
+    def _report(self, error: Exception) -> str:
+        self._failures.note(error)
+        text = text_of(error)
+        reason = f"{type(error).__name__}: {text}" if text else type(error).__name__
+        if breaks_device(reason, str(self._device)):
+            self._on_broken(reason)
+        return reason

@@ -1,0 +1,306 @@
+"""What a user writes: a `Model` with declared tensors and parameters."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final, Literal
+
+from headwater.datatypes import DATATYPES
+from headwater.errors import DeclarationError
+
+__all__ = ["Classification", "Embedding", "Model", "Parameter", "Reranking", "Scalar", "Tensor", "Transcription"]
+
+Scalar = str | int | float | bool
+
+_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*\Z")
+_PARAMETER_TYPES: Final = {"str": str, "int": int, "float": float, "bool": bool}
+# Request parameters that the protocol defines; a model can't declare them.
+_RESERVED_PARAMETERS: Final = frozenset(
+    {"binary_data_output", "priority", "timeout", "sequence_id", "sequence_start", "sequence_end", "headwater"}
+)
+
+
+def _check_name(kind: str, name: object) -> None:
+    if not isinstance(name, str) or not _NAME.match(name):
+        raise DeclarationError(f"{kind} name: expected letters, digits, '_', '.' or '-', got {name!r}")
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One declared input or output.
+
+    Args:
+        name: its name in requests and in the callable.
+        datatype: a protocol datatype: ``BOOL``, ``UINT8`` to ``UINT64``, ``INT8`` to ``INT64``, ``FP16``, ``BF16``,
+            ``FP32``, ``FP64`` or ``BYTES``.
+        shape: the shape of one row, without the batch axis; -1 for a dimension that varies between requests.
+        optional: whether a request may leave it out (inputs only); the callable then gets ``None``.
+        labels: the meaning of each position of the last dimension, such as the classes of scores; shown in the
+            model's metadata.
+
+    Raises:
+        DeclarationError: a field is invalid.
+    """
+
+    name: str
+    datatype: str
+    shape: Sequence[int]
+    optional: bool = False
+    labels: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        _check_name("tensor", self.name)
+        if self.name == "headwater_report":
+            raise DeclarationError(f"tensor {self.name!r}: the name is reserved")
+        if self.datatype not in DATATYPES:
+            raise DeclarationError(
+                f"tensor {self.name!r}, datatype: expected one of {', '.join(DATATYPES)}, got {self.datatype!r}"
+            )
+        dims = tuple(self.shape)
+        for dim in dims:
+            if not isinstance(dim, int) or isinstance(dim, bool) or (dim < 1 and dim != -1):
+                raise DeclarationError(
+                    f"tensor {self.name!r}, shape: expected positive dimensions, or -1 for one that varies, got {dim!r}"
+                )
+        if not dims:
+            raise DeclarationError(f"tensor {self.name!r}, shape: expected one row's shape such as [1], got []")
+        object.__setattr__(self, "shape", dims)
+        labels = tuple(self.labels)
+        if labels and (isinstance(self.labels, str) or not all(isinstance(label, str) for label in labels)):
+            raise DeclarationError(f"tensor {self.name!r}, labels: expected a list of texts, got {self.labels!r}")
+        if labels and len(labels) != dims[-1]:
+            raise DeclarationError(
+                f"tensor {self.name!r}, labels: expected {dims[-1]}, one for each place of the last dimension, got "
+                f"{len(labels)}"
+            )
+        object.__setattr__(self, "labels", labels)
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One declared request parameter.
+
+    Args:
+        name: its name in a request's ``parameters``.
+        type: ``"str"``, ``"int"``, ``"float"`` or ``"bool"``.
+        default: what the callable gets when a request leaves it out; must fit ``type``.
+        per: a client always sends one value for its request. ``"batch"``: the callable gets that value, and requests
+            whose values differ never share a call. ``"row"``: such requests may share a call, and the callable gets a
+            list with, for each row, its request's value.
+        minimum, maximum: bounds of a number, inclusive.
+        choices: the allowed values; None allows all.
+        description: shown in the API's documentation.
+    """
+
+    name: str
+    type: Literal["str", "int", "float", "bool"]
+    default: Scalar
+    per: Literal["batch", "row"] = "batch"
+    minimum: float | None = None
+    maximum: float | None = None
+    choices: Sequence[Scalar] | None = None
+    description: str = ""
+
+    def __post_init__(self) -> None:
+        _check_name("parameter", self.name)
+        if self.name in _RESERVED_PARAMETERS:
+            raise DeclarationError(f"parameter {self.name!r}: the protocol gives this name a meaning of its own")
+        if self.type not in _PARAMETER_TYPES:
+            raise DeclarationError(
+                f"parameter {self.name!r}, type: expected one of {', '.join(_PARAMETER_TYPES)}, got {self.type!r}"
+            )
+        if self.per not in ("batch", "row"):
+            raise DeclarationError(f"parameter {self.name!r}, per: expected 'batch' or 'row', got {self.per!r}")
+        if self.choices is not None:
+            object.__setattr__(self, "choices", tuple(self.choices))
+        object.__setattr__(self, "default", self.check(self.default))
+
+    def check(self, value: object) -> Scalar:
+        """Check a value and return it as the callable gets it: an int may stand for a float, nothing else is converted.
+
+        Raises:
+            DeclarationError: the value has another type or is out of bounds; the message says what was expected.
+        """
+        wanted = _PARAMETER_TYPES[self.type]
+        if wanted is float and isinstance(value, int) and not isinstance(value, bool):
+            with contextlib.suppress(OverflowError):  # an int too large for a float is refused below
+                value = float(value)
+        if not isinstance(value, wanted) or (wanted is not bool and isinstance(value, bool)):
+            raise DeclarationError(f"parameter {self.name!r}: expected {self.type}, got {_shown(value)}")
+        assert isinstance(value, (str, int, float, bool))
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            if self.minimum is not None and not value >= self.minimum:
+                raise DeclarationError(f"parameter {self.name!r}: expected at least {self.minimum}, got {value!r}")
+            if self.maximum is not None and not value <= self.maximum:
+                raise DeclarationError(f"parameter {self.name!r}: expected at most {self.maximum}, got {value!r}")
+        if self.choices is not None and value not in self.choices:
+            allowed = ", ".join(repr(choice) for choice in self.choices)
+            raise DeclarationError(f"parameter {self.name!r}: expected one of {allowed}, got {_shown(value)}")
+        return value
+
+
+def _shown(value: object) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # Python doesn't print integers of more than some thousand digits
+        return "a number of thousands of digits"
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """Maps a model's tensors to ``/v1/embeddings``, at which the model then answers too.
+
+    Args:
+        input: the ``BYTES [1]`` input that takes one text per row.
+        output: the ``FP32`` output of shape ``[dimension]`` that holds the embedding.
+        tokens: the ``INT32 [1]`` output with the number of tokens of each text, for ``usage``.
+        dimensions: the declared ``int`` parameter (``per="row"``) that shortens an embedding, if the model can; 0
+            means full length. Rows of one batch may ask for different lengths: return all rows with the longest length
+            asked for, each valid in as many leading elements as it asked for; the gateway cuts off the rest.
+        prompt: the declared ``str`` parameter (``per="row"``) that names the prompt before a text; its choices are the
+            names.
+
+    Two more abilities are found by their names. An optional ``INT32 [-1]`` input ``token_ids`` takes a text's tokens
+    instead of the text, which is then empty; rows that are shorter than others end with -1. An ``int`` parameter
+    ``truncate_prompt_tokens`` (``per="row"``) cuts a text to that number of tokens, and -1 to as many as the model
+    reads; with 0 a text that is too long must be `BadInput`.
+    """
+
+    input: str
+    output: str
+    tokens: str | None = None
+    dimensions: str | None = None
+    prompt: str | None = None
+
+
+@dataclass(frozen=True)
+class Reranking:
+    """Maps a model's tensors to ``/v1/rerank``, at which the model then answers too.
+
+    Args:
+        query: the ``BYTES [1]`` input that takes the query, the same for all documents of a request.
+        document: the ``BYTES [1]`` input that takes one document per row.
+        score: the ``FP32 [1]`` output that says how well the document answers the query; higher is better.
+        tokens: the ``INT32 [1]`` output with the number of tokens of each pair, for ``usage``.
+    """
+
+    query: str
+    document: str
+    score: str
+    tokens: str | None = None
+
+
+@dataclass(frozen=True)
+class Classification:
+    """Maps a model's tensors to ``/v1/classify``, at which the model then answers too.
+
+    Args:
+        input: the ``BYTES [1]`` input that takes one text or image per row.
+        scores: the ``FP32`` output with a score for each of its ``labels``.
+        tokens: the ``INT32 [1]`` output with the number of tokens of each text, for ``usage``.
+        media: what the input takes; an image arrives as the base64 or data URL that the client sent.
+    """
+
+    input: str
+    scores: str
+    tokens: str | None = None
+    media: Literal["text", "image"] = "text"
+
+
+@dataclass(frozen=True)
+class Transcription:
+    """Maps a model's tensors to ``/v1/audio/transcriptions``, at which the model then answers too.
+
+    Args:
+        audio: the ``BYTES [1]`` input that takes an audio file per row.
+        text: the ``BYTES [1]`` output with what is said, in UTF-8.
+        duration: the ``FP32 [1]`` output with the length of the audio in seconds.
+        language: the declared ``str`` parameter (``per="row"``) that says which language is spoken, if the model takes
+            one.
+    """
+
+    audio: str
+    text: str
+    duration: str | None = None
+    language: str | None = None
+
+
+class Model:
+    """Base of a callable: declare its tensors, load it, call it.
+
+    ::
+
+        class Scale(Model):
+            inputs = [Tensor("x", "FP32", [-1])]
+            outputs = [Tensor("y", "FP32", [-1])]
+
+            def __call__(self, x):
+                return {"y": x * 2}
+
+    The constructor gets the deployment's ``options`` as keyword arguments.
+    """
+
+    inputs: ClassVar[Sequence[Tensor]] = ()
+    """The keyword arguments of `__call__`. Each array has the batch axis first."""
+
+    outputs: ClassVar[Sequence[Tensor]] = ()
+    """The keys of the dict that `__call__` returns: all of them, each with as many rows as the inputs."""
+
+    parameters: ClassVar[Sequence[Parameter]] = ()
+    """Request parameters. If there are any, `__call__` also takes ``parameters``, a dict of name to value."""
+
+    arrays: ClassVar[Literal["numpy", "torch"]] = "numpy"
+    """How inputs arrive: numpy arrays, or torch tensors on the deployment's device. ``BYTES`` is always a numpy array
+    of ``bytes`` objects. ``BF16`` arrives as float32 in numpy and as ``torch.bfloat16`` in torch. Either kind may be
+    returned. The memory of an input serves other calls once `__call__` has returned: copy what you keep."""
+
+    idempotent: ClassVar[bool] = True
+    """Whether computing the same rows twice is harmless. If so, the rows of a call that raises are retried in smaller
+    groups until only the faulty ones fail, and a request whose replica was lost is retried on another. If not, all rows
+    of the call fail."""
+
+    mutates_features: ClassVar[bool] = False
+    """For a step of a pipeline: whether `__call__` writes into its inputs. If so, it gets copies of those that other
+    steps read too. A step that writes without declaring so fails."""
+
+    takes_one_row: ClassVar[bool] = False
+    """Whether each call has one row, whatever ``batching.max_batch_size`` says."""
+
+    bare_rows: ClassVar[bool] = False
+    """Whether a request to ``/infer`` may also be one row without the batch axis, and is then answered without it."""
+
+    embedding: ClassVar[Embedding | None] = None
+    """Set to serve the model at ``/v1/embeddings`` too."""
+
+    reranking: ClassVar[Reranking | None] = None
+    """Set to serve the model at ``/v1/rerank`` too."""
+
+    classification: ClassVar[Classification | None] = None
+    """Set to serve the model at ``/v1/classify`` too."""
+
+    transcription: ClassVar[Transcription | None] = None
+    """Set to serve the model at ``/v1/audio/transcriptions`` too."""
+
+    example: ClassVar[Mapping[str, Any] | None] = None
+    """One row, by input name, as nested lists: used for the warm-up and shown in the API's documentation. Inputs
+    without an example get zeros or the text ``"example"``, with 1 for a dimension that varies."""
+
+    def load(self, device: str) -> Awaitable[None] | None:
+        """Called once per replica, before the first call. ``device`` is for example ``cpu`` or ``cuda:0``.
+
+        May be ``async def``, as `unload`: it is awaited in the event loop in which the calls run.
+        """
+        return None
+
+    # `*args` is never used, but with it type checkers accept any signature in a subclass.
+    def __call__(self, *args: Any, **inputs: Any) -> Any:
+        """Compute the outputs, by name, for all rows of a batch. May be ``async def``."""
+        raise NotImplementedError(f"{type(self).__name__} defines no __call__")
+
+    def unload(self) -> Awaitable[None] | None:
+        """Called once when the replica shuts down in an orderly way."""
+        return None

@@ -1,0 +1,469 @@
+"""Pipelines: steps joined by their tensors, as a configuration specifies them and as a checked plan.
+
+`check_names` finds the faults that need no model; `make_plan` joins the steps' signatures into the pipeline's. Both
+name each fault's place. A source is written ``STEP.OUTPUT``, or ``input.NAME`` for an input of the pipeline itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from graphlib import CycleError, TopologicalSorter
+from typing import Any, Final, Literal
+
+import msgspec
+
+from headwater.errors import DeclarationError, did_you_mean
+from headwater.model import Embedding, Parameter, Tensor
+from headwater.signature import HeadSpec, Signature, TensorSpec
+
+__all__ = [
+    "INPUT",
+    "FeatureCacheSpec",
+    "PipelineSpec",
+    "Plan",
+    "PlannedStep",
+    "StepSpec",
+    "Wire",
+    "check_names",
+    "make_plan",
+    "tensor_text",
+]
+
+INPUT: Final = "input"
+"""Stands for the pipeline itself where a step's name is expected; no step can have it."""
+
+
+class FeatureCacheSpec(msgspec.Struct, frozen=True):
+    """How much a fused replica keeps of a step's outputs."""
+
+    max_bytes: int
+    ttl_s: float = 0
+    """How long a row is used; 0: until a reload."""
+    per_key: bool = False
+    """Whether only for the API key with whose request it was computed."""
+
+
+class StepSpec(msgspec.Struct, frozen=True):
+    """One step, as configured."""
+
+    name: str
+    model: str = ""
+    """As a deployment's ``model``, but for language models; empty if another deployment computes the step."""
+    deployment: str = ""
+    """Name of the deployment that computes the step (placement ``graph`` only)."""
+    options: dict[str, Any] = {}
+    inputs: dict[str, str] = {}
+    """Source of each input. An input that isn't listed is matched by name."""
+    timeout_s: float | None = None
+    on_error: Literal["fail", "omit"] = "fail"
+    cache: FeatureCacheSpec | None = None
+    """Placement ``fused`` only: in ``graph`` gateways keep what a step answers."""
+
+
+class PipelineSpec(msgspec.Struct, frozen=True):
+    """A pipeline, as configured."""
+
+    steps: tuple[StepSpec, ...]
+    heads: tuple[str, ...]
+    """Steps whose outputs are the pipeline's outputs."""
+    placement: Literal["fused", "graph"] = "fused"
+    trunk: str | None = None
+    """The step whose inputs are the pipeline's, if the configuration has a trunk and heads rather than a graph."""
+    embedding: Embedding | None = None
+
+
+class Wire(msgspec.Struct, frozen=True):
+    """The source of a step's input."""
+
+    input: str
+    step: str
+    """`INPUT` for the pipeline itself."""
+    output: str
+
+    @property
+    def source(self) -> str:
+        """The source as a configuration writes it."""
+        return f"{self.step}.{self.output}"
+
+
+class PlannedStep(msgspec.Struct, frozen=True):
+    """A step with its signature and its inputs' sources."""
+
+    spec: StepSpec
+    signature: Signature
+    wires: tuple[Wire, ...]
+    """One for each connected input; the others are optional."""
+    expected: dict[str, TensorSpec] = {}
+    """For each input the tensor that must arrive, its producer's and its own declaration combined."""
+
+    @property
+    def name(self) -> str:
+        """The step's name."""
+        return self.spec.name
+
+    @property
+    def parents(self) -> tuple[str, ...]:
+        """Steps that must have run before this one."""
+        return tuple(dict.fromkeys(wire.step for wire in self.wires if wire.step != INPUT))
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """A pipeline whose steps are known to fit together."""
+
+    steps: tuple[PlannedStep, ...]
+    """In topological order."""
+    signature: Signature
+    """The pipeline's signature."""
+
+    def needed(self, heads: Iterable[str]) -> set[str]:
+        """The steps that must run for these heads, themselves included."""
+        wanted = set(heads)
+        for step in reversed(self.steps):
+            if step.name in wanted:
+                wanted.update(step.parents)
+        return wanted
+
+
+def tensor_text(datatype: str, shape: Sequence[int]) -> str:
+    """A tensor as messages show it, such as ``FP32 [8, 384]``."""
+    return f"{datatype} [{', '.join(map(str, shape))}]"
+
+
+def check_names(spec: PipelineSpec) -> None:
+    """Check a pipeline as far as its configuration alone allows.
+
+    Raises:
+        DeclarationError: a step or head doesn't exist, a source is malformed, or there is a cycle.
+    """
+    names = [step.name for step in spec.steps]
+    known = _listed(names)
+    faults: list[str] = []
+    if not spec.heads:
+        faults.append(f"pipeline, heads: expected at least one of its steps {known}, got none")
+    for head in dict.fromkeys(spec.heads):
+        if head not in names:
+            hint = did_you_mean(head, names)
+            faults.append(f"pipeline, heads: expected some of its steps {known}, got `{head}`{hint}")
+        if spec.heads.count(head) > 1:
+            faults.append(f"pipeline, heads: `{head}` is listed {spec.heads.count(head)} times")
+    for step in spec.steps:
+        if step.cache is not None and step.name in spec.heads:
+            faults.append(
+                f"step `{step.name}`, cache: expected a step that is no head; `cache` of the deployment keeps answers"
+            )
+        for given, source in step.inputs.items():
+            with _noting(faults):
+                _split(step.name, given, source, names)
+    if faults:
+        raise DeclarationError(*faults)
+    parents = {step.name: {source.partition(".")[0] for source in step.inputs.values()} for step in spec.steps}
+    for name, stated in parents.items():
+        if spec.trunk is not None and name != spec.trunk:
+            stated.add(spec.trunk)
+        stated.discard(INPUT)
+    _order(parents)
+
+
+def make_plan(spec: PipelineSpec, signatures: Mapping[str, Signature], *, name: str, max_batch_size: int) -> Plan:
+    """Join the steps, whose signatures are given by name, into the plan of a deployment.
+
+    Raises:
+        DeclarationError: the steps don't fit together; the message names step and tensor, the expected and the actual.
+    """
+    check_names(spec)
+    inputs: dict[str, tuple[str, TensorSpec]] = {}
+    planned: dict[str, PlannedStep] = {}
+    faults: list[str] = []
+    for step in spec.steps:
+        signature = signatures[step.name]
+        taken = [tensor.name for tensor in signature.inputs]
+        for given in step.inputs:
+            if given not in taken:
+                hint = did_you_mean(given, taken)
+                faults.append(
+                    f"step `{step.name}`, inputs: expected some of its inputs {_listed(taken)}, got `{given}`{hint}"
+                )
+        wires: list[Wire] = []
+        expected: dict[str, TensorSpec] = {}
+        for tensor in signature.inputs:
+            with _noting(faults):
+                wire = _wire(spec, step, tensor, signatures)
+                if wire is None:
+                    continue
+                wires.append(wire)
+                if wire.step == INPUT:
+                    _add_input(inputs, step.name, wire.output, tensor)
+                    expected[wire.input] = tensor
+                else:
+                    expected[wire.input] = _joined(step.name, wire, tensor, signatures[wire.step])
+        planned[step.name] = PlannedStep(step, signature, tuple(wires), expected)
+    faults += [fault for step in planned.values() for fault in _cache_faults(step)]
+    if faults:
+        raise DeclarationError(*faults)
+    order = _order({one: set(step.parents) for one, step in planned.items()})
+    used = {*spec.heads, *(parent for step in planned.values() for parent in step.parents)}
+    for one in planned:
+        if one not in used:
+            raise DeclarationError(
+                f"step `{one}`: neither a head nor an input of another step; map one of its outputs, list it under "
+                "`heads`, or remove it"
+            )
+    steps = tuple(planned[one] for one in order)
+    own = tuple(tensor for _, tensor in inputs.values())
+    return Plan(steps, _signature(spec, steps, own, name=name, max_batch_size=max_batch_size))
+
+
+def _cache_faults(step: PlannedStep) -> Iterator[str]:
+    """Why a step's outputs can't be kept by its inputs, if it should."""
+    if step.spec.cache is None:
+        return
+    if step.parents:
+        yield (
+            f"step `{step.name}`, cache: expected a step that reads the pipeline's inputs only, got one that reads "
+            f"{_listed(step.parents)}; move `cache` to a step before it"
+        )
+    with contextlib.suppress(DeclarationError):
+        step.signature.check_cacheable()
+        return
+    yield f"step `{step.name}`, cache: expected a model that answers equal rows equally; remove `cache`"
+
+
+@contextlib.contextmanager
+def _noting(faults: list[str]) -> Iterator[None]:
+    """A context that collects faults, so that the checks after it run too."""
+    try:
+        yield
+    except DeclarationError as error:
+        faults += error.args
+
+
+def _split(step: str, name: str, source: str, known: Sequence[str]) -> tuple[str, str]:
+    """The step and the output that a source names."""
+    where = f"step `{step}`, input `{name}`"
+    producer, dot, output = source.partition(".")
+    if not dot or not producer or not output:
+        raise DeclarationError(f"{where}: expected STEP.OUTPUT or {INPUT}.NAME, got `{source}`")
+    if producer != INPUT and producer not in known:
+        hint = did_you_mean(producer, known)
+        raise DeclarationError(f"{where}: unknown step `{producer}`; expected {_listed(known)} or `{INPUT}`{hint}")
+    if producer == INPUT:
+        try:
+            Tensor(output, "BYTES", [1])
+        except DeclarationError as error:  # not a valid tensor name
+            raise DeclarationError(f"{where}: {error}") from None
+    return producer, output
+
+
+def _order(parents: Mapping[str, set[str]]) -> list[str]:
+    """The steps in topological order, otherwise in the configuration's."""
+    sorter = TopologicalSorter(parents)
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        circle = " -> ".join(f"`{name}`" for name in error.args[1])
+        raise DeclarationError(f"pipeline: expected steps without a cycle, got {circle}") from None
+    rank = {name: index for index, name in enumerate(parents)}
+    ready: list[str] = []
+    order: list[str] = []
+    while sorter.is_active():
+        ready = sorted((*ready, *sorter.get_ready()), key=rank.__getitem__)
+        order.append(ready.pop(0))
+        sorter.done(order[-1])
+    return order
+
+
+def _trunk_inputs(spec: PipelineSpec, signatures: Mapping[str, Signature]) -> set[str]:
+    """The pipeline's names of the trunk's inputs."""
+    trunk = next((step for step in spec.steps if step.name == spec.trunk), None)
+    if trunk is None:
+        return set()
+    names = (tensor.name for tensor in signatures[trunk.name].inputs)
+    return {trunk.inputs.get(name, f"{INPUT}.{name}").partition(".")[2] for name in names}
+
+
+def _wire(spec: PipelineSpec, step: StepSpec, tensor: TensorSpec, signatures: Mapping[str, Signature]) -> Wire | None:
+    """The source of an input: as configured, or else the one tensor of that name."""
+    where = f"step `{step.name}`, input `{tensor.name}`"
+    if tensor.name in step.inputs:
+        producer, output = _split(step.name, tensor.name, step.inputs[tensor.name], list(signatures))
+        outputs = [one.name for one in signatures[producer].outputs] if producer != INPUT else [output]
+        if output not in outputs:
+            hint = did_you_mean(output, outputs)
+            raise DeclarationError(
+                f"{where}: nobody produces `{producer}.{output}`; the outputs of `{producer}` are "
+                f"{_listed(outputs)}{hint}"
+            )
+        return Wire(tensor.name, producer, output)
+    if step.name == spec.trunk:
+        return Wire(tensor.name, INPUT, tensor.name)
+    candidates = [
+        Wire(tensor.name, producer, tensor.name)
+        for producer in signatures
+        if producer != step.name
+        and (spec.trunk is None or producer == spec.trunk)
+        and tensor.name in {one.name for one in signatures[producer].outputs}
+    ]
+    if tensor.name in _trunk_inputs(spec, signatures):
+        candidates.append(Wire(tensor.name, INPUT, tensor.name))
+    if len(candidates) == 1:
+        return candidates[0]
+    if candidates:
+        both = " and ".join(f"`{wire.source}`" for wire in candidates)
+        raise DeclarationError(
+            f"{where}: doubly mapped, to {both}; say which: `inputs: {{{tensor.name}: {candidates[0].source}}}`"
+        )
+    if tensor.optional:
+        return None
+    there = [one.name for name in signatures if name != step.name for one in signatures[name].outputs]
+    lacking = "no other step has an output" if spec.trunk is None else f"`{spec.trunk}` has no input or output"
+    raise DeclarationError(
+        f"{where}: unmapped: {lacking} `{tensor.name}`; say where it comes from: "
+        f"`inputs: {{{tensor.name}: STEP.OUTPUT}}`, or `{INPUT}.{tensor.name}` for an input of the pipeline"
+        f"{did_you_mean(tensor.name, there)}"
+    )
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _unified(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...] | None:
+    """The shape that fits both, -1 where both vary; None if there is none."""
+    if len(one) != len(other) or any(-1 not in pair and pair[0] != pair[1] for pair in zip(one, other, strict=True)):
+        return None
+    return tuple(max(pair) for pair in zip(one, other, strict=True))
+
+
+def _joined(step: str, wire: Wire, taken: TensorSpec, producer: Signature) -> TensorSpec:
+    """The tensor that passes from one step to another."""
+    given = next(tensor for tensor in producer.outputs if tensor.name == wire.output)
+    shape = _unified(taken.shape, given.shape)
+    if taken.datatype != given.datatype or shape is None:
+        what = "datatype" if taken.datatype != given.datatype else "shape"
+        raise DeclarationError(
+            f"step `{step}`, input `{wire.input}`: {what} mismatch: expected "
+            f"{tensor_text(taken.datatype, taken.shape)}, got {tensor_text(given.datatype, given.shape)} "
+            f"from `{wire.source}`"
+        )
+    return TensorSpec(wire.input, taken.datatype, shape, taken.optional)
+
+
+def _add_input(inputs: dict[str, tuple[str, TensorSpec]], step: str, name: str, tensor: TensorSpec) -> None:
+    """Add a step's input to the pipeline's own inputs, each with the first step that takes it."""
+    new = TensorSpec(name, tensor.datatype, tensor.shape, tensor.optional)
+    first, known = inputs.setdefault(name, (step, new))
+    shape = _unified(known.shape, tensor.shape)
+    if shape is None or known.datatype != tensor.datatype:
+        raise DeclarationError(
+            f"pipeline, input `{name}`: step `{first}` expects {tensor_text(known.datatype, known.shape)}, "
+            f"step `{step}` {tensor_text(tensor.datatype, tensor.shape)}"
+        )
+    inputs[name] = first, TensorSpec(name, known.datatype, shape, known.optional and tensor.optional)
+
+
+def _signature(
+    spec: PipelineSpec, steps: Sequence[PlannedStep], inputs: tuple[TensorSpec, ...], *, name: str, max_batch_size: int
+) -> Signature:
+    by_name = {step.name: step for step in steps}
+    owner: dict[str, str] = {}
+    outputs: list[TensorSpec] = []
+    for head in spec.heads:
+        for tensor in by_name[head].signature.outputs:
+            if tensor.name in owner:
+                raise DeclarationError(
+                    f"pipeline: heads `{owner[tensor.name]}` and `{head}` both have an output `{tensor.name}`; "
+                    "rename one"
+                )
+            owner[tensor.name] = head
+            outputs.append(tensor)
+    if all(tensor.optional for tensor in inputs):
+        optional = _listed(tensor.name for tensor in inputs)
+        raise DeclarationError(
+            "pipeline, inputs: expected at least one that isn't optional, got "
+            f"{f'only {optional}' if optional else 'none'}; map a step's input to `{INPUT}.NAME`"
+        )
+    streaming = [step.name for step in steps if step.signature.streams]
+    if streaming and spec.placement == "graph":
+        raise DeclarationError(
+            f"step `{streaming[0]}` streams, which `placement: graph` can't carry from one deployment to another; "
+            "expected `placement: fused`"
+        )
+    if len(streaming) > 1:
+        both = " and ".join(f"`{step}`" for step in streaming)
+        raise DeclarationError(f"pipeline: expected at most one step that streams, got {both}")
+    example: dict[str, Any] = {}
+    for step in steps:
+        for wire in step.wires:
+            if wire.step == INPUT and wire.output not in example and wire.input in (step.signature.example or {}):
+                example[wire.output] = (step.signature.example or {})[wire.input]
+    return Signature(
+        name=name,
+        inputs=inputs,
+        outputs=tuple(outputs),
+        parameters=_parameters(steps, name),
+        max_batch_size=max_batch_size,
+        idempotent=all(step.signature.idempotent for step in steps),
+        by_key=any(step.spec.cache.per_key for step in steps if step.spec.cache is not None),
+        embedding=_embedding(spec.embedding, inputs, outputs),
+        example=example or None,
+        description=_description(spec, steps),
+        heads=tuple(
+            HeadSpec(
+                head,
+                tuple(tensor.name for tensor in by_name[head].signature.outputs),
+                by_name[head].spec.timeout_s,
+                by_name[head].spec.on_error,
+            )
+            for head in spec.heads
+        ),
+        streams=bool(streaming),
+        overlaps=spec.placement == "fused" and any(step.signature.overlaps for step in steps),
+    )
+
+
+def _parameters(steps: Sequence[PlannedStep], name: str) -> tuple[Parameter, ...]:
+    """The parameters of a pipeline of this name, which a plain model has as its step."""
+    is_plain = [step.name for step in steps] == [name]
+    found: dict[str, tuple[str, Parameter]] = {}
+    for step in steps:
+        for parameter in step.signature.parameters:
+            first, known = found.setdefault(parameter.name, (step.name, parameter))
+            if known != parameter:
+                pairs = [(field, getattr(known, field), getattr(parameter, field)) for field in vars(known)]
+                fields = "; ".join(f"{field}: {one!r} and {other!r}" for field, one, other in pairs if one != other)
+                raise DeclarationError(
+                    f"pipeline, parameter `{parameter.name}`: steps `{first}` and `{step.name}` declare it "
+                    f"differently ({fields}); declare it alike, or rename one"
+                )
+            if parameter.name == "heads" and not is_plain:
+                raise DeclarationError(
+                    f"step `{step.name}`, parameter `heads`: in a pipeline it picks the heads; rename it"
+                )
+    return tuple(parameter for _, parameter in found.values())
+
+
+def _embedding(
+    embedding: Embedding | None, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
+) -> Embedding | None:
+    if embedding is None:
+        return None
+    wanted = [("input", embedding.input, inputs, "BYTES", (1,)), ("output", embedding.output, outputs, "FP32", (-1,))]
+    if embedding.tokens is not None:
+        wanted.append(("tokens", embedding.tokens, outputs, "INT32", (1,)))
+    for field, name, known, datatype, shape in wanted:
+        tensor = next((one for one in known if one.name == name), None)
+        if tensor is None or tensor.datatype != datatype or _unified(tensor.shape, shape) is None:
+            side = "input" if field == "input" else "output"
+            expected = f"an {side} {tensor_text(datatype, shape)}"
+            got = f"no {side} `{name}`" if tensor is None else tensor_text(tensor.datatype, tensor.shape)
+            raise DeclarationError(f"pipeline, embedding.{field}, `{name}`: expected {expected}, got {got}")
+    return embedding
+
+
+def _description(spec: PipelineSpec, steps: Sequence[PlannedStep]) -> str:
+    if len(steps) == 1:
+        return steps[0].signature.description
+    lead = " ".join(step.signature.description for step in steps if step.name not in spec.heads)
+    heads = [f"{step.name}: {step.signature.description}".rstrip(".: ") for step in steps if step.name in spec.heads]
+    return " ".join(filter(None, (lead, "Heads:", "; ".join(heads)))) + "."

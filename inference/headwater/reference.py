@@ -1,0 +1,146 @@
+"""What a deployment's ``model`` may refer to, and where that is.
+
+``module:Class``, or a kind and a path: see `PATH_KINDS`, and ``lm:PATH`` or ``lm:PACKAGE:PATH`` of a language model's
+folder, the second within an installed package; with ``vllm:`` instead for a model that vLLM computes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, Literal, NamedTuple
+
+from headwater.environment import problem_of
+from headwater.errors import LoadError, Problem
+
+__all__ = [
+    "PATH_KINDS",
+    "LmReference",
+    "find_folder",
+    "find_path",
+    "is_language_model",
+    "is_vllm",
+    "kind_and_path",
+    "parse_reference",
+    "script_and_name",
+]
+
+PATH_KINDS: Final = {
+    "hf": "hf:models/bge-small",
+    "onnx": "onnx:models/head.onnx",
+    "pytriton": "pytriton:server.py",
+    "torch": "torch:models/head.pt2",
+}
+"""An example for each kind of reference that is made into a `Model` from a path."""
+
+_VLLM: Final = "vllm:"
+_PREFIXES: Final = ("lm:", _VLLM)
+
+_PACKAGE: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*\Z")
+
+
+class LmReference(NamedTuple):
+    """A parsed reference."""
+
+    package: str
+    """The package that the path starts in; empty for a path of the file system."""
+    path: str
+
+
+def is_language_model(reference: str) -> bool:
+    """Whether a deployment's ``model`` is a language model's folder."""
+    return reference.startswith(_PREFIXES)
+
+
+def is_vllm(reference: str) -> bool:
+    """Whether a deployment's ``model`` is a folder for vLLM."""
+    return reference.startswith(_VLLM)
+
+
+def kind_and_path(reference: str) -> tuple[str, str]:
+    """One of `PATH_KINDS`, and the path; both empty for another reference."""
+    kind, _, path = reference.partition(":")
+    return (kind, path) if kind in PATH_KINDS else ("", "")
+
+
+def script_and_name(path: str) -> tuple[str, str]:
+    """The script of ``pytriton:SCRIPT:NAME``, and the name of its model; the second is empty if it isn't there."""
+    script, _, name = path.partition(":")
+    return script, name
+
+
+def parse_reference(reference: str) -> LmReference:
+    """Parse ``lm:PATH``, ``lm:PACKAGE:PATH``, or these with ``vllm:``. A path with a colon is read as the second form.
+
+    Raises:
+        ValueError: the reference has neither form.
+    """
+    kind, _, rest = reference.partition(":")
+    package, colon, path = rest.partition(":")
+    if not colon:
+        package, path = "", package
+    if not path.strip() or (colon and (not _PACKAGE.match(package) or Path(path).is_absolute())):
+        raise ValueError(
+            f"expected {kind}:PATH such as {kind}:models/llama, or {kind}:PACKAGE:PATH such as "
+            f"{kind}:headwater.zoo:weights/tiny_lm"
+        )
+    return LmReference(package, path)
+
+
+def find_folder(reference: str, search: Sequence[str] = ()) -> Path:
+    """The folder that a reference names, as an absolute path.
+
+    Args:
+        reference: as for `parse_reference`.
+        search: folders in which a relative path is looked for, after the working folder.
+
+    Raises:
+        LoadError: there is no such folder.
+    """
+    title = f"model {reference}"
+    try:
+        package, path = parse_reference(reference)
+    except ValueError as error:
+        raise LoadError(Problem(title, str(error), "correct `model`")) from error
+    if not package:
+        return find_path(title, path, search, "folder")
+    fix = f"correct the path, which starts in the package's folder, or install a version of {package} that has it"
+    return _existing(title, [folder / path for folder in _folders_of(title, package)], "folder", fix)
+
+
+def find_path(title: str, path: str, search: Sequence[str], kind: Literal["file", "folder"]) -> Path:
+    """The file or folder of this path, looked for as in `find_folder`; `title` begins the message of an error."""
+    wanted = Path(path).expanduser()
+    starts = dict.fromkeys(Path(folder).absolute() for folder in (".", *search))
+    places = [wanted] if wanted.is_absolute() else [start / wanted for start in starts]
+    fix = "correct the path; a relative one starts in the working folder or in that of the configuration"
+    return _existing(title, places, kind, fix)
+
+
+def _existing(title: str, places: Sequence[Path], kind: Literal["file", "folder"], fix: str) -> Path:
+    is_wanted, other = (Path.is_dir, "file") if kind == "folder" else (Path.is_file, "folder")
+    for place in places:
+        if is_wanted(place):
+            return place.absolute()
+    tried = " or ".join(str(place) for place in places)
+    found = next((place for place in places if place.exists()), None)
+    reason = f"there is no {kind} {tried}" if found is None else f"expected a {kind}, got the {other} {found}"
+    raise LoadError(Problem(title, reason, fix))
+
+
+def _folders_of(title: str, package: str) -> list[Path]:
+    try:
+        found = importlib.util.find_spec(package)
+    except ModuleNotFoundError:
+        found = None  # a parent package is missing
+    except Exception as error:  # raised by a parent package, which find_spec imports
+        raise LoadError(problem_of(error, title, f"importing the parent package of {package}")) from error
+    if found is None:
+        fix = "install it, correct the name, or write lm:PATH"
+        raise LoadError(Problem(title, f"there is no package {package!r}", fix))
+    if not found.submodule_search_locations:
+        fix = "name its package"
+        raise LoadError(Problem(title, f"expected a package, which is a folder, got the module {package!r}", fix))
+    return [Path(location) for location in found.submodule_search_locations]

@@ -1,0 +1,172 @@
+"""A replica's process: loads one model, warms it up, serves it through its embedded Triton, and ends on SIGTERM.
+
+Started by `headwater_server.process.guardian` as ``python -m headwater.replica NAME FOLDER [STATUS_FD]``, or run in a
+process that `headwater.replica.preloaded` forked; FOLDER holds ``spec.json`` (`ReplicaSpec`). Reports on the pipe
+STATUS_FD, or else on the one named there, one JSON `Status` a line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from headwater import reference, tuning
+from headwater.environment import package_versions, require
+from headwater.errors import DeclarationError, LoadError, ModelError, is_permanent, shortage_of, text_for_clients
+from headwater.replica.imported import imported_files
+from headwater.runtime.watchdog import WATCHDOG_FILE, Watchdog
+from headwater.signature import Signature
+from headwater.tuning import keep_freed_memory
+from headwater.user_folders import put_on_path
+from headwater.wire.handshake import ReplicaSpec, ReplicaStatus
+
+__all__ = ["failure_of", "main"]
+
+PR_SET_PDEATHSIG = 1
+READY_FILE = "ready"
+LARGE_EXAMPLE_BYTES = 64 * 1024
+SIGNAL_CHECK_S = 1.0
+"""How long a signal may stay unnoticed that comes just before a wait begins, which it then does not end."""
+
+
+def main() -> None:
+    """Run the replica until SIGTERM."""
+    # End with the guardian: if it is killed, nothing else would sweep up this process group.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    keep_freed_memory()
+    faulthandler.enable()
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    directory = Path(sys.argv[2])
+    spec = msgspec.json.decode((directory / "spec.json").read_bytes(), type=ReplicaSpec)
+    if sys.argv[3:]:
+        spec = msgspec.structs.replace(spec, status_fd=int(sys.argv[3]))
+    os.set_inheritable(spec.status_fd, False)
+
+    def report(status: ReplicaStatus) -> None:
+        with contextlib.suppress(BrokenPipeError):  # the supervisor is gone; the guardian will end us
+            os.write(spec.status_fd, msgspec.json.encode(status) + b"\n")
+
+    stop = _stop_on_sigterm(directory)
+    try:
+        _serve(spec, directory, report, stop)
+    except Exception as error:
+        status = failure_of(error)
+        told = (type(None), ImportError, SyntaxError, DeclarationError)
+        if not isinstance(error, ModelError) or not isinstance(error.__cause__, told):
+            traceback.print_exc()  # shows where in the user's code the error arose
+        report(msgspec.structs.replace(status, imported=imported_files(spec.user_paths, error)))
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _stop_on_sigterm(directory: Path) -> threading.Event:
+    """An event that SIGTERM sets once the replica serves; before that nothing needs unloading, and it ends at once.
+
+    A handler rather than a mask, which Triton and the callable's own processes would inherit.
+    """
+    stop = threading.Event()
+
+    def on_sigterm(number: int, frame: object) -> None:
+        if not (directory / READY_FILE).exists():
+            os._exit(0)
+        stop.set()
+
+    signal.signal(signal.SIGTERM, on_sigterm)
+    return stop
+
+
+def _serve(
+    spec: ReplicaSpec, directory: Path, report: Callable[[ReplicaStatus], None], stop: threading.Event
+) -> None:  # fmt: skip
+    def progress(stage: str) -> None:
+        report(ReplicaStatus("progress", stage))
+
+    progress("checking the environment")
+    require()
+    put_on_path(spec.user_paths)
+    os.chdir(spec.working_dir)
+
+    # Heavy imports come after the check of the environment, whose message is clearer than an import error.
+    from headwater.replica.probe_call import write_probe
+    from headwater.replica.served import load_served
+    from headwater.replica.triton import EmbeddedTriton
+    from headwater.runtime.capacity import Capacity
+
+    watch = Watchdog(directory / WATCHDOG_FILE, spec.max_compute_s or 0).call
+    capacity = Capacity(lambda text, rows: report(ReplicaStatus("limited", text, batch_limit=rows)))
+    triton = EmbeddedTriton(directory, spec.token)
+
+    def launch(signature: Signature) -> None:
+        is_language_model = spec.pipeline is None and reference.is_language_model(spec.model)
+        triton.bind_signature(signature, instances=spec.instances, is_language_model=is_language_model)
+        triton.launch()
+
+    served = load_served(spec, progress, _end_soon, watch, capacity, launch)
+    signature = served.signature
+    progress("starting Triton")
+    triton.start(served.handlers, served.loop)
+    served.warm_up(triton, spec, progress)
+    tuning.settle()
+    write_probe(directory, signature, spec.token, spec.load_timeout_s)
+    (directory / READY_FILE).touch()  # for the guardian: every process of the group counts from now on
+    if len(msgspec.json.encode(signature.example)) > LARGE_EXAMPLE_BYTES:  # too long to show; the warm-up has used it
+        signature = msgspec.structs.replace(signature, example=None)
+    facts = {"device": served.device, **package_versions()}
+    imported = imported_files(spec.user_paths)
+    report(ReplicaStatus("ready", signature=msgspec.to_builtins(signature), facts=facts, imported=imported))
+
+    while not stop.wait(SIGNAL_CHECK_S):
+        pass
+    served.unload()
+    report(ReplicaStatus("unloaded"))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not Triton.stop(), which takes 5 s and more: the guardian ends the whole group at once.
+    os._exit(0)
+
+
+def failure_of(error: Exception) -> ReplicaStatus:
+    """The status that reports an error which keeps the replica from serving."""
+    if (shortage := shortage_of(error)) is not None:
+        return ReplicaStatus("failed", str(shortage), cause=text_for_clients(str(shortage)), is_shortage=True)
+    if not isinstance(error, ModelError):
+        text = f"{type(error).__name__}: {error}"
+        return ReplicaStatus("failed", text, cause=_cause(error), is_permanent=is_permanent(error))
+    text = str(error)
+    if isinstance(error, LoadError):
+        cause = error.problem.reason if error.__cause__ is None else _cause(error.__cause__)
+    else:
+        cause = text
+    return ReplicaStatus("failed", text, cause=text_for_clients(cause), is_permanent=is_permanent(error))
+
+
+def _cause(error: BaseException) -> str:
+    text = str(error)
+    return text_for_clients(f"{type(error).__name__}: {text}" if text else type(error).__name__)
+
+
+def _end_soon(reason: str) -> None:
+    """End the process once the answer that says why has been sent."""
+
+    def end() -> None:
+        time.sleep(0.5)
+        print(f"ending, it can't go on: {reason}", file=sys.stderr, flush=True)
+        os._exit(70)
+
+    threading.Thread(target=end, daemon=True).start()
+
+
+if __name__ == "__main__":
+    main()

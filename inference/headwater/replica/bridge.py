@@ -1,0 +1,245 @@
+"""The way of a call from Triton to the callable in the replica, and of its answers back.
+
+PyTriton's own way leads through a message queue and three event loops, and ends each call with a message of its own.
+Here an instance of the model (`TritonPythonModel`, in Triton's process) writes a call to a unix socket; the thread of
+its callable (`headwater.replica.callee`) reads it there and writes the answers.
+
+A message is a head (`HEAD`: the call's number and the lengths of what follows), JSON, and the bytes of the tensors that
+the JSON describes, one after another. A call's JSON lists the requests that Triton merged, each with its tensors and
+with its parameters as Triton has them. An answer's lists the tensors for each of these requests; an error's is its
+text; and null ends a call that is answered in frames, as an error does, too. Tensors are described by name, dtype
+(numpy's ``str``), shape and size in bytes; a ``BYTES`` element follows its length.
+
+Triton runs a copy of this file, where none of our modules is: it imports the standard library and numpy only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import shutil
+import socket
+import struct
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+__all__ = [
+    "HEAD", "Arrays", "Message", "TritonPythonModel", "describe", "install", "message", "read_body", "socket_path",
+    "tensors",
+]  # fmt: skip
+
+HEAD: Final = struct.Struct("<QIQ")
+"""Of a message: the number of its call, and the lengths of its JSON and of its data."""
+
+_PIECE_BYTES: Final = 1 << 16
+"""Up to this size, joining a message's pieces costs less than writing each."""
+_LENGTH: Final = struct.Struct("<I")
+_ENDED: Final = "the callable's process has ended"
+"""As `headwater.wire.triton_words` knows it."""
+
+Arrays = Mapping[str, "np.ndarray[Any, np.dtype[Any]]"]
+Pieces = list["bytes | memoryview"]
+
+
+class Message(NamedTuple):
+    """A message."""
+
+    call: int
+    content: Any
+    body: bytes
+    """The JSON and the data."""
+    start: int
+    """Of the data in it."""
+
+
+def socket_path(workspace: str, model: str, instance: int) -> str:
+    """Where an instance of a model finds its callable."""
+    return f"{workspace}/{model}_0_{instance}-server.sock"
+
+
+def install(script: Path) -> None:
+    """Put this file in the place of PyTriton's ``model.py`` in a model store.
+
+    Raises:
+        OSError: it can't be written.
+    """
+    script.unlink()  # a copy has the mode of what it was made from, which may be for reading only
+    shutil.copyfile(__file__, script)
+
+
+class TritonPythonModel:
+    """An instance of the model. Triton's Python backend finds the class by its name."""
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        """Prepare; the callable can't be reached yet."""
+        import triton_python_backend_utils
+
+        self._triton: Any = triton_python_backend_utils
+        config = json.loads(args["model_config"])
+        self._inputs: list[str] = [one["name"] for one in config["input"]]
+        self._is_decoupled = bool(config.get("model_transaction_policy", {}).get("decoupled"))
+        instance = int(args["model_instance_name"].rpartition("_")[2])
+        self._path = socket_path(config["parameters"]["workspace-path"]["string_value"], args["model_name"], instance)
+        self._socket: socket.socket | None = None
+        self._numbers = itertools.count()
+        self._open: dict[int, tuple[list[Any], list[Sequence[str]]]] = {}
+        """By call that is answered in frames: the senders of its requests' answers, and the outputs that each wants."""
+
+    def execute(self, requests: Sequence[Any]) -> list[Any] | None:
+        """Answer the requests that Triton merged. None: frames answer them.
+
+        Raises:
+            ConnectionError: the callable's process has ended.
+            TritonModelException: the callable failed.
+        """
+        call = next(self._numbers)
+        content = []
+        data: Pieces = []
+        for request in requests:
+            found = ((name, self._triton.get_input_tensor_by_name(request, name)) for name in self._inputs)
+            inputs = {name: tensor.as_numpy() for name, tensor in found if tensor is not None}
+            content.append((describe(inputs, data), request.parameters()))
+        wanted = [request.requested_output_names() for request in requests]
+        if self._is_decoupled:
+            self._open[call] = [request.get_response_sender() for request in requests], wanted
+        try:
+            if self._socket is None:
+                self._socket = self._connected()
+            for piece in message(call, content, data):
+                self._socket.sendall(piece)
+            if self._is_decoupled:
+                return None
+            answer = self._receive()
+        except OSError as error:
+            raise ConnectionError(_ENDED) from error
+        if isinstance(answer.content, str):
+            raise self._triton.TritonModelException(answer.content)
+        return self._responses(answer, wanted)
+
+    def finalize(self) -> None:
+        """Disconnect: the model is unloaded."""
+        if self._socket is None:
+            return
+        with contextlib.suppress(OSError):  # the other end may have closed it
+            self._socket.shutdown(socket.SHUT_RDWR)
+        if not self._is_decoupled:  # else the thread that reads it does
+            self._file.close()
+        self._socket.close()
+
+    def _connected(self) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.connect(self._path)
+        self._file = connection.makefile("rb", _PIECE_BYTES)
+        if self._is_decoupled:
+            threading.Thread(target=self._send_frames, name="frames", daemon=True).start()
+        return connection
+
+    def _send_frames(self) -> None:
+        """Send the frames of all calls as they come."""
+        try:
+            while True:
+                answer = self._receive()
+                if answer.call not in self._open:  # it has ended, since an answer could not be sent
+                    continue
+                if not isinstance(answer.content, list):
+                    self._end(answer.call, answer.content)
+                    continue
+                senders, wanted = self._open[answer.call]
+                try:
+                    for sender, response in zip(senders, self._responses(answer, wanted), strict=True):
+                        sender.send(response)
+                except Exception as error:  # Triton's, whose tensors don't fit into /dev/shm, for one
+                    self._end(answer.call, str(error))
+        except OSError:
+            for call in list(self._open):
+                self._end(call, _ENDED)
+        finally:
+            self._file.close()
+
+    def _end(self, call: int, error: str | None) -> None:
+        senders, _ = self._open.pop(call)
+        for sender in senders:
+            if error is not None:
+                sender.send(self._triton.InferenceResponse(error=self._triton.TritonError(error)))
+            sender.send(flags=self._triton.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+
+    def _receive(self) -> Message:
+        """Wait for the next message.
+
+        Raises:
+            OSError: the callable's process has ended.
+        """
+        head = self._file.read(HEAD.size)
+        if len(head) == HEAD.size:
+            call, length, more = HEAD.unpack(head)
+            body = self._file.read(length + more)
+            if len(body) == length + more:
+                return read_body(call, body, length)
+        raise ConnectionError(_ENDED)
+
+    def _responses(self, answer: Message, wanted: Iterable[Sequence[str]]) -> list[Any]:
+        start = answer.start
+        responses = []
+        for names, described in zip(wanted, answer.content, strict=True):
+            outputs, start = tensors(described, answer.body, start)
+            chosen = [self._triton.Tensor(name, array) for name, array in outputs.items() if name in names]
+            responses.append(self._triton.InferenceResponse(chosen))
+        return responses
+
+
+def describe(arrays: Arrays, data: Pieces) -> list[Any]:
+    """Describe tensors, and append their bytes to the data."""
+    described = []
+    for name, array in arrays.items():
+        if array.dtype.hasobject:
+            piece: bytes | memoryview = b"".join([_LENGTH.pack(len(one)) + one for one in array.flat])
+        else:
+            piece = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+        data.append(piece)
+        described.append((name, array.dtype.str, array.shape, len(piece)))
+    return described
+
+
+def tensors(described: Iterable[Any], body: bytes, start: int) -> tuple[dict[str, Any], int]:
+    """The tensors of a description, read-only and in the body's memory, and where the data behind them begin."""
+    arrays: dict[str, Any] = {}
+    for name, dtype, shape, size in described:
+        end = start + size
+        if dtype == "|O":
+            array = np.array(list(_elements(body, start, end)), object)
+        else:
+            array = np.frombuffer(body, dtype, size // np.dtype(dtype).itemsize, start)
+        arrays[name] = array.reshape(shape)
+        start = end
+    return arrays, start
+
+
+def _elements(body: bytes, start: int, end: int) -> Iterable[bytes]:
+    while start < end:
+        (length,) = _LENGTH.unpack_from(body, start)
+        start += _LENGTH.size + length
+        yield body[start - length : start]
+
+
+def message(call: int, content: Any, data: Pieces) -> Pieces:
+    """Encode a message, in pieces to be written one after another."""
+    text = json.dumps(content).encode()
+    size = sum(map(len, data))
+    pieces = [HEAD.pack(call, len(text), size), text, *data]
+    return [b"".join(pieces)] if size <= _PIECE_BYTES else pieces
+
+
+def read_body(call: int, body: bytes, length: int) -> Message:
+    """Decode a message.
+
+    Args:
+        call: the number of its call.
+        body: what follows the head.
+        length: of the JSON.
+    """
+    return Message(call, json.loads(body[:length]), body, length)

@@ -1,0 +1,93 @@
+"""Has a callable answer the calls that come over `headwater.replica.bridge`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from headwater.replica.bridge import HEAD, Message, describe, message, read_body, tensors
+from headwater.runtime.call_loop import CallLoop
+
+__all__ = ["Answers", "Request", "start"]
+
+_BUFFER_BYTES: Final = 1 << 20
+
+Answers = Callable[[list[Any]], Awaitable[list[dict[str, Any]]] | AsyncIterator[list[dict[str, Any]]]]
+"""What answers the requests that Triton merged: at once, or in frames."""
+
+
+class Request(NamedTuple):
+    """One of the requests that Triton merged."""
+
+    data: dict[str, np.ndarray[Any, np.dtype[Any]]]
+    """Its inputs, read-only."""
+    parameters: dict[str, Any]
+
+
+def start(path: str, answers: Answers, loop: CallLoop) -> None:
+    """Answer the calls of one instance, from now until the process ends.
+
+    Args:
+        path: of the instance's socket.
+        answers: answers them. Calls that it answers in frames may overlap.
+        loop: the calls run in it.
+    """
+    loop.wait(_listen(path, answers))
+
+
+async def _listen(path: str, answers: Answers) -> asyncio.Server:
+    return await asyncio.start_unix_server(Callee(answers).serve, path, limit=_BUFFER_BYTES)
+
+
+class Callee:
+    """Answers the calls of one instance."""
+
+    def __init__(self, answers: Answers) -> None:
+        self._answers = answers
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve a connection until its instance ends."""
+        try:
+            while True:
+                call, length, more = HEAD.unpack(await reader.readexactly(HEAD.size))
+                asked = read_body(call, await reader.readexactly(length + more), length)
+                task = asyncio.create_task(self._answer(asked, writer))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            for task in self._tasks:
+                task.cancel()
+        finally:
+            writer.close()
+
+    async def _answer(self, asked: Message, writer: asyncio.StreamWriter) -> None:
+        try:
+            start = asked.start
+            requests = []
+            for described, parameters in asked.content:
+                inputs, start = tensors(described, asked.body, start)
+                requests.append(Request(inputs, json.loads(parameters)))
+            found = self._answers(requests)
+            if isinstance(found, AsyncIterator):
+                async for outputs in found:
+                    await _send(writer, asked.call, outputs)
+                await _send(writer, asked.call, None)
+            else:
+                await _send(writer, asked.call, await found)
+        except Exception:
+            await _send(writer, asked.call, traceback.format_exc())
+
+
+async def _send(writer: asyncio.StreamWriter, call: int, answer: list[dict[str, Any]] | str | None) -> None:
+    """Send a call's outputs, the text of its error, or its end."""
+    data: list[bytes | memoryview] = []
+    content = [describe(outputs, data) for outputs in answer] if isinstance(answer, list) else answer
+    for piece in message(call, content, data):
+        writer.write(piece)
+    await writer.drain()

@@ -1,0 +1,231 @@
+"""Forks replicas that need not import anything: this process has imported it before.
+
+``python -m headwater.replica.preloaded FOLDER FD MODULE... SPACES`` imports the modules (``MODULE:NAME``: and gets this
+of it, which may import more), says ``ready`` on the socket FD, and then forks a replica for each `ForkRequest` there.
+It has one thread and no context on a GPU, imports nothing of the user's, and ends with the supervisor. All that it
+forks has its environment. The command lines of replicas are written over its own, SPACES and all.
+
+A replica's guardian is forked, forks the replica, and then becomes a small Python of its own::
+
+    supervisor ── preloaded ── (ends at once) ── guardian: waits for "go", executes headwater_server.process.guardian
+               └───── adopts the guardian ─────┘    └── replica: headwater.replica
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import gc
+import importlib
+import multiprocessing
+import os
+import runpy
+import signal
+import socket
+import sys
+import sysconfig
+import tempfile
+import traceback
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from headwater.wire.handshake import COMMAND, GO, HOST, READY, STATUS, ForkRequest
+
+__all__ = ["main"]
+
+PR_SET_PDEATHSIG: Final = 1
+PR_SET_CHILD_SUBREAPER: Final = 36
+REQUEST_BYTES: Final = 64 * 1024
+GPU_DEVICES = "/dev/nvidia"
+"""Begins the names of the files by which GPUs are used."""
+_ALWAYS: Final = ("headwater.replica.warmup", "headwater.replica.warmup_lm", "headwater.replica.served", "sh")
+"""What every replica imports."""
+
+
+def main() -> None:
+    """Serve until the supervisor is gone."""
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    gc.disable()
+    _, _, fd, *modules, _ = sys.argv
+    with socket.socket(fileno=int(fd)) as connection:
+        connection.set_inheritable(False)
+        try:
+            others = _import(modules)
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            connection.send(text.encode()[:REQUEST_BYTES])
+            return
+        if reason := _unfit():
+            connection.send(reason.encode())
+            return
+        # So that no collection in a replica writes to the pages that it shares. Without a collection before: it would
+        # take 0.3 s, to find 3 % of the objects and return no page.
+        gc.freeze()
+        gc.enable()
+        before = _installed()
+        connection.send(READY)
+        while True:
+            data, fds, _, _ = socket.recv_fds(connection, REQUEST_BYTES, 3)
+            if not data:
+                return
+            try:
+                answer = b"packages were installed or removed"
+                if _installed() == before:
+                    request = msgspec.json.decode(data, type=ForkRequest)
+                    answer = str(_fork(request, fds, others, connection)).encode()
+            except OSError as error:
+                answer = str(error.strerror).encode()
+            finally:
+                for one in fds:
+                    os.close(one)
+            connection.send(answer)
+
+
+def _import(modules: Sequence[str]) -> set[str]:
+    """Import what replicas need. Returns the top-level modules that a replica would import only after the user's."""
+    first = "headwater.replica.__main__"
+    importlib.import_module(first)
+    early = _top_level()
+    del sys.modules[first]  # each replica runs it
+    for module in _ALWAYS:
+        importlib.import_module(module)
+    for name in modules:
+        module, _, attribute = name.partition(":")
+        with contextlib.suppress(ImportError):  # if it is needed, the replica says so
+            getattr(importlib.import_module(module), attribute or "__name__", None)
+    return _top_level() - early
+
+
+def _top_level() -> set[str]:
+    return {name.partition(".")[0] for name in sys.modules}
+
+
+def _unfit() -> str:
+    """Why no replica may be forked; empty: one may."""
+    if not (child := os.fork()):  # OpenBLAS ends its threads before a fork, and starts them anew when it needs them
+        os._exit(0)
+    os.waitpid(child, 0)
+    if (count := len(os.listdir("/proc/self/task"))) > 1:
+        return f"the imports started {count - 1} threads"
+    # Only to ask whether there is a GPU may be enough: CUDA's driver then fails in what is forked.
+    if any(_target(fd).startswith(GPU_DEVICES) for fd in os.listdir("/proc/self/fd")):
+        return "the imports opened a GPU"
+    return ""
+
+
+def _target(fd: str) -> str:
+    """What a descriptor is of; empty: it is closed."""
+    with contextlib.suppress(OSError):
+        return os.readlink(f"/proc/self/fd/{fd}")
+    return ""
+
+
+def _installed() -> list[int]:
+    """Changes when a package is installed or removed."""
+    folders = dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib"))
+    return [os.stat(folder).st_mtime_ns for folder in folders]
+
+
+def _fork(request: ForkRequest, fds: Sequence[int], others: Collection[str], connection: socket.socket) -> int:
+    """Fork a guardian that the supervisor adopts. Returns its process id."""
+    read, write = os.pipe()
+    first = os.fork()
+    if not first:
+        try:
+            if os.fork():
+                os._exit(0)
+            os.setsid()
+            os.write(write, str(os.getpid()).encode())
+            for one in (read, write, connection.fileno()):
+                os.close(one)
+            status, command, output = fds
+            _become_guardian(request, status, command, output, others)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    os.close(write)
+    with os.fdopen(read, "rb") as reader:
+        told = reader.read()
+    os.waitpid(first, 0)
+    if not told:
+        raise OSError(errno.EAGAIN, "a fork failed")
+    return int(told)
+
+
+def _become_guardian(request: ForkRequest, status: int, command: int, output: int, others: Collection[str]) -> None:
+    for standard in (1, 2):
+        os.dup2(output, standard)
+    os.close(output)
+    if os.read(command, len(GO)) != GO:  # the supervisor doesn't wait any more
+        return
+    here = Path.cwd()
+    os.chdir(request.directory)
+    os.environ.update(request.variables)
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    read, write = os.pipe()
+    host = os.fork()
+    if not host:
+        os.close(command)
+        os.close(read)
+        os.setsid()
+        os.close(write)
+        _become_replica(request, status, others, here)
+        return
+    os.close(write)
+    os.read(read, 1)  # until the replica has a session
+    os.close(read)
+    # What starts has a lower priority, which a session does not inherit; see `headwater_server.process.priority`.
+    with contextlib.suppress(OSError):
+        Path(f"/proc/{host}/autogroup").write_text(Path("/proc/self/autogroup").read_text().split()[-1])
+    places = {STATUS: str(status), COMMAND: str(command), HOST: str(host)}
+    for one in (status, command):
+        os.set_inheritable(one, True)
+    arguments = [places.get(argument, argument) for argument in request.guardian]
+    os.execv(arguments[0], arguments)
+
+
+def _become_replica(request: ForkRequest, status: int, others: Collection[str], here: Path) -> None:
+    """Run a replica as ``python -m headwater.replica`` does."""
+    command = [sys.executable, "-m", "headwater.replica", request.name, request.directory, str(status)]
+    if _hides(request.user_paths, others):
+        os.set_inheritable(status, True)
+        os.execv(sys.executable, command)
+    _rename(command)
+    # What the libraries drew at random, or kept, when they were imported; `random` sees a fork itself.
+    sys.modules["numpy"].random.seed()
+    multiprocessing.current_process().authkey = os.urandom(32)
+    tempfile.tempdir = None
+    if sys.path[0] == str(here):  # unless Python is told not to look in the working folder
+        sys.path[0] = request.directory
+    sys.argv = ["", *command[3:]]
+    runpy.run_module("headwater.replica", run_name="__main__", alter_sys=True)
+
+
+def _hides(folders: Sequence[str], modules: Collection[str]) -> bool:
+    """Whether a folder has a module of the same name as one of these, and so comes before it."""
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            if any(entry.partition(".")[0] in modules for entry in os.listdir(folder)):
+                return True
+    return False
+
+
+def _rename(command: Sequence[str]) -> None:
+    """Show another command line, in the memory of the present one."""
+    fields = Path("/proc/self/stat").read_text().rpartition(") ")[2].split()
+    start, end = int(fields[45]), int(fields[46])
+    line = "\0".join(command).encode()[: end - start - 1]
+    ctypes.memmove(start, line.ljust(end - start, b"\0"), end - start)
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None).prctl(option, value)
+
+
+if __name__ == "__main__":
+    main()

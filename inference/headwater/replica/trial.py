@@ -1,0 +1,85 @@
+"""Loads what a replica would serve, and calls it once, without Triton."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from headwater.datatypes import DATATYPES
+from headwater.errors import ReplicaError
+from headwater.replica.served import Served, load_served
+from headwater.replica.warmup import example_rows
+from headwater.runtime.fused import FusedPipeline
+from headwater.runtime.runner import Runner
+from headwater.signature import TensorSpec
+from headwater.wire.arrays import Array
+from headwater.wire.frame import FRAME, decode_frame
+from headwater.wire.handshake import ReplicaSpec
+from headwater.wire.report import HEADWATER, REPORT, CallNote, Status, decode_reports
+
+__all__ = ["try_loading"]
+
+
+def try_loading(spec: ReplicaSpec) -> None:
+    """Load a deployment's models, call them with their example, and unload them. Of a stream the first result is
+    computed; a language model checks itself.
+
+    Raises:
+        ModelError: loading or the call failed; the message says what and why.
+        Exception: whatever the models' own code raises.
+    """
+    served = load_served(spec, lambda stage: None, lambda reason: None)
+    try:
+        if isinstance(served.runner, FusedPipeline):
+            served.loop.wait(_call_in_frames(served, served.runner))
+        elif isinstance(served.runner, Sequence):
+            for runner in served.runner:
+                asyncio.run(_call(served, runner))
+    finally:
+        served.unload()
+
+
+async def _call(served: Served, runner: Runner) -> None:
+    (answer,) = await runner.handle([_request(served, CallNote(warmup=True))])
+    (report,) = decode_reports(answer[REPORT].tobytes(), 1).rows
+    _check(report.status, report.message)
+
+
+async def _call_in_frames(served: Served, runner: FusedPipeline) -> None:
+    note = CallNote(warmup=True, stream="trial" if served.signature.streams else "")
+    async with contextlib.aclosing(runner.handle([_request(served, note)])) as answers:
+        async for (answer,) in answers:
+            for piece in decode_frame(answer[FRAME].tobytes())[0].pieces:
+                for _, status, message in piece.failures:
+                    _check(Status(status), message)
+            if served.signature.streams:
+                return
+
+
+def _request(served: Served, note: CallNote) -> Any:
+    row = served.signature.example_row()
+    inputs = {one.name: _example(one, row[one.name]) for one in served.signature.inputs if one.name in row}
+    return SimpleNamespace(data=inputs, parameters={HEADWATER: msgspec.json.encode(note).decode()})
+
+
+def _check(status: Status, message: str) -> None:
+    if status is not Status.OK:
+        raise ReplicaError(f"warm-up with a batch of 1: {message}")
+
+
+def _example(tensor: TensorSpec, value: object) -> Array:
+    """One row of an input, as Triton would pass it."""
+    data, shape = example_rows(tensor, value, 1)
+    datatype = DATATYPES[tensor.datatype]
+    if datatype.numpy.hasobject:
+        texts = np.asarray(value, dtype=object).reshape(shape)
+        encode = np.vectorize(lambda text: text.encode() if isinstance(text, str) else text, otypes=[object])
+        encoded: Array = encode(texts)
+        return encoded
+    return np.frombuffer(data, datatype.numpy).reshape(shape).copy()

@@ -1,0 +1,301 @@
+"""PyTriton's embedded Triton, listening on unix sockets only.
+
+What differs from `pytriton.triton.Triton`, and why:
+
+- HTTP, gRPC and metrics listen on unix sockets in the replica's own folder (0700), so no other user can reach them.
+  PyTriton's own clients can't dial such an address, so the wait that uses one is replaced here.
+- Models are in a local model store that Triton loads as it starts, rather than being sent through its load API: this
+  leaves no temporary ``/tmp/folder*`` per model behind, and avoids polling at intervals of a second.
+- Triton completes no configuration: PyTriton's is complete, and for each model it would start Python once more to ask.
+- Triton starts while the model loads: all that it needs is the signature.
+- Triton sees no GPU: it holds no tensors there, but would allocate memory pools and a context on each.
+- Calls reach the callables by a shorter way (`headwater.replica.bridge`), and no process of PyTriton's keeps tensors.
+
+All use of private parts of PyTriton is here; tests/inference/replica/test_triton.py names the parts.
+"""
+
+from __future__ import annotations
+
+import errno
+import http.client
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pytriton.model_config import DynamicBatcher, ModelConfig, Tensor
+from pytriton.triton import Triton, TritonConfig, TritonLifecyclePolicy, TritonSecurityConfig
+
+from headwater.datatypes import DATATYPES
+from headwater.errors import ReplicaError, Shortage, shortage_in, shortage_of
+from headwater.replica import callee
+from headwater.replica.bridge import install, socket_path
+from headwater.replica.callee import Answers
+from headwater.runtime.call_loop import CallLoop
+from headwater.signature import Signature, TensorSpec
+from headwater.wire.frame import FRAME
+from headwater.wire.lm import CONTROL
+from headwater.wire.report import REPORT
+from headwater.wire.shared_memory import bound_shape
+
+__all__ = ["EmbeddedTriton", "UnixConnection", "telling_lines"]
+
+START_TIMEOUT_S = 60.0
+STUCK_S = 10.0
+"""After so long without getting on, Triton waits for a thread that it could not start."""
+STUCK_CPU_NS = 10_000_000
+"""What waiting threads need in that time, at most."""
+LOOK_EVERY_S = 0.5
+REPORTED_LINES = 15
+"""Of the log of a Triton that did not start."""
+# PyTriton waits for readiness without its token, so `health` alone can't be restricted; it discloses nothing.
+_RESTRICTED = [
+    "metadata", "inference", "shared-memory", "model-config", "model-repository", "statistics", "trace", "logging",
+]  # fmt: skip
+_ERROR = re.compile(r"[EF]\d{4} |error: ")
+_NO_GPU = "CudaDriverHelper has not been initialized"
+"""Logged on every machine without a GPU."""
+
+
+class UnixConnection(http.client.HTTPConnection):
+    """HTTP over a unix socket."""
+
+    def __init__(self, path: Path, timeout_s: float) -> None:
+        super().__init__("localhost", timeout=timeout_s)
+        self._path = path
+
+    def connect(self) -> None:
+        """Connect to the socket."""
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(str(self._path))
+
+
+class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
+    """One Triton server for one model.
+
+    Args:
+        directory: the replica's folder; sockets ``h`` (HTTP), ``g:1`` (gRPC) and ``m`` (metrics), the workspace and
+            the log appear in it.
+        token: what every request but health must carry as ``triton-access-token``.
+    """
+
+    def __init__(self, directory: Path, token: str) -> None:
+        self.directory = directory
+        self.http_socket = directory / "h"
+        self.grpc_socket = directory / "g:1"
+        super().__init__(
+            config=TritonConfig(
+                allow_http=False,  # keeps PyTriton's own clients off it; switched on below
+                grpc_address=f"unix:{directory}/g",
+                grpc_port=1,
+                allow_metrics=True,
+                allow_gpu_metrics=False,
+                allow_cpu_metrics=False,
+                allow_vertex_ai=False,  # which Triton serves by itself where AIP_MODE is PREDICTION
+                log_file=directory / "triton.log",
+                exit_timeout_secs=1,
+            ),
+            security_config=TritonSecurityConfig(access_token=token, restricted_endpoints=_RESTRICTED),
+            triton_lifecycle_policy=TritonLifecyclePolicy(launch_triton_on_startup=True, local_model_store=True),
+            workspace=directory / "w",
+        )
+
+    def bind(self, model_name: str, **about: Any) -> None:
+        """As PyTriton's, but for the way of the calls."""
+        super().bind(model_name=model_name, **about)
+        install(self._workspace.model_store_path / model_name / "1" / "model.py")
+
+    def bind_signature(self, signature: Signature, *, instances: int = 1, is_language_model: bool = False) -> None:
+        """Bind a model under the signature's name; `start` brings what computes it.
+
+        A framed one answers each request with any number of frames (`headwater.wire.frame`, or for a language model
+        `headwater.wire.lm`); any other has the hidden report output beside its own.
+
+        Args:
+            signature: its declarations.
+            instances: of which each gets a thread; one that answers in frames has one.
+            is_language_model: whether it takes control messages in place of the signature's inputs.
+        """
+        inputs, outputs = [_tensor(spec) for spec in signature.inputs], [_tensor(spec) for spec in signature.outputs]
+        hidden = {name: Tensor(name=name, dtype=np.uint8, shape=(-1,)) for name in (REPORT, FRAME, CONTROL)}
+        is_framed = signature.is_framed
+        self.bind(
+            model_name=signature.name,
+            infer_func=[_later] * instances,
+            inputs=[hidden[CONTROL]] if is_language_model else inputs,
+            outputs=[hidden[FRAME]] if is_framed else [*outputs, hidden[REPORT]],
+            # Frames without Triton's batcher: merged requests would have to end together, and one may stay open for
+            # hours.
+            config=ModelConfig(
+                max_batch_size=signature.max_batch_size,
+                batcher=None if is_framed else DynamicBatcher(),
+                decoupled=is_framed,
+            ),
+        )
+
+    def launch(self) -> None:
+        """Start Triton's process, which loads what is bound; `start` waits for it."""
+        hidden = {"CUDA_VISIBLE_DEVICES": "", "NVIDIA_VISIBLE_DEVICES": "none"}
+        before = {name: os.environ.get(name) for name in hidden}
+        os.environ.update(hidden)
+        try:
+            self._run_server()
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
+
+    def start(self, infer: Sequence[Answers], loop: CallLoop) -> None:
+        """Wait until Triton serves the model, launched or not, and have its instances call these, each in a thread.
+
+        Args:
+            infer: what answers the calls, one for each instance.
+            loop: the first instance's; each further instance gets a loop of its own.
+
+        Raises:
+            ReplicaError: Triton ended or was not ready in time; the message includes the relevant lines of its log.
+            Shortage: the machine lacks what Triton needs.
+        """
+        (model,) = self._model_manager.models
+        for instance, answers in enumerate(infer):
+            path = socket_path(self._workspace.path.as_posix(), model.model_name, instance)
+            callee.start(path, answers, CallLoop() if instance else loop)
+        if self._triton_server is None:
+            self.launch()
+        self._wait_until_ready()
+
+    def _prepare_triton_config(self, workspace: Any) -> None:
+        super()._prepare_triton_config(workspace)
+        self._triton_server_config["allow-http"] = True
+        self._triton_server_config["http-address"] = f"unix:{self.http_socket}"
+        self._triton_server_config["metrics-address"] = f"unix:{self.directory}/m"
+        # The older name of disable-auto-complete-config, which takes no value; PyTriton gives every option one.
+        self._triton_server_config["strict-model-config"] = True
+
+    def _initialize_server(self) -> None:
+        super()._initialize_server()
+        # Its output is kept (and shown if it fails to start) but not printed between the callable's own lines.
+        self._triton_server._verbose = False
+
+    def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        progress = Progress()
+        while not self._is_ready():
+            # The log says so at once, while Triton may take its time to end.
+            if "Failed to create instance" in "".join(lines := self._log_lines()):
+                raise _not_started("an instance failed", lines)
+            if not self._triton_server.is_alive() or time.monotonic() > deadline:
+                ended = "it ended" if not self._triton_server.is_alive() else f"not ready after {START_TIMEOUT_S:g} s"
+                raise _not_started(ended, self._log_lines())
+            _check_threads()
+            if progress.is_stuck(time.monotonic()):
+                text = f"Triton has stood still for {STUCK_S:g} s, as it does where it could not start a thread"
+                raise Shortage(errno.EAGAIN, text)
+            time.sleep(0.02)
+
+    def _is_ready(self) -> bool:
+        connection = UnixConnection(self.http_socket, timeout_s=5)
+        try:
+            connection.request("GET", "/v2/health/ready")
+            return connection.getresponse().status == 200
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+
+    def _log_lines(self) -> list[str]:
+        lines: list[str] = self._triton_server.logs().splitlines()
+        log = self.directory / "triton.log"
+        if log.exists():
+            lines += log.read_text(errors="replace").splitlines()
+        return lines
+
+
+class Progress:
+    """Sees whether the other processes of this group get on: Triton and its stub."""
+
+    def __init__(self) -> None:
+        self._next_look_s = self._since_s = 0.0
+        self._ran_ns = -STUCK_CPU_NS
+
+    def is_stuck(self, now_s: float) -> bool:
+        """Whether all their threads have slept for `STUCK_S`; waiting for a processor or a disk is no sleep."""
+        if now_s < self._next_look_s:
+            return False
+        self._next_look_s = now_s + LOOK_EVERY_S
+        ran_ns = _others_ran_ns()
+        if ran_ns is None:
+            self._since_s = now_s
+        elif ran_ns - self._ran_ns >= STUCK_CPU_NS:
+            self._since_s, self._ran_ns = now_s, ran_ns
+        return now_s - self._since_s >= STUCK_S
+
+
+def _others_ran_ns() -> int | None:
+    """How long the other processes of this group have run; None: one of them doesn't sleep, or it can't be seen."""
+    total_ns, group = 0, os.getpgrp()
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid() or _group_of(int(entry.name)) != group:
+            continue
+        try:
+            for task in (entry / "task").iterdir():
+                if (task / "stat").read_text().rpartition(") ")[2][0] != "S":
+                    return None
+                total_ns += int((task / "schedstat").read_text().split()[0])
+        except OSError:
+            return None
+    return total_ns or None
+
+
+def _group_of(pid: int) -> int:
+    """The group of a process; 0: it has ended."""
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return 0
+
+
+def _check_threads() -> None:
+    """Check that a thread can be started: a Triton that can't start any may wait for it for ever.
+
+    Raises:
+        Shortage: it can't.
+    """
+    try:
+        threading.Thread(target=lambda: None, daemon=True).start()
+    except RuntimeError as error:
+        shortage = shortage_of(error)
+        raise shortage or error from error
+
+
+def _not_started(why: str, lines: Sequence[str]) -> ReplicaError:
+    why = f"Triton did not start ({why}); from its log:\n"
+    return shortage_in(lines, why) or ReplicaError(why + "\n".join(telling_lines(lines)))
+
+
+def telling_lines(lines: Sequence[str]) -> list[str]:
+    """The lines of Triton's log that say why it did not start: its errors, or else its last lines.
+
+    After an error Triton still prints tables of its settings, so the errors are not at the end.
+    """
+    errors = [line for line in lines if _ERROR.match(line) and _NO_GPU not in line]
+    return errors[:REPORTED_LINES] or list(lines[-REPORTED_LINES:])
+
+
+def _later(requests: list[Any]) -> list[Any]:
+    """Stands for what computes a model until `EmbeddedTriton.start` replaces it, before any instance calls it."""
+    raise NotImplementedError
+
+
+def _tensor(spec: TensorSpec) -> Any:
+    datatype = DATATYPES[DATATYPES[spec.datatype].wire]
+    dtype = object if datatype.numpy.hasobject else datatype.numpy.type
+    return Tensor(name=spec.name, dtype=dtype, shape=bound_shape(spec), optional=spec.optional)

@@ -1,0 +1,225 @@
+"""Warm-up: real calls through the replica's own Triton, so that no part of the path is cold for the first client."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any
+
+import grpc
+import msgspec
+import numpy as np
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from headwater.datatypes import DATATYPES, float32_to_bf16, pack_bytes
+from headwater.errors import FAULTS, DeclarationError, ModelUnfit, ReplicaError
+from headwater.pipeline import tensor_text
+from headwater.replica.triton import EmbeddedTriton, UnixConnection
+from headwater.signature import Signature, TensorSpec
+from headwater.wire.arrays import fits
+from headwater.wire.frame import decode_frame
+from headwater.wire.handshake import ReplicaSpec
+from headwater.wire.report import HEADWATER, REPORT, CallNote, RowReport, Status, decode_reports
+from headwater.wire.shared_memory import (
+    ANSWER_HEAD_BYTES,
+    SHARED_FROM_BYTES,
+    SharedCall,
+    aligned,
+    batch_bytes,
+    stand_in_shape,
+)  # fmt: skip
+from headwater.wire.triton_words import SHARED_MEMORY_FULL, is_shared_memory_full
+
+__all__ = ["batch_sizes", "call_over_grpc", "call_over_http", "example_rows", "grpc_outputs", "warm_up"]
+
+_RAISED = re.compile(r"(?:(?:step|model) `[^`]*`: )?(\w+)(?::|\Z)")
+"""Begins the message of a row whose call raised: the exception's class."""
+
+Input = tuple[TensorSpec, bytes, list[int]]
+"""A tensor's declaration, bytes and shape with the batch axis."""
+Call = Callable[[Signature, EmbeddedTriton, ReplicaSpec, Sequence[Input], int], list[RowReport]]
+"""Calls the replica's own Triton, as a gateway does, with so many rows."""
+
+
+def batch_sizes(max_batch_size: int) -> list[int]:
+    """Powers of two up to ``max_batch_size``, and ``max_batch_size`` itself."""
+    sizes = [1 << power for power in range(max_batch_size.bit_length()) if 1 << power < max_batch_size]
+    return [*sizes, max_batch_size]
+
+
+def example_rows(spec: TensorSpec, value: object, rows: int) -> tuple[bytes, list[int]]:
+    """One example row repeated: its bytes as they travel, and the shape with the batch axis.
+
+    Raises:
+        DeclarationError: the value doesn't fit the declaration.
+    """
+    datatype = DATATYPES[spec.datatype]
+    where = f"example, input {spec.name!r}"
+    wanted = tensor_text(spec.datatype, spec.shape)
+    try:
+        array = np.array(value, dtype=np.float32 if spec.datatype == "BF16" else datatype.numpy)
+    except (TypeError, ValueError) as error:
+        raise DeclarationError(f"{where}: expected {wanted}: {error}") from error
+    if not fits(spec.shape, array.shape):
+        raise DeclarationError(f"{where}: expected {wanted}, got shape {list(array.shape)}")
+    if datatype.numpy.hasobject:
+        elements = [item if isinstance(item, bytes) else str(item).encode() for item in array.ravel().tolist()]
+        row = pack_bytes(elements)
+    else:
+        row = (float32_to_bf16(array) if spec.datatype == "BF16" else array).tobytes()
+    return row * rows, [rows, *array.shape]
+
+
+def warm_up(
+    signature: Signature,
+    triton: EmbeddedTriton,
+    spec: ReplicaSpec,
+    sizes: Sequence[int],
+    progress: Callable[[str], None],
+    call: Call,
+) -> None:
+    """Call the model once with each of these numbers of rows; a pipeline with all its heads.
+
+    Raises:
+        ReplicaError: a call failed; the message includes the callable's own. `ModelUnfit`: it would fail again.
+    """
+    row = signature.example_row()
+    for number, rows in enumerate(sizes, start=1):
+        progress(f"warming up, batch of {rows} ({number}/{len(sizes)})")
+        inputs = [(one, *example_rows(one, row[one.name], rows)) for one in signature.inputs if one.name in row]
+        for report in call(signature, triton, spec, inputs, rows):
+            if report.status is Status.OK:
+                continue
+            hint = ""
+            if report.status in (Status.RAISED, Status.BAD_INPUT):
+                tried = json.dumps(row, default=str)[:300]
+                hint = f". The values tried were {tried}; if the model can't take these, declare `example` in it"
+            kind = ModelUnfit if _is_permanent(report) else ReplicaError
+            raise kind(f"warm-up with a batch of {rows}: {report.message}{hint}")
+
+
+def _is_permanent(report: RowReport) -> bool:
+    """Whether a model would fail again with the same row: its errors of memory and of the device are other ones."""
+    if report.status is not Status.RAISED:
+        return report.status in (Status.BAD_INPUT, Status.BAD_OUTPUT)
+    raised = _RAISED.match(report.message)
+    return raised is not None and raised[1] in {"RuntimeError", *(fault.__name__ for fault in FAULTS)}
+
+
+def call_over_http(
+    signature: Signature, triton: EmbeddedTriton, spec: ReplicaSpec, inputs: Sequence[Input], rows: int
+) -> list[RowReport]:
+    """Call a model that answers whole, with large tensors in shared memory, and return its report.
+
+    Raises:
+        ReplicaError: there was no answer.
+    """
+    with contextlib.ExitStack() as stack:
+        connection = stack.enter_context(contextlib.closing(UnixConnection(triton.http_socket, spec.load_timeout_s)))
+        shared = _share(stack, signature, inputs, rows)
+        sent = [_stand_in(one[0], rows) if shared and one[0].name in shared.inputs else one for one in inputs]
+        tensors: list[dict[str, Any]] = [
+            {
+                "name": tensor.name,
+                "datatype": DATATYPES[tensor.datatype].wire,
+                "shape": shape,
+                "parameters": {"binary_data_size": len(data)},
+            }
+            for tensor, data, shape in sent
+        ]
+        note = msgspec.json.encode(CallNote(warmup=True, shared=shared)).decode()
+        outputs = [{"name": REPORT, "parameters": {"binary_data": True}}]
+        head = json.dumps({"inputs": tensors, "outputs": outputs, "parameters": {HEADWATER: note}}).encode()
+        body = b"".join((head, *(data for _, data, _ in sent)))
+        headers = {"Inference-Header-Content-Length": str(len(head)), "triton-access-token": spec.token}
+        try:
+            connection.request("POST", f"/v2/models/{signature.name}/infer", body, headers)
+            response = connection.getresponse()
+            answer = response.read()
+        except OSError as error:
+            raise ReplicaError(f"warm-up with a batch of {rows}: no answer: {error}") from error
+    if response.status != 200:
+        raise ReplicaError(f"warm-up with a batch of {rows}: {_said(answer.decode(errors='replace'))}")
+    return decode_reports(answer[int(response.headers["Inference-Header-Content-Length"]) :], rows).rows
+
+
+def _said(error: str) -> str:
+    return SHARED_MEMORY_FULL if is_shared_memory_full(error) else f"Triton said {error}"
+
+
+def _share(
+    stack: contextlib.ExitStack, signature: Signature, inputs: Sequence[Input], rows: int
+) -> SharedCall | None:  # fmt: skip
+    """Leave the large inputs where a gateway would; None if there are none, and the answer hasn't large ones either."""
+    large = [one for one in inputs if one[0].datatype != "BYTES" and len(one[1]) >= SHARED_FROM_BYTES]
+    answer_bytes = batch_bytes(signature.outputs, rows)
+    if not large and answer_bytes < SHARED_FROM_BYTES:
+        return None
+    fd = os.memfd_create("headwater-warm-up", os.MFD_CLOEXEC)
+    stack.callback(os.close, fd)
+    placed: dict[str, tuple[int, list[int]]] = {}
+    end = 0
+    for tensor, data, shape in large:
+        placed[tensor.name] = (end, shape)
+        # Not `os.pwrite`, which writes at most two gigabytes at once.
+        with open(fd, "wb", closefd=False) as file:
+            file.seek(end)
+            file.write(data)
+        end += aligned(len(data))
+    size_bytes = end + ANSWER_HEAD_BYTES + aligned(answer_bytes)
+    os.ftruncate(fd, size_bytes)
+    return SharedCall(f"/proc/{os.getpid()}/fd/{fd}", size_bytes, placed, end)
+
+
+def _stand_in(tensor: TensorSpec, rows: int) -> Input:
+    shape = stand_in_shape(tensor, rows)
+    return tensor, bytes(math.prod(shape) * DATATYPES[tensor.datatype].size_bytes), shape
+
+
+def call_over_grpc(
+    signature: Signature, triton: EmbeddedTriton, spec: ReplicaSpec, inputs: Sequence[Input], rows: int
+) -> list[RowReport]:
+    """Call a pipeline or a streaming model, and return the reports of the rows that failed.
+
+    Raises:
+        ReplicaError: there was no answer.
+    """
+    name = f"warm-up-{rows}"
+    request = service_pb2.ModelInferRequest(model_name=signature.name, id=name)
+    note = CallNote(warmup=True, stream=name if signature.streams else "")
+    request.parameters[HEADWATER].string_param = msgspec.json.encode(note).decode()
+    request.parameters["triton_enable_empty_final_response"].bool_param = True
+    for tensor, data, shape in inputs:
+        request.inputs.add(name=tensor.name, datatype=DATATYPES[tensor.datatype].wire, shape=shape)
+        request.raw_input_contents.append(data)
+    frames = grpc_outputs(triton, spec, iter([request]), f"warm-up with a batch of {rows}")
+    return [
+        RowReport(Status(status), message)
+        for raw in frames
+        for piece in decode_frame(raw)[0].pieces
+        for _, status, message in piece.failures
+    ]
+
+
+def grpc_outputs(
+    triton: EmbeddedTriton, spec: ReplicaSpec, requests: Iterator[Any], what: str
+) -> Generator[bytes, None, None]:
+    """Send requests over a gRPC stream, and yield the bytes of each output in the answers.
+
+    Raises:
+        ReplicaError: Triton answered with an error or not at all; the message begins with `what`.
+    """
+    with grpc.insecure_channel(f"unix:{triton.grpc_socket}") as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        metadata = (("triton-grpc-protocol-triton-access-token", spec.token),)
+        try:
+            for answer in stub.ModelStreamInfer(requests, metadata=metadata, timeout=spec.load_timeout_s):
+                if answer.error_message:
+                    raise ReplicaError(f"{what}: {_said(answer.error_message)}")
+                yield from answer.infer_response.raw_output_contents
+        except grpc.RpcError as error:
+            raise ReplicaError(f"{what}: no answer: {error}") from error

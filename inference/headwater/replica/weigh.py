@@ -1,0 +1,85 @@
+"""Loads models and measures the size of their weights.
+
+``python -m headwater.replica.weigh`` reads one JSON `headwater.replica.probe.Request` from standard input, loads its
+models, and prints one JSON `Weight`. The planner runs it as a process; see `headwater_server.cli.plan.measuring`.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headwater.lm.loading import plan_language_model
+from headwater.reference import is_language_model
+from headwater.replica.probe import Request, own_output
+from headwater.runtime.call_loop import CallLoop
+from headwater.runtime.device import choose_device
+from headwater.runtime.loader import load_model
+from headwater.runtime.pytriton_script import end_scripts
+
+__all__ = ["Weight", "main", "weigh"]
+
+
+class Weight(msgspec.Struct, frozen=True):
+    """The memory taken by loading."""
+
+    bytes: int
+    how: str
+    """``tensors``: the sum of torch's tensors; ``growth``: the growth of the process's anonymous memory."""
+
+
+def weigh(request: Request) -> Weight:
+    """Load a deployment's models, and measure their weights."""
+    request.enter()
+    kept: list[Any] = []
+    if is_language_model(request.model):
+        plan = plan_language_model(request.model, request.options, request.path)
+        before = _anonymous_bytes()
+        kept.append(plan.load(choose_device(request.device, uses_torch=True), lambda reason: None))
+    else:
+        steps = [request] if request.pipeline is None else request.pipeline.steps
+        models = [load_model(step.model, step.options, request.path) for step in steps]
+        device = choose_device(request.device, "torch" in sys.modules or any(one.arrays == "torch" for one in models))
+        loop = CallLoop()
+        before = _anonymous_bytes()
+        for model in models:
+            loop.load(model, device)
+        kept += models
+    grown = max(0, _anonymous_bytes() - before)
+    tensors = _tensor_bytes()
+    return Weight(tensors, "tensors") if tensors else Weight(grown, "growth")
+
+
+def _tensor_bytes() -> int:
+    """Bytes of all live torch tensors; memory that several share counts once."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None:
+        return 0
+    gc.collect()
+    sizes: dict[tuple[str, int], int] = {}
+    for thing in gc.get_objects():
+        if issubclass(type(thing), torch.Tensor):
+            storage = thing.untyped_storage()
+            sizes[str(thing.device), storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
+
+
+def _anonymous_bytes() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith("RssAnon:")).split()[1])
+
+
+def main() -> None:
+    """Answer the request on standard input."""
+    request = msgspec.json.decode(sys.stdin.buffer.read(), type=Request)
+    with own_output() as output:
+        output.write(msgspec.json.encode(weigh(request)))
+    end_scripts()
+
+
+if __name__ == "__main__":
+    main()

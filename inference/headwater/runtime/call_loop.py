@@ -1,0 +1,69 @@
+"""The event loop in which an instance's calls run, and in which hooks of a model that are coroutines are awaited.
+
+A connection or a lock of asyncio's belongs to the loop in which it was first used, so `load` must use the loop that
+serves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Awaitable, Sequence
+from contextlib import ExitStack
+from typing import TypeVar
+
+from headwater.model import Model
+
+__all__ = ["CallLoop"]
+
+T = TypeVar("T")
+
+
+class CallLoop:
+    """An event loop in a thread of its own, which starts with the first use and ends with the process."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def wait(self, awaitable: Awaitable[T]) -> T:
+        """Await something in the loop, from another thread, and return its result.
+
+        Raises:
+            BaseException: whatever it raised.
+        """
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=self._loop.run_forever, name="callee", daemon=True).start()
+
+        async def awaited() -> tuple[T | None, BaseException | None]:
+            try:
+                return await awaitable, None
+            except BaseException as error:  # SystemExit would end the loop
+                return None, error
+
+        result, error = asyncio.run_coroutine_threadsafe(awaited(), self._loop).result()
+        if error is not None:
+            raise error
+        return result  # type: ignore[return-value]
+
+    def load(self, model: Model, device: str) -> None:
+        """Load a model: in this thread or, if its `load` is a coroutine function, in the loop.
+
+        Raises:
+            BaseException: whatever its `load` raised.
+        """
+        self._finish(model.load(device))
+
+    def unload(self, models: Sequence[Model]) -> None:
+        """Unload models, the last one first, even if one of them raises; each as `load`."""
+        with ExitStack() as stack:
+            for model in models:
+                stack.callback(self._unload, model)
+
+    def _unload(self, model: Model) -> None:
+        self._finish(model.unload())
+
+    def _finish(self, result: object) -> None:
+        if inspect.isawaitable(result):
+            self.wait(result)

@@ -1,0 +1,227 @@
+"""The channels of a replica, and the streams that go over them (`headwater.wire.parcel`)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+from collections.abc import AsyncGenerator, Callable
+from typing import Final
+
+from headwater.runtime.stream_control import StreamControl
+from headwater.wire.arrays import Array
+from headwater.wire.parcel import LEASE_S, PARCEL_BYTES, PARCEL_WINDOW, ChannelNote, Entry, encode_parcel
+from headwater.wire.report import CallNote
+
+__all__ = ["StreamChannels"]
+
+PARCEL_EVERY_S: Final = 0.002
+"""How long frames gather after a parcel; each parcel costs CPU time in Triton and in its Python backend."""
+LEASE_LOOKS: Final = 10
+"""How often a lease is looked at until it expires."""
+
+logger = logging.getLogger(__name__)
+
+
+class _Channel:
+    """One worker's channel, used in one event loop only.
+
+    It exists from the first call that names it, and holds back its frames until it is opened.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.streams: dict[str, StreamControl] = {}
+        self.is_closed = False
+        self._on_close = contextlib.ExitStack()
+        self._entries: list[Entry] = []
+        self._sent = 0
+        """Parcels sent."""
+        self._acknowledged = 0
+        self._news = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+        self._looks_left = LEASE_LOOKS
+        """At a lease, until it has expired."""
+
+    def watch(self, pid: int) -> None:
+        """Close the channel when the worker's process ends, or its lease expires: the only sign, since Triton tells a
+        model of a cancellation only if it keeps asking."""
+        if pid < 0:
+            self._look_later()
+            return
+        try:
+            fd = os.pidfd_open(pid)
+        except OSError as error:
+            if error.errno == errno.ESRCH:
+                self.close()
+            else:
+                logger.warning("gateway worker %d can't be watched; if it ends, its streams run on: %s", pid, error)
+            return
+        loop = asyncio.get_running_loop()
+        self._on_close.callback(os.close, fd)
+        self._on_close.callback(loop.remove_reader, fd)
+        loop.add_reader(fd, self.close)
+
+    def renew(self) -> None:
+        """Note that the worker has been heard."""
+        self._looks_left = LEASE_LOOKS
+
+    def _look_later(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(LEASE_S / LEASE_LOOKS, self._look)
+
+    def _look(self) -> None:
+        """Count a look at the lease. Looks are counted, not time: what the worker sent in a pause of this process, or
+        while a callable kept its loop from running, must be read first."""
+        self._looks_left -= 1
+        if self._looks_left > 0:
+            self._look_later()
+        else:
+            logger.warning("a gateway worker on another machine was not heard for %g s: its streams end", LEASE_S)
+            self.close()
+
+    def add(self, stream: str, frame: Array | None) -> None:
+        """Queue a frame of a stream, or its end."""
+        if not self.is_closed:
+            self._entries.append((stream, None if frame is None else frame.reshape(-1).data))
+            self._news.set()
+
+    def acknowledge(self, note: ChannelNote) -> None:
+        """Note what the worker has received."""
+        self._acknowledged = max(self._acknowledged, min(note.parcels, self._sent))
+        self._news.set()
+        for name, (frames, size_bytes) in note.taken.items():
+            stream = self.streams.get(name)
+            if stream is not None:
+                stream.take(frames, size_bytes)
+
+    async def parcels(self) -> AsyncGenerator[Array, None]:
+        """The parcels to send, until the channel is closed."""
+        loop = asyncio.get_running_loop()
+        not_before_s = 0.0
+        try:
+            while not self.is_closed:
+                if not self._entries or self._sent - self._acknowledged >= PARCEL_WINDOW:
+                    self._news.clear()
+                    await self._news.wait()
+                elif (left_s := not_before_s - loop.time()) > 0:
+                    await asyncio.sleep(left_s)
+                else:
+                    self._sent += 1
+                    yield self._parcel()
+                    not_before_s = loop.time() + PARCEL_EVERY_S
+        finally:  # also if a parcel could not be sent
+            self.close()
+
+    def close(self) -> None:
+        """Close the channel, whose worker is gone, and cancel its streams."""
+        self._on_close.close()
+        if self._timer is not None:
+            self._timer.cancel()
+        self.is_closed = True
+        self._entries = []
+        self._news.set()
+        for stream in self.streams.values():
+            stream.cancel()
+
+    def _parcel(self) -> Array:
+        count = size_bytes = 0
+        for _, frame in self._entries:
+            count += 1
+            size_bytes += 0 if frame is None else len(frame)
+            if size_bytes >= PARCEL_BYTES:
+                break
+        entries, self._entries = self._entries[:count], self._entries[count:]
+        return encode_parcel(entries)
+
+
+class StreamChannels:
+    """The channels of one replica, one for each gateway worker."""
+
+    def __init__(self) -> None:
+        self._channels: dict[int, _Channel] = {}
+        """By the worker's process id, or what stands for it."""
+        self._streams: dict[str, StreamControl] = {}
+        """Running streams by name."""
+        self._relays: set[asyncio.Task[None]] = set()
+
+    def answers(
+        self, note: CallNote, frames: Callable[[StreamControl], AsyncGenerator[Array, None]]
+    ) -> AsyncGenerator[Array, None] | None:
+        """The answers to a call: its frames or, as its note says, a channel's parcels; None if there are none.
+
+        Args:
+            note: the call's note.
+            frames: computes the call's frames. If they go over a channel, the call ends before they are made, so they
+                must not need its tensors' memory.
+        """
+        name, channel = note.stream, note.channel
+        if note.cancel:
+            if note.cancel in self._streams:
+                self._streams[note.cancel].cancel()
+            return None
+        if channel is not None and channel.opens:
+            return self._channel(channel).parcels()
+        if channel is not None and not name:
+            self._channel(channel).acknowledge(channel)
+            return None
+        stream = StreamControl(name)
+        if not name:
+            return frames(stream)
+        self._streams[name] = stream
+        if channel is None:
+            return self._direct(stream, frames(stream))
+        task = asyncio.get_running_loop().create_task(self._relay(self._channel(channel), stream, frames(stream)))
+        self._relays.add(task)
+        task.add_done_callback(self._relays.discard)
+        return None
+
+    async def _direct(self, stream: StreamControl, frames: AsyncGenerator[Array, None]) -> AsyncGenerator[Array, None]:
+        """The frames of a stream whose call they answer, without flow control."""
+        try:
+            async with contextlib.aclosing(frames):
+                async for frame in frames:
+                    yield frame
+                    del frame  # free the memory: the next one may take long
+        finally:
+            del self._streams[stream.name]
+
+    async def _relay(self, channel: _Channel, stream: StreamControl, frames: AsyncGenerator[Array, None]) -> None:
+        """Send a stream's frames over a channel as they are made."""
+        channel.streams[stream.name] = stream
+        if channel.is_closed:
+            stream.cancel()
+        try:
+            async with contextlib.aclosing(frames):
+                async for frame in frames:
+                    stream.frames += 1
+                    stream.bytes += frame.size
+                    channel.add(stream.name, frame)
+                    del frame  # free the memory: the next frame may take long
+                    if stream.is_full and not stream.has_turn:
+                        await stream.capacity()
+                        if stream.is_cancelled:  # don't wait for the next frame, which may take long
+                            break
+        finally:
+            channel.add(stream.name, None)
+            del channel.streams[stream.name]
+            del self._streams[stream.name]
+
+    def _channel(self, note: ChannelNote) -> _Channel:
+        """The channel of this number, made if need be; a closed one if the worker already has a later channel."""
+        channel = self._channels.get(note.pid)
+        if channel is not None and channel.number == note.number:
+            channel.renew()
+            return channel
+        new = _Channel(note.number)
+        if channel is not None and channel.number > note.number:
+            new.close()
+            return new
+        if channel is not None:
+            channel.close()
+        for pid in [pid for pid, one in self._channels.items() if one.is_closed]:
+            del self._channels[pid]
+        new.watch(note.pid)
+        self._channels[note.pid] = new
+        return new

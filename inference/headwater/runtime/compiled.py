@@ -1,0 +1,113 @@
+"""Compiles a model's torch modules, for a deployment's ``options: {compile: true}``."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import shutil
+import sysconfig
+import threading
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from headwater.errors import LoadError, Problem, ReplicaError
+from headwater.model import Model
+from headwater.signature import Signature
+
+__all__ = ["COMPILE", "begin_graphs", "check_compiled", "compile_modules", "compiler_problem"]
+
+COMPILE: Final = "compile"
+"""The option of every `Model` whose constructor doesn't take one of this name."""
+
+
+def compile_modules(model: Model, signature: Signature, device: str, sizes: Sequence[int]) -> Sequence[int]:
+    """Replace the torch modules among a loaded model's attributes by ones that are compiled when they are called.
+
+    On a GPU, if the shapes of the inputs are fixed, they are compiled once for each batch size and replayed as CUDA
+    graphs; elsewhere for any batch size.
+
+    Args:
+        model: the model.
+        signature: its declarations.
+        device: the device that it was loaded on.
+        sizes: the batch sizes of the warm-up.
+
+    Returns:
+        The batch sizes that batches must be padded to; none if any will do.
+
+    Raises:
+        LoadError: the model has no such modules, there is no warm-up, or the machine lacks a compiler.
+    """
+    import torch
+    import torch._dynamo.config as settings
+
+    title = f"model {type(model).__module__}:{type(model).__qualname__}"
+    modules = {name: value for name, value in vars(model).items() if isinstance(value, torch.nn.Module)}
+    if not modules:
+        reason = "options.compile: expected a torch.nn.Module among the attributes that load() sets, found none"
+        raise LoadError(Problem(title, reason, "make the module an attribute, or remove `options.compile`"))
+    if not sizes:
+        reason = "options.compile: expected a warm-up, in which modules are compiled, got `warmup_batch_sizes: []`"
+        raise LoadError(Problem(title, reason, "remove `warmup_batch_sizes` or `options.compile`"))
+    if (problem := compiler_problem(title, device)) is not None:
+        raise LoadError(problem)
+    is_fixed = all(spec.datatype != "BYTES" and -1 not in spec.shape for spec in signature.inputs)
+    replays = device.startswith("cuda") and is_fixed and not signature.streams
+    options: dict[str, Any] = {"mode": "reduce-overhead", "dynamic": False} if replays else {}
+    # Beyond its limit torch runs the module as it is, which only its log says. The setting is per thread from 2.13 on.
+    limit = max(settings.recompile_limit, 2 * len(sizes))
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        options["recompile_limit"] = limit
+    else:
+        settings.recompile_limit = limit
+    for name, module in modules.items():  # not `module.compile`, which leaves torch's own classes as they are
+        setattr(model, name, torch.compile(module, **options))
+    return sorted({*sizes, signature.max_batch_size}) if replays else ()
+
+
+def begin_graphs() -> None:
+    """Begin a call of a model whose modules may be CUDA graphs, in the thread that computes it.
+
+    What the graphs of a call give keeps its memory until the next one begins: without that, each graph of a model takes
+    the memory of the one before it, whose outputs are its inputs. torch keeps graphs per thread, by itself from 2.13
+    on; before that it fails in every thread but the main one, for lack of these private attributes.
+    """
+    import torch
+    from torch._inductor.cudagraph_trees import local
+
+    torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+    if not hasattr(local, "tree_manager_containers"):
+        local.tree_manager_containers = {}
+        local.tree_manager_locks = defaultdict(threading.Lock)
+
+
+def check_compiled() -> None:
+    """Check, after the warm-up, that something was compiled.
+
+    Raises:
+        ReplicaError: nothing was.
+    """
+    from torch._dynamo.utils import counters
+
+    if not counters["stats"]["unique_graphs"]:
+        raise ReplicaError(
+            "options.compile: nothing was compiled in the warm-up: expected __call__ to call a module that load() made "
+            "an attribute, such as `self.net(x)`; call it so, or remove `options.compile`"
+        )
+
+
+def compiler_problem(title: str, device: str) -> Problem | None:
+    """What keeps torch from compiling for a device here: a compiler, or Python's headers; None if nothing does."""
+    on_gpu = device.startswith("cuda")
+    language, variable, names = ("C", "CC", ("gcc", "clang")) if on_gpu else ("C++", "CXX", ("g++",))
+    tried = [os.environ[variable]] if os.environ.get(variable) else names
+    if not any(map(shutil.which, tried)):
+        reason = f"options.compile: it needs a {language} compiler, and there is no {' or '.join(tried)}"
+        return Problem(title, reason, f"install {names[0]}, name a compiler in {variable}, or remove `options.compile`")
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    if not header.exists():
+        reason = f"options.compile: it needs Python's headers, and there is no {header}"
+        return Problem(title, reason, "install them (python3-dev), or remove `options.compile`")
+    return None

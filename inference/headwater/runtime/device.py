@@ -1,0 +1,98 @@
+"""Chooses a replica's device, and recognizes errors that make it unusable or say that its memory is exhausted."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, Final
+
+from headwater.errors import ReplicaError
+
+__all__ = ["breaks_device", "choose_device", "free_memory", "is_out_of_memory", "streams_of"]
+
+_OUT_OF_MEMORY: Final = re.compile(
+    r"(?:\w+\.)*OutOfMemoryError\b|.*(?:"
+    r"CUDA (?:(?:driver )?error: |failure 2: )?out of memory|Triton Error \[CUDA\]: out of memory|"
+    r"CU(?:BLAS|DNN|SOLVER|SPARSE)_STATUS_(?:INTERNAL_ERROR_(?:HOST|DEVICE)_)?ALLOC(?:ATION)?_FAILED|CUFFT_ALLOC_FAILED|"
+    r"DefaultCPUAllocator: can't allocate memory|"
+    r"Failed to allocate memory for requested buffer|Available memory of \d+ is smaller than requested bytes)",
+    re.DOTALL,
+)
+"""The wording of torch, of CUDA's libraries and of ONNX Runtime, behind the name of the exception's class."""
+_CUDA_ERROR: Final = re.compile(r"CUDA (?:driver )?error|CUDA failure|Triton Error \[CUDA\]|cuDNN (?:Frontend )?error")
+"""The wording of torch, of what it compiles, and of ONNX Runtime."""
+
+
+def is_out_of_memory(reason: str) -> bool:
+    """Whether an error, as its class's name and message, says that the device's memory was not enough for a call.
+
+    The device stays usable.
+    """
+    return _OUT_OF_MEMORY.match(reason) is not None
+
+
+def free_memory() -> None:
+    """Give back what torch keeps of the GPU's memory for reuse: in other pieces it may suffice.
+
+    What a failed call took is free only once its exception is, whose traceback holds it.
+    """
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def breaks_device(reason: str, device: str) -> bool:
+    """Whether a CUDA error has poisoned the context, so that every later call would fail too.
+
+    Some CUDA errors (a wrong launch configuration, say) leave it usable, which a trial shows.
+    """
+    if not _CUDA_ERROR.search(reason) or is_out_of_memory(reason):
+        return False
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not device.startswith("cuda"):
+        return True
+    try:
+        torch.cuda.synchronize(device)
+        torch.zeros(1, device=device).add_(1).cpu()
+    except torch.OutOfMemoryError:
+        return False
+    except RuntimeError:
+        return True
+    return False
+
+
+def choose_device(wanted: str, uses_torch: bool) -> str:
+    """Resolve ``auto`` and check a GPU that was asked for.
+
+    Args:
+        wanted: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+        uses_torch: whether to import torch to look for a GPU; without it ``auto`` is ``cpu``.
+
+    Raises:
+        ReplicaError: there is no such GPU.
+    """
+    if wanted == "cpu" or (wanted == "auto" and not uses_torch):
+        return "cpu"
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted == "auto":
+        return "cuda:0" if count else "cpu"
+    index = int(wanted.partition(":")[2] or 0)
+    if index >= count:
+        raise ReplicaError(f"device: expected one of {count} GPUs, got {wanted!r}; use `device: cpu` or `auto`")
+    return f"cuda:{index}"
+
+
+def streams_of(device: str, count: int) -> Sequence[Callable[[], AbstractContextManager[Any]]]:
+    """For each of several threads the context in which it computes: on a GPU that torch uses a stream of its own, so
+    that one thread's copies overlap with what another one computes."""
+    torch: Any = sys.modules.get("torch")
+    if count == 1 or torch is None or not device.startswith("cuda"):
+        return [contextlib.nullcontext] * count
+    torch.cuda.synchronize(device)  # the weights are there: other streams don't wait for the one that loaded them
+    return [partial(torch.cuda.stream, torch.cuda.Stream(device)) for _ in range(count)]

@@ -1,0 +1,184 @@
+"""Rows of a step's outputs that a fused replica keeps, on its device, by what they were computed from."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+import sys
+import time
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from headwater.datatypes import pack_bytes
+from headwater.pipeline import PlannedStep
+from headwater.runtime.step import Given, Made, Step
+from headwater.runtime.values import copied, joined, settled
+from headwater.wire.arrays import Array
+from headwater.wire.frame import CacheCount
+
+__all__ = ["FeatureCache"]
+
+ROW_BYTES: Final = 1024
+"""What Python and torch take for a row without its data: at most so much."""
+THREAD_BYTES: Final = 256 * 1024
+"""Inputs from this size on are hashed in a thread: it takes a quarter of a millisecond."""
+
+
+class _Row(NamedTuple):
+    values: Mapping[str, Any]
+    """By output, with a batch axis of 1."""
+    size_bytes: int
+    ends_s: float
+
+
+class FeatureCache:
+    """Keeps rows within a number of bytes: the least recently used go first.
+
+    Rows are independent, as everywhere, so of a batch only those are computed that aren't there. Where a dimension of
+    the outputs varies, rows fit together only if they have the same: then those that are there are used if they are
+    the whole batch, and fit.
+
+    Args:
+        planned: the step, with its ``cache``; it reads nothing but the pipeline's inputs.
+    """
+
+    def __init__(self, planned: PlannedStep) -> None:
+        assert planned.spec.cache is not None
+        self._spec = planned.spec.cache
+        self._parameters = [(parameter.name, parameter.per) for parameter in planned.signature.parameters]
+        self._varies = any(dim < 0 for tensor in planned.signature.outputs for dim in tensor.shape)
+        self._rows: OrderedDict[bytes, _Row] = OrderedDict()
+        self._secret = secrets.token_bytes(hashlib.blake2b.MAX_KEY_SIZE)
+        self._size_bytes = 0
+        self._count = CacheCount()
+
+    def counted(self) -> CacheCount:
+        """What happened since the last call of this."""
+        count, self._count = self._count, CacheCount()
+        count.size_bytes = self._size_bytes
+        return count
+
+    async def run(self, step: Step, given: Given) -> Made:
+        """As `Step.run`, with the rows that are there; no more than one at a time. A warm-up leaves nothing."""
+        if given.is_warmup:
+            return await step.run(given)
+        if sum(array.nbytes for array in given.inputs.values()) < THREAD_BYTES:
+            keys = self._keys(given)
+        else:
+            keys = await asyncio.to_thread(self._keys, given)
+        found = [self._get(key) for key in keys]
+        if self._varies and not _fit(found):
+            found = [None] * len(found)
+        missing = [row for row, one in enumerate(found) if one is None]
+        self._count.hits += given.rows - len(missing)
+        self._count.misses += len(missing)
+        if len(missing) == given.rows:
+            made = await step.run(given)
+            self._keep([keys[row] for row in made.good], made)
+            return made
+        made = Made()
+        if missing:
+            made = await step.run(_part(given, missing))
+            self._keep([keys[missing[row]] for row in made.good], made)
+        return _completed(made, missing, found)
+
+    def _keys(self, given: Given) -> list[bytes]:
+        """For each row what stands for all that its outputs depend on.
+
+        A digest with a secret key: whoever could make two rows with the same one would read another's features.
+        """
+        inputs = sorted(given.inputs.items())
+        batch = [(name, given.parameters[name]) for name, per in self._parameters if per == "batch"]
+        per_row = [(name, given.row_parameters[name]) for name, per in self._parameters if per == "row"]
+        shapes = [(name, str(array.dtype), array.shape[1:]) for name, array in inputs]
+        keys = []
+        for row in range(given.rows):
+            owner = given.owners[row] if self._spec.per_key and given.owners else ""
+            parts = [_bytes(array[row : row + 1]) for _, array in inputs]
+            own = [(name, values[row]) for name, values in per_row]
+            head = repr((owner, shapes, batch, own, [len(part) for part in parts])).encode()
+            digest = hashlib.blake2b(b"%d:" % len(head), digest_size=32, key=self._secret)
+            for part in (head, *parts):
+                digest.update(part)
+            keys.append(digest.digest())
+        return keys
+
+    def _get(self, key: bytes) -> _Row | None:
+        found = self._rows.get(key)
+        if found is None:
+            return None
+        if found.ends_s < time.monotonic():
+            self._drop(key)
+            return None
+        self._rows.move_to_end(key)
+        return found
+
+    def _keep(self, keys: Sequence[bytes], made: Made) -> None:
+        ends_s = time.monotonic() + self._spec.ttl_s if self._spec.ttl_s else float("inf")
+        for place, key in enumerate(keys):
+            values = {name: value[place : place + 1] for name, value in made.values.items()}
+            size_bytes = ROW_BYTES + sum(_size_bytes(value) for value in values.values())
+            self._drop(key)
+            if size_bytes > self._spec.max_bytes:
+                continue
+            self._size_bytes += size_bytes
+            while self._size_bytes > self._spec.max_bytes:
+                self._drop(next(iter(self._rows)))
+                self._count.evictions += 1
+            # A copy: a head may write into its input, and a row would keep the memory of its whole batch.
+            self._rows[key] = _Row({name: copied(value) for name, value in values.items()}, size_bytes, ends_s)
+
+    def _drop(self, key: bytes) -> None:
+        row = self._rows.pop(key, None)
+        if row is not None:
+            self._size_bytes -= row.size_bytes
+
+
+def _bytes(array: Array) -> bytes:
+    return pack_bytes(array.ravel().tolist()) if array.dtype.hasobject else array.tobytes()
+
+
+def _size_bytes(value: Any) -> int:
+    texts = value.ravel().tolist() if isinstance(value, np.ndarray) and value.dtype.hasobject else ()
+    size_bytes: int = value.nbytes + sum(map(sys.getsizeof, texts))
+    return size_bytes
+
+
+def _fit(found: Sequence[_Row | None]) -> bool:
+    """Whether all rows are there, and their values can be joined."""
+    shapes = [None if row is None else {name: value.shape for name, value in row.values.items()} for row in found]
+    return None not in shapes and all(one == shapes[0] for one in shapes)
+
+
+def _part(given: Given, rows: Sequence[int]) -> Given:
+    """The arguments of some of the rows."""
+    return given._replace(
+        inputs={name: array[list(rows)] for name, array in given.inputs.items()},
+        rows=len(rows),
+        row_parameters={name: [values[row] for row in rows] for name, values in given.row_parameters.items()},
+        owners=[given.owners[row] for row in rows] if given.owners else (),
+    )
+
+
+def _completed(made: Made, missing: Sequence[int], found: Sequence[_Row | None]) -> Made:
+    """The result for all rows, from that of those which were missing."""
+    places = {missing[row]: place for place, row in enumerate(made.good)}
+    good = [row for row, one in enumerate(found) if one is not None or row in places]
+
+    def value(row: int, name: str) -> Any:
+        one = found[row]
+        return made.values[name][places[row] : places[row] + 1] if one is None else one.values[name]
+
+    names = next(one.values for one in found if one is not None)
+    # A copy also of one row alone: a head may write into its input.
+    values = {
+        name: settled(joined([value(row, name) for row in good]) if len(good) > 1 else copied(value(good[0], name)))
+        for name in names
+    }
+    made.failures = {missing[row]: report for row, report in made.failures.items()}
+    made.good, made.values = good, values
+    return made

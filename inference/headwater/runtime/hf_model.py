@@ -1,0 +1,57 @@
+"""A model that is a Hugging Face folder: ``hf:PATH`` in a configuration."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from headwater.errors import did_you_mean
+from headwater.hf.folder import TASKS, HfFolder, Task
+from headwater.model import Model
+from headwater.reference import find_path
+
+__all__ = ["open_model"]
+
+_CLASSES: Final[Mapping[Task, tuple[str, str]]] = {
+    "sentence-similarity": ("sentences", "SentenceSimilarity"),
+    "text-ranking": ("classes", "TextRanking"),
+    "text-classification": ("classes", "TextClassification"),
+    "token-classification": ("tokens", "TokenClassification"),
+    "image-classification": ("images", "ImageClassification"),
+    "feature-extraction": ("tokens", "FeatureExtraction"),
+    "automatic-speech-recognition": ("speech", "SpeechRecognition"),
+}
+"""The module in `headwater.hf` for a task, and its class."""
+
+
+def open_model(path: str, options: Mapping[str, Any], search: Sequence[str] = ()) -> Model:
+    """Find a Hugging Face folder, as `find_path` does, and make a model of it, not yet loaded.
+
+    The task is the option ``task``, or what the folder's configuration says; the other options are the task's.
+
+    Raises:
+        LoadError: there is no such folder, its task is not served, or there is no such option.
+    """
+    title = f"model hf:{path}"
+    folder = HfFolder(find_path(title, path, search, "folder"), title)
+    others = dict(options)
+    asked = others.pop("task", None)
+    if asked is not None and asked not in TASKS:
+        reason = f"options.task: expected one of {', '.join(TASKS)}, got {asked!r:.80}{did_you_mean(asked, TASKS)}"
+        raise folder.error(reason, "correct `options.task`")
+    cls = _model_of(asked or folder.task())
+    known = ["task", *list(inspect.signature(cls).parameters)[1:]]  # the first is the folder
+    for name in others:
+        if name not in known:
+            reason = f"unknown option {name!r}; its options are {', '.join(known)}{did_you_mean(name, known)}"
+            raise folder.error(reason, f"correct or remove `options.{name}`")
+    model: Model = cls(folder, **others)
+    return model
+
+
+def _model_of(task: Task) -> Any:
+    """The class for a task, imported when it is needed."""
+    module, name = _CLASSES[task]
+    return getattr(importlib.import_module(f"headwater.hf.{module}"), name)

@@ -1,0 +1,210 @@
+"""Makes a model from a configuration's reference: imports, checks and constructs it, and explains every failure."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import sys
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import FunctionType, ModuleType
+from typing import Any
+
+from headwater.environment import line_of, problem_of
+from headwater.errors import LoadError, Problem, did_you_mean
+from headwater.model import Model
+from headwater.reference import kind_and_path
+from headwater.runtime.compiled import COMPILE
+from headwater.user_folders import user_folders
+
+__all__ = ["asks_compile", "construct", "import_for", "load_model", "wrong_options"]
+
+
+def _find(reference: str) -> object:
+    """What ``module:Class`` names; raises as `load_model`."""
+    title = f"model {reference}"
+    module_name, separator, class_name = reference.partition(":")
+    if not separator or not module_name or not class_name:
+        raise LoadError(Problem(title, "expected module:Class", "write it such as my_package.models:Scale"))
+    module = import_for(title, module_name)
+    found = getattr(module, class_name, None)
+    if found is None:
+        if module_name.partition(".")[0] in sys.stdlib_module_names:
+            reason = f"{module_name} is a module of Python's standard library, which hides a file of the same name"
+            raise LoadError(Problem(title, reason, "give the file another name, or put it into a package"))
+        models = _models_of(module)
+        names = f"its models are {', '.join(models)}" if models else "it has no models"
+        fix = f"name one of these, or add {class_name}" if models else "a model is a class derived from headwater.Model"
+        file = getattr(module, "__file__", None) or module.__name__
+        reason = f"{file} has no {class_name}; {names}{did_you_mean(class_name, models)}"
+        raise LoadError(Problem(title, reason, fix))
+    return found
+
+
+def _checked_class(reference: str, found: object) -> type[Model]:
+    """What a reference names, if it is a model's class."""
+    title, class_name = f"model {reference}", reference.rpartition(":")[2]
+    if not inspect.isclass(found) or not issubclass(found, Model):
+        if hasattr(found, "__wrapped__") and not inspect.isclass(found):
+            reason = f"expected a class derived from headwater.Model, got the decorated function {class_name}"
+            fix = "name the script that binds it, pytriton:SCRIPT.py (docs/from-pytriton.md), or write such a class"
+            raise LoadError(Problem(title, reason, fix))
+        what = f"a class derived from {found.__bases__[0].__name__}" if inspect.isclass(found) else repr(found)
+        raise LoadError(
+            Problem(
+                title,
+                f"expected a class derived from headwater.Model, got {what[:200]}",
+                f"write `from headwater import Model` and `class {class_name}(Model): ...`",
+            )
+        )
+    return found
+
+
+def import_for(title: str, module_name: str) -> ModuleType:
+    """Import a user's module; `title` begins the message of an error.
+
+    Raises:
+        LoadError: the module can't be imported; the message says why and how to fix it.
+    """
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise LoadError(_missing_module(title, module_name, error)) from error
+    except (Exception, SystemExit) as error:
+        raise LoadError(problem_of(error, title, f"importing {module_name}")) from error
+
+
+def asks_compile(cls: type[Model], options: Mapping[str, Any]) -> bool:
+    """Whether a deployment's options ask to compile the model's torch modules.
+
+    Raises:
+        LoadError: the option is neither true nor false.
+    """
+    if COMPILE not in options or _takes_compile(cls):
+        return False
+    asked = options[COMPILE]
+    if not isinstance(asked, bool):
+        title = f"model {cls.__module__}:{cls.__qualname__}"
+        reason = f"options.{COMPILE}: expected true or false, got {asked!r:.80}"
+        raise LoadError(Problem(title, reason, f"correct or remove `options.{COMPILE}`"))
+    return asked
+
+
+def _takes_compile(cls: type[Model]) -> bool:
+    """Whether the constructor has a parameter of this name, which is then the user's own option."""
+    try:
+        return COMPILE in inspect.signature(cls).parameters
+    except (TypeError, ValueError):  # a constructor not written in Python
+        return False
+
+
+def construct(cls: type[Model], options: Mapping[str, Any]) -> Model:
+    """Construct a model with a deployment's options, less `COMPILE`.
+
+    Raises:
+        ReplicaError: an option is unknown or missing, or the constructor raised; the message names it.
+    """
+    title = f"model {cls.__module__}:{cls.__qualname__}"
+    asks_compile(cls, options)
+    if not _takes_compile(cls):
+        options = {name: value for name, value in options.items() if name != COMPILE}
+    try:
+        signature: inspect.Signature | None = inspect.signature(cls)
+    except (TypeError, ValueError):  # a constructor not written in Python
+        signature = None
+    if signature is not None:
+        problem = wrong_options(title, signature.parameters.values(), options)
+        if problem is not None:
+            raise LoadError(problem)
+    try:
+        return cls(**options)
+    except (Exception, SystemExit) as error:
+        raise LoadError(problem_of(error, title, "its constructor")) from error
+
+
+def load_model(reference: str, options: Mapping[str, Any], search: Sequence[str] = ()) -> Model:
+    """Make the model that a configuration names, not yet loaded.
+
+    Args:
+        reference: ``module:Class``, ``module:function``, or one of `PATH_KINDS` with its path.
+        options: keyword arguments of the constructor; of a function and of a path, what its kind knows.
+        search: folders in which a relative path is looked for, besides the working folder.
+
+    Raises:
+        ReplicaError: the model can't be made; the message says why and how to fix it.
+    """
+    kind, path = kind_and_path(reference)
+    if kind == "onnx":
+        from headwater.runtime.onnx_model import open_model
+
+        return open_model(path, options, search)
+    if kind == "pytriton":
+        from headwater.runtime import pytriton_model
+
+        return pytriton_model.open_model(path, options, search)
+    if kind == "hf":
+        from headwater.runtime import hf_model
+
+        return hf_model.open_model(path, options, search)
+    if kind == "torch":
+        from headwater.runtime.torch_model import open_model as open_torch
+
+        return open_torch(path, options, search)
+    found = _find(reference)
+    if type(found) is FunctionType:  # not what only claims to be one, as decorators' objects do
+        from headwater.runtime.function_model import open_function
+
+        return open_function(reference, found, options)
+    return construct(_checked_class(reference, found), options)
+
+
+def _missing_module(title: str, wanted: str, error: ModuleNotFoundError) -> Problem:
+    missing = error.name or ""
+    if wanted == missing or wanted.startswith(f"{missing}."):
+        parent, _, last = missing.rpartition(".")
+        if parent:
+            beside = _modules_in(getattr(sys.modules.get(parent), "__path__", ()))
+            reason = f"there is no module {last!r} in {parent!r}{did_you_mean(last, beside)}"
+            return Problem(title, reason, "correct the name, or add the module")
+        folders = user_folders()
+        return Problem(
+            title,
+            f"there is no module {missing!r}; looked in {', '.join(folders)} and in the installed packages"
+            f"{did_you_mean(missing, _modules_in(folders))}",
+            f"start Headwater in the folder that holds {missing!r}, install it, or correct the name",
+        )
+    where = line_of(error)
+    return Problem(
+        title,
+        f"{wanted} imports {missing!r}, which is not installed{f' ({where})' if where else ''}",
+        f"{sys.executable} -m pip install the distribution that has {missing.partition('.')[0]}",
+    )
+
+
+def wrong_options(
+    title: str, takes: Collection[inspect.Parameter], options: Mapping[str, Any]
+) -> Problem | None:  # fmt: skip
+    """All faults of options that are passed as keyword arguments; None if there are none."""
+    reasons: list[str] = []
+    fixes: list[str] = []
+    named = [one.name for one in takes if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    known = f"its options are {', '.join(named)}" if named else "it takes no options"
+    if not any(one.kind is one.VAR_KEYWORD for one in takes):
+        for name in options:
+            if name not in named:
+                reasons.append(f"unknown option {name!r}; {known}{did_you_mean(name, named)}")
+                fixes.append(f"correct or remove `options.{name}`")
+    for one in takes:
+        if one.name in named and one.default is one.empty and one.name not in options:
+            reasons.append(f"option {one.name!r} is required, but missing")
+            fixes.append(f"set `options.{one.name}`")
+    return Problem(title, "; ".join(reasons), "; ".join(fixes)) if reasons else None
+
+
+def _modules_in(folders: Iterable[str]) -> list[str]:
+    return [module.name for module in pkgutil.iter_modules(list(folders))]
+
+
+def _models_of(module: ModuleType) -> list[str]:
+    classes = inspect.getmembers(module, inspect.isclass)
+    return [name for name, value in classes if issubclass(value, Model) and value is not Model]

@@ -1,0 +1,372 @@
+"""A model that a PyTriton script binds: ``pytriton:SCRIPT`` or ``pytriton:SCRIPT:NAME`` in a configuration.
+
+The bound function gets what PyTriton would give it, a list of PyTriton's own ``Request``, one for each client's request
+in the call, and PyTriton's own checks look at what it returns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+import logging
+import queue
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import msgspec
+import numpy as np
+from pytriton.exceptions import PyTritonError, PyTritonUnrecoverableError
+from pytriton.model_config.common import generate_warmup_requests
+from pytriton.model_config.generator import ModelConfigGenerator
+from pytriton.model_config.triton_model_config import TensorSpec, TritonModelConfig
+from pytriton.proxy.types import Request
+from pytriton.proxy.validators import TritonResultsValidator
+
+from headwater.datatypes import DATATYPES
+from headwater.errors import BadOutput, DeclarationError, LoadError, Problem, ReplicaError, did_you_mean
+from headwater.model import Model, Parameter, Tensor
+from headwater.reference import find_path, script_and_name
+from headwater.runtime.pytriton_script import Binding, Script, run_script
+from headwater.signature import REQUEST
+from headwater.wire.arrays import Array
+
+__all__ = ["PytritonModel", "open_model", "settings_of"]
+
+logger = logging.getLogger(__name__)
+
+CONTEXT_ATTRIBUTE: Final = "__triton_context__"
+"""Where PyTriton's decorators look for the configuration of the model that they serve."""
+OPTIONS: Final = ("arguments", "idempotent", "ignore")
+MOST_LEVELS: Final = 10
+"""Headwater's priorities; `headwater_server.dispatch.queue` has 1 to 10, of which a request without one has 5."""
+DEFAULT_PRIORITY: Final = 5
+HEAVIEST: Final = 1_000_000
+"""The greatest weight of a priority: a level goes before the next as far as weights allow."""
+
+
+class _Call(NamedTuple):
+    """One call of a bound function."""
+
+    requests: list[Request]
+    rows: list[int]
+    """Of each request."""
+
+
+class PytritonModel(Model):
+    """A function that a PyTriton script binds, as a model that answers whole.
+
+    Inputs, outputs and batching are the script's. Each client's request is a ``Request`` of its own, with its rows in
+    the call, its parameters, and without the optional inputs that it left out. If the model doesn't batch, the function
+    is called for one row, without the batch axis, and clients may leave that axis out too. With several functions each
+    is called by one thread at a time.
+
+    Args:
+        script: the script, run up to ``serve()``.
+        binding: the arguments of its ``bind()``.
+        idempotent: see `Model.idempotent`.
+
+    Raises:
+        PyTritonError: PyTriton doesn't take this configuration.
+        DeclarationError: an input or output can't be served.
+    """
+
+    parameters = (Parameter(REQUEST, "str", "", per="row"),)
+
+    def __init__(self, script: Script, binding: Binding, *, idempotent: bool = True) -> None:
+        self._script = script
+        self._binding = binding
+        self._config = _triton_config(binding)
+        self._validator = TritonResultsValidator(self._config, binding.strict)
+        described = ModelConfigGenerator(self._config).get_config()
+        self.inputs = tuple(map(_tensor, described["input"]))  # type: ignore[misc]
+        self.outputs = tuple(map(_tensor, described["output"]))  # type: ignore[misc]
+        self.idempotent = idempotent  # type: ignore[misc]
+        self.bare_rows = not binding.config.batching  # type: ignore[misc]
+        self.__doc__ = inspect.getdoc(binding.functions[0]) or f"`{binding.name}` of {script.path.name}."
+        self._names = [tensor.name for tensor in self.outputs]
+        self._free: queue.SimpleQueue[Callable[..., Any]] = queue.SimpleQueue()
+        for function in binding.functions:
+            self._free.put(function)
+        self._turns = itertools.cycle(binding.functions)
+
+    async def load(self, device: str) -> None:
+        """Give the functions PyTriton's context, and make the calls of ``model_warmup``."""
+        for function in self._binding.functions:
+            self._binding.context.model_configs[function] = self._config
+            setattr(getattr(function, "__self__", function), CONTEXT_ATTRIBUTE, self._binding.context)
+        warmup = generate_warmup_requests(self._binding.config.model_warmup, [], [])
+        for function, data in itertools.product(self._binding.functions, warmup):
+            try:
+                await _all(function([Request(data=dict(data), requested_output_names=self._names)]))
+            except Exception as error:  # PyTriton serves then, too
+                logger.warning("model_warmup of %s failed: %s: %s", self._binding.name, type(error).__name__, error)
+
+    def __call__(self, /, parameters: Mapping[str, Any], **inputs: Array | None) -> dict[str, Array]:
+        """Call a function; whatever it raises is the client's answer.
+
+        Raises:
+            ReplicaError: the function raised ``PyTritonUnrecoverableError``.
+            BadOutput: the function's responses don't belong together, or to their requests.
+        """
+        made = []
+        for call in self._calls(parameters, inputs):
+            function = self._free.get()
+            try:
+                result = function(call.requests)
+                made.append(self._joined(call, _only(list(result)) if inspect.isgenerator(result) else result))
+            except PyTritonUnrecoverableError as error:
+                raise _unrecoverable(error) from error
+            finally:
+                self._free.put(function)
+        return {name: np.concatenate([one[name] for one in made]) for name in self._names}
+
+    def unload(self) -> None:
+        """Let the script go on behind ``serve()``, where it may clean up."""
+        self._script.end()
+
+    def _calls(self, parameters: Mapping[str, Any], inputs: Mapping[str, Array | None]) -> list[_Call]:
+        """The calls for these rows: one, or one for each row if the model doesn't batch."""
+        given = {name: array for name, array in inputs.items() if array is not None}
+        requests, counts, start = [], [], 0
+        for request, rows in itertools.groupby(parameters[REQUEST]):
+            end = start + len(list(rows))
+            _, _, text = request.partition(" ")
+            own = msgspec.json.decode(text) if text else {}
+            parts = [slice(start, end)] if self._config.batching else range(start, end)
+            for part in parts:
+                data = {name: array[part] for name, array in given.items()}
+                requests.append(Request(data=data, parameters=dict(own), requested_output_names=self._names))
+                counts.append(end - start if self._config.batching else 1)
+            start = end
+        if self._config.batching:
+            return [_Call(requests, counts)]
+        return [_Call([request], [1]) for request in requests]
+
+    def _joined(self, call: _Call, responses: Any) -> dict[str, Array]:
+        """The outputs of all rows of a call, in the declared types."""
+        self._validator.validate_responses(call.requests, responses)
+        outputs: dict[str, Array] = {}
+        for tensor in self.outputs:
+            pieces = []
+            for response, rows in zip(responses, call.rows, strict=True):
+                if tensor.name not in response:
+                    raise BadOutput(f"the function returned no output {tensor.name!r}, expected {self._names}")
+                piece = response[tensor.name]
+                piece = piece if self._config.batching else piece[np.newaxis]
+                if piece.shape[:1] != (rows,):
+                    raise BadOutput(f"output {tensor.name!r}: expected {rows} rows, got shape {list(piece.shape)}")
+                if tensor.datatype != "BYTES":
+                    piece = piece.astype(DATATYPES[tensor.datatype].numpy, copy=False)
+                pieces.append(piece)
+            if len({piece.shape[1:] for piece in pieces}) > 1:
+                shapes = " and ".join(str(list(piece.shape)) for piece in pieces)
+                raise BadOutput(
+                    f"output {tensor.name!r}: expected one shape for all requests of a call, got {shapes}; pad them, "
+                    "or set `batching.max_batch_size: 1`"
+                )
+            outputs[tensor.name] = np.concatenate(pieces)
+        return outputs
+
+
+class _AwaitedModel(PytritonModel):
+    """One whose functions are coroutines, any number of which PyTriton runs at once."""
+
+    async def __call__(  # type: ignore[override]
+        self, /, parameters: Mapping[str, Any], **inputs: Array | None
+    ) -> dict[str, Array]:
+        """See `PytritonModel.__call__`."""
+        made = []
+        for call in self._calls(parameters, inputs):
+            try:
+                made.append(self._joined(call, _only(await _all(next(self._turns)(call.requests)))))
+            except PyTritonUnrecoverableError as error:
+                raise _unrecoverable(error) from error
+        return {name: np.concatenate([one[name] for one in made]) for name in self._names}
+
+
+class _StreamingModel(PytritonModel):
+    """One with ``decoupled=True``, whose functions are generators."""
+
+    def __call__(self, /, parameters: Mapping[str, Any], **inputs: Array | None) -> Iterator[dict[str, Array]]:  # type: ignore[override]
+        """Yield what a function yields; see `PytritonModel.__call__`."""
+        for call in self._calls(parameters, inputs):
+            try:
+                result = next(self._turns)(call.requests)
+                for responses in result if inspect.isgenerator(result) else [result]:
+                    yield self._joined(call, responses)
+            except PyTritonUnrecoverableError as error:
+                raise _unrecoverable(error) from error
+
+
+class _AwaitedStream(PytritonModel):
+    """One with ``decoupled=True``, whose functions are coroutines or async generators."""
+
+    async def __call__(  # type: ignore[override]
+        self, /, parameters: Mapping[str, Any], **inputs: Array | None
+    ) -> AsyncGenerator[dict[str, Array], None]:
+        """Yield what a function yields; see `PytritonModel.__call__`."""
+        for call in self._calls(parameters, inputs):
+            try:
+                async with contextlib.aclosing(_results(next(self._turns)(call.requests))) as results:
+                    async for responses in results:
+                        yield self._joined(call, responses)
+            except PyTritonUnrecoverableError as error:
+                raise _unrecoverable(error) from error
+
+
+async def _results(result: Any) -> AsyncGenerator[Any, None]:
+    """The results of whatever a function returned: a generator, plain or async, a coroutine, or the result itself."""
+    if inspect.isasyncgen(result):
+        async with contextlib.aclosing(result):
+            async for one in result:
+                yield one
+    elif inspect.isgenerator(result):
+        for one in result:
+            yield one
+    else:
+        yield await result if inspect.isawaitable(result) else result
+
+
+async def _all(result: Any) -> list[Any]:
+    return [one async for one in _results(result)]
+
+
+def _only(results: Sequence[Any]) -> Any:
+    if len(results) != 1:
+        raise BadOutput(f"the function yielded {len(results)} results, expected 1 without `decoupled=True`")
+    return results[0]
+
+
+def open_model(path: str, options: Mapping[str, Any], search: Sequence[str] = ()) -> PytritonModel:
+    """Run a script, found as `find_path` does, and make a model of one of its bindings.
+
+    Args:
+        path: ``SCRIPT``, or ``SCRIPT:NAME`` if it binds several models.
+        options: ``arguments``, a list of texts that the script gets as ``sys.argv[1:]``; ``idempotent``; and
+            ``ignore``, a list of names of what the script may be served without.
+        search: see `find_path`.
+
+    Raises:
+        LoadError: there is no such script, binding or option, the script fails, or asks for what it can't have.
+    """
+    title = f"model pytriton:{path}"
+    _check_options(title, options)
+    file, name = script_and_name(path)
+    script = run_script(title, find_path(title, file, search, "file"), options.get("arguments", ()))
+    binding = script.binding(title, name)
+    refused = {**script.refused, **_refusals(binding)}
+    ignored = options.get("ignore", ())
+    for one in ignored:
+        if one not in refused:
+            asked = ", ".join(refused) or "nothing that it can't have"
+            reason = f"options.ignore: the script asks for {asked}, got {one!r}{did_you_mean(one, refused)}"
+            raise LoadError(Problem(title, reason, f"remove {one!r} from `options.ignore`"))
+    if left := [one for one in refused if one not in ignored]:
+        reason = f"the script asks for {', '.join(left)}, which Headwater doesn't have"
+        fixes = [*dict.fromkeys(refused[one] for one in left), f"serve it without, by `options.ignore: {left}`"]
+        raise LoadError(Problem(title, reason, "; or ".join(fixes)))
+    try:
+        return _kind_of(binding)(script, binding, idempotent=options.get("idempotent", True))
+    except (PyTritonError, DeclarationError) as error:
+        reason = f"bind() of {binding.name}: {error}"
+        raise LoadError(Problem(title, reason, "correct the arguments of bind() in the script")) from error
+
+
+def settings_of(binding: Binding) -> dict[str, Any]:
+    """The fields of a deployment's configuration that the script sets.
+
+    There is no warm-up besides the script's own: neutral values may mean nothing to its function.
+    """
+    config, batcher = binding.config, binding.config.batcher
+    batching: dict[str, Any] = {"max_batch_size": config.max_batch_size if config.batching else 1}
+    if config.batching and batcher is not None:
+        batching["max_queue_delay_ms"] = batcher.max_queue_delay_microseconds / 1000
+        levels = batcher.priority_levels
+        if 1 < levels <= MOST_LEVELS:
+            weights = {level: round(HEAVIEST ** ((levels - level) / (levels - 1))) for level in range(1, levels + 1)}
+            batching["priority_weights"] = weights
+        policy = batcher.default_queue_policy
+        if policy is not None and policy.max_queue_size > 0:
+            batching["max_queue_size"] = policy.max_queue_size
+    settings: dict[str, Any] = {"batching": batching, "warmup_batch_sizes": []}
+    if len(binding.functions) > 1 and _kind_of(binding) is PytritonModel:
+        settings["instances"] = len(binding.functions)
+    return settings
+
+
+def _kind_of(binding: Binding) -> type[PytritonModel]:
+    """The class of model for these functions; PyTriton tells them apart in the same way."""
+    is_async = any(map(_is_async, binding.functions))
+    if binding.config.decoupled:
+        return _AwaitedStream if is_async else _StreamingModel
+    return _AwaitedModel if is_async else PytritonModel
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    called = function if inspect.isfunction(function) or inspect.ismethod(function) else function.__call__  # type: ignore[operator]
+    return inspect.isasyncgenfunction(called) or inspect.iscoroutinefunction(called)
+
+
+def _refusals(binding: Binding) -> dict[str, str]:
+    """What one ``bind()`` asks for that would change answers, and can't be had; with what to do."""
+    batcher = binding.config.batcher
+    if not binding.config.batching or batcher is None:
+        return {}
+    refused: dict[str, str] = {}
+    if batcher.priority_levels > MOST_LEVELS:
+        refused["priority_levels"] = f"use at most {MOST_LEVELS}"
+    default, levels = batcher.default_priority_level, batcher.priority_levels
+    if default and default != min(levels, DEFAULT_PRIORITY):
+        refused["default_priority_level"] = "let clients send `priority`"
+    if batcher.priority_queue_policy:
+        refused["priority_queue_policy"] = "use default_queue_policy"
+    policy = batcher.default_queue_policy
+    if policy is not None and policy.default_timeout_microseconds:
+        refused["default_queue_policy.default_timeout_microseconds"] = "set the deployment's `timeout_s`"
+    return refused
+
+
+def _check_options(title: str, options: Mapping[str, Any]) -> None:
+    """Raises: LoadError: an option is unknown or of another type."""
+    for name, value in options.items():
+        if name not in OPTIONS:
+            reason = f"unknown option {name!r}; its options are {', '.join(OPTIONS)}{did_you_mean(name, OPTIONS)}"
+            raise LoadError(Problem(title, reason, f"correct or remove `options.{name}`"))
+        if name == "idempotent" and not isinstance(value, bool):
+            reason = f"options.idempotent: expected true or false, got {value!r:.80}"
+            raise LoadError(Problem(title, reason, "correct `options.idempotent`"))
+        if name != "idempotent" and not (isinstance(value, list) and all(isinstance(one, str) for one in value)):
+            reason = f"options.{name}: expected a list of texts, got {value!r:.80}"
+            raise LoadError(Problem(title, reason, f"correct `options.{name}`"))
+
+
+def _triton_config(binding: Binding) -> TritonModelConfig:
+    """The binding as PyTriton describes it to Triton, and to its decorators."""
+    inputs, outputs = (
+        [
+            TensorSpec(tensor.name or f"{kind}_{place}", tuple(tensor.shape), tensor.dtype, tensor.optional)
+            for place, tensor in enumerate(tensors, start=1)
+        ]
+        for kind, tensors in (("INPUT", binding.inputs), ("OUTPUT", binding.outputs))
+    )
+    return TritonModelConfig(
+        model_name=binding.name,
+        batching=binding.config.batching,
+        batcher=binding.config.batcher,
+        max_batch_size=binding.config.max_batch_size,
+        decoupled=binding.config.decoupled,
+        inputs=inputs,
+        outputs=outputs,
+    )
+
+
+def _tensor(described: Mapping[str, Any]) -> Tensor:
+    datatype = described["data_type"].removeprefix("TYPE_")
+    shape = [int(dim) for dim in described["dims"]]
+    datatype = "BYTES" if datatype == "STRING" else datatype
+    return Tensor(described["name"], datatype, shape, optional=described.get("optional", False))
+
+
+def _unrecoverable(error: PyTritonUnrecoverableError) -> ReplicaError:
+    return ReplicaError(f"{type(error).__name__}: {error}")

@@ -1,0 +1,95 @@
+"""Reads Triton's requests according to the model's signature."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+import numpy as np
+
+from headwater.errors import DeclarationError
+from headwater.signature import Signature
+from headwater.wire.arrays import Array
+from headwater.wire.report import HEADWATER, CallNote, RowReport, Status
+from headwater.wire.shared_memory import MappedCall
+
+__all__ = ["Part", "TritonRequest", "read_note", "read_request", "refusal"]
+
+
+class TritonRequest(Protocol):
+    """`headwater.replica.callee.Request`."""
+
+    data: dict[str, Array]
+    parameters: dict[str, Any] | None
+
+
+class Part(NamedTuple):
+    """One Triton request."""
+
+    rows: int
+    inputs: dict[str, Array]
+    """Inputs in wire form; those left out are absent."""
+    batch_parameters: dict[str, Any]
+    row_parameters: dict[str, list[Any]]
+    note: CallNote
+    memory: MappedCall | None
+    """The mapped segment of its large tensors; None if there are none."""
+
+
+def read_note(request: TritonRequest) -> CallNote:
+    """Read a request's note.
+
+    Raises:
+        DeclarationError: the note is malformed.
+    """
+    given = request.parameters or {}
+    try:
+        return msgspec.json.decode(given[HEADWATER], type=CallNote) if HEADWATER in given else CallNote()
+    except (msgspec.MsgspecError, TypeError) as error:
+        raise DeclarationError(f"parameter {HEADWATER!r}: expected the JSON of a note: {error}") from error
+
+
+def read_request(signature: Signature, request: TritonRequest) -> Part:
+    """Read one request: restore the true shape of tensors without elements, and fill in parameters' defaults.
+
+    Raises:
+        DeclarationError: a parameter is invalid, which the gateway would have refused, or the note is malformed.
+        OSError: the request's shared memory can't be opened.
+    """
+    given = request.parameters or {}
+    note = read_note(request)
+    memory = MappedCall(note.shared) if note.shared is not None else None
+    inputs: dict[str, Array] = {}
+    rows = 0
+    for spec in signature.inputs:
+        array = request.data.get(spec.name)
+        if array is None:
+            continue
+        if spec.name in note.shapes:
+            array = np.empty(note.shapes[spec.name], array.dtype)
+        elif memory is not None and spec.name in memory.inputs:
+            array = memory.input(spec)
+        inputs[spec.name] = array
+        rows = len(array)
+    batch: dict[str, Any] = {}
+    per_row: dict[str, list[Any]] = {}
+    for parameter in signature.parameters:
+        name = parameter.name
+        if parameter.per == "row" and name in note.rows:
+            per_row[name] = list(note.rows[name])
+        elif parameter.per == "batch" and name in note.parameters:
+            batch[name] = note.parameters[name]
+        else:
+            value = parameter.check(given[name]) if name in given else parameter.default
+            if parameter.per == "row":
+                per_row[name] = [value] * rows
+            else:
+                batch[name] = value
+    return Part(rows, inputs, batch, per_row, note, memory)
+
+
+def refusal(error: DeclarationError | OSError) -> RowReport:
+    """The report of all rows of a request for which `read_request` raised this."""
+    if isinstance(error, OSError):
+        return RowReport(Status.UNSHARED, f"{type(error).__name__}: {error}")
+    return RowReport(Status.BAD_INPUT, str(error))  # only a client that talks to Triton directly gets here

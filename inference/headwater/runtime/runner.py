@@ -1,0 +1,154 @@
+"""Runs a callable on the requests that Triton merged, with a report for every row.
+
+`Runner.handle` raises no exception, since the whole batch would be answered with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from headwater.errors import DeclarationError
+from headwater.model import Model
+from headwater.pipeline import PlannedStep, StepSpec
+from headwater.runtime.capacity import Capacity
+from headwater.runtime.request import Part, TritonRequest, read_request, refusal
+from headwater.runtime.step import Given, Made, Step
+from headwater.runtime.watchdog import WatchCall
+from headwater.signature import Signature
+from headwater.wire.arrays import Array, spread, zeros
+from headwater.wire.report import REPORT, RowReport, Status, encode_reports, placeholder_shape
+from headwater.wire.shared_memory import MappedCall, stand_in_shape
+
+__all__ = ["Runner"]
+
+Arrays = dict[str, Array]
+_OK = RowReport(Status.OK)
+
+
+class Runner:
+    """Calls one model, in the thread that awaits `handle`.
+
+    Args:
+        model: the model, loaded.
+        signature: its declarations.
+        device: the device of torch tensors.
+        on_broken: called once the model's device is unusable; the replica then ends.
+        watch: the context in which each call of the model runs.
+        capacity: how many rows fit in the device's memory, for all runners of the model.
+        sizes: see `Step`.
+        stream: the context in which a batch is computed: a stream of the GPU, if several runners share one.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        signature: Signature,
+        device: str,
+        on_broken: Callable[[str], None] = lambda reason: None,
+        watch: WatchCall = contextlib.nullcontext,
+        capacity: Capacity | None = None,
+        sizes: Sequence[int] = (),
+        stream: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> None:
+        self._signature = signature
+        self._stream = stream
+        planned = PlannedStep(StepSpec(signature.name), signature, wires=())
+        self.step = Step(
+            planned, model, device,
+            handovers=(), is_head=True, executor=None, on_broken=on_broken, watch=watch, where="",
+            capacity=capacity, sizes=sizes,
+        )  # fmt: skip
+
+    async def handle(self, requests: Sequence[TritonRequest]) -> list[Arrays]:
+        """Answer the requests that Triton merged: one dict of outputs per request, including the hidden report."""
+        answers: list[Arrays] = [{}] * len(requests)
+        groups: dict[object, list[tuple[int, Part]]] = {}
+        for index, request in enumerate(requests):
+            try:
+                part = read_request(self._signature, request)
+            except (DeclarationError, OSError) as error:
+                rows = len(next(iter(request.data.values())))
+                answers[index] = self._answer(self._blank(rows), [refusal(error)] * rows, 0)
+                continue
+            if part.note.cancel:  # the guardian's call, which only shows that the replica answers
+                answers[index] = self._answer(self._blank(part.rows), [_OK] * part.rows, 0)
+            else:
+                groups.setdefault(_group_key(part), []).append((index, part))
+        held = sum(part.rows for members in groups.values() for _, part in members)
+        for members in groups.values():
+            group = [part for _, part in members]
+            rows = sum(part.rows for part in group)
+            started = time.perf_counter_ns()
+            with self._stream():
+                made = await self.step.run(_joined(group, rows))
+            outputs = self._whole(made, rows)
+            if len(groups) > 1:  # the next group's call may reuse the memory of these outputs
+                outputs = {name: array.copy() for name, array in outputs.items()}
+            reports = [made.failures.get(row, _OK) for row in range(rows)] if made.failures else [_OK] * rows
+            compute_us = (time.perf_counter_ns() - started) // 1000
+            start = 0
+            for index, part in members:
+                end = start + part.rows
+                piece = {name: array[start:end] for name, array in outputs.items()}
+                report = reports[start:end]
+                answers[index] = self._answer(
+                    piece, report, compute_us, part.memory, is_merged=start > 0, held_rows=held
+                )
+                start = end
+        return answers
+
+    def _whole(self, made: Made, rows: int) -> Arrays:
+        """The outputs of all rows, with zeros in the rows that failed."""
+        if not made.arrays:
+            return self._blank(rows)
+        if len(made.good) == rows:
+            return made.arrays
+        specs = self._signature.outputs
+        return {spec.name: spread(spec, made.arrays[spec.name], made.good, rows) for spec in specs}
+
+    def _answer(
+        self, outputs: Arrays, reports: Sequence[RowReport], compute_us: int, memory: MappedCall | None = None, *,
+        is_merged: bool = False, held_rows: int = 0,
+    ) -> Arrays:  # fmt: skip
+        """Outputs and report as sent to Triton. Outputs without elements, whose shape is in the report, and outputs in
+        shared memory are replaced with placeholders."""
+        left = memory.leave(outputs) if memory is not None else ()
+        empty: dict[str, tuple[int, ...]] = {}
+        for spec in self._signature.outputs:
+            if spec.name in left:
+                outputs[spec.name] = zeros(spec, tuple(stand_in_shape(spec, len(reports))))
+            elif not outputs[spec.name].size:
+                empty[spec.name] = outputs[spec.name].shape
+                outputs[spec.name] = zeros(spec, tuple(placeholder_shape(len(reports), spec.shape)))
+        if empty:
+            text = msgspec.json.encode(empty).decode()
+            reports = [RowReport(Status.OK, text) if report.status is Status.OK else report for report in reports]
+        outputs[REPORT] = encode_reports(reports, compute_us, is_merged=is_merged, held_rows=held_rows)
+        return outputs
+
+    def _blank(self, rows: int) -> Arrays:
+        return {spec.name: zeros(spec, tuple(placeholder_shape(rows, spec.shape))) for spec in self._signature.outputs}
+
+
+def _joined(group: Sequence[Part], rows: int) -> Given:
+    """The arguments of one call for parts that may share it."""
+    first = group[0]
+    inputs, per_row = first.inputs, first.row_parameters
+    if len(group) > 1:
+        inputs = {name: np.concatenate([part.inputs[name] for part in group]) for name in inputs}
+        per_row = {name: [value for part in group for value in part.row_parameters[name]] for name in per_row}
+    return Given(inputs, rows, first.batch_parameters, per_row, first.note.warmup)
+
+
+def _group_key(part: Part) -> object:
+    if part.note.alone:
+        return id(part)
+    shapes = tuple((name, array.shape[1:]) for name, array in part.inputs.items())
+    return shapes, tuple(part.batch_parameters.items())

@@ -1,0 +1,522 @@
+"""Calls one model, a plain one or a step of a fused pipeline, with a report for every row that fails."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import math
+import sys
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple, TypeVar
+
+from headwater.errors import BadOutput
+from headwater.model import Model
+from headwater.pipeline import INPUT, PlannedStep
+from headwater.runtime.capacity import Capacity
+from headwater.runtime.compiled import begin_graphs
+from headwater.runtime.device import free_memory
+from headwater.runtime.failure_log import CallFailed, Failures
+from headwater.runtime.stream_control import StreamControl
+from headwater.runtime.values import (
+    checked,
+    converted,
+    copied,
+    joined,
+    overlaps,
+    refuses_writes,
+    rows_of,
+    settled,
+    version_of,
+)
+from headwater.runtime.watchdog import WatchCall
+from headwater.signature import TensorSpec
+from headwater.wire.arrays import Array, argument, fetched, wire
+from headwater.wire.report import RowReport, Status
+
+__all__ = ["LATE", "Given", "Handover", "Made", "Step"]
+
+T = TypeVar("T")
+
+_UNWATCHED: Final = contextlib.nullcontext()
+
+LATE: Final = "its time was over"
+"""The message of rows whose deadline has passed; no client reads it, since the gateway has answered already."""
+
+
+class Handover(NamedTuple):
+    """An output that other steps take."""
+
+    output: str
+    consumer: str
+    input: str
+    expected: TensorSpec
+    """The tensor that the consumer expects."""
+
+
+class Given(NamedTuple):
+    """The arguments of a step."""
+
+    inputs: Mapping[str, Any]
+    """Values by input name: the pipeline's own inputs as arrays in wire form, others as their producer made them."""
+    rows: int
+    parameters: Mapping[str, Any] = {}
+    """The pipeline's per-batch parameters."""
+    row_parameters: Mapping[str, Sequence[Any]] = {}
+    """The pipeline's per-row parameters, one value per row."""
+    is_warmup: bool = False
+    shared: frozenset[str] = frozenset()
+    """Inputs whose memory other steps read too."""
+    owners: Sequence[str] = ()
+    """The name of each row's API key, if calls say that."""
+    until_s: float = math.inf
+    """The deadline on the clock of `time.monotonic`, at which a coroutine is cancelled."""
+
+
+@dataclass(slots=True)
+class Made:
+    """A step's result."""
+
+    good: list[int] = field(default_factory=list)
+    """Rows that succeeded; values and arrays hold only these, in order."""
+    values: dict[str, Any] = field(default_factory=dict)
+    """Outputs that other steps take."""
+    arrays: dict[str, Array] = field(default_factory=dict)
+    """A head's outputs in wire form."""
+    failures: dict[int, RowReport] = field(default_factory=dict)
+    """Reports by row."""
+    calls: int = 0
+    """Calls of the model without retries and warm-up; 0 in a stream's results."""
+    retries: int = 0
+    """Calls to isolate failing rows, or to recompute outputs that another step overwrote; none in a warm-up."""
+    spoiled: tuple[str, ...] = ()
+    """Shared inputs that the model wrote into without declaring so."""
+    short: int = 0
+    """Rows of the smallest call for which the device's memory did not suffice; 0: it sufficed for all."""
+
+
+class _Watched(NamedTuple):
+    """An argument that the model must not write into."""
+
+    input: str
+    value: Any
+    version: int | None
+    is_shared: bool
+
+
+class _Piece(NamedTuple):
+    """The result of one call."""
+
+    rows: list[int]
+    values: dict[str, Any]
+    arrays: dict[str, Array]
+
+
+class Step:
+    """Calls one step's model.
+
+    Args:
+        planned: the step's place in the pipeline.
+        model: the step's model, loaded.
+        device: the device of torch tensors.
+        handovers: the step's outputs that other steps take.
+        is_head: whether the step's outputs are the pipeline's.
+        executor: runs calls, one after another, outside the event loop; None runs them in it.
+        on_broken: called once the device is unusable; the replica then ends.
+        watch: the context in which each call of the model runs; for a streaming model, each of its yields.
+        where: prefix of the messages about failures, such as ``step `name`: ``.
+        capacity: how many rows fit in the device's memory, for all of a replica's steps.
+        sizes: the numbers of rows that the model may be called with, in ascending order; calls are padded with copies
+            of their last row. Empty: any number.
+    """
+
+    def __init__(
+        self,
+        planned: PlannedStep,
+        model: Model,
+        device: str,
+        *,
+        handovers: Sequence[Handover],
+        is_head: bool,
+        executor: Executor | None,
+        on_broken: Callable[[str], None],
+        watch: WatchCall,
+        where: str,
+        capacity: Capacity | None = None,
+        sizes: Sequence[int] = (),
+    ) -> None:
+        self.name = planned.name
+        self.planned = planned
+        self.model = model
+        self._is_head = is_head
+        self._device = device
+        self._handovers = handovers
+        self._executor = executor
+        self._failures = Failures(device, on_broken, where)
+        self._watch = watch
+        self._capacity = capacity or Capacity()
+        self._sizes = sizes
+        self._is_async = inspect.iscoroutinefunction(type(model).__call__)
+        self.overlaps = self._is_async and not sizes
+        """Whether several calls may run at once: the model is a coroutine function, and has no CUDA graphs."""
+        self._outputs = {spec.name: spec for spec in planned.signature.outputs}
+        self._from_steps = frozenset(wire.input for wire in planned.wires if wire.step != INPUT)
+        self._writes = False
+        """Whether the model was caught writing into its inputs: from then on it gets copies, but still fails."""
+
+    async def run(self, given: Given, *, is_retry: bool = False) -> Made:
+        """Call the model; rows that make it fail are isolated by halving, and get a report each.
+
+        What does not fit in the device's memory is halved, too, and for a while no call has more rows than fitted. If
+        the results of several calls differ in shape, all rows that succeeded are computed once more in one call.
+        """
+        made = Made()
+        rows = list(range(given.rows))
+        may_split = self.planned.signature.idempotent
+        most = max(min(given.rows, self.planned.signature.max_batch_size), 1)
+        if self._capacity.is_limited:
+            most = min(self._capacity.most(self.name, _row_bytes(given)) or most, most)
+        pieces: list[_Piece] = []
+        for start in range(0, max(given.rows, 1), most):
+            part = rows[start : start + most]
+            pieces += await self._attempt(given, made, part, is_retry=is_retry, may_split=may_split)
+        if made.short and given.rows > 1:
+            fitted = max((len(piece.rows) for piece in pieces), default=made.short // 2)
+            self._capacity.learn(self.name, min(most, given.rows), max(fitted, 1), _row_bytes(given))
+        if not _join(made, pieces):
+            good = [row for row in rows if row not in made.failures]
+            if len(good) > self.planned.signature.max_batch_size:
+                reason = f"step `{self.name}` gave rows of different shapes, which can't be one batch's"
+                made.failures.update(dict.fromkeys(good, RowReport(Status.BAD_OUTPUT, reason)))
+            else:
+                _join(made, await self._attempt(given, made, good, is_retry=True, may_split=False))
+        return made
+
+    async def _attempt(
+        self, given: Given, made: Made, rows: list[int], *, is_retry: bool, may_split: bool
+    ) -> list[_Piece]:
+        """The pieces of the rows that succeed; reports of the others are added to `made`."""
+        try:
+            return [await self._call(given, made, rows, is_retry)]
+        except BaseException as error:
+            # SystemExit and the like too: they would end the callable's thread, and the replica would hang.
+            report = self._failures.report(error)
+            may_split = may_split and not isinstance(error, CallFailed)
+        if report.status is Status.OUT_OF_MEMORY:
+            made.short = min(made.short or len(rows), len(rows))
+            if self._executor is not None:
+                await asyncio.sleep(0)  # until then asyncio holds the exception, and that what the call took
+            free_memory()
+        if may_split and report.status is not Status.BROKEN and len(rows) > 1:
+            middle = len(rows) // 2
+            left = await self._attempt(given, made, rows[:middle], is_retry=True, may_split=True)
+            return left + await self._attempt(given, made, rows[middle:], is_retry=True, may_split=True)
+        if report.status is Status.OUT_OF_MEMORY:
+            report = self._shortage(report, len(rows))
+        made.failures.update(dict.fromkeys(rows, report))
+        return []
+
+    def _shortage(self, report: RowReport, rows: int) -> RowReport:
+        """The report of rows that don't fit in the device's memory, and are not split further."""
+        what, fix = "1 row alone", "send a smaller input"
+        if rows > 1:
+            what, fix = f"{rows} rows, which can't be computed in parts", "lower `batching.max_batch_size`"
+        text = f"out of memory on {self._device} with {what}; {fix}, or give the model a device with more free memory"
+        return RowReport(report.status, f"{text}: {report.message.partition(chr(10))[0][:500]}")
+
+    async def iterate(self, given: Given, control: StreamControl) -> AsyncGenerator[Made, None]:
+        """Call a streaming model and yield its results one by one; a failure is the last.
+
+        When the stream is cancelled, an async generator is cancelled where it awaits; a plain one is not resumed.
+        """
+        rows = list(range(given.rows))
+        results: AsyncGenerator[_Piece, None] | None = None
+        watched: list[_Watched] = []
+
+        def own(result: object) -> _Piece:
+            # Copied at once: another request's call of the model may reuse the memory.
+            return _owned(self._piece(result, rows, watched, len(rows)))
+
+        try:
+            while not control.is_cancelled:
+                try:
+                    if results is None:
+                        arguments, watched = self._arguments(given, rows)
+                        results = self._results(arguments, own, control)
+                    made = Made()
+                    with self._watching(watched, made) if watched else _UNWATCHED:
+                        piece = await anext(results)
+                    _join(made, [piece])
+                    del piece  # free the memory: the next result may take long
+                except StopAsyncIteration:
+                    return
+                except BaseException as error:
+                    if control.is_cancelled:
+                        if not isinstance(error, asyncio.CancelledError):
+                            self._failures.note(error)
+                        return
+                    report = self._failures.report(error)
+                    if report.status is Status.OUT_OF_MEMORY:
+                        report = self._shortage(report, len(rows))
+                    made = Made(failures=dict.fromkeys(rows, report))
+                yield made
+                if made.failures:
+                    return
+                del made
+        finally:
+            if results is not None:
+                await self._close(results)
+
+    async def _results(
+        self, arguments: Mapping[str, Any], own: Callable[[object], _Piece], control: StreamControl
+    ) -> AsyncGenerator[_Piece, None]:
+        """The results of the model's generator, plain or async, checked and copied."""
+        iterator = self.model(**arguments)
+        end = object()
+        if hasattr(iterator, "__anext__"):
+            self._set_up_thread()
+            try:
+                while True:
+                    with self._watch(), control:
+                        result = await anext(iterator, end)
+                    if result is end:
+                        return
+                    with self._watch():
+                        owned = own(result)
+                    del result
+                    yield owned
+                    del owned
+            finally:
+                with self._watch():
+                    await iterator.aclose()
+
+        def step() -> _Piece | None:
+            with self._watch():  # the copy from a GPU included, which waits for what was computed
+                result = next(iterator, end)
+                return None if result is end else own(result)
+
+        def close() -> None:
+            with self._watch():
+                iterator.close()
+
+        try:
+            while (piece := await self._in_executor(step)) is not None:
+                yield piece
+        finally:
+            await self._in_executor(close)
+
+    async def _close(self, results: AsyncGenerator[Any, None]) -> None:
+        """Close a model's generator. What its clean-up raises is only logged, since its rows have been answered."""
+        try:
+            await results.aclose()
+        except BaseException as error:
+            self._failures.note(error)
+
+    async def _call(self, given: Given, made: Made, rows: list[int], is_retry: bool) -> _Piece:
+        if not given.is_warmup:
+            if is_retry:
+                made.retries += 1
+            else:
+                made.calls += 1
+        self._set_up_thread()
+        size = next((size for size in self._sizes if size >= len(rows)), len(rows))
+        arguments, watched = self._arguments(given, [*rows, *[rows[-1]] * (size - len(rows))])
+
+        def compute() -> _Piece | Awaitable[object]:
+            with self._watch():  # the copy from a GPU included, which waits for what was computed
+                result = self.model(**arguments)
+                return result if inspect.isawaitable(result) else self._piece(result, rows, watched, size)
+
+        with self._watching(watched, made) if watched else _UNWATCHED:
+            if self._is_async:
+                piece = self.model(**arguments)
+            elif self._executor is None:
+                piece = compute()
+            else:  # one switch to the thread for call and check: a switch takes as long as a small head
+                piece = await self._in_executor(compute)
+            if not isinstance(piece, _Piece):
+                piece = await _in_time(self._awaited(piece, rows, watched, size), given.until_s)
+        # A copy, because a later call may reuse the memory.
+        return _owned(piece) if is_retry or len(rows) < given.rows else piece
+
+    async def _awaited(
+        self, computed: Awaitable[object], rows: list[int], watched: Sequence[_Watched], size: int
+    ) -> _Piece:  # fmt: skip
+        """Await a model's result."""
+        with self._watch():
+            result = await computed
+        with self._watch():
+            if self._device.startswith("cuda"):  # the copy waits for what was computed, and nothing else need wait
+                return await self._in_executor(lambda: self._piece(result, rows, watched, size))
+            piece = self._piece(result, rows, watched, size)
+            # A copy, before another call runs that may reuse the memory.
+            return _owned(piece) if self.overlaps else piece
+
+    def _arguments(self, given: Given, rows: list[int]) -> tuple[dict[str, Any], list[_Watched]]:
+        """The model's arguments, and those among them that it must not write into."""
+        arguments: dict[str, Any] = {}
+        watched: list[_Watched] = []
+        kind = self.model.arrays
+        is_whole = len(rows) == given.rows and (not self._sizes or rows == list(range(given.rows)))
+        for spec in self.planned.signature.inputs:
+            value = given.inputs.get(spec.name)
+            if value is None:
+                arguments[spec.name] = None
+                continue
+            if spec.name not in self._from_steps:
+                arguments[spec.name] = argument(spec, value, kind, self._device, None if is_whole else rows)
+                continue
+            taken = converted(spec, value if is_whole else rows_of(value, rows), kind, self._device)
+            is_shared = taken is value and spec.name in given.shared
+            if self.model.mutates_features or self._writes:
+                taken, is_shared = copied(taken), False
+            if not self.model.mutates_features:
+                watched.append(_Watched(spec.name, taken, version_of(taken), is_shared))
+            arguments[spec.name] = taken
+        if self.planned.signature.parameters:
+            arguments["parameters"] = {
+                one.name: [given.row_parameters[one.name][row] for row in rows]
+                if one.per == "row"
+                else given.parameters[one.name]
+                for one in self.planned.signature.parameters
+            }
+        return arguments, watched
+
+    @contextlib.contextmanager
+    def _watching(self, watched: Sequence[_Watched], made: Made) -> Iterator[None]:
+        """A context in which the model computes, and in which it must not write into these arguments.
+
+        Raises:
+            CallFailed: it wrote into one of them, or tried to; this replaces any other exception.
+        """
+        try:
+            yield
+        except ValueError as error:
+            refused = [one for one in watched if refuses_writes(one.value)]
+            if refused and "read-only" in str(error):  # numpy's wording
+                raise self._wrote(refused, " or ", made) from error
+            raise
+        finally:
+            written = [one for one in watched if version_of(one.value) != one.version]
+            if written:
+                self._writes = True
+                raise self._wrote(written, " and ", made)
+
+    def _wrote(self, written: Sequence[_Watched], conjunction: str, made: Made) -> CallFailed:
+        made.spoiled += tuple(one.input for one in written if one.is_shared)
+        names = conjunction.join(f"`{one.input}`" for one in written)
+        return CallFailed(
+            f"step `{self.name}` writes into its input {names}, which other steps may read too: set "
+            f"`mutates_features = True` in {type(self.model).__name__}, so that it gets a copy"
+        )
+
+    def _piece(self, result: object, rows: list[int], watched: Sequence[_Watched], size: int) -> _Piece:
+        """The model's result for these rows, without those that the call was padded with up to its size, checked and
+        ready to be shared."""
+        values, arrays = self._check(result, size)
+        if self._sizes:  # a copy, because CUDA graphs give the same memory in each call
+            values = {name: copied(value[: len(rows)]) for name, value in values.items()}
+            arrays = {name: array[: len(rows)] for name, array in arrays.items()}
+        for name, value in values.items():
+            # Writing into the output would change its producer's input, which others read.
+            if any(overlaps(value, one.value) for one in watched):
+                value = copied(value)
+            values[name] = settled(value)
+        return _Piece(rows, values, arrays)
+
+    def _check(self, result: object, rows: int) -> tuple[dict[str, Any], dict[str, Array]]:
+        """Check the model's result: handovers against what their consumers expect, a head's outputs against their
+        declarations."""
+        kind = type(self.model).__name__
+        if not isinstance(result, Mapping):
+            raise BadOutput(f"{kind} returned {type(result).__name__}, expected a dict of output name to array")
+        for name in result:
+            if name not in self._outputs:
+                raise BadOutput(f"{kind} returned an output {name!r}, expected {', '.join(self._outputs)}")
+        values: dict[str, Any] = {}
+        for one in self._handovers:
+            value = checked(
+                one.expected, result.get(one.output), rows,
+                where=f"step `{one.consumer}`, input `{one.input}`", source=f"`{self.name}`",
+            )  # fmt: skip
+            values.setdefault(one.output, value)
+        arrays: dict[str, Array] = {}
+        if self._is_head:
+            if self._device.startswith("cuda"):
+                result = fetched({name: result[name] for name in self._outputs if name in result})
+            for name, spec in self._outputs.items():
+                if name not in result:
+                    raise BadOutput(f"{kind} returned no output {name!r}, expected {', '.join(self._outputs)}")
+                arrays[name] = wire(spec, result[name], rows)
+        return values, arrays
+
+    async def _in_executor(self, call: Callable[[], T]) -> T:
+        if self._executor is None:
+            return call()
+
+        def run() -> T:
+            self._set_up_thread()
+            try:
+                return call()
+            except (StopIteration, GeneratorExit) as error:  # a future can't carry these into a coroutine
+                raise RuntimeError(f"the callable raised {type(error).__name__}") from error
+
+        return await asyncio.get_running_loop().run_in_executor(self._executor, run)
+
+    def _set_up_thread(self) -> None:
+        # Before each call, because gradient mode is per thread, and so are CUDA graphs.
+        torch: Any = sys.modules.get("torch")
+        if torch is not None and torch.is_grad_enabled():
+            torch.set_grad_enabled(False)
+        if self._sizes:
+            begin_graphs()
+
+
+async def _in_time(computed: Awaitable[T], until_s: float) -> T:
+    """Await a model's result until the deadline.
+
+    Raises:
+        CallFailed: the deadline passed, and the call was cancelled.
+    """
+    if until_s == math.inf:
+        return await computed
+    task = asyncio.ensure_future(computed)
+    await asyncio.wait({task}, timeout=max(0.0, until_s - time.monotonic()))
+    if not task.done():
+        task.cancel()
+        await asyncio.wait({task})  # let it clean up
+        if task.cancelled():
+            raise CallFailed(LATE)
+    return task.result()
+
+
+def _row_bytes(given: Given) -> int:
+    total: int = sum(value.nbytes for value in given.inputs.values())
+    return total // max(given.rows, 1)
+
+
+def _join(made: Made, pieces: Sequence[_Piece]) -> bool:
+    """Join the pieces into `made`: one value for each output, of all rows that succeeded.
+
+    Returns False if the pieces' shapes differ, so that they can't be joined.
+    """
+    if len(pieces) == 1:
+        made.good, made.values, made.arrays = pieces[0]
+        return True
+    shapes = [[tuple(one.shape[1:]) for one in (*piece.values.values(), *piece.arrays.values())] for piece in pieces]
+    if any(shape != shapes[0] for shape in shapes):
+        return False
+    if pieces:
+        made.values = {name: settled(joined([one.values[name] for one in pieces])) for name in pieces[0].values}
+        made.arrays = {name: joined([one.arrays[name] for one in pieces]) for name in pieces[0].arrays}
+    made.good = [row for one in pieces for row in one.rows]
+    return True
+
+
+def _owned(piece: _Piece) -> _Piece:
+    """A copy of the piece."""
+    values = {name: settled(copied(value)) for name, value in piece.values.items()}
+    return _Piece(piece.rows, values, {name: copied(array) for name, array in piece.arrays.items()})

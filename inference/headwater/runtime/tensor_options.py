@@ -1,0 +1,124 @@
+"""What a deployment's options say about tensors: their declarations, for what has none itself, and other names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from headwater.errors import DeclarationError, LoadError, Problem, did_you_mean
+from headwater.model import Tensor
+
+__all__ = [
+    "BATCH", "WITHOUT_BATCH", "asks_batch_axis", "check_names", "declared_tensors", "new_names", "served_name",
+]  # fmt: skip
+
+BATCH: Final = "batch"
+"""The option that says that a file's tensors have no batch axis."""
+WITHOUT_BATCH: Final = (
+    "set `options.batch: none` to serve the file as it is, one request per call with tensors of the file's own shapes"
+)
+
+EXAMPLE: Final = "`inputs: [{name: x, datatype: FP32, shape: [4]}]`, the shape of one row"
+WITHOUT_FILE: Final = "without a configuration with `--set 'deployments.NAME.options={inputs: [...], outputs: [...]}'`"
+_FIELDS: Final = ("name", "datatype", "shape", "optional", "labels")
+_REQUIRED: Final = _FIELDS[:3]
+
+
+def declared_tensors(title: str, options: Mapping[str, Any], where: str) -> tuple[Tensor, ...]:
+    """The tensors of ``options.inputs`` or ``options.outputs``: a list of mappings with the fields of a `Tensor`.
+
+    Args:
+        title: begins the message of an error.
+        options: the deployment's.
+        where: ``inputs`` or ``outputs``.
+
+    Raises:
+        LoadError: they are missing or invalid; the message names the field.
+    """
+    place = f"options.{where}"
+    fix = f"write it such as {EXAMPLE.replace('inputs', where)}"
+    if where not in options:
+        reason = f"{place} is required, but missing: what it serves declares no tensors"
+        raise LoadError(Problem(title, reason, f"{fix}; {WITHOUT_FILE}"))
+    given = options[where]
+    if not isinstance(given, list) or not given:
+        raise LoadError(Problem(title, f"{place}: expected a list of tensors, got {given!r:.80}", fix))
+    return tuple(_tensor(title, f"{place}[{index}]", one, fix) for index, one in enumerate(given))
+
+
+def check_names(title: str, options: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Check that there are no other options than these.
+
+    Raises:
+        LoadError: there are; the message names one.
+    """
+    for name in options:
+        if name not in known:
+            reason = f"unknown option {name!r}; its options are {', '.join(known)}{did_you_mean(name, known)}"
+            raise LoadError(Problem(title, reason, f"correct or remove `options.{name}`"))
+
+
+def asks_batch_axis(title: str, options: Mapping[str, Any]) -> bool:
+    """Whether the tensors of a deployment's model have a batch axis; not with ``batch: none``.
+
+    Raises:
+        LoadError: the option is anything else.
+    """
+    batch = options.get(BATCH)
+    if batch not in (None, "none"):
+        reason = f"options.{BATCH}: expected none, got {batch!r:.80}"
+        raise LoadError(Problem(title, reason, f"correct or remove `options.{BATCH}`"))
+    return batch is None
+
+
+def new_names(title: str, rename: object, known: Sequence[str]) -> Mapping[str, str]:
+    """The option ``rename``: names in requests by name in the file.
+
+    Args:
+        title: begins the message of an error.
+        rename: the option; None: there is none.
+        known: the names in the file.
+
+    Raises:
+        LoadError: it is no such mapping, or names what the file doesn't have.
+    """
+    if rename is None:
+        return {}
+    where = "options.rename"
+    if not isinstance(rename, Mapping):
+        reason = f"{where}: expected a mapping of name in the file to name in requests, got {rename!r}"
+        raise LoadError(Problem(title, reason, f"write it such as `rename: {{{known[0]!r}: x}}`"))
+    for name in rename:
+        if name not in known:
+            reason = f"{where}: the file has no {name!r}; it has {', '.join(known)}"
+            raise LoadError(Problem(title, reason, "correct the name"))
+    return rename
+
+
+def served_name(name: str) -> str:
+    """A name in a file as requests have it: each run of characters that the protocol doesn't allow is ``_``."""
+    served = re.sub(r"[^A-Za-z0-9_.-]+", "_", name)
+    return served if re.match(r"[A-Za-z_]", served) else f"_{served}"
+
+
+def _tensor(title: str, place: str, given: object, fix: str) -> Tensor:
+    if not isinstance(given, Mapping):
+        reason = f"{place}: expected a mapping with name, datatype and shape, got {given!r:.80}"
+        raise LoadError(Problem(title, reason, fix))
+    for field in given:
+        if field not in _FIELDS:
+            reason = f"{place}: unknown field {field!r}; expected {', '.join(_FIELDS)}{did_you_mean(field, _FIELDS)}"
+            raise LoadError(Problem(title, reason, f"correct or remove `{field}`"))
+    for field in _REQUIRED:
+        if field not in given:
+            raise LoadError(Problem(title, f"{place}: `{field}` is required, but missing", fix))
+    for field in ("shape", "labels"):
+        if not isinstance(given.get(field, []), list):
+            raise LoadError(Problem(title, f"{place}.{field}: expected a list, got {given[field]!r:.80}", fix))
+    if not isinstance(given.get("optional", False), bool):
+        raise LoadError(Problem(title, f"{place}.optional: expected true or false, got {given['optional']!r:.80}", fix))
+    try:
+        return Tensor(**given)
+    except (DeclarationError, TypeError) as error:  # TypeError: a datatype that is no text
+        raise LoadError(Problem(title, f"{place}: {error}", "correct the declaration")) from error

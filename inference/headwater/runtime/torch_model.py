@@ -1,0 +1,215 @@
+"""A model that is a file of torch, ``torch:PATH`` in a configuration: of torch.export, or TorchScript."""
+
+from __future__ import annotations
+
+import warnings
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from headwater.errors import BadOutput, LoadError, Problem
+from headwater.model import Model, Tensor
+from headwater.reference import find_path
+from headwater.runtime.compiled import COMPILE
+from headwater.runtime.exported_model import ExportedModel
+from headwater.runtime.module_state import STATEFUL, asks_stateful, changed, copies, script_writes, state_problem
+from headwater.runtime.tensor_options import BATCH, asks_batch_axis, check_names, declared_tensors
+from headwater.runtime.values import joined_runs
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["ScriptModel", "open_model"]
+
+_TRY_EXPORT = "export the model with torch.export.export and torch.export.save, and name that file"
+
+
+class ScriptModel(Model):
+    """A TorchScript file as a model, whose tensors the configuration declares.
+
+    Args:
+        path: the file.
+        inputs: arguments of the file's ``forward``, by name.
+        outputs: what it returns: a tensor, several in this order, or a dict with these keys.
+        has_batch_axis: if not, a row is one call of ``forward`` with tensors of the declared shapes.
+        is_stateful: whether its calls may change its own tensors.
+
+    Raises:
+        LoadError: torch can't read the file, its ``forward`` takes other arguments, or it has state that isn't meant;
+            the message names them.
+    """
+
+    arrays = "torch"
+    _net: torch.nn.Module
+
+    def __init__(
+        self,
+        path: Path,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        *,
+        has_batch_axis: bool = True,
+        is_stateful: bool = False,
+    ) -> None:
+        self._has_batch_axis = has_batch_axis
+        self.takes_one_row = not has_batch_axis  # type: ignore[misc]
+        self.bare_rows = not has_batch_axis  # type: ignore[misc]
+        self._path = path
+        self._title = f"model torch:{path}"
+        module = self._open("cpu")
+        self._check_arguments(module, [tensor.name for tensor in inputs])
+        self.is_stateful = is_stateful
+        self.idempotent = not is_stateful  # type: ignore[misc]
+        if not is_stateful and (names := script_writes(module)):
+            raise LoadError(state_problem(self._title, names))
+        # Other models declare these in their class; here the configuration does.
+        self.inputs = tuple(inputs)  # type: ignore[misc]
+        self.outputs = tuple(outputs)  # type: ignore[misc]
+        self.__doc__ = f"The TorchScript file {path.name}."
+
+    def load(self, device: str) -> None:
+        """Open the file on a device."""
+        self._device = device
+        self._net = self._open(device)
+        self._before = {} if self.is_stateful else copies(dict(self._net.named_buffers()))
+
+    def end_warm_up(self) -> None:
+        """Look for state, or begin anew with the file's.
+
+        Raises:
+            LoadError: a call has changed a buffer, which isn't meant; the message names it.
+        """
+        if self.is_stateful:
+            self._net = self._open(self._device)
+        elif names := changed(dict(self._net.named_buffers()), self._before):
+            raise LoadError(state_problem(self._title, names))
+        self._before = {}
+
+    def __call__(self, /, **inputs: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        """Compute all outputs.
+
+        Raises:
+            BadOutput: there are more or fewer than the configuration declares.
+        """
+        given = {name: value for name, value in inputs.items() if value is not None}
+        if self._has_batch_axis:
+            return self._run(given)
+        rows = len(next(iter(given.values())))
+        runs = [self._run({name: value[row] for name, value in given.items()}) for row in range(rows)]
+        return {
+            name: joined_runs(name, [run[name].reshape(run[name].shape or (1,))[None] for run in runs], [1] * rows)
+            for name in runs[0]
+        }
+
+    def _run(self, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        names = [tensor.name for tensor in self.outputs]
+        result = self._net(**given)
+        if isinstance(result, dict):
+            return result
+        values = list(result) if isinstance(result, (tuple, list)) else [result]
+        if len(values) != len(names):
+            raise BadOutput(f"expected as many outputs as options.outputs declares, {len(names)}, got {len(values)}")
+        return dict(zip(names, values, strict=True))
+
+    def unload(self) -> None:
+        """Free the file's modules."""
+        del self._net
+
+    def _open(self, device: str) -> Any:
+        import torch
+
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # torch recommends torch.export, as our guide does
+                load: Any = torch.jit.load  # it has no types
+                return load(self._path, map_location=device).eval()
+        except Exception as error:  # its errors have no common base class
+            text = " ".join(str(error).split())[:300]
+            reason = f"torch {torch.__version__} can't read it: {type(error).__name__}: {text}"
+            raise LoadError(Problem(self._title, reason, "save or copy it again")) from error
+
+    def _check_arguments(self, module: Any, declared: Sequence[str]) -> None:
+        if not hasattr(module, "forward"):
+            reason = "it has no `forward`, expected a module with one"
+            raise LoadError(Problem(self._title, reason, "save a module that has it"))
+        arguments = module.forward.schema.arguments[1:]
+        known = [one.name for one in arguments]
+        for name in declared:
+            if name not in known:
+                reason = f"options.inputs: its forward has no argument {name!r}; its arguments are {', '.join(known)}"
+                raise LoadError(Problem(self._title, reason, "name the inputs as the arguments"))
+        for one in arguments:
+            if one.name not in declared and not one.has_default_value():
+                reason = f"options.inputs: its forward needs the argument {one.name!r}, which is missing"
+                raise LoadError(Problem(self._title, reason, f"declare {one.name!r}"))
+
+
+def open_model(path: str, options: Mapping[str, Any], search: Sequence[str] = ()) -> Model:
+    """Find a file of torch, as `find_path` does, and make a model of it, not yet loaded.
+
+    The options of a file of torch.export are those of `ExportedModel`, and of TorchScript those of `ScriptModel`.
+
+    Raises:
+        LoadError: there is no such file, or no such option, or the file can't be served.
+    """
+    title = f"model torch:{path}"
+    file = find_path(title, path, search, "file")
+    kind = _kind(title, file)
+    if kind == "exported":
+        check_names(title, options, ["rename", BATCH, STATEFUL, COMPILE])
+        return ExportedModel(
+            file,
+            rename=options.get("rename"),
+            has_batch_axis=asks_batch_axis(title, options),
+            is_stateful=asks_stateful(title, options),
+        )
+    if COMPILE in options:
+        reason = f"options.{COMPILE}: torch.compile doesn't take TorchScript"
+        raise LoadError(Problem(title, reason, f"remove `options.{COMPILE}`, or {_TRY_EXPORT}"))
+    check_names(title, options, ["inputs", "outputs", BATCH, STATEFUL])
+    inputs, outputs = (declared_tensors(title, options, where) for where in ("inputs", "outputs"))
+    return ScriptModel(
+        file,
+        inputs,
+        outputs,
+        has_batch_axis=asks_batch_axis(title, options),
+        is_stateful=asks_stateful(title, options),
+    )
+
+
+def _kind(title: str, file: Path) -> Literal["exported", "script"]:
+    """What a file holds, by the names of what is packed in it; nothing of it is run.
+
+    Raises:
+        LoadError: it is neither of both.
+    """
+    try:
+        with zipfile.ZipFile(file) as packed:
+            names = packed.namelist()
+    except zipfile.BadZipFile:
+        raise LoadError(
+            Problem(
+                title,
+                "it is no file of torch.export or TorchScript, or only part of one",
+                f"if torch.save wrote it, {_TRY_EXPORT}; otherwise save or copy it again",
+            )
+        ) from None
+    inner = {name.partition("/")[2] for name in names}
+    if any(name.startswith("data/aotinductor/") for name in inner):
+        reason = "it is an AOTInductor package, whose machine code fits one kind of machine"
+        raise LoadError(Problem(title, reason, f"{_TRY_EXPORT}; `options: {{compile: true}}` compiles it"))
+    if {"archive_format", "models/model.json"} <= inner or "serialized_exported_program.json" in {*inner, *names}:
+        return "exported"
+    if "constants.pkl" in inner:
+        return "script"
+    if "data.pkl" in inner:
+        raise LoadError(
+            Problem(
+                title,
+                "torch.save wrote it: it has weights, or a pickled module, whose code is elsewhere",
+                f"{_TRY_EXPORT}; or write a Model that loads the weights with torch.load(..., weights_only=True)",
+            )
+        )
+    reason = "expected a file of torch.export or TorchScript, got another zip archive"
+    raise LoadError(Problem(title, reason, f"correct the path, or {_TRY_EXPORT}"))

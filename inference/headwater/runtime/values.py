@@ -1,0 +1,157 @@
+"""Tensors between the steps of a fused pipeline: numpy arrays or torch tensors, on any device.
+
+``BYTES`` is always a numpy array of ``bytes`` objects; ``BF16`` is float32 in numpy and ``torch.bfloat16`` in torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, Final, Literal
+
+import numpy as np
+
+from headwater.errors import BadOutput
+from headwater.pipeline import tensor_text
+from headwater.signature import TensorSpec
+from headwater.wire.arrays import NAMES, as_objects, fits, sent
+
+__all__ = [
+    "TORCH_NAMES", "checked", "converted", "copied", "joined", "joined_runs", "overlaps", "refuses_writes", "rows_of",
+    "settled", "version_of",
+]  # fmt: skip
+
+TORCH_NAMES: Final = {"bfloat16": "BF16", **{dtype.name: name for dtype, name in NAMES.items()}}
+"""Datatypes by the names of torch's types."""
+
+
+def checked(spec: TensorSpec, value: Any, rows: int, *, where: str, source: str) -> Any:
+    """Check the output of a step, the source, against the input of another, and return it.
+
+    Raises:
+        BadOutput: the output differs in datatype, shape or size.
+    """
+    expected = (rows, *spec.shape)
+    if spec.datatype == "BYTES" and isinstance(value, (list, tuple)):
+        value = np.array(value, dtype=object)
+    if _is_torch(value):
+        name = str(value.dtype).removeprefix("torch.")
+        datatype, shape = TORCH_NAMES.get(name, name), tuple(value.shape)
+    elif isinstance(value, np.ndarray):
+        if value.dtype.kind in "OSU":
+            value, datatype = as_objects(value, where), "BYTES"
+        elif spec.datatype == "BF16" and value.dtype == np.float32:
+            datatype = "BF16"
+        else:
+            value = value.astype(value.dtype.newbyteorder("="), copy=False)
+            datatype = NAMES.get(value.dtype, str(value.dtype))
+        shape = value.shape
+    else:
+        datatype, shape = None, ()
+    if datatype != spec.datatype or not fits(expected, shape):
+        what = "nothing" if value is None else type(value).__name__
+        got = what if datatype is None else tensor_text(datatype, shape)
+        raise BadOutput(f"{where}: expected {tensor_text(spec.datatype, expected)}, got {got} from {source}")
+    return value
+
+
+def settled(value: Any) -> Any:
+    """Make a value ready to be shared: torch counts writes into it, numpy refuses them.
+
+    A tensor made under ``inference_mode`` counts no writes, so it is copied once. Tensors are detached from gradients.
+    """
+    if _is_torch(value):
+        return value.clone() if value.is_inference() else value.detach()
+    if value.flags.writeable:
+        value = value.view()
+        value.flags.writeable = False
+    return value
+
+
+def converted(spec: TensorSpec, value: Any, kind: Literal["numpy", "torch"], device: str) -> Any:
+    """Convert a value to the kind of array that a step takes; a value of that kind is returned as it is."""
+    if spec.datatype == "BYTES":
+        return value
+    if kind == "torch":
+        if _is_torch(value):
+            return value if str(value.device) == device else value.to(device)
+        tensor = sent(value, device)  # a copy: torch has no read-only tensors
+        return tensor.to(sys.modules["torch"].bfloat16) if spec.datatype == "BF16" else tensor
+    if not _is_torch(value):
+        return value
+    array = (value.float() if spec.datatype == "BF16" else value).cpu().numpy()
+    array.flags.writeable = False
+    return array
+
+
+def copied(value: Any) -> Any:
+    """A writable copy of a value."""
+    return value.clone() if _is_torch(value) else value.copy()
+
+
+def rows_of(value: Any, rows: Sequence[int]) -> Any:
+    """A copy of some of a value's rows."""
+    if _is_torch(value):
+        torch: Any = sys.modules["torch"]
+        return value.index_select(0, torch.tensor(rows, device=value.device))
+    return value[list(rows)]
+
+
+def joined(values: Sequence[Any]) -> Any:
+    """The values concatenated by rows; their other dimensions must agree."""
+    if len(values) == 1:
+        return values[0]
+    if _is_torch(values[0]):
+        return sys.modules["torch"].cat(list(values))
+    return np.concatenate(values)
+
+
+def joined_runs(name: str, pieces: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """One output of several runs of a file that takes only so many rows at once, joined by rows.
+
+    Raises:
+        BadOutput: a run gave another number of rows than it got, or rows differ in shape.
+    """
+    where = f"output {name!r}"
+    for piece, size in zip(pieces, sizes, strict=True):
+        if len(piece) != size:
+            rows = f"{size} row{'' if size == 1 else 's'}"
+            raise BadOutput(f"{where}: expected {rows} from a run of {rows}, got shape {list(piece.shape)}")
+    shapes = {tuple(piece.shape[1:]) for piece in pieces}
+    if len(shapes) > 1:
+        shown = " and ".join(str(list(shape)) for shape in sorted(shapes)[:2])
+        raise BadOutput(
+            f"{where}: expected rows of one shape, got {shown}; set `batching.max_batch_size: 1`, or pad in the model"
+        )
+    return joined(pieces)
+
+
+def overlaps(one: Any, other: Any) -> bool:
+    """Whether two values may share memory, so that a write into one may change the other."""
+    start, end = _memory(one)
+    other_start, other_end = _memory(other)
+    return start < other_end and other_start < end
+
+
+def refuses_writes(value: Any) -> bool:
+    """Whether a value is a read-only numpy array."""
+    return isinstance(value, np.ndarray) and not value.flags.writeable
+
+
+def version_of(value: Any) -> int | None:
+    """The number of writes into a torch tensor; None for anything else."""
+    return int(value._version) if _is_torch(value) and not value.is_inference() else None
+
+
+def _memory(value: Any) -> tuple[int, int]:
+    """The first address of a value's memory, and the one after its last."""
+    if _is_torch(value):
+        storage = value.untyped_storage()
+        return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+    start, end = np.byte_bounds(value)
+    return start, end
+
+
+def _is_torch(value: Any) -> bool:
+    torch: Any = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)

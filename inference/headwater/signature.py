@@ -1,0 +1,254 @@
+"""A model's signature: its checked declarations, in a form that travels to the gateway as JSON."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any, Final, Literal, TypeAlias
+
+import msgspec
+import numpy as np
+
+from headwater.datatypes import DATATYPES
+from headwater.engine import EngineLimits, Sampling
+from headwater.errors import DeclarationError
+from headwater.mapping import check_mappings
+from headwater.model import Classification, Embedding, Model, Parameter, Reranking, Tensor, Transcription
+
+__all__ = ["REQUEST", "HeadSpec", "LanguageModelSpec", "Signature", "TensorSpec", "VllmSpec", "text_signature"]
+
+REQUEST: Final = "headwater_request"
+"""A ``str`` parameter per row, which no client sends: a model that declares it is told which rows are of one request,
+and takes any parameters. Its value is a number that only the rows of one request share, a space, and the JSON of those
+parameters of the request that aren't declared; empty if there are none."""
+
+
+class TensorSpec(msgspec.Struct, frozen=True):
+    """A declared tensor. ``shape`` is one row's, without the batch axis; -1 is a dimension that varies."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    optional: bool = False
+    labels: tuple[str, ...] = ()
+    """The meaning of each position of the last dimension; empty if not declared."""
+
+
+class HeadSpec(msgspec.Struct, frozen=True):
+    """One head of a pipeline."""
+
+    name: str
+    outputs: tuple[str, ...]
+    """The pipeline's outputs that the head computes."""
+    timeout_s: float | None = None
+    """The head's deadline after the request's arrival; None for the request's own."""
+    on_error: Literal["fail", "omit"] = "fail"
+    """Whether the head's failure fails the request; otherwise its outputs are left out."""
+
+
+ToolParser: TypeAlias = Literal["hermes", "llama3", "mistral"]
+"""The formats in which language models write tool calls; `headwater_server.lm.text.tool_calls` reads them."""
+
+
+class LanguageModelSpec(msgspec.Struct, frozen=True):
+    """What the gateway needs to turn a language model's text into tokens and back."""
+
+    folder: str
+    """Absolute path of the Hugging Face folder with tokenizer and chat template."""
+    limits: EngineLimits
+    tool_parser: ToolParser | None = None
+    """The format of the model's tool calls; None for that of its chat template."""
+    sampling: Sampling = Sampling()
+    """How tokens are chosen where a request doesn't say it."""
+
+
+class VllmSpec(msgspec.Struct, frozen=True):
+    """A model that vLLM computes, of text or of embeddings: the gateway relays requests to vLLM's own HTTP."""
+
+    max_sequences: int
+    """Sequences computed together."""
+    context_length: int
+    """The most tokens of a prompt and its answer together."""
+    cache_tokens: int
+    """Tokens that one replica's key/value cache holds."""
+    version: str
+    """vLLM's."""
+    max_lora_rank: int = 0
+    """The highest rank of a LoRA adapter that can be loaded; 0: none can."""
+    max_requests: int = 0
+    """Sequences, of an embedding model inputs, that one replica has, computed and waiting; more are refused. 0: not
+    known yet."""
+    embedding_length: int = 0
+    """Of an embedding model, -1 if not known yet; 0: it generates text."""
+
+
+class Signature(msgspec.Struct, frozen=True):
+    """Everything about a model that the gateway needs to check, batch and document requests."""
+
+    name: str
+    """The deployment's name."""
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    parameters: tuple[Parameter, ...] = ()
+    max_batch_size: int = 1
+    idempotent: bool = True
+    embedding: Embedding | None = None
+    example: dict[str, Any] | None = None
+    """One row as nested lists, by input name."""
+    description: str = ""
+    """First paragraph of the class's docstring."""
+    heads: tuple[HeadSpec, ...] = ()
+    """A pipeline's heads, in the order of the configuration; every output belongs to exactly one."""
+    bare_rows: bool = False
+    """See `headwater.Model.bare_rows`."""
+    streams: bool = False
+    """Whether the model answers a request with any number of results rather than one."""
+    language_model: LanguageModelSpec | None = None
+    """Set for a language model, whose replica speaks `headwater.wire.lm`."""
+    vllm: VllmSpec | None = None
+    """Set for a model that vLLM computes."""
+    by_key: bool = False
+    """Whether a replica keeps something for the API key of a request, and calls say whose rows they have."""
+    reranking: Reranking | None = None
+    classification: Classification | None = None
+    transcription: Transcription | None = None
+    overlaps: bool = False
+    """Whether a replica computes several calls at once, since a ``__call__`` is a coroutine function."""
+
+    @property
+    def is_framed(self) -> bool:
+        """Whether replicas answer in frames (`headwater.wire.frame`), and not each call with one message."""
+        return self.streams or self.overlaps or bool(self.heads)
+
+    @property
+    def own_parameters(self) -> tuple[Parameter, ...]:
+        """The parameters that clients may send by name: all but `REQUEST`."""
+        return tuple(parameter for parameter in self.parameters if parameter.name != REQUEST)
+
+    @property
+    def takes_any_parameter(self) -> bool:
+        """Whether requests may have parameters that aren't declared; see `REQUEST`."""
+        return len(self.own_parameters) < len(self.parameters)
+
+    @property
+    def limits(self) -> EngineLimits | VllmSpec | None:
+        """Those of a language model's engine, once known."""
+        return self.vllm if self.language_model is None else self.language_model.limits
+
+    def check_cacheable(self) -> None:
+        """Check that answers may be kept for equal requests.
+
+        Raises:
+            DeclarationError: the model says that calls have effects, or it streams.
+        """
+        if self.streams or not self.idempotent:
+            why = "streams its results" if self.streams else "is not idempotent"
+            raise DeclarationError(
+                f"cache: expected a model that answers equal requests equally, got `{self.name}`, which {why}; remove "
+                "`cache`"
+            )
+
+    def example_row(self) -> dict[str, Any]:
+        """One row by input name, as nested lists: the model's own example, completed with neutral values."""
+        row = dict(self.example or {})
+        for spec in self.inputs:
+            if spec.name not in row and not spec.optional:
+                shape = [max(dim, 1) for dim in spec.shape]
+                dtype = np.dtype("f4") if spec.datatype == "BF16" else DATATYPES[spec.datatype].numpy
+                neutral = np.full(shape, "example", dtype) if dtype.hasobject else np.zeros(shape, dtype)
+                row[spec.name] = neutral.tolist()
+        return row
+
+    @classmethod
+    def of(cls, model: Model, *, name: str, max_batch_size: int) -> Signature:
+        """Read and check a model's declarations.
+
+        Raises:
+            DeclarationError: the declarations contradict each other; the message names the model and the field.
+        """
+        kind = type(model).__name__
+        inputs = _tensors(kind, "inputs", model.inputs)
+        outputs = _tensors(kind, "outputs", model.outputs)
+        for spec in outputs:
+            if spec.optional:
+                raise DeclarationError(f"{kind}.outputs, {spec.name!r}: an output can't be optional")
+        if not any(not spec.optional for spec in inputs):
+            raise DeclarationError(f"{kind}.inputs: expected at least one input that isn't optional")
+        parameters = tuple(model.parameters)
+        for parameter in parameters:
+            if not isinstance(parameter, Parameter):
+                raise DeclarationError(f"{kind}.parameters: expected a list of Parameter, got {parameter!r}")
+        _check_unique(f"{kind}.parameters", [parameter.name for parameter in parameters])
+        check_mappings(kind, model)
+        example = dict(model.example) if model.example is not None else None
+        for key in example or {}:
+            if key not in {spec.name for spec in inputs}:
+                raise DeclarationError(f"{kind}.example, {key!r}: expected the name of an input")
+        for hook in (type(model).load, type(model).unload):
+            if inspect.isgeneratorfunction(hook) or inspect.isasyncgenfunction(hook):
+                raise DeclarationError(
+                    f"{kind}.{hook.__name__}: expected a function or a coroutine function, got a generator function, "
+                    "of which nothing would run; remove its `yield`"
+                )
+        call = type(model).__call__
+        description = (inspect.getdoc(model) or "").split("\n\n")[0].replace("\n", " ")
+        return cls(
+            name=name,
+            inputs=inputs,
+            outputs=outputs,
+            parameters=parameters,
+            max_batch_size=1 if model.takes_one_row else max_batch_size,
+            idempotent=model.idempotent,
+            embedding=model.embedding,
+            reranking=model.reranking,
+            classification=model.classification,
+            transcription=model.transcription,
+            example=example,
+            description=description if type(model).__doc__ else "",
+            bare_rows=model.bare_rows,
+            streams=inspect.isgeneratorfunction(call) or inspect.isasyncgenfunction(call),
+            overlaps=inspect.iscoroutinefunction(call),
+        )
+
+
+def _tensors(kind: str, where: str, declared: object) -> tuple[TensorSpec, ...]:
+    if not isinstance(declared, (list, tuple)) or not all(isinstance(tensor, Tensor) for tensor in declared):
+        raise DeclarationError(f"{kind}.{where}: expected a list of Tensor, got {declared!r}")
+    if not declared:
+        raise DeclarationError(f"{kind}.{where}: expected at least one Tensor, got none")
+    _check_unique(f"{kind}.{where}", [tensor.name for tensor in declared])
+    return tuple(
+        TensorSpec(tensor.name, tensor.datatype, tuple(tensor.shape), tensor.optional, tuple(tensor.labels))
+        for tensor in declared
+    )
+
+
+def _check_unique(where: str, names: list[str]) -> None:
+    for name in names:
+        if names.count(name) > 1:
+            raise DeclarationError(f"{where}: {name!r} is declared {names.count(name)} times")
+
+
+def text_signature(
+    name: str, folder: Path, language_model: LanguageModelSpec | None = None, vllm: VllmSpec | None = None
+) -> Signature:
+    """A language model's signature, of a Hugging Face folder: text in; text out, or an embedding, if vLLM says so."""
+    if vllm is not None and vllm.embedding_length:
+        return Signature(
+            name=name,
+            inputs=(TensorSpec("text_input", "BYTES", (1,)),),
+            outputs=(TensorSpec("embedding", "FP32", (vllm.embedding_length,)),),
+            embedding=Embedding(input="text_input", output="embedding"),
+            description=f"The embedding model {folder.name}.",
+            vllm=vllm,
+        )
+    return Signature(
+        name=name,
+        inputs=(TensorSpec("text_input", "BYTES", (1,)),),
+        outputs=(TensorSpec("text_output", "BYTES", (1,)),),
+        max_batch_size=1,
+        description=f"The language model {folder.name}.",
+        streams=True,
+        language_model=language_model,
+        vllm=vllm,
+    )

@@ -1,0 +1,45 @@
+"""The folders of the user's modules on ``sys.path``."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from collections.abc import Iterable
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+__all__ = ["put_on_path", "user_folders", "user_module_headwater"]
+
+_folders: list[str] = []
+
+
+def put_on_path(folders: Iterable[str]) -> None:
+    """Put folders on ``sys.path``, the first one first.
+
+    They come before installed packages, and behind the standard library: a user's ``queue.py`` must not be what the
+    libraries import that a replica needs.
+    """
+    platform = sysconfig.get_path("platstdlib")
+    standard = {sysconfig.get_path("stdlib"), platform, os.path.join(platform, "lib-dynload")}
+    place = 1 + max((index for index, entry in enumerate(sys.path) if entry in standard), default=-1)
+    new = [folder for folder in folders if folder not in _folders]
+    sys.path[place:place] = new
+    _folders[:0] = new
+
+
+def user_folders() -> tuple[str, ...]:
+    """The folders that `put_on_path` has put there."""
+    return tuple(_folders)
+
+
+def user_module_headwater(folders: Iterable[str]) -> str | None:
+    """The file of a module or package ``headwater`` in one of these folders that isn't Headwater's, if there is one.
+
+    A folder without ``__init__.py`` is no package of that name: Headwater's is found all the same.
+    """
+    spec = PathFinder.find_spec("headwater", [folder for folder in folders if os.path.isdir(folder)])
+    ours = Path(__file__).with_name("__init__.py")
+    if spec is None or spec.origin is None or os.path.samefile(spec.origin, ours):
+        return None
+    return spec.origin

@@ -1,0 +1,241 @@
+"""Messages between gateway workers and a replica's engine, and the packed answers of the engine.
+
+A replica binds one decoupled model. Every request to it carries one `Message` in the input `CONTROL`, UINT8 [1, size];
+every response carries one `StepFrame` in the output `headwater.wire.frame.FRAME`, UINT8 [1, size]. Both are
+MessagePack.
+
+- `Open` makes a channel, which belongs to one gateway worker. Its frames are a stream like that of any other model
+  (`headwater.wire.parcel`), which also brings flow control, the channel's end with its worker, and the way to close it:
+  cancelling the stream. The first frame has no events and confirms the channel. Then each engine step makes one frame
+  with the tokens of all the channel's sequences; if the worker is behind by a window, steps are merged into the next
+  frame.
+- `Post` starts and cancels sequences of a channel. It is answered only if the channel is unknown: with one frame whose
+  `closed` says so. What several of its sequences share, as the choices of one prompt do, is in the message once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, Final, Literal, TypeAlias
+
+import msgspec
+from msgspec import Meta, structs
+
+from headwater.engine import Grammar, LogitBias, PromptLogprob, Sampling, TokenId, TopLogprobs
+
+__all__ = [
+    "CONTROL",
+    "Ending",
+    "Load",
+    "Message",
+    "Open",
+    "Post",
+    "SequenceEvent",
+    "StepFrame",
+    "Submit",
+    "decode_frame",
+    "decode_message",
+    "encode",
+    "most_bytes",
+]
+
+CONTROL: Final = "control"
+
+_TOKEN_BYTES: Final = 5
+_FLOAT_BYTES: Final = 9
+_CHARACTER_BYTES: Final = 4
+"""The most that each takes in MessagePack."""
+_Place: TypeAlias = Annotated[int, Meta(ge=0)]
+
+Ending: TypeAlias = Literal["stop", "length", "cancelled", "error", "full", "rejected", "out_of_memory"]
+"""Why a sequence ended: as `headwater.engine.Finish`; ``full``: the engine's queue is full; ``rejected``: the sequence
+can never be served. The last four have a message in `SequenceEvent.error`."""
+
+
+class Submit(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """A sequence to generate; the fields are those of `headwater.engine.SequenceRequest`."""
+
+    number: int
+    """Identifies the sequence within its channel; never used twice."""
+    request_id: str
+    """Identifies the request, which may have several sequences."""
+    prompt: list[TokenId]
+    max_tokens: int
+    sampling: Sampling = Sampling()
+    stop_ids: frozenset[TokenId] = frozenset()
+    ignore_eos: bool = False
+    cache_scope: str = ""
+    grammar: Grammar | None = None
+    prompt_logprobs: TopLogprobs | None = None
+
+    @property
+    def shared(self) -> tuple[list[TokenId], frozenset[TokenId], LogitBias, Grammar | None]:
+        """What may be large, and the same object in several sequences of a request."""
+        return self.prompt, self.stop_ids, self.sampling.logit_bias, self.grammar
+
+
+class Open(msgspec.Struct, frozen=True, array_like=True, tag="open"):
+    """Opens a channel."""
+
+    channel: str
+    """The channel's name, never used before; also the name of its stream."""
+
+
+class Post(msgspec.Struct, frozen=True, array_like=True, tag="post", omit_defaults=True):
+    """A worker's message on its channel."""
+
+    channel: str
+    submits: list[Submit] = []
+    cancels: list[int] = []
+    """The numbers of the sequences to cancel."""
+
+
+Message: TypeAlias = Open | Post
+
+
+class _PackedSubmit(msgspec.Struct, array_like=True):
+    """A sequence without the values that it may share, and the places of these in the message."""
+
+    submit: Submit
+    prompt: _Place
+    stop_ids: _Place
+    logit_bias: _Place
+    grammar: _Place
+
+
+class _PackedPost(msgspec.Struct, array_like=True, tag="post"):
+    """A `Post` as it travels."""
+
+    channel: str
+    submits: list[_PackedSubmit]
+    cancels: list[int]
+    prompts: list[list[TokenId]]
+    stop_ids: list[frozenset[TokenId]]
+    biases: list[LogitBias]
+    grammars: list[Grammar | None]
+
+    @classmethod
+    def of(cls, post: Post) -> _PackedPost:
+        """A message in which each value that sequences share, as one object, stands once."""
+        packed = cls(post.channel, [], post.cancels, [], [], [], [])
+        tables: tuple[list[Any], ...] = (packed.prompts, packed.stop_ids, packed.biases, packed.grammars)
+        known: tuple[dict[int, int], ...] = ({}, {}, {}, {})
+        for submit in post.submits:
+            places = []
+            for value, table, place_of in zip(submit.shared, tables, known, strict=True):
+                if (place := place_of.get(id(value))) is None:
+                    place = place_of[id(value)] = len(table)
+                    table.append(value)
+                places.append(place)
+            sampling = submit.sampling
+            if sampling.logit_bias:
+                sampling = structs.replace(sampling, logit_bias={})
+            bare = structs.replace(submit, prompt=[], stop_ids=frozenset(), grammar=None, sampling=sampling)
+            packed.submits.append(_PackedSubmit(bare, *places))
+        return packed
+
+    def post(self) -> Post:
+        """The message, in which sequences share values as objects.
+
+        Raises:
+            msgspec.ValidationError: a place is in none of the tables.
+        """
+        try:
+            return Post(self.channel, [self._submit(packed) for packed in self.submits], self.cancels)
+        except IndexError:
+            raise msgspec.ValidationError("expected the place of a value in this message") from None
+
+    def _submit(self, packed: _PackedSubmit) -> Submit:
+        submit, bias = packed.submit, self.biases[packed.logit_bias]
+        return structs.replace(
+            submit,
+            prompt=self.prompts[packed.prompt],
+            stop_ids=self.stop_ids[packed.stop_ids],
+            grammar=self.grammars[packed.grammar],
+            sampling=structs.replace(submit.sampling, logit_bias=bias) if bias else submit.sampling,
+        )
+
+
+class SequenceEvent(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """Consecutive tokens of a sequence, or its end, or both; or a part of its prompt's log probabilities."""
+
+    number: int
+    index: int
+    """Position of the first of these tokens in the answer; without tokens, the length of the answer."""
+    tokens: list[int]
+    logprobs: list[float] | None = None
+    """One per token, if the request asked for them."""
+    tops: list[tuple[tuple[int, float], ...]] | None = None
+    """For each token the most probable tokens with their logprobs, if the request asked for them."""
+    finish: Ending | None = None
+    error: str = ""
+    cached: int = 0
+    """With the first token: how many of the prompt's tokens the engine's prefix cache had."""
+    prompt: tuple[PromptLogprob, ...] = ()
+    """As `headwater.engine.TokenEvent.prompt`."""
+
+
+class Load(msgspec.Struct, array_like=True, gc=False):
+    """The engine's load, over all channels."""
+
+    active: int = 0
+    waiting: int = 0
+    cache_used: int = 0
+    """Tokens."""
+
+
+class StepFrame(msgspec.Struct, array_like=True, omit_defaults=True):
+    """One response."""
+
+    number: int
+    """The frame's number in its channel, from 0."""
+    events: list[SequenceEvent]
+    load: Load
+    closed: str = ""
+    """Why the channel ended, in its last frame."""
+
+
+def most_bytes(value: list[TokenId] | frozenset[TokenId] | LogitBias | Grammar | None) -> int:
+    """The most bytes that one of `Submit.shared` takes in a message."""
+    if value is None:
+        return 1
+    if isinstance(value, Grammar):
+        return _CHARACTER_BYTES * (len(value.text) + len(value.field))
+    return (_TOKEN_BYTES + _FLOAT_BYTES * isinstance(value, dict)) * len(value)
+
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(what: Message | StepFrame) -> bytes:
+    """The bytes of a message or a frame."""
+    return _encoder.encode(_PackedPost.of(what) if isinstance(what, Post) else what)
+
+
+def _decoder(kind: Any) -> Callable[[bytes | memoryview], Any]:
+    decode = msgspec.msgpack.Decoder(kind).decode
+
+    def decode_raw(raw: bytes | memoryview) -> Any:
+        try:
+            return decode(raw)
+        except (UnicodeDecodeError, RecursionError) as error:  # which msgspec lets through
+            raise msgspec.DecodeError(str(error)) from None
+
+    return decode_raw
+
+
+_decode_packed: Callable[[bytes | memoryview], Open | _PackedPost] = _decoder(Open | _PackedPost)
+
+
+def decode_message(raw: bytes | memoryview) -> Message:
+    """Decode what `encode` wrote.
+
+    Raises:
+        msgspec.MsgspecError: it is anything but a message.
+    """
+    message = _decode_packed(raw)
+    return message if isinstance(message, Open) else message.post()
+
+
+decode_frame: Callable[[bytes | memoryview], StepFrame] = _decoder(StepFrame)
+"""Decodes what `encode` wrote; raises `msgspec.MsgspecError` for anything but a frame."""
