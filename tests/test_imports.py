@@ -76,6 +76,15 @@ def test_the_command_line_imports_for_a_command_what_it_needs() -> None:
     }
 
 
+def test_the_version_is_told_without_what_the_commands_import() -> None:
+    code = "import sys; sys.argv = ['headwater', '--version']; from headwater_server.__main__ import main; main()"
+    assert not modules_after(code) & {"argparse", "logging", "msgspec", "numpy"}
+
+
+def test_the_package_of_models_imports_nothing_before_a_name_is_used() -> None:
+    assert not modules_after("import headwater") & {"msgspec", "numpy", "headwater.model"}
+
+
 def test_what_a_user_imports_is_stable() -> None:
     import headwater
 

@@ -3,7 +3,7 @@
 import sys
 
 import headwater
-from headwater_server import __version__
+from headwater_server import __version__, version_text
 
 
 def main() -> None:
@@ -16,6 +16,9 @@ def main() -> None:
             f"headwater: expected Headwater's package headwater {__version__}, which models import, got {got}{where}; "
             "rename that, or remove its folder from PYTHONPATH"
         )
+    if sys.argv[1:] == ["--version"]:  # without what the commands import
+        print(version_text())
+        return
     from headwater_server.cli.main import main as run
 
     run()

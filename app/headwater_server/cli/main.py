@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import headwater_server
+from headwater_server import version_text
 from headwater_server.cli.bench.options import add_bench_command
 from headwater_server.cli.init import KINDS, write_template
 from headwater_server.cli.keys import add_key_commands
@@ -46,8 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="headwater", description="Serve PyTorch models over HTTP, through PyTriton.")
-    version = f"headwater {headwater_server.__version__}{', compiled' if headwater_server.is_compiled() else ''}"
-    parser.add_argument("--version", action="version", version=version)
+    parser.add_argument("--version", action="version", version=version_text())
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     serve = commands.add_parser("serve", help="serve the models of a configuration, or one model")
