@@ -42,7 +42,7 @@ PR_SET_CHILD_SUBREAPER: Final = 36
 REQUEST_BYTES: Final = 64 * 1024
 GPU_DEVICES = "/dev/nvidia"
 """Begins the names of the files by which GPUs are used."""
-_ALWAYS: Final = ("headwater.replica.warmup", "headwater.replica.warmup_lm", "headwater.replica.served", "sh")
+_ALWAYS: Final = ("headwater.replica.warmup", "headwater.replica.warmup_lm", "headwater.replica.served")
 """What every replica imports."""
 
 

@@ -9,6 +9,7 @@ What differs from `pytriton.triton.Triton`, and why:
 - Triton completes no configuration: PyTriton's is complete, and for each model it would start Python once more to ask.
 - Triton starts while the model loads: all that it needs is the signature.
 - Triton sees no GPU: it holds no tensors there, but would allocate memory pools and a context on each.
+- Triton's process is started here, and its output goes to a file: PyTriton reads it in a thread.
 - Calls reach the callables by a shorter way (`headwater.replica.bridge`), and no process of PyTriton's keeps tensors.
 
 All use of private parts of PyTriton is here; tests/inference/replica/test_triton.py names the parts.
@@ -16,11 +17,14 @@ All use of private parts of PyTriton is here; tests/inference/replica/test_trito
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import http.client
 import os
 import re
+import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Sequence
@@ -45,6 +49,10 @@ from headwater.wire.shared_memory import bound_shape
 
 __all__ = ["EmbeddedTriton", "UnixConnection", "telling_lines"]
 
+LOG_FILE = "triton.log"
+OUTPUT_FILE = "triton.out"
+"""What it prints besides its log."""
+PR_SET_PDEATHSIG = 1
 START_TIMEOUT_S = 60.0
 STUCK_S = 10.0
 """After so long without getting on, Triton waits for a thread that it could not start."""
@@ -89,6 +97,7 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
         self.directory = directory
         self.http_socket = directory / "h"
         self.grpc_socket = directory / "g:1"
+        self._process: subprocess.Popen[bytes] | None = None
         super().__init__(
             config=TritonConfig(
                 allow_http=False,  # keeps PyTriton's own clients off it; switched on below
@@ -98,7 +107,7 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
                 allow_gpu_metrics=False,
                 allow_cpu_metrics=False,
                 allow_vertex_ai=False,  # which Triton serves by itself where AIP_MODE is PREDICTION
-                log_file=directory / "triton.log",
+                log_file=directory / LOG_FILE,
                 exit_timeout_secs=1,
             ),
             security_config=TritonSecurityConfig(access_token=token, restricted_endpoints=_RESTRICTED),
@@ -141,17 +150,19 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
 
     def launch(self) -> None:
         """Start Triton's process, which loads what is bound; `start` waits for it."""
+        self._initialize_server()
+        server = self._triton_server
+        command = [str(server._server_path), *server._server_config.to_args_list()]
         hidden = {"CUDA_VISIBLE_DEVICES": "", "NVIDIA_VISIBLE_DEVICES": "none"}
-        before = {name: os.environ.get(name) for name in hidden}
-        os.environ.update(hidden)
-        try:
-            self._run_server()
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
+        with (self.directory / OUTPUT_FILE).open("wb") as output:
+            self._process = subprocess.Popen(
+                command,
+                env={**server._get_env(), **hidden},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                preexec_fn=_end_with_parent,
+            )
 
     def start(self, infer: Sequence[Answers], loop: CallLoop) -> None:
         """Wait until Triton serves the model, launched or not, and have its instances call these, each in a thread.
@@ -168,7 +179,7 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
         for instance, answers in enumerate(infer):
             path = socket_path(self._workspace.path.as_posix(), model.model_name, instance)
             callee.start(path, answers, CallLoop() if instance else loop)
-        if self._triton_server is None:
+        if self._process is None:
             self.launch()
         self._wait_until_ready()
 
@@ -180,10 +191,10 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
         # The older name of disable-auto-complete-config, which takes no value; PyTriton gives every option one.
         self._triton_server_config["strict-model-config"] = True
 
-    def _initialize_server(self) -> None:
-        super()._initialize_server()
-        # Its output is kept (and shown if it fails to start) but not printed between the callable's own lines.
-        self._triton_server._verbose = False
+    def _pre_stop_impl(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
 
     def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + START_TIMEOUT_S
@@ -192,8 +203,9 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
             # The log says so at once, while Triton may take its time to end.
             if "Failed to create instance" in "".join(lines := self._log_lines()):
                 raise _not_started("an instance failed", lines)
-            if not self._triton_server.is_alive() or time.monotonic() > deadline:
-                ended = "it ended" if not self._triton_server.is_alive() else f"not ready after {START_TIMEOUT_S:g} s"
+            has_ended = self._process is None or self._process.poll() is not None
+            if has_ended or time.monotonic() > deadline:
+                ended = "it ended" if has_ended else f"not ready after {START_TIMEOUT_S:g} s"
                 raise _not_started(ended, self._log_lines())
             _check_threads()
             if progress.is_stuck(time.monotonic()):
@@ -212,11 +224,8 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
             connection.close()
 
     def _log_lines(self) -> list[str]:
-        lines: list[str] = self._triton_server.logs().splitlines()
-        log = self.directory / "triton.log"
-        if log.exists():
-            lines += log.read_text(errors="replace").splitlines()
-        return lines
+        logs = [self.directory / name for name in (OUTPUT_FILE, LOG_FILE)]
+        return [line for log in logs if log.exists() for line in log.read_text(errors="replace").splitlines()]
 
 
 class Progress:
@@ -274,6 +283,10 @@ def _check_threads() -> None:
     except RuntimeError as error:
         shortage = shortage_of(error)
         raise shortage or error from error
+
+
+def _end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _not_started(why: str, lines: Sequence[str]) -> ReplicaError:

@@ -20,15 +20,12 @@ from headwater.replica import bridge
 from headwater.replica.triton import EmbeddedTriton, telling_lines
 
 TESTED = "0.7.0"
-OVERRIDDEN = {
-    "_prepare_triton_config": ["workspace"],
-    "_initialize_server": [],
-}
+OVERRIDDEN = {"_prepare_triton_config": ["workspace"], "_pre_stop_impl": []}
 """Methods of `Triton` that PyTriton calls, and what with."""
 USED = {
     "_prepare_triton_config": "self._triton_server_config = TritonServerConfig()",
     "_initialize_server": "self._triton_server = TritonServer(",
-    "_run_server": "self._triton_server.start()",
+    "stop": "self._pre_stop_impl()",
 }
 """Methods of `Triton` that are built on, and what they do."""
 
@@ -52,9 +49,15 @@ def test_a_method_does_what_the_overriding_one_builds_on(name: str) -> None:
     assert USED[name] in inspect.getsource(getattr(Triton, name))
 
 
-@pytest.mark.parametrize("name", ["_verbose", "is_alive", "logs"])
+@pytest.mark.parametrize("name", ["_server_path", "_server_config", "_get_env"])
 def test_an_attribute_of_the_server_is_there(name: str) -> None:
     assert f"self.{name} =" in inspect.getsource(TritonServer) or hasattr(TritonServer, name)
+
+
+def test_the_server_starts_its_program_as_we_do() -> None:
+    source = inspect.getsource(TritonServer.start)
+    assert "self._get_env()" in source
+    assert "self._server_config.to_args_list()" in source
 
 
 @pytest.mark.parametrize("name", ["allow-http", "http-address", "metrics-address", "strict-model-config"])
