@@ -49,7 +49,7 @@ ENV PATH=/opt/headwater/bin:$PATH \
     PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1 \
     HEADWATER_SERVER__HOST=0.0.0.0
-# Your models go here: replicas import from it, before installed packages.
+# Your models go here: it is first on the replicas' sys.path.
 WORKDIR /models
 USER headwater
 EXPOSE 8000

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import sysconfig
 from collections.abc import Iterable
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -15,16 +14,12 @@ _folders: list[str] = []
 
 
 def put_on_path(folders: Iterable[str]) -> None:
-    """Put folders on ``sys.path``, the first one first.
+    """Put folders first on ``sys.path``, as the folder of a script is.
 
-    They come before installed packages, and behind the standard library: a user's ``queue.py`` must not be what the
-    libraries import that a replica needs.
+    What Headwater itself imports comes before, so that a user's ``queue.py`` isn't imported in place of Python's.
     """
-    platform = sysconfig.get_path("platstdlib")
-    standard = {sysconfig.get_path("stdlib"), platform, os.path.join(platform, "lib-dynload")}
-    place = 1 + max((index for index, entry in enumerate(sys.path) if entry in standard), default=-1)
     new = [folder for folder in folders if folder not in _folders]
-    sys.path[place:place] = new
+    sys.path[:0] = new
     _folders[:0] = new
 
 

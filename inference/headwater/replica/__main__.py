@@ -95,15 +95,14 @@ def _serve(
 
     progress("checking the environment")
     require()
-    put_on_path(spec.user_paths)
-    os.chdir(spec.working_dir)
-
     # Heavy imports come after the check of the environment, whose message is clearer than an import error.
     from headwater.replica.probe_call import write_probe
     from headwater.replica.served import load_served
     from headwater.replica.triton import EmbeddedTriton
     from headwater.runtime.capacity import Capacity
 
+    put_on_path(spec.user_paths)
+    os.chdir(spec.working_dir)
     watch = Watchdog(directory / WATCHDOG_FILE, spec.max_compute_s or 0).call
     capacity = Capacity(lambda text, rows: report(ReplicaStatus("limited", text, batch_limit=rows)))
     triton = EmbeddedTriton(directory, spec.token)

@@ -89,10 +89,10 @@ def _import(modules: Sequence[str]) -> set[str]:
     """Import what replicas need. Returns the top-level modules that a replica would import only after the user's."""
     first = "headwater.replica.__main__"
     importlib.import_module(first)
-    early = _top_level()
     del sys.modules[first]  # each replica runs it
     for module in _ALWAYS:
         importlib.import_module(module)
+    early = _top_level()
     for name in modules:
         module, _, attribute = name.partition(":")
         with contextlib.suppress(ImportError):  # if it is needed, the replica says so

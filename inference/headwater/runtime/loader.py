@@ -6,6 +6,7 @@ import importlib
 import inspect
 import pkgutil
 import sys
+import sysconfig
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import FunctionType, ModuleType
 from typing import Any
@@ -29,13 +30,14 @@ def _find(reference: str) -> object:
     module = import_for(title, module_name)
     found = getattr(module, class_name, None)
     if found is None:
-        if module_name.partition(".")[0] in sys.stdlib_module_names:
+        file = getattr(module, "__file__", None) or module.__name__
+        own = sysconfig.get_path("stdlib")
+        if module_name in sys.stdlib_module_names and (file == module_name or file.startswith(own)):
             reason = f"{module_name} is a module of Python's standard library, which hides a file of the same name"
             raise LoadError(Problem(title, reason, "give the file another name, or put it into a package"))
         models = _models_of(module)
         names = f"its models are {', '.join(models)}" if models else "it has no models"
         fix = f"name one of these, or add {class_name}" if models else "a model is a class derived from headwater.Model"
-        file = getattr(module, "__file__", None) or module.__name__
         reason = f"{file} has no {class_name}; {names}{did_you_mean(class_name, models)}"
         raise LoadError(Problem(title, reason, fix))
     return found
