@@ -46,10 +46,10 @@ def test_what_is_copied_is_there_and_not_ignored(name: str) -> None:
 def test_the_package_gets_all_that_its_metadata_names() -> None:
     copied = " ".join(rest for rest in of("Dockerfile", "COPY")).split()
     metadata = (ROOT / "pyproject.toml").read_text()
-    packages = re.search(r"^include = \[(.*)\]", metadata, re.M)
-    assert packages is not None
-    for package in re.findall(r'"(\w+)"', packages[1]):
-        assert package in copied
+    roots = re.search(r"^where = \[(.*)\]", metadata, re.M)
+    assert roots is not None
+    for root in re.findall(r'"(\w+)"', roots[1]):
+        assert root in copied
     for name in re.findall(r'^(?:readme = |license-files = \[)"([^"]+)"', metadata, re.M):
         assert name in copied
     assert {"requirements.lock", "requirements-dev.lock", "pyproject.toml"} <= set(copied)

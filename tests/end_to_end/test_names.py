@@ -25,8 +25,9 @@ class Mine(Model):
     def __call__(self, x):
         return {"y": x * FACTOR}
 """
+FILES = ("app", "inference", "serve", "models", "utils")
+PACKAGES = ("app.serve", "inference.clean", "models.types", "utils.queue", "serve.app")
 STANDARD = ("types", "queue")
-NAMES = ("app", "inference", "serve", "models", "utils", "clean", *STANDARD)
 
 
 def model(factor: int) -> str:
@@ -49,24 +50,19 @@ def write(folder: Path, files: dict[str, str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["files", "packages", "folders without __init__.py"])
-def test_names_that_others_use_too_are_served(kind: str, tmp_path: Path) -> None:
-    modules: dict[str, str] = {}
-    for number, name in enumerate(NAMES):
-        if kind != "files":
-            modules[f"{name}.{NAMES[number - 1]}"] = f"{name}/{NAMES[number - 1]}.py"
-        elif name not in STANDARD:
-            modules[name] = f"{name}.py"
-    if kind != "files":  # a package of that name can't be imported, wherever one tries
-        modules = {module: path for module, path in modules.items() if module.partition(".")[0] not in STANDARD}
-    write(tmp_path, {path: model(factor) for factor, path in enumerate(modules.values())})
-    if kind == "files":
-        write(
-            tmp_path, {f"{name}.py": "raise RuntimeError('imported in place of Python\\'s own')" for name in STANDARD}
-        )
-    elif kind == "packages":
-        write(tmp_path, {f"{name}/__init__.py": "" for name in NAMES})
-    deployments = {module.replace(".", "-"): {"model": f"{module}:Mine"} for module in modules}
+@pytest.mark.parametrize(
+    ("modules", "others"),
+    [
+        (FILES, {f"{name}.py": "raise RuntimeError('imported in place of the standard library')" for name in STANDARD}),
+        (PACKAGES, {f"{name.partition('.')[0]}/__init__.py": "" for name in PACKAGES}),
+        (PACKAGES, {f"{name}/README.md": "" for name in STANDARD}),
+    ],
+    ids=["files", "packages", "folders without __init__.py"],
+)
+def test_names_that_others_use_too_are_served(modules: tuple[str, ...], others: dict[str, str], tmp_path: Path) -> None:
+    write(tmp_path, others)
+    write(tmp_path, {f"{name.replace('.', '/')}.py": model(factor) for factor, name in enumerate(modules)})
+    deployments = {name.replace(".", "-"): {"model": f"{name}:Mine"} for name in modules}
     with serve({"deployments": deployments}, cwd=tmp_path, prefix=AS_USERS_DO) as running:
         for factor, name in enumerate(deployments):
             answer = running.infer(name, [3], shape=[1, 1], name="x")

@@ -140,7 +140,7 @@ def test_a_module_imports_and_finds_what_is_there(name: str) -> None:
 
 def test_the_package_brings_all_files() -> None:
     pyproject = (Path(__file__).parents[3] / "pyproject.toml").read_text()
-    patterns = re.findall(r"^app = \[(.*)\]$", pyproject, re.MULTILINE)[0].replace('"', "").split(", ")
+    patterns = re.findall(r"^headwater_server = \[(.*)\]$", pyproject, re.MULTILINE)[0].replace('"', "").split(", ")
     assert all(any(fnmatch(f"gateway/static/{name}", pattern) for pattern in patterns) for name in FILES)
 
 

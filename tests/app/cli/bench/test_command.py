@@ -353,7 +353,7 @@ def begun(target: LoadTarget, path: Path) -> Iterator[subprocess.Popen[str]]:
     command = [
         sys.executable,
         "-m",
-        "app",
+        "headwater_server",
         "bench",
         target.url,
         "--connections",
