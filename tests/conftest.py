@@ -33,8 +33,8 @@ SHARED_SERVER = re.compile(r"\b(?:services|demo): Running\b|\b(lm): Running\b")
 
 
 HEAVY = re.compile(
-    r"\b(import|from) (torch|pytriton|onnx|transformers|headwater\.lm\.grammars|tests\.inference\.hf\.folders"
-    r"|tests\.running|tests\.browser)\b|: Running\b|llamas"
+    r"\b(import|from) (torch|pytriton|onnx|transformers|headwater\.lm\.grammars|tests\.running|tests\.browser"
+    r"|tests\.inference\.hf\.(?:folders|linear_layers))\b|: Running\b|llamas"
 )
 """What a module that needs Triton, torch or a browser has in its text."""
 
@@ -59,6 +59,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Modules that take long first, so that all workers have work at the end; those that share a server in a row."""
     if config.getoption("--fast"):
+        if "torch" in sys.modules:
+            raise pytest.UsageError(
+                "--fast: a module that was collected imports torch; extend HEAVY in tests/conftest.py"
+            )
         items[:] = [item for item in items if not any(map(item.get_closest_marker, ("torch", "slow")))]
     items.sort(key=lambda item: (duration_class(item.path), shared_server(item.path)), reverse=True)
 

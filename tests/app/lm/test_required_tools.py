@@ -15,9 +15,9 @@ from headwater.lm.loading import plan_language_model
 from headwater_server.errors import BadRequest
 from headwater_server.lm.chat import ChatRequest
 from headwater_server.lm.dispatcher import LmDispatcher
+from tests.app.lm.app_with_engine import Ask, run
 from tests.app.lm.response_events import said, told
 from tests.app.lm.scripted import LIMITS
-from tests.app.lm.test_routes_with_engine import Ask, run
 from tests.app.lm.tool_text import VOCAB_SIZE, WEATHER, tool_folder, tool_text
 
 REFERRING: Any = {

@@ -4,82 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import httpx
 import msgspec
 import torch
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from headwater.engine import Engine, EngineLimits, Sampling, SequenceRequest, TokenEvent
+from headwater.engine import EngineLimits, Sampling, SequenceRequest, TokenEvent
 from headwater.lm.causal_lm import load_causal_lm
-from headwater.lm.engine_host import EngineHost
 from headwater.lm.null_engine import NullEngine
 from headwater.lm.slot_engine import SlotEngine
-from headwater.signature import LanguageModelSpec
-from headwater_server.config.schema import Server
-from headwater_server.control.routing import RoutingTable
-from headwater_server.gateway.app import create_app
-from headwater_server.gateway.http.entry import RequestRecords
-from headwater_server.gateway.http.event_stream import StreamLimits
-from headwater_server.gateway.models import Models
 from headwater_server.lm.dispatcher import LmDispatcher
+from tests.app.lm.app_with_engine import Ask, run
 from tests.app.lm.scripted import FOLDER, tiny_text
-from tests.app.lm.stand_in import SIGNATURE, route_of, until
-from tests.app.lm.test_with_engine_host import HostClient
+from tests.app.lm.stand_in import until
 from tests.counted import count_from_zero, counts_of
 
 LIMITS = EngineLimits(max_sequences=4, max_waiting=2, context_length=100_000, cache_tokens=1_000_000, vocab_size=4096)
-
-
-class Ask:
-    """Asks the application. httpx gives an answer when it is complete; `sent` has its bytes before."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-        self.sent = bytearray()
-        self.key = ""
-        """The name of the key that the requests show."""
-
-    async def _watched(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def noting(message: Message) -> None:
-            self.sent += message.get("body", b"")
-            await send(message)
-
-        if self.key:
-            scope["state"] = {"key": self.key}
-        await self._app(scope, receive, noting)
-
-    async def __call__(self, path: str, request_id: str = "", **body: Any) -> httpx.Response:
-        headers = {"x-request-id": request_id} if request_id else {}
-        transport = httpx.ASGITransport(self._watched)
-        async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
-            return await client.post(path, json=body, headers=headers)
-
-
-def run(
-    engine: Engine,
-    scenario: Callable[[Ask, LmDispatcher], Awaitable[None]],
-    folder: Path = FOLDER,
-    sampling: Sampling = Sampling(),  # noqa: B008  frozen
-) -> None:
-    async def main() -> None:
-        host = EngineHost(engine)
-        models = Models(lambda name, route: HostClient(host))
-        specification = LanguageModelSpec(str(folder), engine.limits, sampling=sampling)
-        signature = msgspec.structs.replace(SIGNATURE, language_model=specification)
-        models.update(RoutingTable((msgspec.structs.replace(route_of("a", timeout_s=20), signature=signature),)))
-        records = RequestRecords(None, StreamLimits(ping_s=0.02))
-        ask = Ask(create_app(models, Server(), records=records))
-        try:
-            await asyncio.wait_for(scenario(ask, models.language_model(models.get("lm"))), 30)
-        finally:
-            models.close()
-            await asyncio.to_thread(host.close)
-
-    asyncio.run(main())
 
 
 def text_of(answer: httpx.Response) -> str:

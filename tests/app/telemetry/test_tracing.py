@@ -38,7 +38,7 @@ from headwater_server.telemetry.tracing import Tracing, add_model, current, expo
 from tests.app.dispatch import test_frame_call as frames
 from tests.app.dispatch import test_graph as graph
 from tests.app.dispatch.test_dispatcher import settle
-from tests.app.lm import test_routes_with_engine as lm
+from tests.app.lm import app_with_engine as lm
 from tests.app.lm.stand_in import LIMITS
 from tests.app.telemetry import test_accounting as unary
 

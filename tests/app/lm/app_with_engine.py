@@ -1,0 +1,76 @@
+"""The application with a language model whose engine runs in this process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from headwater.engine import Engine, Sampling
+from headwater.lm.engine_host import EngineHost
+from headwater.signature import LanguageModelSpec
+from headwater_server.config.schema import Server
+from headwater_server.control.routing import RoutingTable
+from headwater_server.gateway.app import create_app
+from headwater_server.gateway.http.entry import RequestRecords
+from headwater_server.gateway.http.event_stream import StreamLimits
+from headwater_server.gateway.models import Models
+from headwater_server.lm.dispatcher import LmDispatcher
+from tests.app.lm.scripted import FOLDER
+from tests.app.lm.stand_in import SIGNATURE, route_of
+from tests.app.lm.test_with_engine_host import HostClient
+
+__all__ = ["Ask", "run"]
+
+
+class Ask:
+    """Asks the application. httpx gives an answer when it is complete; `sent` has its bytes before."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self.sent = bytearray()
+        self.key = ""
+        """The name of the key that the requests show."""
+
+    async def _watched(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def noting(message: Message) -> None:
+            self.sent += message.get("body", b"")
+            await send(message)
+
+        if self.key:
+            scope["state"] = {"key": self.key}
+        await self._app(scope, receive, noting)
+
+    async def __call__(self, path: str, request_id: str = "", **body: Any) -> httpx.Response:
+        headers = {"x-request-id": request_id} if request_id else {}
+        transport = httpx.ASGITransport(self._watched)
+        async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+            return await client.post(path, json=body, headers=headers)
+
+
+def run(
+    engine: Engine,
+    scenario: Callable[[Ask, LmDispatcher], Awaitable[None]],
+    folder: Path = FOLDER,
+    sampling: Sampling = Sampling(),  # noqa: B008  frozen
+) -> None:
+    async def main() -> None:
+        host = EngineHost(engine)
+        models = Models(lambda name, route: HostClient(host))
+        specification = LanguageModelSpec(str(folder), engine.limits, sampling=sampling)
+        signature = msgspec.structs.replace(SIGNATURE, language_model=specification)
+        models.update(RoutingTable((msgspec.structs.replace(route_of("a", timeout_s=20), signature=signature),)))
+        records = RequestRecords(None, StreamLimits(ping_s=0.02))
+        ask = Ask(create_app(models, Server(), records=records))
+        try:
+            await asyncio.wait_for(scenario(ask, models.language_model(models.get("lm"))), 30)
+        finally:
+            models.close()
+            await asyncio.to_thread(host.close)
+
+    asyncio.run(main())
