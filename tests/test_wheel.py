@@ -8,11 +8,14 @@ import sys
 import zipfile
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 ROOTS = ("app", "inference")
 ONLY_IN_THE_REPOSITORY = {"headwater/zoo/README.md"}
 
 
+@pytest.mark.slow
 def test_it_has_every_file_of_the_packages_and_the_command(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()

@@ -95,6 +95,7 @@ def test_versions_are_those_that_run() -> None:
     assert Path(found["libpython"] or "").name == f"libpython{PYTHON}.so.1.0"
 
 
+@pytest.mark.slow
 def test_cuda_is_what_torch_says() -> None:
     torch = pytest.importorskip("torch")
     assert versions()["cuda"] == (torch.version.cuda or "none (CPU build)")

@@ -301,6 +301,7 @@ def test_an_order_ends_the_replica_and_the_port_lingers(what: str) -> None:
     run(scenario)
 
 
+@pytest.mark.slow
 def test_a_replica_that_does_not_start_says_why_for_a_while() -> None:
     async def scenario() -> None:
         async with agent("fails", linger_s=1) as bench:
@@ -331,6 +332,7 @@ def test_with_its_standard_input_all_of_it_ends_the_port_last() -> None:
     run(scenario)
 
 
+@pytest.mark.slow
 def test_with_its_standard_input_a_guardian_ends_that_is_stopped() -> None:
     async def scenario() -> None:
         async with agent() as bench:
@@ -347,6 +349,7 @@ def test_with_its_standard_input_a_guardian_ends_that_is_stopped() -> None:
     run(scenario)
 
 
+@pytest.mark.slow
 def test_what_is_asked_of_vllm_is_answered_and_adapters_are_kept() -> None:
     async def scenario() -> None:
         async with agent("vllm") as bench:
@@ -399,6 +402,7 @@ def test_who_does_not_say_hello_is_cut(first: bytes) -> None:
     run(scenario)
 
 
+@pytest.mark.slow
 def test_listeners_that_have_gone_are_forgotten() -> None:
     async def scenario() -> None:
         async with agent() as bench:

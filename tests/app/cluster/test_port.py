@@ -444,6 +444,7 @@ def test_no_segment_of_other_sizes(raw: bytes, status: bytes) -> None:
     asyncio.run(asyncio.wait_for(scenario(), 30))
 
 
+@pytest.mark.slow
 def test_a_replica_that_reads_slowly_slows_the_client(run: Run) -> None:
     async def scenario() -> None:
         async with opened() as (_, address, replica):
@@ -508,6 +509,7 @@ def test_connections_are_limited(run: Run, monkeypatch: pytest.MonkeyPatch) -> N
     run(scenario())
 
 
+@pytest.mark.slow
 @NEEDS_OPENSSL
 @pytest.mark.parametrize("who", ["nobody", "plain", "stranger", "other-name"])
 def test_who_has_no_certificate_of_the_cluster_gets_nowhere(who: str, run: Run, folders: dict[str, Path]) -> None:

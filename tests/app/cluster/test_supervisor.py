@@ -584,6 +584,7 @@ def test_a_replica_out_of_reach_gets_nothing_new_and_one_that_is_lost_is_replace
     run(scenario)
 
 
+@pytest.mark.slow
 def test_a_replica_that_stays_out_of_reach_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_replica, "OUT_OF_REACH_S", 0.5)
 
@@ -775,6 +776,7 @@ def process(folder: Path, orders: bytes | None, nodes: str = "10.0.0.1") -> tupl
     return said, status
 
 
+@pytest.mark.slow
 def test_each_process_has_a_greater_epoch_and_only_a_stop_ends_it_for_good(tmp_path: Path) -> None:
     began_s = int(time.time())
     first, status = process(tmp_path, None)
@@ -787,6 +789,7 @@ def test_each_process_has_a_greater_epoch_and_only_a_stop_ends_it_for_good(tmp_p
     assert second["token"] != first["token"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_first", [True, False])
 def test_several_machines_need_tls(tmp_path: Path, is_first: bool) -> None:
     if not is_first:

@@ -744,6 +744,7 @@ def test_a_gateway_that_says_goodbye_is_not_waited_for() -> None:
     run_far(scenario)
 
 
+@pytest.mark.slow
 def test_a_supervisors_successor_waits_for_the_gateways_that_there_were(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "GATEWAY_GONE_S", 1.0)
 

@@ -26,6 +26,7 @@ tables = st.builds(
 )
 
 
+@pytest.mark.slow
 @given(tables, tables)
 def test_a_change_leads_from_one_table_to_the_other(before: RoutingTable, after: RoutingTable) -> None:
     change = DOWNWARD.decode(encode_line(TableChange.between(before, after)))

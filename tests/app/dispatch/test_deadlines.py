@@ -121,6 +121,7 @@ async def beats(collector: Collector, deadlines: Deadlines, count: int, interval
         await asyncio.sleep(interval_s)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("runner", [asyncio.run, uvloop.run])
 def test_a_stream_may_last_as_long_as_something_comes(runner: Callable[[Awaitable[None]], None]) -> None:
     async def scenario() -> None:

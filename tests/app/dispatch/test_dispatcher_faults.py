@@ -286,6 +286,7 @@ def test_a_request_that_took_two_replicas_down_is_refused_until_a_reload() -> No
     run(scenario)
 
 
+@pytest.mark.slow
 def test_a_request_is_not_told_that_it_took_replicas_down_which_are_still_there() -> None:
     async def scenario() -> None:
         bench = Bench(replicas=2)

@@ -838,6 +838,7 @@ async def unread(bench: Bench, count: int, frame: bytes | None = None) -> tuple[
     return call, pieces
 
 
+@pytest.mark.slow
 def test_a_stream_that_is_not_read_is_held_up_and_its_silence_is_not_the_replica_s() -> None:
     async def scenario() -> None:
         bench = Bench(STREAMING, timeout_s=1)

@@ -64,6 +64,7 @@ def test_background_tasks_end_with_the_server(caplog: pytest.LogCaptureFixture) 
     assert not caplog.records
 
 
+@pytest.mark.slow
 def test_a_request_that_the_end_cuts_off_is_in_the_access_log() -> None:
     async def scenario(folder: Path) -> str:
         control = ControlServer(None)

@@ -34,6 +34,7 @@ def test_a_folder_without_a_template_takes_texts_only(tmp_path: Path) -> None:
         text.chat_text([{"role": "user", "content": "hi"}], None)
 
 
+@pytest.mark.slow
 def test_a_long_text_leaves_the_interpreter_to_others() -> None:
     text = LanguageText(FOLDER)
     turns = 0
@@ -63,6 +64,7 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
         LanguageText(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_gateway_without_language_models_loads_no_tokenizers() -> None:
     seen = (
         "import sys, headwater_server.gateway.app\n"

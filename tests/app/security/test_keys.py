@@ -122,6 +122,7 @@ def test_where_a_request_shows_its_key(headers: list[tuple[bytes, bytes]], expec
     assert shown_key(headers) == expected
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.sampled_from([b"authorization", b"x-api-key", b"host"]), st.binary(max_size=600))))
 def test_any_headers_show_a_text_or_none(headers: list[tuple[bytes, bytes]]) -> None:
     text = shown_key(headers)

@@ -6,6 +6,8 @@ import ast
 import functools
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[3]
 UNPICKLING = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 
@@ -23,6 +25,7 @@ def keyword(call: ast.Call, name: str) -> str | None:
     return next((ast.unparse(argument.value) for argument in call.keywords if argument.arg == name), None)
 
 
+@pytest.mark.slow
 def test_checkpoints_are_loaded_as_weights_only() -> None:
     found = [
         (path.name, ast.unparse(node.func), keyword(node, "weights_only"))

@@ -203,6 +203,7 @@ def test_what_a_body_may_not_say(action: str, parameters: dict[str, Any], status
     run(scenario)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("action", ["load", "unload"])
 @pytest.mark.parametrize(
     "name", ["", "b", "a/", "a/b", "%2E%2E", "a%2F%2E%2E", "%2Fetc%2Fpasswd", "..%2F..%2Fetc%2Fpasswd", "%20", "%0A%09"]

@@ -67,6 +67,7 @@ def test_a_worker_that_gives_no_sign_of_life_is_killed_and_no_other(
     assert f"gateway worker 0 ({silent.pid}) has given no sign of life for 4 s" in caplog.text
 
 
+@pytest.mark.slow
 def test_the_log_says_why_a_worker_ended(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tls = {"certificate": str(tmp_path / "server.pem"), "key": str(tmp_path / "server.key")}
     config = Config.model_validate({"server": {"tls": tls}, "deployments": {"m": {"model": "m:M"}}})

@@ -208,6 +208,7 @@ async def settled(gateway: Gateway, tasks: list[asyncio.Task[int]], open_: int) 
             task.result()
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(actions=st.lists(st.sampled_from(ACTIONS), max_size=12), refused=st.lists(st.sampled_from(NOT_ACCEPTED)))
 def test_accepted_is_the_sum_of_all_outcomes_and_what_is_in_flight(actions: list[Action], refused: list[str]) -> None:

@@ -310,6 +310,7 @@ def test_nobody_to_ask_is_no_wait() -> None:
     assert asyncio.run(ask_replicas([])) == []
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_never_scraped_imports_no_client() -> None:
     code = (
         "import sys, headwater_server.gateway.worker\n"

@@ -372,6 +372,7 @@ class TestOff:
         assert line["path"] == "/v2/models/m/infer"
         assert "trace_id" not in line
 
+    @pytest.mark.slow
     def test_the_sdk_is_not_imported(self) -> None:
         code = (
             "import sys, headwater_server.gateway.worker, headwater_server.telemetry.tracing\n"

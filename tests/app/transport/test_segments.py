@@ -132,6 +132,7 @@ def test_small_calls_take_none() -> None:
     run(scenario)
 
 
+@pytest.mark.slow
 def test_memory_is_used_again_once_nobody_has_a_view_of_it() -> None:
     async def scenario(segments: Segments) -> None:
         expecting(segments, 4 * LARGE)
@@ -215,6 +216,7 @@ def test_without_segments_everything_travels() -> None:
     assert shapes_in(head) == {"x": [1, LARGE]}
 
 
+@pytest.mark.slow
 def test_segments_end_with_their_owner() -> None:
     shared: list[SharedCall] = []
 

@@ -280,6 +280,7 @@ def test_each_event_begins_the_timeout_anew() -> None:
     run(scenario)
 
 
+@pytest.mark.slow
 def test_no_timeout_runs_while_the_client_takes_its_time() -> None:
     async def scenario() -> None:
         async with benched(timeout_s=0.2) as bench:
@@ -365,6 +366,7 @@ def test_a_client_that_leaves_ends_its_connection_only() -> None:
     run(scenario)
 
 
+@pytest.mark.slow
 def test_a_request_that_is_over_is_freed_without_the_garbage_collector() -> None:
     async def scenario() -> None:
         async with benched(timeout_s=5) as bench:

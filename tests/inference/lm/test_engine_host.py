@@ -711,6 +711,7 @@ def test_a_step_that_does_not_return_ends_the_replica() -> None:
     assert len(broken) == 1
 
 
+@pytest.mark.slow
 def test_many_steps_may_take_longer_than_one_and_rest_is_no_step() -> None:
     broken: list[str] = []
 

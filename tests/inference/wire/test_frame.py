@@ -56,6 +56,7 @@ def encoded(drawn: Drawn) -> tuple[Frame, bytes]:
     return frame, array.tobytes()
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(frames)
 def test_a_frame_comes_back_as_it_was(drawn: Drawn) -> None:

@@ -52,6 +52,7 @@ def test_every_request_whose_time_comes_is_sent_and_counted() -> None:
     assert outcomes.requests_per_s == pytest.approx(100 / outcomes.elapsed_s)
 
 
+@pytest.mark.slow
 def test_a_stall_is_charged_to_all_that_should_have_come_meanwhile() -> None:
     began_s: list[float] = []
 

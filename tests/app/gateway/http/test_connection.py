@@ -97,6 +97,7 @@ def test_a_body_that_is_sent_on_after_the_answer_is_read_for_a_while_only() -> N
     run(scenario)
 
 
+@pytest.mark.slow
 def test_a_body_that_ends_after_the_answer_leaves_the_connection_good() -> None:
     async def scenario(port: int) -> None:
         reader, writer = await connect(port)
@@ -129,6 +130,7 @@ def test_an_answer_that_nobody_reads_is_given_up(header: bytes) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_an_answer_that_is_read_slowly_arrives() -> None:
     async def main() -> None:
         async with served(timeout_s=1) as server:
@@ -149,6 +151,7 @@ def test_an_answer_that_is_read_slowly_arrives() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_bytes_between_requests_do_not_keep_a_connection_for_ever() -> None:
     async def scenario(port: int) -> None:
         reader, writer = await connect(port)
@@ -272,6 +275,7 @@ def test_a_body_is_no_part_of_the_head_behind_it() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("more", "status"),
     [
@@ -343,6 +347,7 @@ def test_nothing_is_said_of_the_rest_of_a_body_whose_request_is_answered() -> No
     run(scenario)
 
 
+@pytest.mark.slow
 def test_a_connection_is_read_no_further_while_requests_wait_on_it() -> None:
     application = Gated()
     count = 5000
@@ -383,6 +388,7 @@ def test_a_body_behind_a_request_that_is_answered_late_arrives() -> None:
     run_with(application, scenario)
 
 
+@pytest.mark.slow
 def test_a_head_that_nobody_reads_yet_is_not_late() -> None:
     application = Gated()
 
@@ -399,6 +405,7 @@ def test_a_head_that_nobody_reads_yet_is_not_late() -> None:
     run_with(application, scenario)
 
 
+@pytest.mark.slow
 def test_empty_lines_keep_no_connection() -> None:
     async def scenario(port: int) -> None:
         reader, writer = await connect(port)
@@ -520,6 +527,7 @@ def test_a_client_that_ends_its_sending_side_gets_its_answers(sent: bytes, answe
     run_with(application, scenario)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("request_", "meanwhile", "end"),
     [
@@ -546,6 +554,7 @@ def test_a_client_that_waits_gets_what_it_ignores_until_its_answer(
     run_with(application, scenario)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [b"/a", b"/stream"])
 @pytest.mark.parametrize("version", [b"1.0", b"1.1"])
 @pytest.mark.parametrize("ends_its_side_before", [False, True])

@@ -81,6 +81,7 @@ def test_connections_that_never_shake_hands_keep_nobody_out(context: ssl.SSLCont
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_a_handshake_has_its_time_and_the_log_says_so(
     context: ssl.SSLContext, caplog: pytest.LogCaptureFixture
 ) -> None:

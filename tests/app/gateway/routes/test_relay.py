@@ -383,6 +383,7 @@ async def never(exchange: Exchange) -> None:
     await exchange.left()
 
 
+@pytest.mark.slow
 def test_embeddings_have_the_deployments_deadline() -> None:
     async def scenario(gateway: Gateway) -> None:
         async def only_the_first(exchange: Exchange) -> None:
