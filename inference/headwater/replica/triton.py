@@ -54,6 +54,7 @@ OUTPUT_FILE = "triton.out"
 """What it prints besides its log."""
 PR_SET_PDEATHSIG = 1
 START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 30.0
 STUCK_S = 10.0
 """After so long without getting on, Triton waits for a thread that it could not start."""
 STUCK_CPU_NS = 10_000_000
@@ -192,7 +193,12 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
         self._triton_server_config["strict-model-config"] = True
 
     def _pre_stop_impl(self) -> None:
-        if self._process is not None:
+        if self._process is None:
+            return
+        self._process.send_signal(signal.SIGINT)  # so that it removes its folders in /tmp
+        try:
+            self._process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
 
