@@ -27,8 +27,8 @@ import psutil
 
 from benchmarks.servers import free_port
 from headwater.environment import library_path
-from headwater_server.process.sweep import BACKEND_FOLDERS
 from tests.running import wait_for
+from tests.traces import remove_backend_folders
 
 __all__ = ["Bare", "serve_bare"]
 
@@ -93,10 +93,7 @@ def serve_bare(scripts: Sequence[Path], models: Collection[str], log: Path) -> I
         process.wait()
         for path in left:
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-        for folder in BACKEND_FOLDERS.glob("python_env_*"):
-            with contextlib.suppress(OSError):  # not empty or gone: another server's
-                if began_s <= folder.stat().st_mtime <= ready_s:
-                    folder.rmdir()
+        remove_backend_folders(began_s, ready_s)
 
 
 def _traces(pid: int) -> set[Path]:

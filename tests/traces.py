@@ -7,9 +7,10 @@ import json
 import os
 from pathlib import Path
 
+from headwater_server.process.sweep import BACKEND_FOLDERS
 from tests.running import Running, leftovers, segments_of
 
-__all__ = ["Traces"]
+__all__ = ["Traces", "remove_backend_folders"]
 
 
 class Traces:
@@ -28,6 +29,14 @@ class Traces:
         found = [left for one in self.folders for left in leftovers(one, self.segments)]
         found += [f"folder {one}" for one in self.folders if one.exists()]
         return found + [f"process {pid} of group {one}" for one in self.groups for pid in _members(one)]
+
+
+def remove_backend_folders(began_s: float, ended_s: float) -> None:
+    """Remove the folders of Triton's Python backend that were made between two times; a killed Triton leaves them."""
+    for folder in BACKEND_FOLDERS.glob("python_env_*"):
+        with contextlib.suppress(OSError):  # not empty or gone: another server's
+            if began_s <= folder.stat().st_mtime <= ended_s:
+                folder.rmdir()
 
 
 def _members(group: int) -> list[int]:

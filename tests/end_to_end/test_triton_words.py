@@ -7,6 +7,7 @@ import os
 import signal
 import tempfile
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from headwater_server.errors import CallableFailed, HeadwaterError, ReplicaLost,
 from headwater_server.transport.batch import encode_batch
 from headwater_server.transport.triton import TritonClient
 from tests.running import processes_of
+from tests.traces import remove_backend_folders
 
 # PyTriton's client, which `stop` makes.
 pytestmark = pytest.mark.filterwarnings("ignore:tritonclient.grpc doesn't support timeout")
@@ -53,10 +55,13 @@ class Held:
 def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Short enough for the paths of sockets."""
     monkeypatch.setenv("LD_LIBRARY_PATH", library_path(os.environ))
+    began_s = time.time()
     with tempfile.TemporaryDirectory(prefix="hw-", ignore_cleanup_errors=True) as name:
         yield Path(name)
-    for segment in Path("/dev/shm").glob(f"pytrtion{os.getpid()}-*"):  # a replica's guardian would sweep it
+    # A replica's guardian would sweep these.
+    for segment in Path("/dev/shm").glob(f"pytrtion{os.getpid()}-*"):
         segment.unlink()
+    remove_backend_folders(began_s, time.time())
 
 
 @pytest.fixture
