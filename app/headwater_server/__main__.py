@@ -10,11 +10,11 @@ def main() -> None:
     """Run the command, unless `headwater` is another package than ours, or another version."""
     version = getattr(headwater, "__version__", None)
     if version != __version__:
-        got = f"{version} in " if version else ""
         where = headwater.__file__ or ", ".join(headwater.__path__)
+        got, fix = (f"{version} in {where}", "install that version") if version else (where, "rename that")
         sys.exit(
-            f"headwater: expected Headwater's package headwater {__version__}, which models import, got {got}{where}; "
-            "rename that, or remove its folder from PYTHONPATH"
+            f"headwater: expected Headwater's package headwater {__version__}, which models import, got {got}; "
+            f"{fix}, or remove its folder from PYTHONPATH"
         )
     if sys.argv[1:] == ["--version"]:  # without what the commands import
         print(version_text())

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-__all__ = ["put_on_path", "user_folders", "user_module_headwater"]
+__all__ = ["module_named_headwater", "put_on_path", "user_folders"]
 
 _folders: list[str] = []
 
@@ -28,7 +28,7 @@ def user_folders() -> tuple[str, ...]:
     return tuple(_folders)
 
 
-def user_module_headwater(folders: Iterable[str]) -> str | None:
+def module_named_headwater(folders: Iterable[str]) -> str | None:
     """The file of a module or package ``headwater`` in one of these folders that isn't Headwater's, if there is one.
 
     A folder without ``__init__.py`` is no package of that name: Headwater's is found all the same.

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from headwater.errors import Problem
 from headwater.reference import kind_and_path, script_and_name
-from headwater.user_folders import user_module_headwater
+from headwater.user_folders import module_named_headwater
 from headwater_server.config.content import config_content
 from headwater_server.config.schema import Config, is_model_reference, load_what, read_config
 from headwater_server.errors import ConfigError
@@ -54,20 +54,20 @@ def load_with_scripts(what: str, *, flags: Mapping[str, Any]) -> Loaded:
 
 
 def _refuse_own_name(config: Config, paths: tuple[str, ...]) -> None:
-    """See that nobody's module has the name of the package that models import.
+    """Check that no module of the user's has the name of the package that models import.
 
     Raises:
-        ConfigError: a module in a folder of models has.
+        ConfigError: one has.
     """
-    places = {"models": list(paths)} | {
+    places = {"folders of models": list(paths)} | {
         f"deployments.{name}.environment.PYTHONPATH": one.environment["PYTHONPATH"].split(os.pathsep)
         for name, one in config.deployments.items()
         if "PYTHONPATH" in one.environment
     }
     for field, folders in places.items():
-        if file := user_module_headwater(folders):
+        if file := module_named_headwater(folders):
             raise ConfigError(
-                f"{field}: expected no module of the name headwater, since models import Headwater's package by it, "
+                f"{field}: expected no module of the name headwater, which is the package that models import, "
                 f"got {file}; rename that"
             )
 

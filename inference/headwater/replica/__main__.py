@@ -95,6 +95,7 @@ def _serve(
 
     progress("checking the environment")
     require()
+
     # Heavy imports come after the check of the environment, whose message is clearer than an import error.
     from headwater.replica.probe_call import write_probe
     from headwater.replica.served import load_served

@@ -31,8 +31,8 @@ def _find(reference: str) -> object:
     found = getattr(module, class_name, None)
     if found is None:
         file = getattr(module, "__file__", None) or module.__name__
-        own = sysconfig.get_path("stdlib")
-        if module_name in sys.stdlib_module_names and (file == module_name or file.startswith(own)):
+        is_builtin = file == module_name
+        if module_name in sys.stdlib_module_names and (is_builtin or file.startswith(sysconfig.get_path("stdlib"))):
             reason = f"{module_name} is a module of Python's standard library, which hides a file of the same name"
             raise LoadError(Problem(title, reason, "give the file another name, or put it into a package"))
         models = _models_of(module)

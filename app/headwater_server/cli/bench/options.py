@@ -116,9 +116,8 @@ def add_bench_command(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from headwater_server.cli.bench.command import (
-        run,
-    )  # imported late: its imports take time, which other commands don't need
+    # Imported late: its imports take time, which other commands don't need.
+    from headwater_server.cli.bench.command import run
 
     return run(options)
 

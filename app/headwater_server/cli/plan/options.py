@@ -75,8 +75,7 @@ def add_plan_command(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from headwater_server.cli.plan.command import (
-        run,
-    )  # imported late: its imports take time, which other commands don't need
+    # Imported late: its imports take time, which other commands don't need.
+    from headwater_server.cli.plan.command import run
 
     return run(options)
