@@ -95,9 +95,9 @@ class RequestDecoder:
         try:
             asked = self._parse(text)
             if is_long:
-                check_size(_without_data(asked, bytes(text)))
+                check_size(_without_data(asked, text))
             if colons(body, len(text)) != _keys(asked):
-                _check_keys(asked, bytes(text))
+                _check_keys(asked, text)
         except PARSE_ERRORS as error:
             raise self._unreadable(error, text, body, header_length) from None
         if asked.model_name is not None and asked.model_name != self._name:
@@ -229,29 +229,36 @@ def _keys(asked: InferBody) -> int:
     return count
 
 
-def _check_keys(asked: InferBody, text: bytes) -> None:
+def _check_keys(asked: InferBody, text: bytes | memoryview) -> None:
     """Refuse duplicate keys in a request that has more colons than distinct keys: in strings, or with nulls.
 
     Raises:
         BadRequest: an object has a key twice.
         RecursionError: arrays are nested too deeply.
     """
-    text = _without_data(asked, text)
-    if text.count(b":") != _keys(asked):
-        check_keys(text)
+    light = _without_data(asked, text)
+    if light.count(b":") != _keys(asked):
+        check_keys(light)
 
 
-def _without_data(asked: InferBody, text: bytes) -> bytes:
-    """The JSON with all tensors' arrays empty."""
-    pieces: list[bytes] = []
-    end = 0
+def _without_data(asked: InferBody, text: bytes | memoryview) -> bytes:
+    """The JSON that a request was parsed from, with all tensors' arrays empty."""
+    whole = memoryview(text)
+    pieces: list[bytes | memoryview] = []
+    begin, end = _address(whole), 0
     for tensor in asked.inputs:
-        data = bytes(tensor.data)
-        if data.startswith(b"["):
-            start = text.index(data, end)
-            pieces += (text[end:start], b"[]")
+        data = memoryview(tensor.data)  # a part of the text's memory: to search or copy it would keep others waiting
+        if data and data[0] == ord("["):
+            start = _address(data) - begin
+            pieces += (whole[end:start], b"[]")
             end = start + len(data)
-    return b"".join((*pieces, text[end:]))
+    return b"".join((*pieces, whole[end:]))
+
+
+def _address(data: memoryview) -> int:
+    """Where the data's memory begins."""
+    address: int = np.frombuffer(data, np.uint8).__array_interface__["data"][0]
+    return address
 
 
 def _values(given: dict[str, msgspec.Raw], where: str, tensor: str | None = None) -> dict[str, Any]:
