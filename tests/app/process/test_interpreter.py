@@ -187,7 +187,7 @@ def test_what_is_meant_for_our_python_does_not_reach_the_other(tmp_path: Path) -
 def test_the_staged_folder_has_our_package_only(tmp_path: Path) -> None:
     folder = stage_package(tmp_path / "stage")
     assert os.listdir(folder) == ["headwater"]
-    assert (folder / "headwater" / "environment.py").samefile(ROOT / "inference" / "headwater" / "environment.py")
+    assert (folder / "headwater").samefile(Path(environment.__file__).parent)
 
 
 def test_nothing_but_the_standard_library_is_imported_before_the_other_python_is_asked() -> None:

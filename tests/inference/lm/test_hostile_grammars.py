@@ -14,6 +14,7 @@ import pytest
 from headwater.engine import EngineFull, Grammar, Sampling, TokenEvent
 from headwater.lm import grammars as module
 from headwater.lm.compile_queue import Lane
+from headwater.lm.grammar_wire import Reply
 from headwater.lm.grammars import Grammars
 from headwater.lm.slot_engine import SlotEngine
 from headwater_server.process.sweep import process_stats
@@ -286,11 +287,29 @@ def test_a_grammar_that_was_not_kept_is_compiled_again_when_its_turn_comes(
 
 
 def test_beyond_the_bound_of_all_the_largest_ends(engine: SlotEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_BYTES", 2**20)
     large = Grammar("regex", "abcdefgh" * 16_000, "form")
+    note = module.Constraint.note
+
+    def note_as_large(self: module.Constraint, reply: Reply) -> None:
+        # By how much it really grows, the allocator decides.
+        note(self, reply._replace(size_bytes=2**30 + 1) if self._grammar == large else reply)
+
+    monkeypatch.setattr(module.Constraint, "note", note_as_large)
     answers = run(engine, request("a", PROMPT, 90, grammar=large), request("b", PROMPT, 90, grammar=DIGITS))
     assert (answers["a"][-1].finish, answers["b"][-1].finish) == ("rejected", "stop")
-    assert "all grammars together take more than 1 MiB of memory" in answers["a"][-1].error
+    assert "all grammars together take more than 1024 MiB of memory" in answers["a"][-1].error
+
+
+def test_how_much_a_grammar_grows_is_measured(engine: SlotEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    note, measured = module.Constraint.note, [0]
+
+    def noted(self: module.Constraint, reply: Reply) -> None:
+        measured.append(reply.size_bytes)
+        note(self, reply)
+
+    monkeypatch.setattr(module.Constraint, "note", noted)
+    run(engine, request("a", PROMPT, 90, grammar=Grammar("regex", "abcdefgh" * 16_000, "form")))
+    assert 0 < max(measured) < 2**26
 
 
 def test_what_takes_longer_than_the_first_lane_is_compiled_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
