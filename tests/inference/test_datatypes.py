@@ -12,8 +12,8 @@ from hypothesis import given, settings
 
 from headwater.datatypes import DATATYPES, bf16_to_float32, float32_to_bf16, pack_bytes, unpack_bytes
 from headwater.errors import DeclarationError
-from headwater.replica.warmup import batch_sizes, example_rows
 from headwater.signature import TensorSpec
+from headwater.wire.example_rows import batch_sizes, example_rows
 from headwater.wire.report import (
     MAX_MESSAGE_BYTES,
     RowReport,

@@ -47,8 +47,8 @@ TRITON_REGION_BYTES = 4 * MIB
 UNIX_PATH_BYTES = 107
 """The longest path of a socket on Linux: ``sun_path`` less its closing zero."""
 INSTANCE_NAME_BYTES = len("/headwater--xxxxxxxx")
-REPLICA_SOCKET_BYTES = len("/r99999/w/_0_99-server.sock")
-"""The longest path of a replica's socket (`headwater.replica.bridge`), without the deployment's name."""
+REPLICA_SOCKET_BYTES = len("/r99999/c999")
+"""The longest path of a replica's socket (`headwater.wire.bridge.socket_path`)."""
 VLLM_SOCKET_BYTES = len("/r99999/xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx")
 """The longest path of a socket of vLLM's processes."""
 
@@ -123,20 +123,13 @@ def runtime_dir_problems(server: Server, deployments: Mapping[str, Deployment]) 
     if any(character.isspace() for character in str(root)):
         reason = f"{str(root)!r} has white space, at which PyTriton splits Triton's arguments"
         problems.append(Problem(title, reason, another))
-    socket_bytes = max((_socket_bytes(name, one) for name, one in deployments.items()), default=REPLICA_SOCKET_BYTES)
+    has_vllm = any(one.is_vllm for one in deployments.values())
+    socket_bytes = VLLM_SOCKET_BYTES if has_vllm else REPLICA_SOCKET_BYTES
     length = len(os.fsencode(root)) + INSTANCE_NAME_BYTES + len(str(os.getuid())) + socket_bytes
     if length > UNIX_PATH_BYTES:
         reason = f"the path of a replica's socket would have {length} bytes; a unix socket's has {UNIX_PATH_BYTES}"
-        fix = f"{another}, {length - UNIX_PATH_BYTES} bytes shorter than {root}"
-        if socket_bytes != VLLM_SOCKET_BYTES:
-            fix += "; or shorten the deployment's name"
-        problems.append(Problem(title, reason, fix))
+        problems.append(Problem(title, reason, f"{another}, {length - UNIX_PATH_BYTES} bytes shorter than {root}"))
     return problems
-
-
-def _socket_bytes(name: str, deployment: Deployment) -> int:
-    """The longest path of a socket in a replica's folder, the folder included."""
-    return VLLM_SOCKET_BYTES if deployment.is_vllm else len(name) + REPLICA_SOCKET_BYTES
 
 
 def temporary_folder_problems(deployments: Iterable[Deployment]) -> list[Problem]:

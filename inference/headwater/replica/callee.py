@@ -1,4 +1,4 @@
-"""Has a callable answer the calls that come over `headwater.replica.bridge`."""
+"""Has a callable answer the calls that come over `headwater.wire.bridge`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from headwater.replica.bridge import HEAD, Message, describe, message, read_body, tensors
 from headwater.runtime.call_loop import CallLoop
+from headwater.wire.bridge import HEAD, Message, describe, message, read_body, tensors
 
 __all__ = ["Answers", "Request", "start"]
 

@@ -26,6 +26,7 @@ from headwater.runtime.torch_model import ScriptModel
 from headwater.runtime.watchdog import WatchCall
 from headwater.signature import Signature
 from headwater.tuning import switch_soon
+from headwater.wire.example_rows import batch_sizes
 from headwater.wire.handshake import ReplicaSpec
 
 if TYPE_CHECKING:
@@ -69,8 +70,7 @@ class Served(NamedTuple):
         if isinstance(self.runner, EngineHost):
             warmup_lm.warm_up(self.signature, triton, spec, progress)
         else:
-            call = warmup.call_over_grpc if isinstance(self.runner, FusedPipeline) else warmup.call_over_http
-            warmup.warm_up(self.signature, triton, spec, self.warmup_sizes, progress, call)
+            warmup.warm_up(self.signature, triton, spec, self.warmup_sizes, progress)
             for model in self.models:
                 if isinstance(model, (ExportedModel, ScriptModel)):
                     model.end_warm_up()
@@ -191,8 +191,6 @@ def load_served(
 
 def _warmup_sizes(spec: ReplicaSpec, max_batch_size: int) -> list[int]:
     """The batch sizes of the warm-up, at most the model's own."""
-    from headwater.replica.warmup import batch_sizes
-
     sizes = batch_sizes(max_batch_size) if spec.warmup_batch_sizes is None else spec.warmup_batch_sizes
     return [min(size, max_batch_size) for size in sizes]
 

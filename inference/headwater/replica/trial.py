@@ -14,11 +14,11 @@ import numpy as np
 from headwater.datatypes import DATATYPES
 from headwater.errors import ReplicaError
 from headwater.replica.served import Served, load_served
-from headwater.replica.warmup import example_rows
 from headwater.runtime.fused import FusedPipeline
 from headwater.runtime.runner import Runner
 from headwater.signature import TensorSpec
 from headwater.wire.arrays import Array
+from headwater.wire.example_rows import example_rows
 from headwater.wire.frame import FRAME, decode_frame
 from headwater.wire.handshake import ReplicaSpec
 from headwater.wire.report import HEADWATER, REPORT, CallNote, Status, decode_reports

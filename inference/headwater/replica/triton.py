@@ -10,7 +10,7 @@ What differs from `pytriton.triton.Triton`, and why:
 - Triton starts while the model loads: all that it needs is the signature.
 - Triton sees no GPU: it holds no tensors there, but would allocate memory pools and a context on each.
 - Triton's process is started here, and its output goes to a file: PyTriton reads it in a thread.
-- Calls reach the callables by a shorter way (`headwater.replica.bridge`), and no process of PyTriton's keeps tensors.
+- Calls reach the callables by a shorter way (`headwater.wire.bridge`), and no process of PyTriton's keeps tensors.
 
 All use of private parts of PyTriton is here; tests/inference/replica/test_triton.py names the parts.
 """
@@ -38,10 +38,10 @@ from pytriton.triton import Triton, TritonConfig, TritonLifecyclePolicy, TritonS
 from headwater.datatypes import DATATYPES
 from headwater.errors import ReplicaError, Shortage, shortage_in, shortage_of
 from headwater.replica import callee
-from headwater.replica.bridge import install, socket_path
 from headwater.replica.callee import Answers
 from headwater.runtime.call_loop import CallLoop
 from headwater.signature import Signature, TensorSpec
+from headwater.wire.bridge import install, socket_path
 from headwater.wire.frame import FRAME
 from headwater.wire.lm import CONTROL
 from headwater.wire.report import REPORT
@@ -176,10 +176,8 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
             ReplicaError: Triton ended or was not ready in time; the message includes the relevant lines of its log.
             Shortage: the machine lacks what Triton needs.
         """
-        (model,) = self._model_manager.models
         for instance, answers in enumerate(infer):
-            path = socket_path(self._workspace.path.as_posix(), model.model_name, instance)
-            callee.start(path, answers, CallLoop() if instance else loop)
+            callee.start(socket_path(str(self.directory), instance), answers, CallLoop() if instance else loop)
         if self._process is None:
             self.launch()
         self._wait_until_ready()

@@ -12,15 +12,13 @@ from typing import Any
 
 import grpc
 import msgspec
-import numpy as np
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from headwater.datatypes import DATATYPES, float32_to_bf16, pack_bytes
-from headwater.errors import FAULTS, DeclarationError, ModelUnfit, ReplicaError
-from headwater.pipeline import tensor_text
+from headwater.datatypes import DATATYPES
+from headwater.errors import FAULTS, ModelUnfit, ReplicaError
 from headwater.replica.triton import EmbeddedTriton, UnixConnection
 from headwater.signature import Signature, TensorSpec
-from headwater.wire.arrays import fits
+from headwater.wire.example_rows import example_rows
 from headwater.wire.frame import decode_frame
 from headwater.wire.handshake import ReplicaSpec
 from headwater.wire.report import HEADWATER, REPORT, CallNote, RowReport, Status, decode_reports
@@ -34,44 +32,13 @@ from headwater.wire.shared_memory import (
 )  # fmt: skip
 from headwater.wire.triton_words import SHARED_MEMORY_FULL, is_shared_memory_full
 
-__all__ = ["batch_sizes", "call_over_grpc", "call_over_http", "example_rows", "grpc_outputs", "warm_up"]
+__all__ = ["grpc_outputs", "warm_up"]
 
 _RAISED = re.compile(r"(?:(?:step|model) `[^`]*`: )?(\w+)(?::|\Z)")
 """Begins the message of a row whose call raised: the exception's class."""
 
 Input = tuple[TensorSpec, bytes, list[int]]
 """A tensor's declaration, bytes and shape with the batch axis."""
-Call = Callable[[Signature, EmbeddedTriton, ReplicaSpec, Sequence[Input], int], list[RowReport]]
-"""Calls the replica's own Triton, as a gateway does, with so many rows."""
-
-
-def batch_sizes(max_batch_size: int) -> list[int]:
-    """Powers of two up to ``max_batch_size``, and ``max_batch_size`` itself."""
-    sizes = [1 << power for power in range(max_batch_size.bit_length()) if 1 << power < max_batch_size]
-    return [*sizes, max_batch_size]
-
-
-def example_rows(spec: TensorSpec, value: object, rows: int) -> tuple[bytes, list[int]]:
-    """One example row repeated: its bytes as they travel, and the shape with the batch axis.
-
-    Raises:
-        DeclarationError: the value doesn't fit the declaration.
-    """
-    datatype = DATATYPES[spec.datatype]
-    where = f"example, input {spec.name!r}"
-    wanted = tensor_text(spec.datatype, spec.shape)
-    try:
-        array = np.array(value, dtype=np.float32 if spec.datatype == "BF16" else datatype.numpy)
-    except (TypeError, ValueError) as error:
-        raise DeclarationError(f"{where}: expected {wanted}: {error}") from error
-    if not fits(spec.shape, array.shape):
-        raise DeclarationError(f"{where}: expected {wanted}, got shape {list(array.shape)}")
-    if datatype.numpy.hasobject:
-        elements = [item if isinstance(item, bytes) else str(item).encode() for item in array.ravel().tolist()]
-        row = pack_bytes(elements)
-    else:
-        row = (float32_to_bf16(array) if spec.datatype == "BF16" else array).tobytes()
-    return row * rows, [rows, *array.shape]
 
 
 def warm_up(
@@ -80,7 +47,6 @@ def warm_up(
     spec: ReplicaSpec,
     sizes: Sequence[int],
     progress: Callable[[str], None],
-    call: Call,
 ) -> None:
     """Call the model once with each of these numbers of rows; a pipeline with all its heads.
 
@@ -88,6 +54,7 @@ def warm_up(
         ReplicaError: a call failed; the message includes the callable's own. `ModelUnfit`: it would fail again.
     """
     row = signature.example_row()
+    call = _call_over_grpc if signature.is_framed else _call_over_http
     for number, rows in enumerate(sizes, start=1):
         progress(f"warming up, batch of {rows} ({number}/{len(sizes)})")
         inputs = [(one, *example_rows(one, row[one.name], rows)) for one in signature.inputs if one.name in row]
@@ -110,7 +77,7 @@ def _is_permanent(report: RowReport) -> bool:
     return raised is not None and raised[1] in {"RuntimeError", *(fault.__name__ for fault in FAULTS)}
 
 
-def call_over_http(
+def _call_over_http(
     signature: Signature, triton: EmbeddedTriton, spec: ReplicaSpec, inputs: Sequence[Input], rows: int
 ) -> list[RowReport]:
     """Call a model that answers whole, with large tensors in shared memory, and return its report.
@@ -180,7 +147,7 @@ def _stand_in(tensor: TensorSpec, rows: int) -> Input:
     return tensor, bytes(math.prod(shape) * DATATYPES[tensor.datatype].size_bytes), shape
 
 
-def call_over_grpc(
+def _call_over_grpc(
     signature: Signature, triton: EmbeddedTriton, spec: ReplicaSpec, inputs: Sequence[Input], rows: int
 ) -> list[RowReport]:
     """Call a pipeline or a streaming model, and return the reports of the rows that failed.

@@ -16,8 +16,8 @@ from pytriton.server.triton_server import TritonServer
 from pytriton.server.triton_server_config import TritonServerConfig
 from pytriton.triton import Triton, TritonConfig, TritonLifecyclePolicy
 
-from headwater.replica import bridge
 from headwater.replica.triton import EmbeddedTriton, telling_lines
+from headwater.wire import bridge
 
 TESTED = "0.7.0"
 OVERRIDDEN = {"_prepare_triton_config": ["workspace"], "_pre_stop_impl": []}

@@ -57,9 +57,9 @@ class Message(NamedTuple):
     """Of the data in it."""
 
 
-def socket_path(workspace: str, model: str, instance: int) -> str:
-    """Where an instance of a model finds its callable."""
-    return f"{workspace}/{model}_0_{instance}-server.sock"
+def socket_path(directory: str, instance: int) -> str:
+    """Where an instance of the model in a replica's folder finds its callable."""
+    return f"{directory}/c{instance}"
 
 
 def install(script: Path) -> None:
@@ -84,7 +84,8 @@ class TritonPythonModel:
         self._inputs: list[str] = [one["name"] for one in config["input"]]
         self._is_decoupled = bool(config.get("model_transaction_policy", {}).get("decoupled"))
         instance = int(args["model_instance_name"].rpartition("_")[2])
-        self._path = socket_path(config["parameters"]["workspace-path"]["string_value"], args["model_name"], instance)
+        directory = config["parameters"]["workspace-path"]["string_value"].rpartition("/")[0]
+        self._path = socket_path(directory, instance)
         self._socket: socket.socket | None = None
         self._numbers = itertools.count()
         self._open: dict[int, tuple[list[Any], list[Sequence[str]]]] = {}

@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from headwater.replica import callee
-from headwater.replica.bridge import (
+from headwater.runtime.call_loop import CallLoop
+from headwater.wire.bridge import (
     HEAD,
     TritonPythonModel,
     describe,
@@ -30,7 +31,6 @@ from headwater.replica.bridge import (
     socket_path,
     tensors,
 )
-from headwater.runtime.call_loop import CallLoop
 from headwater.wire.triton_words import is_process_lost
 
 TIMEOUT_S = 30
@@ -99,15 +99,15 @@ BACKEND = SimpleNamespace(
 
 
 @pytest.fixture
-def workspace(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Short enough for the paths of sockets."""
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", BACKEND)
-    with tempfile.TemporaryDirectory(prefix="hw-") as folder:
-        yield folder
+    with tempfile.TemporaryDirectory(prefix="hw-") as name:
+        yield name
 
 
 @pytest.fixture
-def serve(workspace: str) -> Iterator[Callable[..., Any]]:
+def serve(folder: str) -> Iterator[Callable[..., Any]]:
     """Makes an instance of a model, and serves it."""
     instances = []
 
@@ -115,12 +115,12 @@ def serve(workspace: str) -> Iterator[Callable[..., Any]]:
         config = {
             "input": [{"name": "x"}, {"name": "left_out"}],
             "model_transaction_policy": {"decoupled": frames},
-            "parameters": {"workspace-path": {"string_value": workspace}},
+            "parameters": {"workspace-path": {"string_value": f"{folder}/w"}},
         }
         model = TritonPythonModel()
         name = f"m_0_{instance}"
         model.initialize({"model_config": json.dumps(config), "model_name": "m", "model_instance_name": name})
-        callee.start(socket_path(workspace, "m", instance), answers, CallLoop())
+        callee.start(socket_path(folder, instance), answers, CallLoop())
         instances.append(model)
         return model
 
@@ -275,7 +275,7 @@ def test_a_frame_that_triton_cannot_send_ends_its_call_and_no_other(serve: Any) 
 
 
 @pytest.mark.parametrize("frames", [False, True])
-def test_the_end_of_the_callable_s_process_fails_what_is_under_way(workspace: str, serve: Any, frames: bool) -> None:
+def test_the_end_of_the_callable_s_process_fails_what_is_under_way(folder: str, serve: Any, frames: bool) -> None:
     async def hangs_up(requests: list[Any]) -> Outputs:
         server.close()
         for connection in connections:
@@ -291,8 +291,8 @@ def test_the_end_of_the_callable_s_process_fails_what_is_under_way(workspace: st
         await callees.serve(reader, writer)
 
     model = serve(doubled, frames=frames)
-    Path(socket_path(workspace, "m", 0)).unlink()
-    server = loop.run_until_complete(asyncio.start_unix_server(served, socket_path(workspace, "m", 0)))
+    Path(socket_path(folder, 0)).unlink()
+    server = loop.run_until_complete(asyncio.start_unix_server(served, socket_path(folder, 0)))
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
     try:

@@ -1,0 +1,42 @@
+"""The rows that a model is called with before clients call it: how many, and their bytes."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from headwater.datatypes import DATATYPES, float32_to_bf16, pack_bytes
+from headwater.errors import DeclarationError
+from headwater.pipeline import tensor_text
+from headwater.signature import TensorSpec
+from headwater.wire.arrays import fits
+
+__all__ = ["batch_sizes", "example_rows"]
+
+
+def batch_sizes(max_batch_size: int) -> list[int]:
+    """Powers of two up to ``max_batch_size``, and ``max_batch_size`` itself."""
+    sizes = [1 << power for power in range(max_batch_size.bit_length()) if 1 << power < max_batch_size]
+    return [*sizes, max_batch_size]
+
+
+def example_rows(spec: TensorSpec, value: object, rows: int) -> tuple[bytes, list[int]]:
+    """One example row repeated: its bytes as they travel, and the shape with the batch axis.
+
+    Raises:
+        DeclarationError: the value doesn't fit the declaration.
+    """
+    datatype = DATATYPES[spec.datatype]
+    where = f"example, input {spec.name!r}"
+    wanted = tensor_text(spec.datatype, spec.shape)
+    try:
+        array = np.array(value, dtype=np.float32 if spec.datatype == "BF16" else datatype.numpy)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise DeclarationError(f"{where}: expected {wanted}: {error}") from error
+    if not fits(spec.shape, array.shape):
+        raise DeclarationError(f"{where}: expected {wanted}, got shape {list(array.shape)}")
+    if datatype.numpy.hasobject:
+        elements = [item if isinstance(item, bytes) else str(item).encode() for item in array.ravel().tolist()]
+        row = pack_bytes(elements)
+    else:
+        row = (float32_to_bf16(array) if spec.datatype == "BF16" else array).tobytes()
+    return row * rows, [rows, *array.shape]
