@@ -160,7 +160,7 @@ class Running:
         return int(json.loads((self.replica_folder(model) / "journal.json").read_text())["host_pid"])
 
     def process(self, model: str, what: str) -> int:
-        """The process id of the model's ``host``, ``guardian``, ``tritonserver`` or ``stub``."""
+        """The process id of the model's ``host``, ``binder``, ``guardian``, ``tritonserver`` or ``stub``."""
         folder = self.replica_folder(model)
         for pid, command in processes_of(folder).items():
             if _role(command) == what:
@@ -367,6 +367,7 @@ def processes_of(folder: Path) -> dict[int, str]:
 def _role(command: str) -> str:
     roles = {
         "headwater_server.process.guardian": "guardian",
+        "headwater.replica.binder": "binder",
         "headwater.replica": "host",
         "backend_stub": "stub",
         "bin/tritonserver": "tritonserver",

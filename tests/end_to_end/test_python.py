@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
+import os
+import signal
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from headwater_server.cli.check import check
-from tests.running import Running, leftovers, segments_of, serve, wait_for
+from tests.running import Running, leaves_nothing, leftovers, segments_of, serve, wait_for
 
 SERVICE = {"model": "interpreter:Interpreter", "warmup_batch_sizes": [1]}
 
@@ -32,18 +37,16 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An interpreter of another environment with PyTriton: it borrows what is installed here, Headwater excepted."""
+    """An interpreter of another environment: it borrows what a model needs of what is installed here, and no more."""
     folder = tmp_path_factory.mktemp("other") / "env"
     python = make_environment(folder)
-    spec = importlib.util.find_spec("pytriton")
+    spec = importlib.util.find_spec("numpy")
     assert spec is not None
     assert spec.submodule_search_locations
     installed = Path(next(iter(spec.submodule_search_locations))).parent
     place = Path(sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)}))
-    # Links rather than a .pth file: outside of its site-packages PyTriton looks for Triton's libraries in vain. Without
-    # .pth files of ours, an editable Headwater stays out too.
     for entry in installed.iterdir():
-        if not entry.name.endswith(".pth") and not entry.name.startswith(("headwater", "__")):
+        if entry.name.startswith(("numpy", "msgspec")):
             (place / entry.name).symlink_to(entry)
     return python
 
@@ -73,7 +76,7 @@ def test_two_deployments_answer_each_under_its_own_python(other: Path, monkeypat
         assert str(folder / "python") not in ours["path"]
         said = next(text for text in messages(running) if text.startswith("theirs-") and "ready after" in text)
         assert f"under {other}: python 3." in said
-        assert "nvidia-pytriton 0." in said
+        assert "numpy 1." in said
         said = next(text for text in messages(running) if text.startswith("ours-") and "ready after" in text)
         assert "under" not in said
         segments = segments_of(running.folder)
@@ -84,11 +87,11 @@ def test_two_deployments_answer_each_under_its_own_python(other: Path, monkeypat
     ).exists()  # what was linked to is not swept
 
 
-def test_a_python_without_pytriton_fails_alone_and_says_what_to_install(bare: Path) -> None:
+def test_a_python_without_numpy_fails_alone_and_says_what_to_install(bare: Path) -> None:
     config = {"deployments": {"good": SERVICE, "bad": {**SERVICE, "python": str(bare)}}}
     with serve(config, ready=False) as running:
         wait_for(lambda: running.is_ready("good"), 60, "the good one")
-        reason = f"python {bare}: nvidia-pytriton, numpy, msgspec are not installed there; {bare} -m pip install"
+        reason = f"python {bare}: numpy, msgspec are not installed there; {bare} -m pip install"
         wait_for(lambda: reason in running.index("bad")["reason"], 30, "the reason")
         assert facts(running, "good")["executable"] == [sys.executable]
         wait_for(lambda: running.index("bad")["state"] == "FAILED", 60, "the tries to be over")
@@ -128,3 +131,77 @@ def test_check_tries_models_under_their_own_python(
     assert [one["ok"] for one in report["deployments"]] == [True, False]
     assert [problem["title"] for problem in report["problems"]] == ["deployment ours"]
     assert report["deployments"][0]["python"]["path"] == str(other)
+
+
+def test_streams_and_pipelines_under_another_python(other: Path) -> None:
+    python = {"python": str(other)}
+    head = {"model": "light:Head", "options": {"output": "y"}, "inputs": {"features": "trunk.features"}}
+    steps = {"trunk": {"model": "light:Trunk"}, "heads": {"y": head}}
+    config = {
+        "deployments": {
+            "pieces": {"model": "light:Pieces", "options": {"count": 3, "interval_s": 0.01}, **python},
+            "fused": {"pipeline": steps, **python},
+            "graph": {"pipeline": {**steps, "placement": "graph", "trunk": {"model": "light:Trunk", **python}}},
+        }
+    }
+    with leaves_nothing(config) as running:
+        for name in ("fused", "graph"):
+            answer = running.infer(name, [1.0, 2.0, 3.0, 4.0], shape=[1, 4])
+            assert answer.json()["outputs"][0]["data"] == [3.0, 5.0, 7.0, 9.0]
+        url = f"{running.url}/v2/models/pieces/generate_stream"
+        with httpx.stream("POST", url, json={"x": [1.0, 2.0, 3.0, 4.0]}, timeout=20) as response:
+            events = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
+        assert [event["piece"] for event in events if "piece" in event] == [[1.0, 2.0, 3.0, 4.0]] * 3
+
+
+@pytest.mark.parametrize("role", ["host", "tritonserver", "stub", "guardian"])
+def test_a_process_that_is_killed_under_another_python_is_replaced(killed: Running, role: str) -> None:
+    old = killed.replica_folder("double")
+    segments = segments_of(old)
+    os.kill(killed.process("double", role), signal.SIGKILL)
+    wait_for(lambda: leftovers(old, segments) == [], 60, "everything of the old replica to be gone")
+    wait_for(lambda: killed.is_ready("double"), 60, "a new replica")
+    assert killed.infer("double", [2.0], shape=[1, 1]).status_code == 200
+
+
+@pytest.fixture(scope="module")
+def killed(other: Path) -> Iterator[Running]:
+    service = {"model": "headwater.zoo.scale:Scale", "python": str(other), "warmup_batch_sizes": [1]}
+    with leaves_nothing({"deployments": {"double": {**service, "max_crashes": 20}}}) as running:
+        yield running
+
+
+def test_a_binder_that_is_killed_is_replaced_with_its_replica(other: Path) -> None:
+    service = {"model": "headwater.zoo.scale:Scale", "python": str(other), "max_crashes": 5}
+    with serve({"deployments": {"double": service}}, ready=False) as running:
+
+        def binder() -> int | None:
+            with contextlib.suppress(AssertionError, IndexError):
+                return running.process("double", "binder")
+            return None
+
+        os.kill(wait_for(binder, 60, "a binder"), signal.SIGKILL)
+        wait_for(lambda: running.is_ready("double"), 60, "a new replica")
+        assert any("the process that binds the model to Triton has ended" in text for text in messages(running))
+        assert running.infer("double", [2.0], shape=[1, 1]).status_code == 200
+        segments = segments_of(running.folder)
+        assert running.stop() == 0
+        assert leftovers(running.folder, segments) == []
+
+
+def test_what_is_meant_for_the_other_python_does_not_reach_triton(other: Path, tmp_path: Path) -> None:
+    for name in ("pytriton", "tritonclient", "grpc", "headwater_server"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('not here')\n")
+    settings = {"PYTHONPATH": str(tmp_path), "LD_LIBRARY_PATH": str(tmp_path), "MODE": "theirs"}
+    service = {"model": "headwater.zoo.scale:Scale", "python": str(other), "environment": settings}
+    with leaves_nothing({"deployments": {"double": service}}) as running:
+        host, triton = (_environment(running.process("double", role)) for role in ("host", "tritonserver"))
+        assert host["MODE"] == "theirs"
+        assert str(tmp_path) in host["PYTHONPATH"]
+        assert "MODE" not in triton
+        assert str(tmp_path) not in "".join(triton.values())
+
+
+def _environment(pid: int) -> dict[str, str]:
+    entries = Path(f"/proc/{pid}/environ").read_text().rstrip("\0").split("\0")
+    return dict(entry.split("=", 1) for entry in entries)

@@ -16,9 +16,11 @@ import pytest
 
 from headwater.environment import library_path
 from headwater.errors import ReplicaError
+from headwater.replica import callee
 from headwater.replica.triton import EmbeddedTriton
 from headwater.runtime.call_loop import CallLoop
 from headwater.signature import Signature, TensorSpec
+from headwater.wire.bridge import socket_path
 from headwater.wire.report import REPORT, RowReport, Status, encode_reports
 from headwater_server.codecs.tensors import InferRequest, OutputWish, RawTensor
 from headwater_server.errors import CallableFailed, HeadwaterError, ReplicaLost, ReplicaUnreachable
@@ -74,7 +76,9 @@ def triton(folder: Path, held: Held) -> Iterator[EmbeddedTriton]:
     """One that serves a model."""
     found = EmbeddedTriton(folder, TOKEN)
     found.bind_signature(SIGNATURE)
-    found.start([held], CallLoop())
+    callee.start(socket_path(str(folder), 0), held, CallLoop())
+    found.launch()
+    found.wait()
     yield found
     held.may_answer.set()
     found.stop()
@@ -141,7 +145,7 @@ def test_a_server_that_is_stopping_refuses_no_call_in_words_that_we_do_not_know(
     run(triton, "m", scenario)
 
 
-def test_an_instance_that_does_not_start_is_tried_once(folder: Path, held: Held) -> None:
+def test_an_instance_that_does_not_start_is_tried_once(folder: Path) -> None:
     found = EmbeddedTriton(folder, TOKEN)
     found.bind_signature(SIGNATURE)
     script = found._workspace.model_store_path / "m" / "1" / "model.py"
@@ -152,8 +156,9 @@ def test_an_instance_that_does_not_start_is_tried_once(folder: Path, held: Held)
         "    starts.write('one ')\n"
     )
     try:
+        found.launch()
         with pytest.raises(ReplicaError, match=r"an instance failed[^$]*not today"):
-            found.start([held], CallLoop())
+            found.wait()
         assert (folder / "starts").read_text() == "one "  # not another one before, for Triton to ask its configuration
     finally:
         found.stop()

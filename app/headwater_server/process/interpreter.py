@@ -1,10 +1,9 @@
 """Another Python for a deployment's replicas: inspects it, checks that it can serve, and builds its environment.
 
-Its version, packages and libpython are found by running a short program in it, which any Python from 2.7 on
-understands. Headwater need not be installed there: a folder with a link to our `headwater` is put on its path.
+Its version and packages are found by running a short program in it, which any Python from 2.7 on understands.
+Headwater need not be installed there: a folder with a link to our `headwater` is put on its path.
 
-Imports the standard library only: `headwater_server.process.launcher` runs in the environment of a deployment, whose
-PYTHONPATH may hold packages for the other Python.
+Imports the standard library only, since `headwater_server.process.launcher` runs at every start.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import signal
 import subprocess
 import sysconfig
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,17 +22,16 @@ import headwater
 from headwater_server.errors import StartError
 
 __all__ = [
-    "CONFUSING", "Interpreter", "InterpreterError", "ask_interpreter", "find_interpreter", "foreign_environment",
+    "CONFUSING", "InterpreterError", "ask_interpreter", "changed", "find_interpreter", "foreign_environment",
     "stage_package",
 ]  # fmt: skip
 
 OLDEST_PYTHON: Final = (3, 10)
-NEWEST_PYTHON: Final = (3, 12)
-"""The same as in `headwater.environment`, which an unsupported Python can't import."""
+"""Of a model's Python; for Headwater's own see `headwater.environment`."""
 ASK_TIMEOUT_S: Final = 30.0
 """The first start of a Python can take seconds on a cold disk."""
-NEEDED: Final = {"pytriton": "nvidia-pytriton", "numpy": "'numpy<2'", "msgspec": "msgspec"}
-"""Modules that a replica imports, and what to install for each."""
+NEEDED: Final = ("numpy", "msgspec")
+"""Packages, and their modules, that a replica imports."""
 CONFUSING: Final = ("PYTHONHOME", "VIRTUAL_ENV")
 """Variables that refer to the Python that Headwater runs under."""
 
@@ -53,20 +50,10 @@ class InterpreterError(StartError):
         """Whether another try would fail the same way."""
 
 
-@dataclass(frozen=True)
-class Interpreter:
-    """A Python that can run replicas."""
-
-    path: str
-    """Absolute, but links are not resolved: in a virtual environment, the interpreter is a link."""
-    libraries: tuple[str, ...]
-    """Folders that may contain its libpython, likeliest first."""
-
-    def library_path(self, environ: Mapping[str, str]) -> str:
-        """Its ``LD_LIBRARY_PATH``, as `headwater.environment.library_path` computes it for the running Python."""
-        # An empty element would mean the current folder.
-        entries = [entry for entry in (*self.libraries, *environ.get("LD_LIBRARY_PATH", "").split(":")) if entry]
-        return ":".join(dict.fromkeys(entries))
+def changed(environ: Mapping[str, str], changes: Mapping[str, str | None]) -> dict[str, str]:
+    """An environment with changes; None: without this variable."""
+    environment = {name: value for name, value in environ.items() if name not in changes}
+    return environment | {name: value for name, value in changes.items() if value is not None}
 
 
 def stage_package(folder: Path) -> Path:
@@ -85,35 +72,32 @@ def foreign_environment(environ: Mapping[str, str], stage: Path) -> dict[str, st
     return environment
 
 
-def find_interpreter(path: str | Path, environ: Mapping[str, str]) -> Interpreter:
-    """Inspect a Python, and check that it can run replicas. Takes tens of milliseconds.
+def find_interpreter(path: str | Path, environ: Mapping[str, str]) -> str:
+    """Inspect a Python, and check that it can run a model. Takes tens of milliseconds.
 
     Results are not cached: a missing package may be installed between two starts without changing the interpreter.
 
     A relative path starts in the working folder; for the environment see `foreign_environment`.
 
+    Returns:
+        Its absolute path. Links are not resolved: in a virtual environment, the interpreter is a link.
+
     Raises:
-        InterpreterError: the interpreter is missing, is not CPython 3.10 to 3.12, doesn't answer, or lacks a package
-            that replicas need.
+        InterpreterError: the interpreter is missing, is not CPython 3.10 or newer, doesn't answer, or lacks a package
+            that every model needs.
     """
     absolute = os.path.abspath(path)
     report = ask_interpreter(absolute, environ, _QUESTION)
     version = tuple(report["version"])
-    if report["implementation"] != "cpython" or not OLDEST_PYTHON <= version[:2] <= NEWEST_PYTHON:
+    if report["implementation"] != "cpython" or version[:2] < OLDEST_PYTHON:
         got = f"{report['implementation']} {'.'.join(map(str, version))}"
-        raise InterpreterError(absolute, f"expected CPython 3.10 to 3.12, got {got}", "name one of these")
+        raise InterpreterError(absolute, f"expected CPython 3.10 or newer, got {got}", "name one of these")
     missing = [module for module in NEEDED if module not in report["modules"]]
     if missing:
-        names = ", ".join(NEEDED[module].strip("'").partition("<")[0] for module in missing)
         verb = "is" if len(missing) == 1 else "are"
-        install = " ".join(NEEDED[module] for module in missing)
-        reason = f"{names} {verb} not installed there"
-        raise InterpreterError(absolute, reason, f"{absolute} -m pip install {install}")
-    numpy = next(iter(report["numpy"]), "")
-    if numpy and int(numpy.partition(".")[0]) >= 2:
-        reason = f"expected numpy 1.x there, got {numpy}, with which PyTriton loses empty tensors"
-        raise InterpreterError(absolute, reason, f"{absolute} -m pip install {NEEDED['numpy']}")
-    return Interpreter(absolute, tuple(report["libraries"]))
+        reason = f"{', '.join(missing)} {verb} not installed there"
+        raise InterpreterError(absolute, reason, f"{absolute} -m pip install {' '.join(missing)}")
+    return absolute
 
 
 def _check_file(path: str) -> None:
@@ -188,16 +172,12 @@ def ask_interpreter(path: str, environ: Mapping[str, str], question: str) -> dic
     raise InterpreterError(path, reason, fix, is_permanent=False)
 
 
-# The libraries are those of `headwater.environment.library_path`.
 _QUESTION: Final = f"""
 import platform, sys
 report = {{"version": list(sys.version_info[:3]), "implementation": platform.python_implementation().lower()}}
 if sys.version_info >= (3, 10):
-    import importlib.metadata, importlib.util, sysconfig
-    modules = [name for name in {tuple(NEEDED)!r} if importlib.util.find_spec(name) is not None]
-    libraries = [sysconfig.get_config_var("LIBDIR"), sys.base_prefix + "/lib", sys.prefix + "/lib"]
-    report.update(modules=modules, libraries=[folder for folder in libraries if folder])
-    report.update(numpy=[found.version for found in importlib.metadata.distributions(name="numpy")])
+    import importlib.util
+    report.update(modules=[name for name in {NEEDED!r} if importlib.util.find_spec(name) is not None])
 """
 _ANSWER: Final = f"""
 import json, sys

@@ -43,13 +43,12 @@ class ModelSide(contextlib.ExitStack):
             folder = self.enter_context(tempfile.TemporaryDirectory(prefix="headwater-check-"))
             try:
                 variables = foreign_environment(variables, stage_package(Path(folder, "python")))
-                interpreter = find_interpreter(python, variables)
+                self.python = find_interpreter(python, variables)
             except BaseException:
                 self.close()
                 raise
-            self.python = interpreter.path
-            variables["LD_LIBRARY_PATH"] = interpreter.library_path(variables)
         self._variables = variables
+        self._is_ours = python is None
 
     def run(self, module: str, stdin: bytes = b"") -> tuple[int | None, bytes, str]:
         """Run a module. Returns exit status (None: timed out), stdout and stderr."""
@@ -68,11 +67,11 @@ class ModelSide(contextlib.ExitStack):
         return ended.returncode, ended.stdout, ended.stderr.decode(errors="replace")
 
     def report(self) -> tuple[dict[str, str | None], list[Problem]]:
-        """The versions of relevant packages, and the problems that keep a replica from running here."""
+        """The versions of relevant packages, and the problems that keep Triton from running under our own Python."""
         status, output, errors = self.run("headwater.environment")
         try:
             report = msgspec.json.decode(output)
-            return report["versions"], [Problem(**problem) for problem in report["problems"]]
+            return report["versions"], [Problem(**problem) for problem in report["problems"] if self._is_ours]
         except (msgspec.DecodeError, KeyError, TypeError):
             reason = f"`python -m headwater.environment` ended with status {status}: {last_line(errors)}"
             fix = f"install Headwater and its requirements into the environment of {self.python}"

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -187,12 +187,14 @@ class ReplicaProcess:
             output_read, output_write = _pipe(ours, theirs)
             command_read, command_write = _pipe(theirs, ours)
             self._write_spec(status_write)
-            own = {} if "TMPDIR" in self._deployment.environment else {"TMPDIR": str(self.directory / "tmp")}
+            own = {"TMPDIR": str(self.directory / "tmp")}
+            if "TMPDIR" in self._deployment.environment and not self._has_binder:
+                own = {}
             if fork is None:
                 guardian: Child = subprocess.Popen(
                     [*self._guardian(str(status_write), str(command_read)), "--", *self._command(status_write)],
                     cwd=self.directory,  # neither sees what lies in the user's folder
-                    env=environment_of(self._deployment) | own,
+                    env=(dict(os.environ) if self._has_binder else environment_of(self._deployment)) | own,
                     pass_fds=(status_write, command_read),
                     stdin=subprocess.DEVNULL,
                     stdout=output_write,
@@ -321,6 +323,11 @@ class ReplicaProcess:
             self.facts.get("device", ""),
         )  # fmt: skip
 
+    @property
+    def _has_binder(self) -> bool:
+        """Whether its host runs under another Python, and Triton beside it."""
+        return self._deployment.python is not None and not self._deployment.is_vllm
+
     def _write_spec(self, status_fd: int) -> None:
         deployment = self._deployment
         spec = ReplicaSpec(
@@ -341,6 +348,7 @@ class ReplicaProcess:
             load_timeout_s=deployment.load_timeout_s,
             max_compute_s=deployment.max_compute_s,
             is_cached=deployment.cache is not None,
+            environment=_changes(environment_of(deployment)) if self._has_binder else {},
         )
         path = self.directory / "spec.json"
         path.touch(mode=0o600)
@@ -455,6 +463,12 @@ def environment_of(deployment: Deployment) -> dict[str, str]:
     if deployment.python is None:  # for another Python the launcher sets it
         environment["LD_LIBRARY_PATH"] = library_path(environment)
     return environment
+
+
+def _changes(environment: Mapping[str, str]) -> dict[str, str | None]:
+    """What an environment has otherwise than this process's."""
+    names = {*os.environ, *environment}
+    return {name: environment.get(name) for name in names if environment.get(name) != os.environ.get(name)}
 
 
 def _nice() -> int:

@@ -1,8 +1,9 @@
 """A replica's process: loads one model, warms it up, serves it through its embedded Triton, and ends on SIGTERM.
 
-Started by `headwater_server.process.guardian` as ``python -m headwater.replica NAME FOLDER [STATUS_FD]``, or run in a
-process that `headwater.replica.preloaded` forked; FOLDER holds ``spec.json`` (`ReplicaSpec`). Reports on the pipe
-STATUS_FD, or else on the one named there, one JSON `Status` a line.
+Started by `headwater_server.process.guardian` as ``python -m headwater.replica NAME FOLDER [STATUS_FD [BINDER_FD]]``,
+or run in a process that `headwater.replica.preloaded` forked; FOLDER holds ``spec.json`` (`ReplicaSpec`). Reports on
+the pipe STATUS_FD, or else on the one named there, one JSON `ReplicaStatus` a line. With a socket BINDER_FD it runs
+under another Python, and leaves to its binder what needs PyTriton (`headwater.replica.binder`).
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from pathlib import Path
 
 import msgspec
 
-from headwater import reference, tuning
+from headwater import tuning
 from headwater.environment import package_versions, require
-from headwater.errors import DeclarationError, LoadError, ModelError, is_permanent, shortage_of, text_for_clients
+from headwater.errors import DeclarationError, ModelError
+from headwater.replica.binder_client import BinderClient, BinderFailed
 from headwater.replica.imported import imported_files
 from headwater.runtime.watchdog import WATCHDOG_FILE, Watchdog
-from headwater.signature import Signature
 from headwater.tuning import keep_freed_memory
 from headwater.user_folders import put_on_path
-from headwater.wire.handshake import ReplicaSpec, ReplicaStatus
+from headwater.wire.handshake import ReplicaSpec, ReplicaStatus, failure_of
 
-__all__ = ["failure_of", "main"]
+__all__ = ["main"]
 
 PR_SET_PDEATHSIG = 1
 READY_FILE = "ready"
@@ -53,6 +54,7 @@ def main() -> None:
     if sys.argv[3:]:
         spec = msgspec.structs.replace(spec, status_fd=int(sys.argv[3]))
     os.set_inheritable(spec.status_fd, False)
+    binder = BinderClient(int(sys.argv[4])) if sys.argv[4:] else None
 
     def report(status: ReplicaStatus) -> None:
         with contextlib.suppress(BrokenPipeError):  # the supervisor is gone; the guardian will end us
@@ -60,9 +62,9 @@ def main() -> None:
 
     stop = _stop_on_sigterm(directory)
     try:
-        _serve(spec, directory, report, stop)
+        _serve(spec, directory, binder, report, stop)
     except Exception as error:
-        status = failure_of(error)
+        status = error.status if isinstance(error, BinderFailed) else failure_of(error)
         told = (type(None), ImportError, SyntaxError, DeclarationError)
         if not isinstance(error, ModelError) or not isinstance(error.__cause__, told):
             traceback.print_exc()  # shows where in the user's code the error arose
@@ -88,36 +90,40 @@ def _stop_on_sigterm(directory: Path) -> threading.Event:
 
 
 def _serve(
-    spec: ReplicaSpec, directory: Path, report: Callable[[ReplicaStatus], None], stop: threading.Event
-) -> None:  # fmt: skip
+    spec: ReplicaSpec,
+    directory: Path,
+    binder: BinderClient | None,
+    report: Callable[[ReplicaStatus], None],
+    stop: threading.Event,
+) -> None:
     def progress(stage: str) -> None:
         report(ReplicaStatus("progress", stage))
 
     progress("checking the environment")
-    require()
+    if binder is None:
+        require()
 
     # Heavy imports come after the check of the environment, whose message is clearer than an import error.
     from headwater.replica.probe_call import write_probe
     from headwater.replica.served import load_served
-    from headwater.replica.triton import EmbeddedTriton
     from headwater.runtime.capacity import Capacity
 
     put_on_path(spec.user_paths)
     os.chdir(spec.working_dir)
     watch = Watchdog(directory / WATCHDOG_FILE, spec.max_compute_s or 0).call
     capacity = Capacity(lambda text, rows: report(ReplicaStatus("limited", text, batch_limit=rows)))
-    triton = EmbeddedTriton(directory, spec.token)
+    if binder is None:
+        from headwater.replica.binding import Binding
 
-    def launch(signature: Signature) -> None:
-        is_language_model = spec.pipeline is None and reference.is_language_model(spec.model)
-        triton.bind_signature(signature, instances=spec.instances, is_language_model=is_language_model)
-        triton.launch()
-
-    served = load_served(spec, progress, _end_soon, watch, capacity, launch)
+        bound: BinderClient | Binding = Binding(spec, directory)
+    else:
+        bound = binder
+    served = load_served(spec, progress, _end_soon, watch, capacity, bound.bind)
     signature = served.signature
     progress("starting Triton")
-    triton.start(served.handlers, served.loop)
-    served.warm_up(triton, spec, progress)
+    served.answer_calls(directory)
+    bound.warm_up(signature, served.warmup_sizes, progress)
+    served.end_warm_up()
     tuning.settle()
     write_probe(directory, signature, spec.token, spec.load_timeout_s)
     (directory / READY_FILE).touch()  # for the guardian: every process of the group counts from now on
@@ -135,26 +141,6 @@ def _serve(
     sys.stderr.flush()
     # Not Triton.stop(), which takes 5 s and more: the guardian ends the whole group at once.
     os._exit(0)
-
-
-def failure_of(error: Exception) -> ReplicaStatus:
-    """The status that reports an error which keeps the replica from serving."""
-    if (shortage := shortage_of(error)) is not None:
-        return ReplicaStatus("failed", str(shortage), cause=text_for_clients(str(shortage)), is_shortage=True)
-    if not isinstance(error, ModelError):
-        text = f"{type(error).__name__}: {error}"
-        return ReplicaStatus("failed", text, cause=_cause(error), is_permanent=is_permanent(error))
-    text = str(error)
-    if isinstance(error, LoadError):
-        cause = error.problem.reason if error.__cause__ is None else _cause(error.__cause__)
-    else:
-        cause = text
-    return ReplicaStatus("failed", text, cause=text_for_clients(cause), is_permanent=is_permanent(error))
-
-
-def _cause(error: BaseException) -> str:
-    text = str(error)
-    return text_for_clients(f"{type(error).__name__}: {text}" if text else type(error).__name__)
 
 
 def _end_soon(reason: str) -> None:

@@ -6,7 +6,8 @@ import contextlib
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from headwater.errors import DeclarationError
 from headwater.lm.engine_host import EngineHost
@@ -14,6 +15,8 @@ from headwater.lm.loading import lm_signature, plan_language_model
 from headwater.model import Model
 from headwater.pipeline import PipelineSpec, StepSpec, make_plan
 from headwater.reference import is_language_model
+from headwater.replica import callee
+from headwater.replica.callee import Answers
 from headwater.runtime.call_loop import CallLoop
 from headwater.runtime.capacity import Capacity
 from headwater.runtime.compiled import check_compiled, compile_modules
@@ -26,12 +29,9 @@ from headwater.runtime.torch_model import ScriptModel
 from headwater.runtime.watchdog import WatchCall
 from headwater.signature import Signature
 from headwater.tuning import switch_soon
+from headwater.wire.bridge import socket_path
 from headwater.wire.example_rows import batch_sizes
 from headwater.wire.handshake import ReplicaSpec
-
-if TYPE_CHECKING:
-    from headwater.replica.callee import Answers
-    from headwater.replica.triton import EmbeddedTriton
 
 __all__ = ["Served", "check_instances", "load_language_model", "load_served"]
 
@@ -59,23 +59,22 @@ class Served(NamedTuple):
             return [self.runner.handle]
         return [runner.handle for runner in self.runner]
 
-    def warm_up(self, triton: EmbeddedTriton, spec: ReplicaSpec, progress: Callable[[str], None]) -> None:
-        """Call it through a Triton that has started, with each batch size or number of sequences.
+    def answer_calls(self, directory: Path) -> None:
+        """Answer the calls of the Triton in a replica's folder, from now on; each instance's in a thread of its own."""
+        for instance, answers in enumerate(self.handlers):
+            callee.start(socket_path(str(directory), instance), answers, CallLoop() if instance else self.loop)
+
+    def end_warm_up(self) -> None:
+        """Note that the calls of the warm-up have ended.
 
         Raises:
-            ReplicaError: a call failed; the message includes the callable's own.
+            ReplicaError: what was to be compiled was not.
         """
-        from headwater.replica import warmup, warmup_lm
-
-        if isinstance(self.runner, EngineHost):
-            warmup_lm.warm_up(self.signature, triton, spec, progress)
-        else:
-            warmup.warm_up(self.signature, triton, spec, self.warmup_sizes, progress)
-            for model in self.models:
-                if isinstance(model, (ExportedModel, ScriptModel)):
-                    model.end_warm_up()
-            if self.is_compiled:
-                check_compiled()
+        for model in self.models:
+            if isinstance(model, (ExportedModel, ScriptModel)):
+                model.end_warm_up()
+        if self.is_compiled:
+            check_compiled()
 
     def unload(self) -> None:
         """Close the engine, or call every model's `unload`, last loaded first, even if one raises."""

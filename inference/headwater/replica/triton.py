@@ -9,7 +9,8 @@ What differs from `pytriton.triton.Triton`, and why:
 - Triton completes no configuration: PyTriton's is complete, and for each model it would start Python once more to ask.
 - Triton starts while the model loads: all that it needs is the signature.
 - Triton sees no GPU: it holds no tensors there, but would allocate memory pools and a context on each.
-- Triton's process is started here, and its output goes to a file: PyTriton reads it in a thread.
+- Triton's process is started here, or a process becomes it (`headwater.replica.binder`), and its output goes to a
+  file: PyTriton reads it in a thread.
 - Calls reach the callables by a shorter way (`headwater.wire.bridge`), and no process of PyTriton's keeps tensors.
 
 All use of private parts of PyTriton is here; tests/inference/replica/test_triton.py names the parts.
@@ -36,12 +37,10 @@ from pytriton.model_config import DynamicBatcher, ModelConfig, Tensor
 from pytriton.triton import Triton, TritonConfig, TritonLifecyclePolicy, TritonSecurityConfig
 
 from headwater.datatypes import DATATYPES
+from headwater.environment import library_path
 from headwater.errors import ReplicaError, Shortage, shortage_in, shortage_of
-from headwater.replica import callee
-from headwater.replica.callee import Answers
-from headwater.runtime.call_loop import CallLoop
 from headwater.signature import Signature, TensorSpec
-from headwater.wire.bridge import install, socket_path
+from headwater.wire.bridge import install
 from headwater.wire.frame import FRAME
 from headwater.wire.lm import CONTROL
 from headwater.wire.report import REPORT
@@ -122,7 +121,7 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
         install(self._workspace.model_store_path / model_name / "1" / "model.py")
 
     def bind_signature(self, signature: Signature, *, instances: int = 1, is_language_model: bool = False) -> None:
-        """Bind a model under the signature's name; `start` brings what computes it.
+        """Bind a model under the signature's name; `headwater.replica.callee` has what computes it.
 
         A framed one answers each request with any number of frames (`headwater.wire.frame`, or for a language model
         `headwater.wire.lm`); any other has the hidden report output beside its own.
@@ -149,38 +148,55 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
             ),
         )
 
-    def launch(self) -> None:
-        """Start Triton's process, which loads what is bound; `start` waits for it."""
+    def command(self) -> tuple[list[str], dict[str, str]]:
+        """The command line of a Triton that serves what is bound, and its environment; for `os.execve`."""
+        os.environ["LD_LIBRARY_PATH"] = library_path(os.environ)
         self._initialize_server()
         server = self._triton_server
-        command = [str(server._server_path), *server._server_config.to_args_list()]
         hidden = {"CUDA_VISIBLE_DEVICES": "", "NVIDIA_VISIBLE_DEVICES": "none"}
+        return [str(server._server_path), *server._server_config.to_args_list()], {**server._get_env(), **hidden}
+
+    def launch(self) -> None:
+        """Start Triton's process, which loads what is bound; `wait` waits for it."""
+        command, environment = self.command()
         with (self.directory / OUTPUT_FILE).open("wb") as output:
             self._process = subprocess.Popen(
                 command,
-                env={**server._get_env(), **hidden},
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 preexec_fn=_end_with_parent,
             )
 
-    def start(self, infer: Sequence[Answers], loop: CallLoop) -> None:
-        """Wait until Triton serves the model, launched or not, and have its instances call these, each in a thread.
+    def wait(self, pid: int | None = None) -> None:
+        """Wait until Triton serves the model.
 
         Args:
-            infer: what answers the calls, one for each instance.
-            loop: the first instance's; each further instance gets a loop of its own.
+            pid: its process; None: the one that was launched.
 
         Raises:
             ReplicaError: Triton ended or was not ready in time; the message includes the relevant lines of its log.
             Shortage: the machine lacks what Triton needs.
         """
-        for instance, answers in enumerate(infer):
-            callee.start(socket_path(str(self.directory), instance), answers, CallLoop() if instance else loop)
-        if self._process is None:
-            self.launch()
-        self._wait_until_ready()
+        if pid is None:
+            assert self._process is not None
+            pid = self._process.pid
+        deadline = time.monotonic() + START_TIMEOUT_S
+        progress = Progress(pid)
+        while not self._is_ready():
+            # The log says so at once, while Triton may take its time to end.
+            if "Failed to create instance" in "".join(lines := self._log_lines()):
+                raise _not_started("an instance failed", lines)
+            has_ended = _stat(pid)[:1] in ("", "Z", "X")
+            if has_ended or time.monotonic() > deadline:
+                ended = "it ended" if has_ended else f"not ready after {START_TIMEOUT_S:g} s"
+                raise _not_started(ended, self._log_lines())
+            _check_threads()
+            if progress.is_stuck(time.monotonic()):
+                text = f"Triton has stood still for {STUCK_S:g} s, as it does where it could not start a thread"
+                raise Shortage(errno.EAGAIN, text)
+            time.sleep(0.02)
 
     def _prepare_triton_config(self, workspace: Any) -> None:
         super()._prepare_triton_config(workspace)
@@ -200,23 +216,6 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
             self._process.kill()
             self._process.wait()
 
-    def _wait_until_ready(self) -> None:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        progress = Progress()
-        while not self._is_ready():
-            # The log says so at once, while Triton may take its time to end.
-            if "Failed to create instance" in "".join(lines := self._log_lines()):
-                raise _not_started("an instance failed", lines)
-            has_ended = self._process is None or self._process.poll() is not None
-            if has_ended or time.monotonic() > deadline:
-                ended = "it ended" if has_ended else f"not ready after {START_TIMEOUT_S:g} s"
-                raise _not_started(ended, self._log_lines())
-            _check_threads()
-            if progress.is_stuck(time.monotonic()):
-                text = f"Triton has stood still for {STUCK_S:g} s, as it does where it could not start a thread"
-                raise Shortage(errno.EAGAIN, text)
-            time.sleep(0.02)
-
     def _is_ready(self) -> bool:
         connection = UnixConnection(self.http_socket, timeout_s=5)
         try:
@@ -233,9 +232,14 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
 
 
 class Progress:
-    """Sees whether the other processes of this group get on: Triton and its stub."""
+    """Sees whether a Triton and its stubs get on.
 
-    def __init__(self) -> None:
+    Args:
+        pid: Triton's process.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
         self._next_look_s = self._since_s = 0.0
         self._ran_ns = -STUCK_CPU_NS
 
@@ -244,7 +248,7 @@ class Progress:
         if now_s < self._next_look_s:
             return False
         self._next_look_s = now_s + LOOK_EVERY_S
-        ran_ns = _others_ran_ns()
+        ran_ns = _ran_ns(self._pid)
         if ran_ns is None:
             self._since_s = now_s
         elif ran_ns - self._ran_ns >= STUCK_CPU_NS:
@@ -252,11 +256,11 @@ class Progress:
         return now_s - self._since_s >= STUCK_S
 
 
-def _others_ran_ns() -> int | None:
-    """How long the other processes of this group have run; None: one of them doesn't sleep, or it can't be seen."""
-    total_ns, group = 0, os.getpgrp()
+def _ran_ns(pid: int) -> int | None:
+    """How long a process and its children have run; None: one of them doesn't sleep, or it can't be seen."""
+    total_ns = 0
     for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid() or _group_of(int(entry.name)) != group:
+        if not entry.name.isdigit() or (int(entry.name) != pid and _stat(int(entry.name)).split()[1:2] != [str(pid)]):
             continue
         try:
             for task in (entry / "task").iterdir():
@@ -268,12 +272,12 @@ def _others_ran_ns() -> int | None:
     return total_ns or None
 
 
-def _group_of(pid: int) -> int:
-    """The group of a process; 0: it has ended."""
+def _stat(pid: int) -> str:
+    """A process's state, its parent, and more (proc(5)); empty: it is gone."""
     try:
-        return os.getpgid(pid)
-    except ProcessLookupError:
-        return 0
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2]
+    except OSError:
+        return ""
 
 
 def _check_threads() -> None:
@@ -308,7 +312,7 @@ def telling_lines(lines: Sequence[str]) -> list[str]:
 
 
 def _later(requests: list[Any]) -> list[Any]:
-    """Stands for what computes a model until `EmbeddedTriton.start` replaces it, before any instance calls it."""
+    """Stands for what computes a model, which calls reach by another way."""
     raise NotImplementedError
 
 

@@ -1,4 +1,10 @@
-"""Messages between supervisor and replica: the specification down, status lines up; and what a fork takes."""
+"""Messages between supervisor and replica: the specification down, status lines up; and what a fork takes.
+
+A replica under another Python has two sides: its host loads and runs the model there, and its binder, under our own,
+has PyTriton bind the model to an embedded Triton, which the binder becomes. The host asks over a `headwater.wire.link`,
+first with a `BindRequest`, then with a `WarmUpRequest`. The binder answers the second with any number of ``progress``
+and a ``done``, or either of them with a ``failed``.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +12,15 @@ from typing import Any, Final, Literal
 
 import msgspec
 
+from headwater.errors import LoadError, ModelError, is_permanent, shortage_of, text_for_clients
 from headwater.pipeline import PipelineSpec
+from headwater.reference import is_language_model
+from headwater.signature import Signature
 
-__all__ = ["COMMAND", "GO", "HOST", "READY", "STATUS", "ForkRequest", "ReplicaSpec", "ReplicaStatus"]
+__all__ = [
+    "COMMAND", "GO", "HOST", "READY", "STATUS", "BindRequest", "ForkRequest", "ReplicaSpec", "ReplicaStatus",
+    "WarmUpRequest", "failure_of",
+]  # fmt: skip
 
 
 class ReplicaSpec(msgspec.Struct, frozen=True):
@@ -41,12 +53,20 @@ class ReplicaSpec(msgspec.Struct, frozen=True):
     """The longest that a call of the user's code may take, once the replica serves."""
     is_cached: bool = False
     """Whether gateways keep its answers."""
+    environment: dict[str, str | None] = {}
+    """Under another Python: what the host's environment has otherwise than the supervisor's; None: it lacks this."""
+
+    @property
+    def is_language_model(self) -> bool:
+        """Whether it serves a language model, which takes control messages in place of the signature's inputs."""
+        return self.pipeline is None and is_language_model(self.model)
 
 
 class ReplicaStatus(msgspec.Struct, omit_defaults=True):
-    """One line on the status pipe, from the replica or its guardian."""
+    """One line on the status pipe, from the replica or its guardian; and what a binder answers its host."""
 
-    event: Literal["progress", "ready", "limited", "failed", "unloaded", "ending", "ended"]
+    event: Literal["progress", "ready", "limited", "failed", "unloaded", "ending", "ended", "done"]
+    """``done`` comes from a binder only."""
     text: str = ""
     """In ``progress`` the stage; in ``failed`` and ``ending`` the reason; in ``limited`` what changed."""
     cause: str = ""
@@ -67,6 +87,42 @@ class ReplicaStatus(msgspec.Struct, omit_defaults=True):
     """In ``ended``: what the sweep could not remove."""
     batch_limit: int = 0
     """In ``limited``: the most rows, or sequences, that fit in its device's memory at once; 0: no limit is known."""
+
+
+def failure_of(error: Exception) -> ReplicaStatus:
+    """The status that reports an error which keeps a replica from serving."""
+    if (shortage := shortage_of(error)) is not None:
+        return ReplicaStatus("failed", str(shortage), cause=text_for_clients(str(shortage)), is_shortage=True)
+    if not isinstance(error, ModelError):
+        text = f"{type(error).__name__}: {error}"
+        return ReplicaStatus("failed", text, cause=_cause(error), is_permanent=is_permanent(error))
+    text = str(error)
+    if isinstance(error, LoadError):
+        cause = error.problem.reason if error.__cause__ is None else _cause(error.__cause__)
+    else:
+        cause = text
+    return ReplicaStatus("failed", text, cause=text_for_clients(cause), is_permanent=is_permanent(error))
+
+
+def _cause(error: BaseException) -> str:
+    """An error for clients: its class and message."""
+    text = str(error)
+    return text_for_clients(f"{type(error).__name__}: {text}" if text else type(error).__name__)
+
+
+class BindRequest(msgspec.Struct, frozen=True):
+    """Bind a model, and start its Triton."""
+
+    signature: Signature
+    """Without the example; a language model's lacks its limits, too."""
+
+
+class WarmUpRequest(msgspec.Struct, frozen=True):
+    """Wait until Triton serves the model, and call it."""
+
+    signature: Signature
+    sizes: list[int]
+    """The numbers of rows that it is called with; those of sequences follow from a language model's limits."""
 
 
 READY: Final = b"ready"

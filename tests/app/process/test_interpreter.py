@@ -21,7 +21,13 @@ from headwater import environment
 from headwater_server.cli.check import check
 from headwater_server.config.schema import Deployment
 from headwater_server.process import interpreter
-from headwater_server.process.interpreter import InterpreterError, find_interpreter, foreign_environment, stage_package
+from headwater_server.process.interpreter import (
+    InterpreterError,
+    changed,
+    find_interpreter,
+    foreign_environment,
+    stage_package,
+)
 from tests.running import wait_for
 
 ROOT = Path(__file__).parents[3]
@@ -56,32 +62,23 @@ def refused(path: str | Path) -> InterpreterError:
 
 def answering(**changes: Any) -> str:
     """A script that answers as a Python does that has everything, but for the changes."""
-    report = {"version": [3, 11, 9], "implementation": "cpython", "modules": ["pytriton", "numpy", "msgspec"]}
-    answer = json.dumps({**report, "libraries": ["/l"], "numpy": ["1.26.4"], **changes})
+    report = {"version": [3, 11, 9], "implementation": "cpython", "modules": ["numpy", "msgspec"]}
+    answer = json.dumps({**report, **changes})
     return f"cat <<'END'\na greeting from sitecustomize\nheadwater-interpreter:{answer}\nEND"
 
 
 def test_our_own_python_can_serve(tmp_path: Path) -> None:
-    found = find_interpreter(sys.executable, environ(tmp_path))
-    assert found.path == sys.executable  # not resolved: it would be another environment
-    assert found.libraries == (sysconfig.get_config_var("LIBDIR"), f"{sys.base_prefix}/lib", f"{sys.prefix}/lib")
+    assert find_interpreter(sys.executable, environ(tmp_path)) == sys.executable  # not resolved: it is an environment's
 
 
-def test_its_libraries_come_before_what_is_there(script: Script) -> None:
-    found = find_interpreter(script(answering(libraries=["/one", "/two"])), os.environ)
-    assert found.library_path({}) == "/one:/two"
-    assert found.library_path({"LD_LIBRARY_PATH": "/two::/three"}) == "/one:/two:/three"
+@pytest.mark.parametrize("version", [[3, 10, 0], [3, 13, 0], [3, 99, 0]])
+def test_any_python_from_3_10_on_can_serve(script: Script, version: list[int]) -> None:
+    path = script(answering(version=version))
+    assert find_interpreter(path, os.environ) == str(path)
 
 
-def test_the_library_path_is_the_one_that_is_computed_there(tmp_path: Path) -> None:
-    there = {"LD_LIBRARY_PATH": "/opt/lib"}
-    found = find_interpreter(sys.executable, environ(tmp_path))
-    assert found.library_path(there) == environment.library_path(there)
-
-
-def test_the_versions_are_those_of_the_model_side() -> None:
-    assert interpreter.OLDEST_PYTHON == environment.OLDEST_PYTHON
-    assert interpreter.NEWEST_PYTHON == environment.NEWEST_PYTHON
+def test_an_environment_with_changes() -> None:
+    assert changed({"a": "1", "b": "2"}, {"b": None, "c": "3", "d": None}) == {"a": "1", "c": "3"}
 
 
 def test_a_path_that_is_not_there(tmp_path: Path) -> None:
@@ -125,28 +122,21 @@ def test_a_program_that_is_no_python(script: Script) -> None:
     assert refused(script("true")).reason == "it doesn't answer as Python does"
 
 
-@pytest.mark.parametrize("version", [[2, 7, 18], [3, 9, 18], [3, 13, 0]])
+@pytest.mark.parametrize("version", [[2, 7, 18], [3, 9, 18]])
 def test_a_python_of_another_version(script: Script, version: list[int]) -> None:
     error = refused(script(answering(version=version)))
-    assert error.reason == f"expected CPython 3.10 to 3.12, got cpython {'.'.join(map(str, version))}"
+    assert error.reason == f"expected CPython 3.10 or newer, got cpython {'.'.join(map(str, version))}"
 
 
 def test_another_implementation(script: Script) -> None:
     assert "got pypy 3.11.9" in refused(script(answering(implementation="pypy"))).reason
 
 
-def test_numpy_2(script: Script) -> None:
-    path = script(answering(numpy=["2.1.0"]))
-    error = refused(path)
-    assert error.reason.startswith("expected numpy 1.x there, got 2.1.0")
-    assert error.fix == f"{path} -m pip install 'numpy<2'"
-
-
 def test_what_is_not_installed_is_named_at_once(script: Script) -> None:
-    path = script(answering(modules=["numpy"]))
+    path = script(answering(modules=[]))
     error = refused(path)
-    assert error.reason == "nvidia-pytriton, msgspec are not installed there"
-    assert error.fix == f"{path} -m pip install nvidia-pytriton msgspec"
+    assert error.reason == "numpy, msgspec are not installed there"
+    assert error.fix == f"{path} -m pip install numpy msgspec"
 
 
 def test_one_that_does_not_answer_is_ended_with_what_it_started(
@@ -232,10 +222,10 @@ def test_check_shows_a_deployments_python(tmp_path: Path, capsys: pytest.Capture
 def test_check_names_the_deployment_whose_python_is_wrong(
     tmp_path: Path, script: Script, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = script(answering(modules=["numpy", "msgspec"]))
+    path = script(answering(modules=["numpy"]))
     report = checked(tmp_path, {"good": SCALE, "bad": {**SCALE, "python": str(path)}}, capsys)
     (problem,) = report["problems"]
     assert problem["title"] == "deployment bad"
-    assert problem["reason"] == f"python {path}: nvidia-pytriton is not installed there"
-    assert problem["fix"] == f"{path} -m pip install nvidia-pytriton"
+    assert problem["reason"] == f"python {path}: msgspec is not installed there"
+    assert problem["fix"] == f"{path} -m pip install msgspec"
     assert [one["ok"] for one in report["deployments"]] == [True, False]

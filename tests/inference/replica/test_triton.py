@@ -119,7 +119,7 @@ from headwater.replica import triton
 child = subprocess.Popen([sys.executable, "-c", "import time; print(flush=True); {does}"], stdout=subprocess.PIPE)
 child.stdout.readline()
 triton.STUCK_S, triton.LOOK_EVERY_S = 2.0, 0.0
-progress, end_s = triton.Progress(), time.monotonic() + {30 if is_stuck else 5}
+progress, end_s = triton.Progress(child.pid), time.monotonic() + {30 if is_stuck else 5}
 while time.monotonic() < end_s and not progress.is_stuck(time.monotonic()):
     time.sleep(0.05)
 print(time.monotonic() < end_s)

@@ -7,7 +7,7 @@ import errno
 import pytest
 
 from headwater.errors import DeclarationError, LoadError, ModelUnfit, Problem, ReplicaError
-from headwater.replica.__main__ import failure_of
+from headwater.wire.handshake import failure_of
 
 
 def wrapped() -> LoadError:

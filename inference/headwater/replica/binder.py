@@ -1,0 +1,107 @@
+"""A replica's binder: binds its model to an embedded Triton, becomes that Triton, and warms it up.
+
+``python -m headwater.replica.binder FOLDER FD``, under Headwater's own Python, a child of the replica's host
+(`headwater.replica`), which runs the model under another Python and imports nothing of PyTriton's. The host asks over
+the socket FD; see `headwater.wire.handshake`. What becomes Triton can't warm it up: before that, it forks a process
+that does, and ends::
+
+    guardian ── host ── binder, executes tritonserver ── stubs
+        └──── adopts ──── warm-up, forked by the binder
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from headwater.environment import require
+from headwater.errors import ModelError
+from headwater.wire.handshake import BindRequest, ReplicaSpec, ReplicaStatus, WarmUpRequest, failure_of
+from headwater.wire.link import Link
+
+if TYPE_CHECKING:
+    from headwater.replica.binding import Binding
+
+__all__ = ["main"]
+
+PR_SET_PDEATHSIG: Final = 1
+
+
+def main() -> None:
+    """Do what the host asks for. It returns never."""
+    _end_with_host(signal.SIGKILL)
+    directory, link = Path(sys.argv[1]), Link(int(sys.argv[2]))
+    _or_fail(link, lambda: _become_triton(directory, link))
+
+
+def _become_triton(directory: Path, link: Link) -> None:
+    require()
+    # Heavy imports come after the check of the environment, whose message is clearer than an import error.
+    from headwater.replica.binding import Binding
+    from headwater.replica.triton import OUTPUT_FILE
+
+    spec = msgspec.json.decode((directory / "spec.json").read_bytes(), type=ReplicaSpec)
+    binding = Binding(spec, directory)
+    command, environment = binding.command(link.receive(BindRequest).signature)
+    pid = os.getpid()
+    _fork_orphan(lambda: _or_fail(link, lambda: _warm_up(binding, pid, link)))
+    output = os.open(directory / OUTPUT_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and a program would inherit that
+        signal.signal(number, signal.SIG_DFL)
+    _end_with_host(signal.SIGTERM)  # so that Triton removes its folders in /tmp
+    os.execve(command[0], command, environment)
+
+
+def _warm_up(binding: Binding, pid: int, link: Link) -> None:
+    def progress(stage: str) -> None:
+        link.send(ReplicaStatus("progress", stage))
+
+    request = link.receive(WarmUpRequest)
+    binding.warm_up(request.signature, request.sizes, progress, pid)
+    link.send(ReplicaStatus("done"))
+    os._exit(0)
+
+
+def _or_fail(link: Link, run: Callable[[], None]) -> None:
+    """Run what ends this process or makes it another program; if it raises, tell the host and end."""
+    try:
+        run()
+    except Exception as error:
+        try:
+            link.send(failure_of(error))
+            if not isinstance(error, (ModelError, OSError)):
+                traceback.print_exc()
+        except OSError:  # the host is gone
+            pass
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def _fork_orphan(run: Callable[[], None]) -> None:
+    """Run something in a process that isn't this one's child: Triton, which this one becomes, reaps none."""
+    if not (child := os.fork()):
+        try:
+            if not os.fork():
+                run()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+
+
+def _end_with_host(number: int) -> None:
+    """Have the kernel send this process a signal once its parent has ended; executing another program keeps it."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""Messages between two processes of a replica, over a socket: each a MessagePack document behind its length."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from typing import Final, TypeVar
+
+import msgspec
+
+__all__ = ["Link"]
+
+_LENGTH: Final = struct.Struct("<Q")
+
+T = TypeVar("T")
+
+
+class Link:
+    """One end of a socket.
+
+    Args:
+        fd: of the socket, which no program that this process starts inherits.
+    """
+
+    def __init__(self, fd: int) -> None:
+        os.set_inheritable(fd, False)
+        self._socket = socket.socket(fileno=fd)
+        self._file = self._socket.makefile("rb")
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Send a message.
+
+        Raises:
+            OSError: the process at the other end has ended.
+        """
+        data = msgspec.msgpack.encode(message)
+        self._socket.sendall(_LENGTH.pack(len(data)) + data)
+
+    def receive(self, kind: type[T]) -> T:
+        """Wait for a message.
+
+        Raises:
+            OSError: the process at the other end has ended.
+        """
+        head = self._file.read(_LENGTH.size)
+        data = self._file.read(*_LENGTH.unpack(head)) if len(head) == _LENGTH.size else b""
+        if not data:
+            raise ConnectionResetError("the other end was closed")
+        return msgspec.msgpack.decode(data, type=kind)
+
+    def close(self) -> None:
+        """Close this end."""
+        self._file.close()
+        self._socket.close()
