@@ -1,4 +1,4 @@
-"""A replica's process: loads one model, warms it up, serves it through its embedded Triton, and ends on SIGTERM.
+"""A replica's process: loads one model, answers the calls of its embedded Triton, and ends on SIGTERM.
 
 Started by `headwater_server.process.guardian` as ``python -m headwater.replica NAME FOLDER [STATUS_FD [BINDER_FD]]``,
 or run in a process that `headwater.replica.preloaded` forked; FOLDER holds ``spec.json`` (`ReplicaSpec`). Reports on
@@ -20,6 +20,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -32,6 +33,9 @@ from headwater.runtime.watchdog import WATCHDOG_FILE, Watchdog
 from headwater.tuning import keep_freed_memory
 from headwater.user_folders import put_on_path
 from headwater.wire.handshake import ReplicaSpec, ReplicaStatus, failure_of
+
+if TYPE_CHECKING:
+    from headwater.replica.binding import Binding
 
 __all__ = ["main"]
 
@@ -99,11 +103,17 @@ def _serve(
     def progress(stage: str) -> None:
         report(ReplicaStatus("progress", stage))
 
-    progress("checking the environment")
+    bound: BinderClient | Binding
     if binder is None:
+        progress("checking the environment")
         require()
+        # Heavy imports come after the check of the environment, whose message is clearer than an import error.
+        from headwater.replica.binding import Binding
 
-    # Heavy imports come after the check of the environment, whose message is clearer than an import error.
+        bound = Binding(spec, directory)
+    else:
+        bound = binder
+
     from headwater.replica.probe_call import write_probe
     from headwater.replica.served import load_served
     from headwater.runtime.capacity import Capacity
@@ -112,12 +122,6 @@ def _serve(
     os.chdir(spec.working_dir)
     watch = Watchdog(directory / WATCHDOG_FILE, spec.max_compute_s or 0).call
     capacity = Capacity(lambda text, rows: report(ReplicaStatus("limited", text, batch_limit=rows)))
-    if binder is None:
-        from headwater.replica.binding import Binding
-
-        bound: BinderClient | Binding = Binding(spec, directory)
-    else:
-        bound = binder
     served = load_served(spec, progress, _end_soon, watch, capacity, bound.bind)
     signature = served.signature
     progress("starting Triton")
