@@ -919,7 +919,7 @@ def test_names_that_stand_for_something_else_are_refused() -> None:
         await supervisor.start()
         status, error = await supervisor.told("load", "p.trunk", {"model": "m:B"})
         assert (status, "step of the pipeline `p`" in error) == (409, True)
-        for name, told in (("not a name", "deployment name 'not a name'"), ("x" * 90, "unix socket")):
+        for name, told in (("not a name", "deployment name 'not a name'"), ("x" * 101, "at most 100 characters")):
             status, error = await supervisor.told("load", name, {"model": "m:B"})
             assert (status, told in error) == (400, True), error
         assert set(supervisor.sets) == {"p.trunk", "p.head", "shared"}
