@@ -22,8 +22,13 @@ import headwater
 from headwater_server.errors import StartError
 
 __all__ = [
-    "CONFUSING", "InterpreterError", "ask_interpreter", "changed", "find_interpreter", "foreign_environment",
+    "CONFUSING",
+    "InterpreterError",
+    "ask_interpreter",
+    "find_interpreter",
+    "foreign_environment",
     "stage_package",
+    "with_changes",
 ]  # fmt: skip
 
 OLDEST_PYTHON: Final = (3, 10)
@@ -50,7 +55,7 @@ class InterpreterError(StartError):
         """Whether another try would fail the same way."""
 
 
-def changed(environ: Mapping[str, str], changes: Mapping[str, str | None]) -> dict[str, str]:
+def with_changes(environ: Mapping[str, str], changes: Mapping[str, str | None]) -> dict[str, str]:
     """An environment with changes; None: without this variable."""
     environment = {name: value for name, value in environ.items() if name not in changes}
     return environment | {name: value for name, value in changes.items() if value is not None}

@@ -19,10 +19,10 @@ from pathlib import Path
 
 from headwater_server.process.interpreter import (
     InterpreterError,
-    changed,
     find_interpreter,
     foreign_environment,
     stage_package,
+    with_changes,
 )
 
 __all__ = ["main"]
@@ -37,7 +37,7 @@ def main() -> None:
     _end_with_parent()
     spec = json.loads(Path(directory, "spec.json").read_bytes())
     environment = foreign_environment(
-        changed(os.environ, spec["environment"]), stage_package(Path(directory, "python"))
+        with_changes(os.environ, spec["environment"]), stage_package(Path(directory, "python"))
     )
     host, binder = socket.socketpair()
     if not os.fork():

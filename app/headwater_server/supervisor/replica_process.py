@@ -187,9 +187,8 @@ class ReplicaProcess:
             output_read, output_write = _pipe(ours, theirs)
             command_read, command_write = _pipe(theirs, ours)
             self._write_spec(status_write)
-            own = {"TMPDIR": str(self.directory / "tmp")}
-            if "TMPDIR" in self._deployment.environment and not self._has_binder:
-                own = {}
+            sets_tmpdir = "TMPDIR" in self._deployment.environment and not self._has_binder  # a binder's host sets it
+            own = {} if sets_tmpdir else {"TMPDIR": str(self.directory / "tmp")}
             if fork is None:
                 guardian: Child = subprocess.Popen(
                     [*self._guardian(str(status_write), str(command_read)), "--", *self._command(status_write)],

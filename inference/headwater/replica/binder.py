@@ -36,7 +36,7 @@ PR_SET_PDEATHSIG: Final = 1
 
 
 def main() -> None:
-    """Do what the host asks for. It returns never."""
+    """Do what the host asks for. It never returns."""
     _end_with_host(signal.SIGKILL)
     directory, link = Path(sys.argv[1]), Link(int(sys.argv[2]))
     _or_fail(link, lambda: _become_triton(directory, link))
@@ -88,14 +88,22 @@ def _or_fail(link: Link, run: Callable[[], None]) -> None:
 
 
 def _fork_orphan(run: Callable[[], None]) -> None:
-    """Run something in a process that isn't this one's child: Triton, which this one becomes, reaps none."""
+    """Run something in a process that isn't this one's child: Triton, which this one becomes, reaps none.
+
+    Raises:
+        OSError: the machine lacks processes.
+    """
     if not (child := os.fork()):
+        status = 0
         try:
             if not os.fork():
                 run()
+        except OSError as error:
+            status = error.errno or 1
         finally:
-            os._exit(0)
-    os.waitpid(child, 0)
+            os._exit(status)
+    if status := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
+        raise OSError(status, os.strerror(status))
 
 
 def _end_with_host(number: int) -> None:

@@ -23,10 +23,10 @@ from headwater_server.config.schema import Deployment
 from headwater_server.process import interpreter
 from headwater_server.process.interpreter import (
     InterpreterError,
-    changed,
     find_interpreter,
     foreign_environment,
     stage_package,
+    with_changes,
 )
 from tests.running import wait_for
 
@@ -78,7 +78,7 @@ def test_any_python_from_3_10_on_can_serve(script: Script, version: list[int]) -
 
 
 def test_an_environment_with_changes() -> None:
-    assert changed({"a": "1", "b": "2"}, {"b": None, "c": "3", "d": None}) == {"a": "1", "c": "3"}
+    assert with_changes({"a": "1", "b": "2"}, {"b": None, "c": "3", "d": None}) == {"a": "1", "c": "3"}
 
 
 def test_a_path_that_is_not_there(tmp_path: Path) -> None:
