@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from headwater.environment import library_path
+from headwater_server.binder.environment import library_path
 
 __all__ = ["START_TIMEOUT_S", "free_port", "gateway", "running", "stop"]
 

@@ -26,7 +26,6 @@ from benchmarks.fanout_report import Spread
 from benchmarks.fanout_servers import command_of, tree
 from benchmarks.servers import free_port, stop
 from benchmarks.start_model import COMPUTED, Telling
-from headwater.environment import library_path
 
 DEMO = Path(__file__).parents[1] / "configs" / "demo.yaml"
 LIGHT = "headwater.zoo.scale:Scale"
@@ -47,7 +46,7 @@ class _Server:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
-            env={**os.environ, "LD_LIBRARY_PATH": library_path(os.environ), "PYTHONUNBUFFERED": "1"},
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()

@@ -26,7 +26,7 @@ import httpx
 import psutil
 
 from benchmarks.servers import free_port
-from headwater.environment import library_path
+from headwater_server.binder.environment import library_path
 from tests.running import wait_for
 from tests.traces import remove_backend_folders
 

@@ -367,7 +367,7 @@ def processes_of(folder: Path) -> dict[int, str]:
 def _role(command: str) -> str:
     roles = {
         "headwater_server.process.guardian": "guardian",
-        "headwater.replica.binder": "binder",
+        "headwater_server.binder": "binder",
         "headwater.replica": "host",
         "backend_stub": "stub",
         "bin/tritonserver": "tritonserver",

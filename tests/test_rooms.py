@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[1]
 ROOMS = {
     "headwater_server": {
         "process": "",
+        "binder": "",
         "config": "",
         "control": "",
         "codecs": "",

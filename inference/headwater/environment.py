@@ -1,8 +1,6 @@
-"""Checks that the machine and the Python installation can run a replica.
+"""What a model's Python has: versions of packages, GPUs, and where the user's own code failed.
 
-``python -m headwater.environment`` prints ``{"versions": {...}, "problems": [...]}`` as JSON, for the gateway's side,
-which imports neither torch nor pytriton. Nor does this module: it reads their metadata, and asks the dynamic loader
-what PyTriton's stub would load.
+``python -m headwater.environment`` prints `versions` as JSON. It imports none of the packages, whose metadata it reads.
 """
 
 from __future__ import annotations
@@ -13,102 +11,53 @@ import importlib.util
 import json
 import os
 import platform
-import re
 import runpy
 import subprocess
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from headwater.errors import DeclarationError, EnvironmentUnfit, Problem
+from headwater.errors import DeclarationError, Problem
 
-__all__ = ["library_path", "package_versions", "problem_of", "problems", "require", "versions"]
+__all__ = [
+    "installed_version", "line_of", "package_folder", "package_versions", "problem_of", "run_command", "run_python",
+    "versions",
+]  # fmt: skip
 
-OLDEST_PYTHON: Final = (3, 10)
-NEWEST_PYTHON: Final = (3, 12)
+PACKAGES: Final = ("numpy", "torch", "transformers", "onnxruntime")
 PROCESS_TIMEOUT_S: Final = 30.0
 """Limit of each helper process; initializing many GPUs takes seconds."""
 
-_PYTHON: Final = f"{sys.version_info.major}.{sys.version_info.minor}"
-_LIBPYTHON: Final = f"libpython{_PYTHON}.so.1.0"
-_LOADER_CACHE: Final = Path("/etc/ld.so.cache")
-
-
-def library_path(environ: Mapping[str, str]) -> str:
-    """The ``LD_LIBRARY_PATH`` under which a replica must run, given its environment.
-
-    PyTriton's stub loads ``libpython3.x.so.1.0`` by name. The folders of this interpreter's own library (``LIBDIR``,
-    and ``lib`` of the base installation, in case Python was moved after it was built, and of this environment, where
-    `make offline` puts one) come before the present value, so that a system library of another patch version doesn't
-    take precedence.
-    """
-    own = [sysconfig.get_config_var("LIBDIR"), f"{sys.base_prefix}/lib", f"{sys.prefix}/lib"]
-    # An empty element would mean the current folder.
-    entries = [entry for entry in [*own, *environ.get("LD_LIBRARY_PATH", "").split(":")] if entry]
-    return ":".join(dict.fromkeys(entries))
-
-
-def require() -> None:
-    """Check, in a few milliseconds and without starting a process, that a replica can run here.
-
-    Raises:
-        EnvironmentUnfit: it can't; the message says why and how to fix it.
-    """
-    for problem in problems():
-        raise EnvironmentUnfit(str(problem))
-
-
-def problems(*, deep: bool = False, path: str | None = None) -> list[Problem]:
-    """What keeps a replica from running here.
-
-    Args:
-        deep: also start PyTriton's stub, and check the version of the libpython that it would load.
-        path: the replica's ``LD_LIBRARY_PATH``; by default `library_path` of this process's environment.
-    """
-    if path is None:
-        path = library_path(os.environ)
-    stub = _stub()
-    if stub is None:
-        last: Iterable[Problem] = [_stub_problem()]
-    else:
-        last = _deep_library_problems(stub, path) if deep else _library_problems(path)
-    return [*_python_problems(), *_numpy_problems(), *last]
-
 
 def versions() -> dict[str, str | None]:
-    """Versions of the relevant components, by name; None where missing or unknown."""
-    stub = _stub()
+    """Versions of what models use, by name; None where missing or unknown."""
     return {
         "python": f"{platform.python_version()} ({sys.executable})",
-        "numpy": _version("numpy"),
-        "pytriton": _version("nvidia-pytriton"),
-        "triton": _triton_version(),
-        "torch": _version("torch"),
+        **{name: installed_version(name) for name in PACKAGES},
         "cuda": _torch_cuda(),
         "gpus": _gpus(),
-        "libpython": None if stub is None else _libpython_of(stub, library_path(os.environ)),
         "platform": platform.platform(),
     }
 
 
 def package_versions() -> dict[str, str]:
-    """Versions of Python and of the relevant installed packages, by name; starts no process."""
-    found = {name: _version(name) for name in ("numpy", "nvidia-pytriton", "torch")}
+    """Versions of Python and of the installed packages that models use, by name; starts no process."""
+    found = {name: installed_version(name) for name in PACKAGES}
     return {"python": platform.python_version(), **{name: version for name, version in found.items() if version}}
 
 
-def _version(distribution: str) -> str | None:
+def installed_version(distribution: str) -> str | None:
+    """The version of an installed distribution; None: there is none."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
-def _folder(package: str) -> Path | None:
+def package_folder(package: str) -> Path | None:
     """The folder of a top-level package, found without importing it."""
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
@@ -116,117 +65,8 @@ def _folder(package: str) -> Path | None:
     return Path(next(iter(spec.submodule_search_locations)))
 
 
-def _stub() -> Path | None:
-    """PyTriton's stub for this version of Python."""
-    folder = _folder("pytriton")
-    if folder is None:
-        return None
-    stub = folder / "tritonserver" / "python_backend_stubs" / _PYTHON / "triton_python_backend_stub"
-    return stub if stub.exists() else None
-
-
-def _python_problems() -> Iterable[Problem]:
-    if not OLDEST_PYTHON <= sys.version_info[:2] <= NEWEST_PYTHON:
-        yield Problem(
-            "Python version",
-            f"expected Python 3.10 to 3.12, got {platform.python_version()} ({sys.executable})",
-            "install Headwater into a virtual environment of one of these",
-        )
-
-
-def _numpy_problems() -> Iterable[Problem]:
-    version = _version("numpy")
-    if version is None:
-        yield Problem("numpy", "expected numpy 1.x, found none", "pip install 'numpy<2'")
-    elif int(version.partition(".")[0]) >= 2:
-        yield Problem(
-            "numpy version",
-            f"expected numpy 1.x, got {version}: with numpy 2 PyTriton silently passes tensors without elements "
-            "between its processes, and every request fails with 'expected N, got 0'",
-            "pip install 'numpy<2'",
-        )
-
-
-def _stub_problem() -> Problem:
-    version = _version("nvidia-pytriton")
-    folder = _folder("pytriton")
-    if version is None or folder is None:
-        return Problem(
-            "PyTriton", "expected nvidia-pytriton, found none", f"{sys.executable} -m pip install nvidia-pytriton"
-        )
-    there = sorted(
-        (stub.parent.name for stub in folder.glob("tritonserver/python_backend_stubs/*/triton_python_backend_stub")),
-        key=lambda name: [int(part) for part in re.findall(r"\d+", name)],
-    )
-    return Problem(
-        "PyTriton's stub",
-        f"nvidia-pytriton {version} has no stub for Python {_PYTHON}, only for {', '.join(there) or 'none'}",
-        "install Headwater into a virtual environment of Python 3.10 to 3.12",
-    )
-
-
-def _library_problems(path: str) -> Iterable[Problem]:
-    """Check, by looking at files only, that the stub will find a libpython."""
-    if any(Path(entry, _LIBPYTHON).exists() for entry in path.split(":")):
-        return
-    if _LOADER_CACHE.exists() and _LIBPYTHON.encode() in _LOADER_CACHE.read_bytes():
-        return
-    yield _missing_libpython(path)
-
-
-def _deep_library_problems(stub: Path, path: str) -> Iterable[Problem]:
-    # Started without arguments, a stub that could be loaded complains about them and ends.
-    status, output = _run([str(stub)], {"LD_LIBRARY_PATH": path})
-    loaded = status == 1 and "arguments" in output
-    if not loaded and _LIBPYTHON in output and "cannot open shared object file" in output:
-        yield _missing_libpython(path)
-        return
-    if not loaded:
-        yield Problem(
-            "PyTriton's stub",
-            f"it can't be started: {output.strip().removeprefix(f'{stub}: ') or f'status {status}'}",
-            f"reinstall it: {sys.executable} -m pip install --force-reinstall --no-deps nvidia-pytriton; if that "
-            "doesn't help, the system's C and C++ libraries are too old for it",
-        )
-        return
-    library = _libpython_of(stub, path)
-    if library is None:
-        return
-    version = _version_of_libpython(library)
-    if version != platform.python_version():
-        yield Problem(
-            "libpython version",
-            f"this is Python {platform.python_version()}, but PyTriton's stub would load {library}, which is "
-            f"{version or 'not a Python library'}; the stub's imports would then fail with misleading errors",
-            f"use a Python built with --enable-shared (with pyenv: PYTHON_CONFIGURE_OPTS=--enable-shared pyenv install "
-            f"{platform.python_version()}), or make the virtual environment with the interpreter of that library",
-        )
-
-
-def _missing_libpython(path: str) -> Problem:
-    built = "" if sysconfig.get_config_var("Py_ENABLE_SHARED") else "; this Python was built without a shared library"
-    return Problem(
-        "libpython",
-        f"PyTriton's stub needs {_LIBPYTHON}, which is neither in {path.replace(':', ', ')} nor known to the "
-        f"system's loader{built}",
-        f"install it (on Debian and Ubuntu: apt-get install libpython{_PYTHON}), or use a Python built with "
-        "--enable-shared",
-    )
-
-
-def _libpython_of(stub: Path, path: str) -> str | None:
-    """The file of libpython that the stub would load; the loader resolves it without running the stub."""
-    _, output = _run([str(stub)], {"LD_LIBRARY_PATH": path, "LD_TRACE_LOADED_OBJECTS": "1"})
-    match = re.search(rf"{re.escape(_LIBPYTHON)} => (/.+) \(0x", output)
-    return match.group(1) if match else None
-
-
-def _version_of_libpython(library: str) -> str | None:
-    return next(iter((_run_python(_ASK_LIBPYTHON, library) or "").split()), None)
-
-
 def _torch_cuda() -> str | None:
-    folder = _folder("torch")
+    folder = package_folder("torch")
     if folder is None or not (folder / "version.py").exists():
         return None
     facts = runpy.run_path(str(folder / "version.py"))
@@ -237,54 +77,9 @@ def _torch_cuda() -> str | None:
 
 def _gpus() -> str | None:
     """Names of the GPUs that the CUDA driver shows to this process's environment, or ``none``."""
-    output = _run_python(_ASK_GPUS)
+    output = run_python(_ASK_GPUS)
     return None if output is None else ", ".join(output.splitlines()) or "none"
 
-
-def _triton_version() -> str | None:
-    folder = _folder("pytriton")
-    if folder is None:
-        return None
-    libraries = [folder.parent / "nvidia_pytriton.libs", folder / "tritonserver" / "external_libs"]
-    for library in (found for place in libraries for found in place.glob("libtritonserver*.so")):
-        # Triton needs no GPU for this, and would allocate memory on each.
-        hidden = {"CUDA_VISIBLE_DEVICES": "", "LD_LIBRARY_PATH": str(library.parent)}
-        output = _run_python(_ASK_TRITON, str(library), changes=hidden)
-        return output.strip() or None if output else None
-    return None
-
-
-# The binary neither contains its version as text nor has an option to print it; its C API gives it in 0.1 s.
-_ASK_TRITON: Final = """
-import ctypes, json, os, sys, tempfile
-library = ctypes.CDLL(sys.argv[1])
-def call(name, *arguments):
-    function = getattr(library, "TRITONSERVER_" + name)
-    function.restype = ctypes.c_void_p
-    if function(*arguments):
-        os._exit(1)
-options, server, message = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
-text, size = ctypes.c_char_p(), ctypes.c_size_t()
-call("ServerOptionsNew", ctypes.byref(options))
-with tempfile.TemporaryDirectory() as repository:
-    call("ServerOptionsSetModelRepositoryPath", options, repository.encode())
-    call("ServerOptionsSetModelControlMode", options, ctypes.c_int(2))
-    for name in ("LogInfo", "LogWarn", "LogError", "Metrics"):
-        call("ServerOptionsSet" + name, options, ctypes.c_bool(False))
-    call("ServerOptionsSetPinnedMemoryPoolByteSize", options, ctypes.c_uint64(0))
-    call("ServerNew", ctypes.byref(server), options)
-    call("ServerMetadata", server, ctypes.byref(message))
-    call("MessageSerializeToJson", message, ctypes.byref(text), ctypes.byref(size))
-    print(json.loads(ctypes.string_at(text, size.value))["version"], flush=True)
-os._exit(0)  # skip the destructors of a server that was never stopped
-"""
-
-_ASK_LIBPYTHON: Final = """
-import ctypes, sys
-version = ctypes.CDLL(sys.argv[1]).Py_GetVersion
-version.restype = ctypes.c_char_p
-print(version().decode())
-"""
 
 # In a process of its own, because a process that has initialized CUDA can't fork safely.
 _ASK_GPUS: Final = """
@@ -303,13 +98,13 @@ for index in range(count.value):
 """
 
 
-def _run_python(script: str, *arguments: str, changes: Mapping[str, str] | None = None) -> str | None:
+def run_python(script: str, *arguments: str, changes: Mapping[str, str] | None = None) -> str | None:
     """The output of a script, run by this interpreter without site-packages; None if it failed."""
-    status, output = _run([sys.executable, "-I", "-S", "-c", script, *arguments], changes or {}, stderr=False)
+    status, output = run_command([sys.executable, "-I", "-S", "-c", script, *arguments], changes or {}, stderr=False)
     return output if status == 0 else None
 
 
-def _run(command: list[str], changes: Mapping[str, str], *, stderr: bool = True) -> tuple[int, str]:
+def run_command(command: list[str], changes: Mapping[str, str], *, stderr: bool = True) -> tuple[int, str]:
     """Exit status and output of a short process."""
     try:
         ended = subprocess.run(
@@ -326,15 +121,6 @@ def _run(command: list[str], changes: Mapping[str, str], *, stderr: bool = True)
     except OSError as error:
         return 126, str(error.strerror)
     return ended.returncode, ended.stdout.decode(errors="replace")
-
-
-def main() -> None:
-    """Print versions and problems as JSON."""
-    print(json.dumps({"versions": versions(), "problems": [asdict(problem) for problem in problems(deep=True)]}))
-
-
-if __name__ == "__main__":
-    main()
 
 
 def problem_of(error: BaseException, title: str, doing: str) -> Problem:
@@ -366,3 +152,12 @@ def line_of(error: BaseException) -> str:
     users = [frame for frame in frames if not frame.filename.startswith(libraries) and frame.filename != ours]
     frame = next(reversed(users or frames), None)
     return f"{frame.filename}:{frame.lineno}" if frame else ""
+
+
+def main() -> None:
+    """Print the versions as JSON."""
+    print(json.dumps(versions()))
+
+
+if __name__ == "__main__":
+    main()

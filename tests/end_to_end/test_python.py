@@ -171,8 +171,11 @@ def killed(other: Path) -> Iterator[Running]:
         yield running
 
 
-def test_a_binder_that_is_killed_is_replaced_with_its_replica(other: Path) -> None:
-    service = {"model": "headwater.zoo.scale:Scale", "python": str(other), "max_crashes": 5}
+@pytest.mark.parametrize("whose", ["other", "own"])
+def test_a_binder_that_is_killed_is_replaced_with_its_replica(other: Path, whose: str) -> None:
+    service = {"model": "headwater.zoo.scale:Scale", "max_crashes": 5}
+    if whose == "other":
+        service["python"] = str(other)
     with serve({"deployments": {"double": service}}, ready=False) as running:
 
         def binder() -> int | None:
@@ -189,11 +192,14 @@ def test_a_binder_that_is_killed_is_replaced_with_its_replica(other: Path) -> No
         assert leftovers(running.folder, segments) == []
 
 
-def test_what_is_meant_for_the_other_python_does_not_reach_triton(other: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["under another Python", "under our own", "forked"])
+def test_what_a_deployment_s_environment_has_does_not_reach_triton(other: Path, tmp_path: Path, how: str) -> None:
     for name in ("pytriton", "tritonclient", "grpc", "headwater_server"):
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('not here')\n")
     settings = {"PYTHONPATH": str(tmp_path), "LD_LIBRARY_PATH": str(tmp_path), "MODE": "theirs"}
-    service = {"model": "headwater.zoo.scale:Scale", "python": str(other), "environment": settings}
+    model = "circumstances:Forked" if how == "forked" else "headwater.zoo.scale:Scale"
+    python = {"python": str(other)} if how == "under another Python" else {}
+    service = {"model": model, "device": "cpu", "environment": settings, "warmup_batch_sizes": [1], **python}
     with leaves_nothing({"deployments": {"double": service}}) as running:
         host, triton = (_environment(running.process("double", role)) for role in ("host", "tritonserver"))
         assert host["MODE"] == "theirs"

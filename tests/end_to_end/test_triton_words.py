@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
+import subprocess
 import tempfile
 import threading
 import time
@@ -14,14 +16,14 @@ from typing import Any
 
 import pytest
 
-from headwater.environment import library_path
 from headwater.errors import ReplicaError
 from headwater.replica import callee
-from headwater.replica.triton import EmbeddedTriton
 from headwater.runtime.call_loop import CallLoop
 from headwater.signature import Signature, TensorSpec
 from headwater.wire.bridge import socket_path
 from headwater.wire.report import REPORT, RowReport, Status, encode_reports
+from headwater_server.binder.environment import library_path
+from headwater_server.binder.triton import OUTPUT_FILE, EmbeddedTriton
 from headwater_server.codecs.tensors import InferRequest, OutputWish, RawTensor
 from headwater_server.errors import CallableFailed, HeadwaterError, ReplicaLost, ReplicaUnreachable
 from headwater_server.transport.batch import encode_batch
@@ -61,7 +63,7 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="hw-", ignore_cleanup_errors=True) as name:
         yield Path(name)
     # A replica's guardian would sweep these.
-    for segment in Path("/dev/shm").glob(f"pytrtion{os.getpid()}-*"):
+    for segment in Path("/dev/shm").glob(f"headwater-{os.getpgrp()}-*"):
         segment.unlink()
     remove_backend_folders(began_s, time.time())
 
@@ -77,11 +79,23 @@ def triton(folder: Path, held: Held) -> Iterator[EmbeddedTriton]:
     found = EmbeddedTriton(folder, TOKEN)
     found.bind_signature(SIGNATURE)
     callee.start(socket_path(str(folder), 0), held, CallLoop())
-    found.launch()
-    found.wait()
-    yield found
-    held.may_answer.set()
-    found.stop()
+    with launched(found) as pid:
+        found.wait(pid)
+        yield found
+        held.may_answer.set()
+
+
+@contextlib.contextmanager
+def launched(triton: EmbeddedTriton) -> Iterator[int]:
+    """A process of a Triton, until it has removed what it made."""
+    command, environment = triton.command()
+    with (triton.directory / OUTPUT_FILE).open("wb") as output:
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+    try:
+        yield process.pid
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(60)
 
 
 def process(folder: Path, role: str) -> int:
@@ -155,10 +169,7 @@ def test_an_instance_that_does_not_start_is_tried_once(folder: Path) -> None:
         f"TritonPythonModel.initialize = _fail\nwith open({str(folder / 'starts')!r}, 'a') as starts:\n"
         "    starts.write('one ')\n"
     )
-    try:
-        found.launch()
+    with launched(found) as pid:
         with pytest.raises(ReplicaError, match=r"an instance failed[^$]*not today"):
-            found.wait()
+            found.wait(pid)
         assert (folder / "starts").read_text() == "one "  # not another one before, for Triton to ask its configuration
-    finally:
-        found.stop()

@@ -77,8 +77,10 @@ def check(
     except ConfigError as error:
         problems.append(Problem("configuration", str(error), "correct what the reason names"))
     with ModelSide({}) as side:
-        versions, found = side.report()
-    problems += found
+        versions, found = side.triton_report()
+        of_models, unknown = side.report()
+    versions |= of_models
+    problems += found + unknown
     deployments: list[dict[str, Any]] = []
     if config is not None:
         served, computed = (
@@ -310,10 +312,10 @@ def _print(
     colours = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     bold, red, green, plain = ("\033[1m", "\033[31m", "\033[32m", "\033[0m") if colours else ("", "", "", "")
     for name, version in versions.items():
-        print(f"{name:<10} {version or 'unknown'}")
+        print(f"{name:<12} {version or 'unknown'}")
     cpus, memory_bytes = cpu_count(), host_capacity()
     memory = f", {size_text(memory_bytes)} of memory" if memory_bytes is not None else ""
-    print(f"{'machine':<10} {cpus} CPU{'' if cpus == 1 else 's'}{memory}")
+    print(f"{'machine':<12} {cpus} CPU{'' if cpus == 1 else 's'}{memory}")
     if deployments:
         print()
     width = max((len(one["name"]) for one in deployments), default=0)
@@ -362,7 +364,8 @@ def _python(python: Mapping[str, Any]) -> str:
     if "vllm" in versions:
         return f"python {python['path']}: vllm {versions['vllm']}"
     own = str(versions.get("python") or "can't be used").partition(" (")[0]
-    others = [f"{name} {versions[name]}" for name in ("numpy", "pytriton", "torch") if versions.get(name)]
+    packages = ("numpy", "torch", "transformers", "onnxruntime")
+    others = [f"{name} {versions[name]}" for name in packages if versions.get(name)]
     return f"python {python['path']}: {', '.join([own, *others])}"
 
 

@@ -28,11 +28,10 @@ __all__ = [
     "find_interpreter",
     "foreign_environment",
     "stage_package",
-    "with_changes",
 ]  # fmt: skip
 
 OLDEST_PYTHON: Final = (3, 10)
-"""Of a model's Python; for Headwater's own see `headwater.environment`."""
+"""Of a model's Python; for Headwater's own see `headwater_server.binder.environment`."""
 ASK_TIMEOUT_S: Final = 30.0
 """The first start of a Python can take seconds on a cold disk."""
 NEEDED: Final = ("numpy", "msgspec")
@@ -53,12 +52,6 @@ class InterpreterError(StartError):
         self.fix = fix
         self.is_permanent = is_permanent
         """Whether another try would fail the same way."""
-
-
-def with_changes(environ: Mapping[str, str], changes: Mapping[str, str | None]) -> dict[str, str]:
-    """An environment with changes; None: without this variable."""
-    environment = {name: value for name, value in environ.items() if name not in changes}
-    return environment | {name: value for name, value in changes.items() if value is not None}
 
 
 def stage_package(folder: Path) -> Path:

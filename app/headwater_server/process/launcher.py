@@ -1,10 +1,10 @@
-"""Becomes a replica's host under another Python, or reports why that Python can't run one.
+"""Starts a replica's binder and becomes its host, or reports why the deployment's Python can't run it.
 
 Started by `headwater_server.process.guardian` as ``python -m headwater_server.process.launcher PYTHON NAME FOLDER
-STATUS_FD``, under Headwater's own Python and environment. It is a process of its own, and has the replica's process id
-from the start: the supervisor never waits for an interpreter that hangs, and stopping the replica ends the launcher
-too. Before it becomes the host, it forks the binder, whose environment is Headwater's, too: what the deployment sets
-(PYTHONPATH, LD_LIBRARY_PATH) is meant for the other Python.
+STATUS_FD``, under Headwater's own Python and environment; an empty PYTHON is this Python. It is a process of its own,
+and has the host's process id from the start: the supervisor never waits for an interpreter that hangs, and stopping the
+replica ends the launcher too. The binder's environment is Headwater's: what the deployment sets (PYTHONPATH,
+LD_LIBRARY_PATH) is meant for its model.
 """
 
 from __future__ import annotations
@@ -15,39 +15,41 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
-from headwater_server.process.interpreter import (
-    InterpreterError,
-    find_interpreter,
-    foreign_environment,
-    stage_package,
-    with_changes,
-)
-
-__all__ = ["main"]
+__all__ = ["main", "with_changes"]
 
 PR_SET_PDEATHSIG = 1
+BINDER = "headwater_server.binder"
 
 
 def main() -> None:
     """Entry point; see the module's docstring."""
     python, name, directory, status_fd = sys.argv[1:]
-    # End with the guardian even if it is killed. The setting survives becoming the replica.
+    # End with the guardian even if it is killed. The setting survives becoming the host.
     _end_with_parent()
     spec = json.loads(Path(directory, "spec.json").read_bytes())
-    environment = foreign_environment(
-        with_changes(os.environ, spec["environment"]), stage_package(Path(directory, "python"))
-    )
+    environment = with_changes(os.environ, spec["environment"])
     host, binder = socket.socketpair()
     if not os.fork():
         os.close(int(status_fd))
         _become_binder(directory, binder)
     os.set_inheritable(host.fileno(), True)
+    arguments = ["-m", "headwater.replica", name, directory, status_fd, str(host.fileno())]
+    if not python:
+        os.execve(sys.executable, [sys.executable, *arguments], environment)
+    from headwater_server.process.interpreter import (  # the start under our own Python needs none of it
+        InterpreterError,
+        find_interpreter,
+        foreign_environment,
+        stage_package,
+    )
+
     try:
+        environment = foreign_environment(environment, stage_package(Path(directory, "python")))
         path = find_interpreter(python, environment)
-        command = [path, "-m", "headwater.replica", name, directory, status_fd, str(host.fileno())]
-        os.execve(path, command, environment)
+        os.execve(path, [path, *arguments], environment)
     except (InterpreterError, OSError) as error:
         # This is a `ReplicaStatus`, whose module is slow to import.
         status: dict[str, object] = {"event": "failed", "text": str(error), "cause": "its Python can't run a replica"}
@@ -57,10 +59,16 @@ def main() -> None:
         sys.exit(1)
 
 
+def with_changes(environ: Mapping[str, str], changes: Mapping[str, str | None]) -> dict[str, str]:
+    """An environment with changes; None: without this variable."""
+    environment = {name: value for name, value in environ.items() if name not in changes}
+    return environment | {name: value for name, value in changes.items() if value is not None}
+
+
 def _become_binder(directory: str, connection: socket.socket) -> None:
     _end_with_parent()
     os.set_inheritable(connection.fileno(), True)
-    os.execv(sys.executable, [sys.executable, "-m", "headwater.replica.binder", directory, str(connection.fileno())])
+    os.execv(sys.executable, [sys.executable, "-m", BINDER, directory, str(connection.fileno())])
 
 
 def _end_with_parent() -> None:

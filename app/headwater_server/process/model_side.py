@@ -9,10 +9,10 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from headwater.environment import library_path
 from headwater.errors import Problem
 from headwater_server.process.interpreter import find_interpreter, foreign_environment, stage_package
 
@@ -38,7 +38,6 @@ class ModelSide(contextlib.ExitStack):
         variables = {**os.environ, **environment}
         if python is None:
             self.python = sys.executable
-            variables["LD_LIBRARY_PATH"] = library_path(variables)
         else:
             folder = self.enter_context(tempfile.TemporaryDirectory(prefix="headwater-check-"))
             try:
@@ -48,7 +47,6 @@ class ModelSide(contextlib.ExitStack):
                 self.close()
                 raise
         self._variables = variables
-        self._is_ours = python is None
 
     def run(self, module: str, stdin: bytes = b"") -> tuple[int | None, bytes, str]:
         """Run a module. Returns exit status (None: timed out), stdout and stderr."""
@@ -67,13 +65,20 @@ class ModelSide(contextlib.ExitStack):
         return ended.returncode, ended.stdout, ended.stderr.decode(errors="replace")
 
     def report(self) -> tuple[dict[str, str | None], list[Problem]]:
-        """The versions of relevant packages, and the problems that keep Triton from running under our own Python."""
-        status, output, errors = self.run("headwater.environment")
+        """The versions of what models use there, and why they are not known."""
+        return self._ask("headwater.environment")
+
+    def triton_report(self) -> tuple[dict[str, str | None], list[Problem]]:
+        """Under our own Python: the versions of what Triton needs, and what keeps Triton from running."""
+        report, problems = self._ask("headwater_server.binder.environment")
+        return report.get("versions", {}), problems or [Problem(**problem) for problem in report["problems"]]
+
+    def _ask(self, module: str) -> tuple[dict[str, Any], list[Problem]]:
+        status, output, errors = self.run(module)
         try:
-            report = msgspec.json.decode(output)
-            return report["versions"], [Problem(**problem) for problem in report["problems"] if self._is_ours]
-        except (msgspec.DecodeError, KeyError, TypeError):
-            reason = f"`python -m headwater.environment` ended with status {status}: {last_line(errors)}"
+            return msgspec.json.decode(output, type=dict[str, Any]), []
+        except msgspec.DecodeError:
+            reason = f"`python -m {module}` ended with status {status}: {last_line(errors)}"
             fix = f"install Headwater and its requirements into the environment of {self.python}"
             return {}, [Problem("environment", reason, fix)]
 

@@ -1,9 +1,9 @@
 """Removes what a replica leaves behind when it ends: shared-memory segments and folders.
 
-Killing a process group frees its memory, but leaves ``/dev/shm/pytrtion<pid>-*`` of Triton's Python backend, anonymous
-``/dev/shm/psm_*`` of PyTriton's tensor store, an empty ``/tmp/python_env_*``, and the workspace with its copy of
-Triton's binaries; that of a vLLM leaves anonymous segments and semaphores. The names of the anonymous ones can only be
-read from the memory maps of live processes, so the guardian records them in a journal while the replica runs.
+Killing a process group frees its memory, but leaves ``/dev/shm/headwater-<group>-*`` of Triton's Python backend, an
+empty ``/tmp/python_env_*``, and the workspace with its copy of Triton's binaries; that of a vLLM leaves anonymous
+segments and semaphores, as may what a model starts. The names of the anonymous ones can only be read from the memory
+maps of live processes, so the guardian records them in a journal while the replica runs.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ TRACKERS_TIMEOUT_S = 1.25
 POLL_S = 0.02
 _JOURNAL = "journal.json"
 _LOCK = "lock"
-_SEGMENT = re.compile(rb"/dev/shm/(psm_[0-9a-z_]+|sem\.mp-[0-9a-z_]+|pytrtion[^ /\n]+)")
+_SEGMENT = re.compile(rb"/dev/shm/(psm_[0-9a-z_]+|sem\.mp-[0-9a-z_]+|headwater-[^ /\n]+)")
 
 
 class Journal:
@@ -104,7 +104,7 @@ def sweep_replica(directory: Path, others: Iterable[str] = ()) -> list[str]:
     journal = Journal(directory)
     segments = {SHARED_MEMORY / name for name in (*journal.segments, *others)}
     if journal.host_pid:
-        segments.update(SHARED_MEMORY.glob(f"pytrtion{journal.host_pid}-*"))
+        segments.update(SHARED_MEMORY.glob(f"headwater-{journal.host_pid}-*"))
     left = []
     for folder in _backend_folders(directory):
         with contextlib.suppress(OSError):  # not empty or gone: not our replica's

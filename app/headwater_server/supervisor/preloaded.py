@@ -29,6 +29,8 @@ IMPORT_TIMEOUT_S: Final = 60.0
 FORK_TIMEOUT_S: Final = 1.0
 """The supervisor waits for a fork, which takes some 20 ms; a process that takes longer is replaced."""
 REASON_BYTES: Final = 64 * 1024
+BINDING: Final = ("headwater_server.binder.warmup", "headwater_server.binder.warmup_lm")
+"""What binders import."""
 _PAD: Final = " " * 200
 """An argument whose memory takes the command lines of replicas."""
 
@@ -80,7 +82,7 @@ class Preloaded:
             with theirs:
                 command = [sys.executable, "-m", "headwater.replica.preloaded", str(self._host.folder)]
                 process = self._process = subprocess.Popen(  # noqa: ASYNC220  # which takes milliseconds
-                    [*command, str(theirs.fileno()), *self._modules, _PAD],
+                    [*command, str(theirs.fileno()), *BINDING, *self._modules, _PAD],
                     cwd=self._host.folder,
                     env=self._environment,
                     pass_fds=(theirs.fileno(),),

@@ -18,7 +18,6 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from headwater.environment import library_path
 from headwater.errors import shortage_in
 from headwater.signature import Signature
 from headwater.wire.handshake import COMMAND, GO, HOST, STATUS, ForkRequest, ReplicaSpec, ReplicaStatus
@@ -43,6 +42,7 @@ LAST_LINES_S = 0.1
 KILLED_TIMEOUT_S = 5.0
 """How long the processes of a replica that has ended may take to be gone."""
 KILLED_POLL_S = 0.02
+BINDER = "headwater_server.binder"
 LINE_LIMIT_BYTES = 16 * 1024 * 1024
 GUARDIAN_LOST = "its guardian was killed"
 LOG_LINES = 200
@@ -186,14 +186,16 @@ class ReplicaProcess:
             status_read, status_write = _pipe(ours, theirs)
             output_read, output_write = _pipe(ours, theirs)
             command_read, command_write = _pipe(theirs, ours)
-            self._write_spec(status_write)
-            sets_tmpdir = "TMPDIR" in self._deployment.environment and not self._has_binder  # a binder's host sets it
-            own = {} if sets_tmpdir else {"TMPDIR": str(self.directory / "tmp")}
+            environment = environment_of(self._deployment)
+            self._write_spec(_changes(dict(os.environ), environment))
+            own = {"TMPDIR": str(self.directory / "tmp")}
+            of_model = {} if "TMPDIR" in self._deployment.environment else own
             if fork is None:
+                env = environment | of_model if self._deployment.is_vllm else dict(os.environ) | own
                 guardian: Child = subprocess.Popen(
                     [*self._guardian(str(status_write), str(command_read)), "--", *self._command(status_write)],
                     cwd=self.directory,  # neither sees what lies in the user's folder
-                    env=(dict(os.environ) if self._has_binder else environment_of(self._deployment)) | own,
+                    env=env,
                     pass_fds=(status_write, command_read),
                     stdin=subprocess.DEVNULL,
                     stdout=output_write,
@@ -203,8 +205,9 @@ class ReplicaProcess:
                 self._lower(guardian.pid)
             else:
                 request = ForkRequest(
-                    self._name, str(self.directory), self._user_paths, own, [*self._guardian(STATUS, COMMAND), HOST]
-                )
+                    self._name, str(self.directory), self._user_paths, of_model, BINDER,
+                    _changes(environment, dict(os.environ) | own), [*self._guardian(STATUS, COMMAND), HOST],
+                )  # fmt: skip
                 guardian = Forked(fork(request, (status_write, command_read, output_write)))
                 self._lower(guardian.pid)
                 os.write(command_write, GO)
@@ -322,18 +325,12 @@ class ReplicaProcess:
             self.facts.get("device", ""),
         )  # fmt: skip
 
-    @property
-    def _has_binder(self) -> bool:
-        """Whether its host runs under another Python, and Triton beside it."""
-        return self._deployment.python is not None and not self._deployment.is_vllm
-
-    def _write_spec(self, status_fd: int) -> None:
+    def _write_spec(self, changes: dict[str, str | None]) -> None:
         deployment = self._deployment
         spec = ReplicaSpec(
             name=self._name,
             model=deployment.model or "",
             token=self.token,
-            status_fd=status_fd,
             user_paths=self._user_paths,
             working_dir=working_folder(),
             options=deployment.checked_options,
@@ -347,22 +344,19 @@ class ReplicaProcess:
             load_timeout_s=deployment.load_timeout_s,
             max_compute_s=deployment.max_compute_s,
             is_cached=deployment.cache is not None,
-            environment=_changes(environment_of(deployment)) if self._has_binder else {},
+            environment=changes,
         )
         path = self.directory / "spec.json"
         path.touch(mode=0o600)
         path.write_bytes(msgspec.json.encode(spec))
 
     def _command(self, status_fd: int) -> list[str]:
-        python = self._deployment.python
-        replica = [self._name, str(self.directory)]
-        if python is None:
-            return [sys.executable, "-m", "headwater.replica", *replica]
-        # Absolute, but not resolved: a virtual environment's Python is known by the link that it is.
         program = (
             "headwater_server.process.vllm_host" if self._deployment.is_vllm else "headwater_server.process.launcher"
         )
-        return [sys.executable, "-m", program, os.path.abspath(python), *replica, str(status_fd)]
+        # Absolute, but not resolved: a virtual environment's Python is known by the link that it is.
+        python = "" if self._deployment.python is None else os.path.abspath(self._deployment.python)
+        return [sys.executable, "-m", program, python, self._name, str(self.directory), str(status_fd)]
 
     def _guardian(self, status: str, command: str) -> list[str]:
         nice = str(max(START_NICE * may_raise_priority(), self._session_nice()))
@@ -458,16 +452,12 @@ def environment_of(deployment: Deployment) -> dict[str, str]:
         # Math libraries see the CPUs, but not the quota, and all ask this variable. Tokenizers see the quota, and
         # vLLM takes fewer threads than this if the variable isn't set.
         environment.setdefault("OMP_NUM_THREADS", str(cpus))
-    environment.update(deployment.environment)
-    if deployment.python is None:  # for another Python the launcher sets it
-        environment["LD_LIBRARY_PATH"] = library_path(environment)
-    return environment
+    return environment | deployment.environment
 
 
-def _changes(environment: Mapping[str, str]) -> dict[str, str | None]:
-    """What an environment has otherwise than this process's."""
-    names = {*os.environ, *environment}
-    return {name: environment.get(name) for name in names if environment.get(name) != os.environ.get(name)}
+def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str | None]:
+    """What one environment has otherwise than another; None: it lacks this."""
+    return {name: after.get(name) for name in {*before, *after} if before.get(name) != after.get(name)}
 
 
 def _nice() -> int:

@@ -1,9 +1,9 @@
-"""A replica's process: loads one model, answers the calls of its embedded Triton, and ends on SIGTERM.
+"""A replica's host: loads one model, answers the calls of its embedded Triton, and ends on SIGTERM.
 
-Started by `headwater_server.process.guardian` as ``python -m headwater.replica NAME FOLDER [STATUS_FD [BINDER_FD]]``,
-or run in a process that `headwater.replica.preloaded` forked; FOLDER holds ``spec.json`` (`ReplicaSpec`). Reports on
-the pipe STATUS_FD, or else on the one named there, one JSON `ReplicaStatus` a line. With a socket BINDER_FD it runs
-under another Python, and leaves to its binder what needs PyTriton (`headwater.replica.binder`).
+Run as ``python -m headwater.replica NAME FOLDER STATUS_FD BINDER_FD`` (`headwater_server.process.launcher`), or in a
+process that `headwater.replica.preloaded` forked; FOLDER holds ``spec.json`` (`ReplicaSpec`). Reports on the pipe
+STATUS_FD, one JSON `ReplicaStatus` a line. What needs PyTriton it leaves to its binder (`headwater_server.binder`), at
+the other end of the socket BINDER_FD.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from headwater import tuning
-from headwater.environment import package_versions, require
+from headwater.environment import package_versions
 from headwater.errors import DeclarationError, ModelError
 from headwater.replica.binder_client import BinderClient, BinderFailed
 from headwater.replica.imported import imported_files
@@ -33,9 +32,6 @@ from headwater.runtime.watchdog import WATCHDOG_FILE, Watchdog
 from headwater.tuning import keep_freed_memory
 from headwater.user_folders import put_on_path
 from headwater.wire.handshake import ReplicaSpec, ReplicaStatus, failure_of
-
-if TYPE_CHECKING:
-    from headwater.replica.binding import Binding
 
 __all__ = ["main"]
 
@@ -55,14 +51,12 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     directory = Path(sys.argv[2])
     spec = msgspec.json.decode((directory / "spec.json").read_bytes(), type=ReplicaSpec)
-    if sys.argv[3:]:
-        spec = msgspec.structs.replace(spec, status_fd=int(sys.argv[3]))
-    os.set_inheritable(spec.status_fd, False)
-    binder = BinderClient(int(sys.argv[4])) if sys.argv[4:] else None
+    status_fd, binder = int(sys.argv[3]), BinderClient(int(sys.argv[4]))
+    os.set_inheritable(status_fd, False)
 
     def report(status: ReplicaStatus) -> None:
         with contextlib.suppress(BrokenPipeError):  # the supervisor is gone; the guardian will end us
-            os.write(spec.status_fd, msgspec.json.encode(status) + b"\n")
+            os.write(status_fd, msgspec.json.encode(status) + b"\n")
 
     stop = _stop_on_sigterm(directory)
     try:
@@ -96,23 +90,12 @@ def _stop_on_sigterm(directory: Path) -> threading.Event:
 def _serve(
     spec: ReplicaSpec,
     directory: Path,
-    binder: BinderClient | None,
+    binder: BinderClient,
     report: Callable[[ReplicaStatus], None],
     stop: threading.Event,
 ) -> None:
     def progress(stage: str) -> None:
         report(ReplicaStatus("progress", stage))
-
-    bound: BinderClient | Binding
-    if binder is None:
-        progress("checking the environment")
-        require()
-        # Heavy imports come after the check of the environment, whose message is clearer than an import error.
-        from headwater.replica.binding import Binding
-
-        bound = Binding(spec, directory)
-    else:
-        bound = binder
 
     from headwater.replica.probe_call import write_probe
     from headwater.replica.served import load_served
@@ -122,18 +105,18 @@ def _serve(
     os.chdir(spec.working_dir)
     watch = Watchdog(directory / WATCHDOG_FILE, spec.max_compute_s or 0).call
     capacity = Capacity(lambda text, rows: report(ReplicaStatus("limited", text, batch_limit=rows)))
-    served = load_served(spec, progress, _end_soon, watch, capacity, bound.bind)
+    served = load_served(spec, progress, _end_soon, watch, capacity, binder.bind)
     signature = served.signature
     progress("starting Triton")
     served.answer_calls(directory)
-    bound.warm_up(signature, served.warmup_sizes, progress)
+    binder_facts = binder.warm_up(signature, served.warmup_sizes, progress)
     served.end_warm_up()
     tuning.settle()
     write_probe(directory, signature, spec.token, spec.load_timeout_s)
     (directory / READY_FILE).touch()  # for the guardian: every process of the group counts from now on
     if len(msgspec.json.encode(signature.example)) > LARGE_EXAMPLE_BYTES:  # too long to show; the warm-up has used it
         signature = msgspec.structs.replace(signature, example=None)
-    facts = {"device": served.device, **package_versions()}
+    facts = {"device": served.device, **package_versions(), **binder_facts}
     imported = imported_files(spec.user_paths)
     report(ReplicaStatus("ready", signature=msgspec.to_builtins(signature), facts=facts, imported=imported))
 
@@ -143,7 +126,7 @@ def _serve(
     report(ReplicaStatus("unloaded"))
     sys.stdout.flush()
     sys.stderr.flush()
-    # Not Triton.stop(), which takes 5 s and more: the guardian ends the whole group at once.
+    # The guardian ends the whole group at once, Triton too, whose own stop takes 5 s and more.
     os._exit(0)
 
 

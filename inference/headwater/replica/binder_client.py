@@ -46,8 +46,8 @@ class BinderClient:
         """
         self._ask(BindRequest(msgspec.structs.replace(signature, example=None)))
 
-    def warm_up(self, signature: Signature, sizes: Sequence[int], progress: Callable[[str], None]) -> None:
-        """Wait until Triton serves the model, and have it called through Triton.
+    def warm_up(self, signature: Signature, sizes: Sequence[int], progress: Callable[[str], None]) -> dict[str, str]:
+        """Wait until Triton serves the model, and have it called through Triton. Returns the binder's facts.
 
         Args:
             signature: the model's, now complete.
@@ -62,6 +62,7 @@ class BinderClient:
         while (answer := self._receive()).event == "progress":
             progress(answer.text)
         self._link.close()
+        return answer.facts
 
     def _ask(self, request: msgspec.Struct) -> None:
         try:

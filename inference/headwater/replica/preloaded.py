@@ -2,13 +2,15 @@
 
 ``python -m headwater.replica.preloaded FOLDER FD MODULE... SPACES`` imports the modules (``MODULE:NAME``: and gets this
 of it, which may import more), says ``ready`` on the socket FD, and then forks a replica for each `ForkRequest` there.
-It has one thread and no context on a GPU, imports nothing of the user's, and ends with the supervisor. All that it
-forks has its environment. The command lines of replicas are written over its own, SPACES and all.
+It has one thread and no context on a GPU, imports nothing of the user's, and ends with the supervisor. Hosts that it
+forks have its environment, guardians and binders the supervisor's. Their command lines are written over its own, SPACES
+and all.
 
 A replica's guardian is forked, forks the replica, and then becomes a small Python of its own::
 
     supervisor ── preloaded ── (ends at once) ── guardian: waits for "go", executes headwater_server.process.guardian
-               └───── adopts the guardian ─────┘    └── replica: headwater.replica
+               └───── adopts the guardian ─────┘    └── host: headwater.replica
+                                                          └── binder: headwater_server.binder
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ import sys
 import sysconfig
 import tempfile
 import traceback
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -42,8 +44,8 @@ PR_SET_CHILD_SUBREAPER: Final = 36
 REQUEST_BYTES: Final = 64 * 1024
 GPU_DEVICES = "/dev/nvidia"
 """Begins the names of the files by which GPUs are used."""
-_ALWAYS: Final = ("headwater.replica.warmup", "headwater.replica.warmup_lm", "headwater.replica.served")
-"""What every replica imports."""
+_LOADED_BY = ("PYTHONPATH", "PYTHONHOME", "PYTHONUSERBASE", "LD_")
+"""Begin the names of variables that decide what a process loads."""
 
 
 def main() -> None:
@@ -90,12 +92,11 @@ def _import(modules: Sequence[str]) -> set[str]:
     first = "headwater.replica.__main__"
     importlib.import_module(first)
     del sys.modules[first]  # each replica runs it
-    for module in _ALWAYS:
-        importlib.import_module(module)
+    importlib.import_module("headwater.replica.served")
     early = _top_level()
     for name in modules:
         module, _, attribute = name.partition(":")
-        with contextlib.suppress(ImportError):  # if it is needed, the replica says so
+        with contextlib.suppress(Exception):  # if it is needed, the replica says so
             getattr(importlib.import_module(module), attribute or "__name__", None)
     return _top_level() - early
 
@@ -165,7 +166,6 @@ def _become_guardian(request: ForkRequest, status: int, command: int, output: in
         return
     here = Path.cwd()
     os.chdir(request.directory)
-    os.environ.update(request.variables)
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     read, write = os.pipe()
     host = os.fork()
@@ -186,24 +186,61 @@ def _become_guardian(request: ForkRequest, status: int, command: int, output: in
     for one in (status, command):
         os.set_inheritable(one, True)
     arguments = [places.get(argument, argument) for argument in request.guardian]
+    _change_environment(request.changes)
     os.execv(arguments[0], arguments)
 
 
 def _become_replica(request: ForkRequest, status: int, others: Collection[str], here: Path) -> None:
-    """Run a replica as ``python -m headwater.replica`` does."""
-    command = [sys.executable, "-m", "headwater.replica", request.name, request.directory, str(status)]
+    """Run a replica's binder and its host, as `headwater_server.process.launcher` does."""
+    if sys.path[0] == str(here):  # unless Python is told not to look in the working folder
+        sys.path[0] = request.directory
+    host, binder = socket.socketpair()
+    if not os.fork():
+        os.close(status)
+        host.close()
+        _become_binder(request, binder)
+        return
+    binder.close()
+    os.environ.update(request.variables)
+    fds = [status, host.detach()]
+    command = ["headwater.replica", request.name, request.directory, *map(str, fds)]
     if _hides(request.user_paths, others):
-        os.set_inheritable(status, True)
-        os.execv(sys.executable, command)
-    _rename(command)
+        _execute(command, fds)
+    _run(command)
+
+
+def _become_binder(request: ForkRequest, connection: socket.socket) -> None:
+    fd = connection.detach()
+    command = [request.binder, request.directory, str(fd)]
+    _change_environment(request.changes)
+    if any(name.startswith(_LOADED_BY) for name in request.changes):
+        _execute(command, [fd])
+    _run(command)
+
+
+def _change_environment(changes: Mapping[str, str | None]) -> None:
+    for name, value in changes.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+
+
+def _execute(command: Sequence[str], fds: Sequence[int]) -> None:
+    """Run a module, with arguments, in place of this program."""
+    for fd in fds:
+        os.set_inheritable(fd, True)
+    os.execv(sys.executable, [sys.executable, "-m", *command])
+
+
+def _run(command: Sequence[str]) -> None:
+    """Run a module, with arguments, in this program."""
+    _rename([sys.executable, "-m", *command])
     # What the libraries drew at random, or kept, when they were imported; `random` sees a fork itself.
     sys.modules["numpy"].random.seed()
     multiprocessing.current_process().authkey = os.urandom(32)
     tempfile.tempdir = None
-    if sys.path[0] == str(here):  # unless Python is told not to look in the working folder
-        sys.path[0] = request.directory
-    sys.argv = ["", *command[3:]]
-    runpy.run_module("headwater.replica", run_name="__main__", alter_sys=True)
+    sys.argv = ["", *command[1:]]
+    runpy.run_module(command[0], run_name="__main__", alter_sys=True)
 
 
 def _hides(folders: Sequence[str], modules: Collection[str]) -> bool:

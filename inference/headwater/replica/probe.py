@@ -133,10 +133,10 @@ def _try(
 
 def _load(title: str, request: Request) -> list[Problem]:
     """What keeps a deployment's models from being loaded and called."""
-    from headwater.replica.trial import try_loading  # imports Triton's client, which nothing else here needs
+    from headwater.replica.trial import try_loading  # which imports what nothing else here needs
 
     spec = ReplicaSpec(
-        request.name, request.model, "", 0, request.path, request.working_dir or ".", options=request.options,
+        request.name, request.model, "", request.path, request.working_dir or ".", options=request.options,
         pipeline=request.pipeline, max_batch_size=request.max_batch_size, instances=request.instances,
         device=request.device,
     )  # fmt: skip

@@ -1,9 +1,9 @@
 """Messages between supervisor and replica: the specification down, status lines up; and what a fork takes.
 
-A replica under another Python has two sides: its host loads and runs the model there, and its binder, under our own,
-has PyTriton bind the model to an embedded Triton, which the binder becomes. The host asks over a `headwater.wire.link`,
-first with a `BindRequest`, then with a `WarmUpRequest`. The binder answers the second with any number of ``progress``
-and a ``done``, or either of them with a ``failed``.
+A replica has two sides: its host loads and runs the model under the Python of the deployment, and its binder, under
+Headwater's own, has PyTriton bind the model to an embedded Triton, which the binder becomes. The host asks over a
+`headwater.wire.link`, first with a `BindRequest`, then with a `WarmUpRequest`. The binder answers the second with any
+number of ``progress`` and a ``done``, or either of them with a ``failed``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ class ReplicaSpec(msgspec.Struct, frozen=True):
     """As the configuration has it; empty for a pipeline."""
     token: str
     """The embedded Triton's access token."""
-    status_fd: int
     user_paths: tuple[str, ...]
     """Folders of the user's modules; see `headwater.user_folders`."""
     working_dir: str
@@ -54,7 +53,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True):
     is_cached: bool = False
     """Whether gateways keep its answers."""
     environment: dict[str, str | None] = {}
-    """Under another Python: what the host's environment has otherwise than the supervisor's; None: it lacks this."""
+    """What the host's environment has otherwise than the supervisor's; None: it lacks this."""
 
     @property
     def is_language_model(self) -> bool:
@@ -78,7 +77,7 @@ class ReplicaStatus(msgspec.Struct, omit_defaults=True):
     signature: dict[str, Any] | None = None
     """In ``ready``: an `headwater.signature.Signature`."""
     facts: dict[str, str] = {}
-    """In ``ready``: the device, and the versions of the relevant packages."""
+    """In ``ready``: the device, and the versions of the relevant packages; in ``done``: PyTriton's version."""
     imported: list[str] = []
     """In ``ready`` and ``failed``: the files of the modules that it imported from the user's folders."""
     exit_status: int = 0
@@ -141,7 +140,11 @@ class ForkRequest(msgspec.Struct, frozen=True):
     directory: str
     user_paths: tuple[str, ...]
     variables: dict[str, str]
-    """Those of its environment that the preloaded process hasn't."""
+    """Those of the host's environment that the preloaded process hasn't."""
+    binder: str
+    """The binder's module."""
+    changes: dict[str, str | None]
+    """What the environment of guardian and binder has otherwise than the preloaded process's; None: it lacks this."""
     guardian: list[str]
     """The guardian's command line, with `STATUS`, `COMMAND` and `HOST` for two descriptors and the replica's process
     id."""

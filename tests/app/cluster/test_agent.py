@@ -29,7 +29,7 @@ HOST = """
 import http.server, json, os, signal, socketserver, sys, time
 folder = sys.argv[2]
 spec = json.load(open(folder + "/spec.json"))
-fd = spec["status_fd"]
+fd = int(sys.argv[3])
 def say(**status):
     os.write(fd, json.dumps(status).encode() + b"\\n")
 def end(number, frame):
@@ -65,7 +65,7 @@ AGENT_WITH_SCRIPT = f"""
 import sys
 from headwater_server.cluster import agent
 from headwater_server.supervisor.replica_process import ReplicaProcess
-ReplicaProcess._command = lambda self, status_fd: [sys.executable, "-c", {HOST!r}, "m", str(self.directory)]
+ReplicaProcess._command = lambda self, fd: [sys.executable, "-c", {HOST!r}, "m", str(self.directory), str(fd)]
 agent.LINGER_S = float(sys.argv[1])
 agent.BEAT_S = 0.05
 agent.main()

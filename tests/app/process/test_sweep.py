@@ -61,7 +61,7 @@ def test_a_damaged_journal_counts_as_none(tmp_path: Path) -> None:
 def test_the_folder_the_named_segments_and_those_of_the_host_go(tmp_path: Path, segment: SharedMemory) -> None:
     replica = replica_in(tmp_path)
     pid = 4_000_000_000 + secrets.randbelow(1_000_000)
-    backend = Path(f"/dev/shm/pytrtion{pid}-abc")
+    backend = Path(f"/dev/shm/headwater-{pid}-abc")
     backend.write_text("x")
     Journal(replica).note(pid, [segment.name])
     assert sweep_replica(replica) == []

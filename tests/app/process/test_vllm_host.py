@@ -69,7 +69,7 @@ class Hosted:
         model.mkdir()
         (model / "config.json").write_text('{"max_position_embeddings": 512}')
         spec = ReplicaSpec(
-            name="m", model=f"vllm:{model}", token="", status_fd=status_write, user_paths=(), working_dir=str(folder),
+            name="m", model=f"vllm:{model}", token="", user_paths=(), working_dir=str(folder),
             options=VllmOptions.model_validate(options).model_dump(mode="json"),
         )  # fmt: skip
         (self.directory / "spec.json").write_bytes(msgspec.json.encode(spec))

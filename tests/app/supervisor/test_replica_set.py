@@ -33,7 +33,7 @@ import json, os, signal, sys, time
 folder = sys.argv[2]
 spec = json.load(open(folder + "/spec.json"))
 mode = spec["options"].get("mode", "")
-fd = spec["status_fd"]
+fd = int(sys.argv[3])
 def say(**status):
     os.write(fd, json.dumps(status).encode() + b"\\n")
 def end(number, frame):
@@ -103,7 +103,7 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replicas are scripts."""
 
     def command(self: ReplicaProcess, status_fd: int) -> list[str]:
-        return [sys.executable, "-c", HOST, "m", str(self.directory)]
+        return [sys.executable, "-c", HOST, "m", str(self.directory), str(status_fd)]
 
     monkeypatch.setattr(ReplicaProcess, "_command", command)
 

@@ -56,7 +56,7 @@ def failure(folder: Path, **options: Any) -> str:
     assert problem.fix
     (finding,) = probe(Request("name", reference, options, device="cpu"))
     assert [one["reason"] for one in finding.problems] == [f"{reference}: {problem.reason}"]
-    spec = ReplicaSpec("name", reference, "token", 0, (), ".", options=options, device="cpu")
+    spec = ReplicaSpec("name", reference, "token", (), ".", options=options, device="cpu")
     with pytest.raises(LoadError) as served:
         load_language_model(spec, lambda text: None, lambda reason: None)
     assert str(served.value) == str(caught.value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -15,7 +16,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from headwater.environment import library_path
 from headwater.replica import preloaded
 from headwater.wire.handshake import COMMAND, GO, HOST, READY, STATUS, ForkRequest, ReplicaSpec, ReplicaStatus
 from tests.running import wait_for
@@ -28,12 +28,14 @@ class Preloaded:
 
     def __init__(self, folder: Path, *modules: str) -> None:
         self.folder = folder
+        self.binder = "headwater_server.binder"
+        self.changes: dict[str, str | None] = {}
+        """What its binders' environment has otherwise."""
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", preloaded.__name__, str(folder), str(theirs.fileno()), *modules, " " * 200],
                 pass_fds=(theirs.fileno(),),
-                env={**os.environ, "LD_LIBRARY_PATH": library_path(os.environ)},
                 start_new_session=True,
             )
         self.socket.settimeout(60)
@@ -41,10 +43,11 @@ class Preloaded:
     def fork(self, model: str, *user_paths: str, go: bytes = GO) -> list[ReplicaStatus]:
         """What a replica with a small guardian reports until its end, when its command pipe brings this."""
         (self.folder / "tmp").mkdir()
-        spec = ReplicaSpec("m", model, "secret", -1, user_paths, str(self.folder))
+        spec = ReplicaSpec("m", model, "secret", user_paths, str(self.folder))
         (self.folder / "spec.json").write_bytes(msgspec.json.encode(spec))
         guardian = [sys.executable, "-c", GUARDIAN, STATUS, COMMAND, HOST]
-        request = ForkRequest("m", str(self.folder), user_paths, {"TMPDIR": str(self.folder / "tmp")}, guardian)
+        variables = {"TMPDIR": str(self.folder / "tmp")}
+        request = ForkRequest("m", str(self.folder), user_paths, variables, self.binder, dict(self.changes), guardian)
         (status_read, status), (command, command_write) = os.pipe(), os.pipe()
         with (self.folder / "output").open("wb") as output:
             socket.send_fds(self.socket, [msgspec.json.encode(request)], [status, command, output.fileno()])
@@ -92,6 +95,35 @@ def test_a_replica_reports_as_one_that_was_not_forked(started: Any, tmp_path: Pa
     assert f"['m', '{tmp_path}'], '{preloaded.__name__}'" in last.text
     assert last.imported == [str(user / "forked.py")]
     assert "Traceback" in (tmp_path / "output").read_text()
+
+
+BINDER = """
+import json, os, sys
+print(json.dumps({"argv": sys.argv[1:2], "orig": sys.orig_argv[2], "environment": dict(os.environ)}), flush=True)
+"""
+
+
+@pytest.mark.parametrize(("name", "module"), [("OMP_NUM_THREADS", preloaded.__name__), ("LD_LIBRARY_PATH", "stand_in")])
+def test_a_binder_has_another_environment_and_is_forked_unless_this_decides_what_it_loads(
+    started: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, module: str
+) -> None:
+    (tmp_path / "stand_in.py").write_text(BINDER)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("OF_MODEL", "yes")
+    one = started()
+    assert one.socket.recv(100) == READY
+    one.binder, one.changes = "stand_in", {name: "1", "OF_MODEL": None}
+    (tmp_path / "failing.py").write_text("raise ValueError\n")
+    one.fork("failing:Model", str(tmp_path))
+
+    def said() -> Any:
+        lines = (tmp_path / "output").read_text().splitlines()
+        return next((json.loads(line) for line in lines if line.startswith("{")), None)
+
+    binder = wait_for(said, 30, "a binder")
+    assert (binder["argv"], binder["orig"]) == ([str(tmp_path)], module)
+    assert binder["environment"][name] == "1"
+    assert "OF_MODEL" not in binder["environment"]
 
 
 def test_a_guardian_that_nobody_waits_for_forks_nothing(started: Any) -> None:

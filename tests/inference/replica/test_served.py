@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 
 from headwater.engine import EngineLimits, SequenceRequest
-from headwater.environment import library_path
 from headwater.errors import DeclarationError, LoadError
 from headwater.lm.engine_host import EngineHost
 from headwater.lm.loading import SlotOptions, lm_signature, plan_language_model
@@ -27,10 +26,10 @@ from headwater.lm.slot_engine import SlotEngine
 from headwater.pipeline import PipelineSpec, StepSpec
 from headwater.replica.callee import Answers, Request
 from headwater.replica.served import load_language_model, load_served
-from headwater.replica.warmup_lm import counts, submits
 from headwater.signature import Signature
 from headwater.wire.frame import FRAME, decode_frame
 from headwater.wire.handshake import ReplicaSpec, ReplicaStatus
+from headwater_server.binder.warmup_lm import counts, submits
 from headwater_server.process.sweep import Journal, segments_mapped_by, sweep_replica
 from tests.running import processes_of
 
@@ -93,7 +92,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def spec_of(model: str, **options: Any) -> ReplicaSpec:
-    return ReplicaSpec("served", model, "token", 0, (), ".", options=options, device="cpu")
+    return ReplicaSpec("served", model, "token", (), ".", options=options, device="cpu")
 
 
 def failure(model: str, **options: Any) -> str:
@@ -329,11 +328,11 @@ def replica(model: str, path: Path, **options: Any) -> Iterator[list[ReplicaStat
     """A replica's process until it is ready or has failed; what it said until then."""
     read, write = os.pipe()
     with tempfile.TemporaryDirectory(prefix="hw-") as directory:
-        spec = ReplicaSpec("served", model, "token", write, (str(path),), str(path), options=options, device="cpu")
+        spec = ReplicaSpec("served", model, "token", (str(path),), str(path), options=options, device="cpu")
         (Path(directory) / "spec.json").write_bytes(msgspec.json.encode(spec))
         process = subprocess.Popen(
-            [sys.executable, "-m", "headwater.replica", "served", directory],
-            env={**os.environ, "LD_LIBRARY_PATH": library_path(os.environ), "TMPDIR": directory},
+            [sys.executable, "-m", "headwater_server.process.launcher", "", "served", directory, str(write)],
+            env={**os.environ, "TMPDIR": directory},
             pass_fds=[write],
             start_new_session=True,
         )
@@ -385,7 +384,7 @@ def test_the_warm_up_has_the_sizes_that_are_asked_for_and_records_every_graph(
 ) -> None:
     monkeypatch.setattr("headwater.replica.served.compile_modules", lambda model, signature, device, sizes: [*sizes, 4])
     spec = ReplicaSpec(
-        "m", "headwater.zoo.scale:Scale", "", 0, (), "", device="cpu", options=options, max_batch_size=5,
+        "m", "headwater.zoo.scale:Scale", "", (), "", device="cpu", options=options, max_batch_size=5,
         warmup_batch_sizes=asked,
     )  # fmt: skip
     assert load_served(spec, lambda text: None, lambda reason: None).warmup_sizes == expected
@@ -396,7 +395,7 @@ def test_a_model_whose_answers_can_not_be_kept_does_not_start(tmp_path: Path, mo
     (tmp_path / "effects_of_calls.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("Scale", "Effects"):
-        spec = ReplicaSpec("m", f"effects_of_calls:{name}", "", 0, (), "", device="cpu", is_cached=True)
+        spec = ReplicaSpec("m", f"effects_of_calls:{name}", "", (), "", device="cpu", is_cached=True)
         if name == "Scale":
             load_served(spec, lambda text: None, lambda reason: None)
             continue
@@ -444,7 +443,7 @@ def test_an_async_load_has_ended_before_the_first_call_in_the_loop_that_serves(
     steps = (StepSpec("trunk", "awaited_hooks:Awaited"), StepSpec("head", "awaited_hooks:Second"))
     pipeline = PipelineSpec(steps, ("head",), trunk="trunk") if is_pipeline else None
     model = "" if is_pipeline else "awaited_hooks:Awaited"
-    spec = ReplicaSpec("m", model, "", 0, (), "", device="cpu", pipeline=pipeline)
+    spec = ReplicaSpec("m", model, "", (), "", device="cpu", pipeline=pipeline)
     served = load_served(spec, lambda text: None, lambda reason: None)
     found = served.loop.wait(answers_of(served.handlers[0]))
     assert found == ([[3.0]] if is_pipeline else [[2.0]])

@@ -17,7 +17,7 @@ SERVICES = str(Path(__file__).parents[2] / "services")
 
 def load(model: str, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> Served:
     monkeypatch.syspath_prepend(SERVICES)
-    spec = ReplicaSpec("m", model, "", -1, (SERVICES,), os.getcwd(), device="cpu", **fields)
+    spec = ReplicaSpec("m", model, "", (SERVICES,), os.getcwd(), device="cpu", **fields)
     served = load_served(spec, lambda text: None, lambda reason: None)
     assert isinstance(served, Served)
     return served
@@ -25,7 +25,7 @@ def load(model: str, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> Served:
 
 def test_the_signature_is_known_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(SERVICES)
-    spec = ReplicaSpec("m", "scaled:Slow", "", -1, (SERVICES,), os.getcwd(), options={"seconds": 0}, device="cpu")
+    spec = ReplicaSpec("m", "scaled:Slow", "", (SERVICES,), os.getcwd(), options={"seconds": 0}, device="cpu")
     said: list[object] = []
     served = load_served(spec, said.append, lambda reason: None, on_known=said.append)
     assert said == ["importing scaled:Slow", served.signature, "loading on cpu"]

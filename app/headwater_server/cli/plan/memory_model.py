@@ -41,7 +41,7 @@ def check_fitting() -> None:
         importlib.import_module("scipy.optimize")
     except ImportError as error:
         reason = f"headwater plan: expected scipy, to fit predictions to measurements, got none ({error})"
-        raise CommandError(f"{reason}; {sys.executable} -m pip install scipy 'numpy<2'") from None
+        raise CommandError(f"{reason}; {sys.executable} -m pip install scipy 'numpy~=1.26'") from None
 
 
 def fit_non_negative(features: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:

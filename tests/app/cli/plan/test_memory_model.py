@@ -93,5 +93,5 @@ def test_terms_add_up() -> None:
 def test_without_scipy_a_plan_says_so_before_it_measures(monkeypatch: pytest.MonkeyPatch) -> None:
     check_fitting()
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)
-    with pytest.raises(CommandError, match=r"headwater plan: expected scipy.* pip install scipy 'numpy<2'"):
+    with pytest.raises(CommandError, match=r"headwater plan: expected scipy.* pip install scipy 'numpy~=1.26'"):
         check_fitting()

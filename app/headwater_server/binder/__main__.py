@@ -1,9 +1,9 @@
 """A replica's binder: binds its model to an embedded Triton, becomes that Triton, and warms it up.
 
-``python -m headwater.replica.binder FOLDER FD``, under Headwater's own Python, a child of the replica's host
-(`headwater.replica`), which runs the model under another Python and imports nothing of PyTriton's. The host asks over
-the socket FD; see `headwater.wire.handshake`. What becomes Triton can't warm it up: before that, it forks a process
-that does, and ends::
+``python -m headwater_server.binder FOLDER FD``, under Headwater's own Python and in the supervisor's environment, a
+child of the replica's host (`headwater.replica`), which runs the model and imports nothing of PyTriton's. The host asks
+over the socket FD; see `headwater.wire.handshake`. What becomes Triton can't warm it up: before that, it forks a
+process that does, and ends::
 
     guardian ── host ── binder, executes tritonserver ── stubs
         └──── adopts ──── warm-up, forked by the binder
@@ -22,13 +22,14 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from headwater.environment import require
+from headwater.environment import installed_version
 from headwater.errors import ModelError
 from headwater.wire.handshake import BindRequest, ReplicaSpec, ReplicaStatus, WarmUpRequest, failure_of
 from headwater.wire.link import Link
+from headwater_server.binder.environment import require
 
 if TYPE_CHECKING:
-    from headwater.replica.binding import Binding
+    from headwater_server.binder.triton import EmbeddedTriton
 
 __all__ = ["main"]
 
@@ -45,14 +46,15 @@ def main() -> None:
 def _become_triton(directory: Path, link: Link) -> None:
     require()
     # Heavy imports come after the check of the environment, whose message is clearer than an import error.
-    from headwater.replica.binding import Binding
-    from headwater.replica.triton import OUTPUT_FILE
+    from headwater_server.binder.triton import OUTPUT_FILE, EmbeddedTriton
 
     spec = msgspec.json.decode((directory / "spec.json").read_bytes(), type=ReplicaSpec)
-    binding = Binding(spec, directory)
-    command, environment = binding.command(link.receive(BindRequest).signature)
+    triton = EmbeddedTriton(directory, spec.token)
+    signature = link.receive(BindRequest).signature
+    triton.bind_signature(signature, instances=spec.instances, is_language_model=spec.is_language_model)
+    command, environment = triton.command()
     pid = os.getpid()
-    _fork_orphan(lambda: _or_fail(link, lambda: _warm_up(binding, pid, link)))
+    _fork_orphan(lambda: _or_fail(link, lambda: _warm_up(triton, pid, spec, link)))
     output = os.open(directory / OUTPUT_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -62,13 +64,19 @@ def _become_triton(directory: Path, link: Link) -> None:
     os.execve(command[0], command, environment)
 
 
-def _warm_up(binding: Binding, pid: int, link: Link) -> None:
+def _warm_up(triton: EmbeddedTriton, pid: int, spec: ReplicaSpec, link: Link) -> None:
+    from headwater_server.binder import warmup, warmup_lm
+
     def progress(stage: str) -> None:
         link.send(ReplicaStatus("progress", stage))
 
     request = link.receive(WarmUpRequest)
-    binding.warm_up(request.signature, request.sizes, progress, pid)
-    link.send(ReplicaStatus("done"))
+    triton.wait(pid)
+    if spec.is_language_model:
+        warmup_lm.warm_up(request.signature, triton, spec, progress)
+    else:
+        warmup.warm_up(request.signature, triton, spec, request.sizes, progress)
+    link.send(ReplicaStatus("done", facts={"nvidia-pytriton": installed_version("nvidia-pytriton") or "unknown"}))
     os._exit(0)
 
 

@@ -16,7 +16,6 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from headwater.datatypes import DATATYPES
 from headwater.errors import FAULTS, ModelUnfit, ReplicaError
-from headwater.replica.triton import EmbeddedTriton, UnixConnection
 from headwater.signature import Signature, TensorSpec
 from headwater.wire.example_rows import example_rows
 from headwater.wire.frame import decode_frame
@@ -31,6 +30,7 @@ from headwater.wire.shared_memory import (
     stand_in_shape,
 )  # fmt: skip
 from headwater.wire.triton_words import SHARED_MEMORY_FULL, is_shared_memory_full
+from headwater_server.binder.triton import EmbeddedTriton, UnixConnection
 
 __all__ = ["grpc_outputs", "warm_up"]
 

@@ -9,23 +9,21 @@ What differs from `pytriton.triton.Triton`, and why:
 - Triton completes no configuration: PyTriton's is complete, and for each model it would start Python once more to ask.
 - Triton starts while the model loads: all that it needs is the signature.
 - Triton sees no GPU: it holds no tensors there, but would allocate memory pools and a context on each.
-- Triton's process is started here, or a process becomes it (`headwater.replica.binder`), and its output goes to a
-  file: PyTriton reads it in a thread.
+- The process that binds becomes Triton (`headwater_server.binder`), and its output goes to a file: PyTriton starts
+  Triton as a child, whose output it reads in a thread.
 - Calls reach the callables by a shorter way (`headwater.wire.bridge`), and no process of PyTriton's keeps tensors.
 
-All use of private parts of PyTriton is here; tests/inference/replica/test_triton.py names the parts.
+All use of private parts of PyTriton is here; tests/app/binder/test_triton.py names the parts.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import http.client
 import os
 import re
-import signal
+import secrets
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Sequence
@@ -37,7 +35,6 @@ from pytriton.model_config import DynamicBatcher, ModelConfig, Tensor
 from pytriton.triton import Triton, TritonConfig, TritonLifecyclePolicy, TritonSecurityConfig
 
 from headwater.datatypes import DATATYPES
-from headwater.environment import library_path
 from headwater.errors import ReplicaError, Shortage, shortage_in, shortage_of
 from headwater.signature import Signature, TensorSpec
 from headwater.wire.bridge import install
@@ -45,15 +42,14 @@ from headwater.wire.frame import FRAME
 from headwater.wire.lm import CONTROL
 from headwater.wire.report import REPORT
 from headwater.wire.shared_memory import bound_shape
+from headwater_server.binder.environment import library_path
 
 __all__ = ["EmbeddedTriton", "UnixConnection", "telling_lines"]
 
 LOG_FILE = "triton.log"
 OUTPUT_FILE = "triton.out"
 """What it prints besides its log."""
-PR_SET_PDEATHSIG = 1
 START_TIMEOUT_S = 60.0
-STOP_TIMEOUT_S = 30.0
 STUCK_S = 10.0
 """After so long without getting on, Triton waits for a thread that it could not start."""
 STUCK_CPU_NS = 10_000_000
@@ -97,7 +93,6 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
         self.directory = directory
         self.http_socket = directory / "h"
         self.grpc_socket = directory / "g:1"
-        self._process: subprocess.Popen[bytes] | None = None
         super().__init__(
             config=TritonConfig(
                 allow_http=False,  # keeps PyTriton's own clients off it; switched on below
@@ -156,32 +151,16 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
         hidden = {"CUDA_VISIBLE_DEVICES": "", "NVIDIA_VISIBLE_DEVICES": "none"}
         return [str(server._server_path), *server._server_config.to_args_list()], {**server._get_env(), **hidden}
 
-    def launch(self) -> None:
-        """Start Triton's process, which loads what is bound; `wait` waits for it."""
-        command, environment = self.command()
-        with (self.directory / OUTPUT_FILE).open("wb") as output:
-            self._process = subprocess.Popen(
-                command,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                preexec_fn=_end_with_parent,
-            )
-
-    def wait(self, pid: int | None = None) -> None:
+    def wait(self, pid: int) -> None:
         """Wait until Triton serves the model.
 
         Args:
-            pid: its process; None: the one that was launched.
+            pid: its process.
 
         Raises:
             ReplicaError: Triton ended or was not ready in time; the message includes the relevant lines of its log.
             Shortage: the machine lacks what Triton needs.
         """
-        if pid is None:
-            assert self._process is not None
-            pid = self._process.pid
         deadline = time.monotonic() + START_TIMEOUT_S
         progress = Progress(pid)
         while not self._is_ready():
@@ -206,15 +185,9 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
         # The older name of disable-auto-complete-config, which takes no value; PyTriton gives every option one.
         self._triton_server_config["strict-model-config"] = True
 
-    def _pre_stop_impl(self) -> None:
-        if self._process is None:
-            return
-        self._process.send_signal(signal.SIGINT)  # so that it removes its folders in /tmp
-        try:
-            self._process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+    def _shm_prefix(self) -> str:
+        # PyTriton's has this process's id, while the sweep (`headwater_server.process.sweep`) knows the group's.
+        return f"headwater-{os.getpgrp()}-{secrets.token_hex(8)}"
 
     def _is_ready(self) -> bool:
         connection = UnixConnection(self.http_socket, timeout_s=5)
@@ -291,10 +264,6 @@ def _check_threads() -> None:
     except RuntimeError as error:
         shortage = shortage_of(error)
         raise shortage or error from error
-
-
-def _end_with_parent() -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _not_started(why: str, lines: Sequence[str]) -> ReplicaError:

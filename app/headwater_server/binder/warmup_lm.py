@@ -12,13 +12,13 @@ from tritonclient.grpc import service_pb2
 
 from headwater.engine import EngineLimits, Sampling
 from headwater.errors import ReplicaError
-from headwater.replica.triton import EmbeddedTriton
-from headwater.replica.warmup import grpc_outputs
 from headwater.signature import Signature
 from headwater.wire.example_rows import batch_sizes
 from headwater.wire.handshake import ReplicaSpec
 from headwater.wire.lm import CONTROL, Message, Open, Post, StepFrame, Submit, decode_frame, encode
 from headwater.wire.report import HEADWATER, CallNote
+from headwater_server.binder.triton import EmbeddedTriton
+from headwater_server.binder.warmup import grpc_outputs
 
 __all__ = ["counts", "submits", "warm_up"]
 

@@ -1,4 +1,4 @@
-"""The private parts of PyTriton that `headwater.replica.triton` relies on. After an upgrade, this fails first."""
+"""The private parts of PyTriton that `headwater_server.binder.triton` relies on. After an upgrade, this fails first."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ from pytriton.server.triton_server import TritonServer
 from pytriton.server.triton_server_config import TritonServerConfig
 from pytriton.triton import Triton, TritonConfig, TritonLifecyclePolicy
 
-from headwater.replica.triton import EmbeddedTriton, telling_lines
 from headwater.wire import bridge
+from headwater_server.binder.triton import EmbeddedTriton, telling_lines
 
 TESTED = "0.7.0"
-OVERRIDDEN = {"_prepare_triton_config": ["workspace"], "_pre_stop_impl": []}
+OVERRIDDEN = {"_prepare_triton_config": ["workspace"], "_shm_prefix": []}
 """Methods of `Triton` that PyTriton calls, and what with."""
 USED = {
     "_prepare_triton_config": "self._triton_server_config = TritonServerConfig()",
     "_initialize_server": "self._triton_server = TritonServer(",
-    "stop": "self._pre_stop_impl()",
 }
 """Methods of `Triton` that are built on, and what they do."""
 
@@ -39,7 +38,7 @@ def test_the_version_is_the_one_that_was_tested_and_is_pinned() -> None:
 def test_a_method_that_is_overridden_is_there_and_takes_the_same(name: str) -> None:
     method = getattr(Triton, name, None)
     assert method is not None, (
-        f"inference/headwater/replica/triton.py overrides Triton.{name}, which PyTriton calls no more"
+        f"app/headwater_server/binder/triton.py overrides Triton.{name}, which PyTriton calls no more"
     )
     assert list(inspect.signature(method).parameters)[1:] == OVERRIDDEN[name]
 
@@ -47,6 +46,10 @@ def test_a_method_that_is_overridden_is_there_and_takes_the_same(name: str) -> N
 @pytest.mark.parametrize("name", USED)
 def test_a_method_does_what_the_overriding_one_builds_on(name: str) -> None:
     assert USED[name] in inspect.getsource(getattr(Triton, name))
+
+
+def test_the_names_of_triton_s_segments_begin_as_we_say() -> None:
+    assert '"shm-region-prefix-name": self._shm_prefix()' in inspect.getsource(Triton._prepare_triton_config)
 
 
 @pytest.mark.parametrize("name", ["_server_path", "_server_config", "_get_env"])
@@ -115,7 +118,7 @@ def _infer(requests: list[Any]) -> list[Any]:
 def test_a_triton_whose_threads_all_sleep_is_stuck(does: str, is_stuck: bool) -> None:
     code = f"""
 import subprocess, sys, time
-from headwater.replica import triton
+from headwater_server.binder import triton
 child = subprocess.Popen([sys.executable, "-c", "import time; print(flush=True); {does}"], stdout=subprocess.PIPE)
 child.stdout.readline()
 triton.STUCK_S, triton.LOOK_EVERY_S = 2.0, 0.0
