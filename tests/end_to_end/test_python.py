@@ -87,6 +87,15 @@ def test_two_deployments_answer_each_under_its_own_python(other: Path, monkeypat
     ).exists()  # what was linked to is not swept
 
 
+def test_models_run_in_the_active_environment(other: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VIRTUAL_ENV", str(other.parents[1]))
+    with serve({"deployments": {"active": SERVICE, "ours": {**SERVICE, "python": "own"}}}) as running:
+        assert facts(running, "active")["executable"] == [str(other)]
+        assert facts(running, "ours")["executable"] == [sys.executable]
+        said = f"models run under {other}: the active environment (VIRTUAL_ENV)"
+        assert said in messages(running)
+
+
 def test_a_python_without_numpy_fails_alone_and_says_what_to_install(bare: Path) -> None:
     config = {"deployments": {"good": SERVICE, "bad": {**SERVICE, "python": str(bare)}}}
     with serve(config, ready=False) as running:

@@ -40,7 +40,12 @@ __all__ = ["check", "model_request"]
 
 
 def check(
-    what: str | Path | None, *, as_json: bool, flags: Mapping[str, Any] | None = None, loads: bool = False
+    what: str | Path | None,
+    *,
+    as_json: bool,
+    flags: Mapping[str, Any] | None = None,
+    loads: bool = False,
+    python: str | None = None,
 ) -> int:
     """Check the environment and, if given, a configuration or model, and print the findings.
 
@@ -49,15 +54,18 @@ def check(
     Args:
         what: a YAML file or a model, as for `load_with_scripts`; None: only the server's settings, from environment and
             flags.
-        as_json: print ``{"ok", "versions", "machine", "deployments", "problems"}`` rather than text.
+        as_json: print ``{"ok", "versions", "python", "machine", "deployments", "problems"}`` rather than text.
         flags: override the file, as in `load_config`.
         loads: load the models, too, and call them, each deployment in turn, but not those of vLLM.
+        python: the value of ``--python``.
 
     Returns:
         The exit status: 0 if ready to serve, 1 if there is a problem.
     """
     problems: list[Problem] = []
     config = None
+    chosen = ""
+    """Which Python runs the models, and why; empty: no model was named."""
     paths: tuple[str, ...] = (os.getcwd(),)
     if what is not None and not is_model_reference(str(what)):
         paths = tuple(dict.fromkeys((*paths, str(Path(what).resolve().parent))))
@@ -66,8 +74,8 @@ def check(
             content = {"deployments": {"none": {"model": PLACEHOLDER}}}
             config = read_config(content, source="command line", flags=flags or {})
         else:
-            loaded = load_with_scripts(str(what), flags=flags or {})
-            config = loaded.config
+            loaded = load_with_scripts(str(what), flags=flags or {}, python=python)
+            config, chosen = loaded.config, str(loaded.python)
             for warning in loaded.warnings:
                 print(f"warning: {warning}", file=sys.stderr)
     except InvalidConfig as error:
@@ -108,10 +116,11 @@ def check(
         problems += security_problems(config)
     if as_json:
         machine = {"cpus": cpu_count(), "memory_bytes": host_capacity()}
-        report = {"ok": not problems, "versions": versions, "machine": machine, "deployments": deployments}
-        print(json.dumps({**report, "problems": [asdict(problem) for problem in problems]}, indent=2))
+        report: dict[str, Any] = {"ok": not problems, "versions": versions, "python": chosen, "machine": machine}
+        report |= {"deployments": deployments, "problems": [asdict(problem) for problem in problems]}
+        print(json.dumps(report, indent=2))
     else:
-        _print(versions, deployments, problems, loads=loads)
+        _print(versions, chosen, deployments, problems, loads=loads)
     return 1 if problems else 0
 
 
@@ -131,7 +140,7 @@ def _signatures(
                 signatures[name] = found
             problems[name] = [found] if isinstance(found, Problem) else []
         else:
-            groups.setdefault((one.python, frozenset(one.environment.items())), []).append(name)
+            groups.setdefault((one.interpreter, frozenset(one.environment.items())), []).append(name)
     for (python, environment), names in groups.items():
         try:
             side = ModelSide(dict(environment), python)
@@ -304,6 +313,7 @@ def _summary(
 
 def _print(
     versions: Mapping[str, str | None],
+    chosen: str,
     deployments: Sequence[Mapping[str, Any]],
     problems: Sequence[Problem],
     *,
@@ -316,6 +326,8 @@ def _print(
     cpus, memory_bytes = cpu_count(), host_capacity()
     memory = f", {size_text(memory_bytes)} of memory" if memory_bytes is not None else ""
     print(f"{'machine':<12} {cpus} CPU{'' if cpus == 1 else 's'}{memory}")
+    if chosen:
+        print(f"\n{chosen}")
     if deployments:
         print()
     width = max((len(one["name"]) for one in deployments), default=0)

@@ -19,7 +19,7 @@ from headwater_server import version_text
 from headwater_server.cli.bench.options import add_bench_command
 from headwater_server.cli.init import KINDS, write_template
 from headwater_server.cli.keys import add_key_commands
-from headwater_server.cli.options import add_set_option, config_flags
+from headwater_server.cli.options import add_python_option, add_set_option, config_flags
 from headwater_server.cli.plan.options import add_plan_command
 from headwater_server.cli.surroundings import complete, require_folders
 from headwater_server.errors import CommandError, ConfigError, StartError
@@ -63,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
         "--reload", action="store_true",
         help="for development: reload a model when its code, its file or its configuration changes",
     )  # fmt: skip
+    add_python_option(serve)
     add_set_option(serve)
     serve.set_defaults(run=_serve)
 
@@ -82,6 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--load", action="store_true", help="load the models, too, and call those that answer whole")
     check.add_argument("--host")
     check.add_argument("--port", type=int)
+    add_python_option(check)
     add_set_option(check)
     check.set_defaults(run=_check)
 
@@ -173,9 +175,10 @@ def _serve(options: argparse.Namespace) -> int:
     from headwater_server.telemetry.logs import set_up_logging
 
     flags = config_flags(options)
-    config, user_paths, warnings = load_with_scripts(options.what, flags=flags)
+    config, user_paths, warnings, python = load_with_scripts(options.what, flags=flags, python=options.python)
     sys.stdout = never_blocking(sys.stdout)
     set_up_logging(config.server.log_format)
+    logging.getLogger("headwater").info("%s", python)
     for warning in warnings:
         logging.getLogger("headwater").warning("%s", warning)
     announce = _announcer(config)
@@ -186,7 +189,7 @@ def _serve(options: argparse.Namespace) -> int:
         os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
 
         def reread() -> Config:
-            return load_with_scripts(options.what, flags=flags)[0]
+            return load_with_scripts(options.what, flags=flags, python=options.python).config
 
         file = None if is_model_reference(options.what) else Path(options.what)
         supervisor = Supervisor(config, user_paths, announce, reread, file)
@@ -234,7 +237,8 @@ def _check(options: argparse.Namespace) -> int:
     require_folders()
     from headwater_server.cli.check import check
 
-    return check(options.what, as_json=options.json, flags=config_flags(options), loads=options.load)
+    flags = config_flags(options)
+    return check(options.what, as_json=options.json, flags=flags, loads=options.load, python=options.python)
 
 
 def _init(options: argparse.Namespace) -> int:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from headwater_server.errors import CommandError, ConfigError
 
 __all__ = [
+    "add_python_option",
     "add_report_options",
     "add_set_option",
     "check_writable",
@@ -121,6 +122,15 @@ def add_set_option(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--set", action="append", default=[], metavar="FIELD=VALUE", dest="fields",
         help="set any field of the configuration, such as deployments.text.timeout_s=5; may be repeated",
+    )  # fmt: skip
+
+
+def add_python_option(command: argparse.ArgumentParser) -> None:
+    """Add ``--python``, which `headwater_server.cli.scripts.load_with_scripts` takes."""
+    command.add_argument(
+        "--python", metavar="PATH",
+        help="the interpreter of models for which the configuration names none; own: Headwater's; default: that of "
+        "the active environment, or of .venv beside the configuration, or Headwater's",
     )  # fmt: skip
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from headwater.errors import Problem
 from headwater.reference import kind_and_path, script_and_name
 from headwater.user_folders import module_named_headwater
+from headwater_server.cli.default_python import DefaultPython, default_python
 from headwater_server.config.content import config_content
-from headwater_server.config.schema import Config, is_model_reference, load_what, read_config
+from headwater_server.config.schema import Config, Deployment, is_model_reference, load_what, read_config
+from headwater_server.config.sections import OWN_PYTHON
 from headwater_server.errors import ConfigError
 from headwater_server.supervisor.scripts import KIND, Scripts, scripts_of
 
@@ -24,13 +27,19 @@ class Loaded(NamedTuple):
     user_paths: tuple[str, ...]
     warnings: list[str]
     """What the scripts ask for in vain."""
+    python: DefaultPython
 
 
-def load_with_scripts(what: str, *, flags: Mapping[str, Any]) -> Loaded:
+def load_with_scripts(what: str, *, flags: Mapping[str, Any], python: str | None = None) -> Loaded:
     """Read what a command names, as `headwater_server.config.schema.load_what` does, and run the PyTriton scripts in
     it.
 
     ``pytriton:SCRIPT`` alone becomes a deployment for each model that the script binds.
+
+    Args:
+        what: a YAML file or a model.
+        flags: override the file.
+        python: the value of ``--python``; see `default_python`.
 
     Raises:
         ConfigError: a field is invalid, the only script can't be served, or a user's module is named ``headwater``.
@@ -38,10 +47,15 @@ def load_with_scripts(what: str, *, flags: Mapping[str, Any]) -> Loaded:
     kind, path = kind_and_path(what) if is_model_reference(what) else ("", "")
     if kind == KIND:
         paths: tuple[str, ...] = (os.getcwd(),)
+        of_python = {name: value for name, value in flags.items() if name == "python"}  # others name the models
+        alone = read_config({"deployments": {KIND: {"model": what}}}, source=what, environment={}, flags=of_python)
+        config, chosen = _with_python(alone, python, paths)
         scripts = Scripts(paths)
-        config = read_config(_content(scripts, what, path), source=what, flags=flags)
+        content = _content(scripts, config.deployments[KIND], path)
+        config = read_config({**content, "python": config.python}, source=what, flags=flags)
     else:
         config, paths = load_what(what, flags=flags)
+        config, chosen = _with_python(config, python, paths)
         scripts = Scripts(paths)
     _refuse_own_name(config, paths)
     deployments = {name: one for name, one in config.deployments.items() if any(scripts_of(one))}
@@ -50,7 +64,16 @@ def load_with_scripts(what: str, *, flags: Mapping[str, Any]) -> Loaded:
         whole = config_content(config)
         whole["deployments"] |= {name: scripts.laid_under(one) for name, one in deployments.items()}
         config = read_config(whole, source=what, environment={}, flags={})
-    return Loaded(config, paths, scripts.warnings())
+    return Loaded(config, paths, scripts.warnings(), chosen)
+
+
+def _with_python(config: Config, option: str | None, paths: tuple[str, ...]) -> tuple[Config, DefaultPython]:
+    """A configuration whose deployments all have a Python, and the one that those got which had none."""
+    chosen = default_python(config, option, Path(paths[-1]), os.environ)
+    if chosen.path in (OWN_PYTHON, config.python):
+        return config, chosen
+    given = config_content(config) | {"python": str(chosen.path)}
+    return read_config(given, source=chosen.why, environment={}, flags={}), chosen
 
 
 def _refuse_own_name(config: Config, paths: tuple[str, ...]) -> None:
@@ -72,11 +95,10 @@ def _refuse_own_name(config: Config, paths: tuple[str, ...]) -> None:
             )
 
 
-def _content(scripts: Scripts, what: str, path: str) -> dict[str, Any]:
+def _content(scripts: Scripts, alone: Deployment, path: str) -> dict[str, Any]:
     """The content of a configuration that has only the models of one script, or one of them."""
     script, name = script_and_name(path)
-    alone = read_config({"deployments": {KIND: {"model": what}}}, source=what, environment={}, flags={})
-    finding = scripts.finding(alone.deployments[KIND])
+    finding = scripts.finding(alone)
     if isinstance(finding, Problem):
         raise ConfigError(f"{finding.title}: {finding.reason}; {finding.fix}")
     names = [name] if name else list(finding["settings"])

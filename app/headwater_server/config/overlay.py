@@ -97,7 +97,10 @@ def lay_over(
     if base is None:
         base = given(first.deployments[name]) if name in first.deployments else {}
     section = laid_over(base, fields)
-    content = {"server": now.server, "deployments": {**now.deployments, name: section}, "cluster": first.cluster}
+    content = {
+        "server": now.server, "python": first.python, "deployments": {**now.deployments, name: section},
+        "cluster": first.cluster,
+    }  # fmt: skip
     try:
         return read_config(content, source=FIELD, environment={}, flags={})
     except ConfigError as error:

@@ -122,7 +122,8 @@ class Deployment(Section):
     """How to reload: ``beside`` starts the new replicas while the old ones serve; ``recreate`` starts them after the
     old ones have ended, for memory that holds only one set."""
     python: sections.PythonPath | None = None
-    """The Python interpreter for the replicas, with PyTriton installed, or with vLLM; default: Headwater's own."""
+    """The Python interpreter that runs the model, with msgspec and numpy, or with vLLM; ``own`` is Headwater's.
+    Default: that of the configuration."""
 
     def _faults(self) -> Iterator[str]:
         if self.versions:
@@ -152,7 +153,7 @@ class Deployment(Section):
         if self.cache is not None and self.is_language_model:
             yield "cache: expected none for a language model, whose answers are streams, and sampled; got one"
         if self.is_vllm:
-            if self.python is None:
+            if self.interpreter is None:
                 yield "python: expected the interpreter of an environment that has vLLM, such as vllm-env/bin/python"
             yield from option_faults(self.options)
         if self.max_in_flight < self.instances:
@@ -214,6 +215,11 @@ class Deployment(Section):
         if "max_in_flight" in self.batching.model_fields_set:
             return self.batching.max_in_flight
         return max(self.batching.max_in_flight, self.instances + 1)
+
+    @property
+    def interpreter(self) -> Path | None:
+        """The Python that runs the model; None: Headwater's own."""
+        return None if self.python == sections.OWN_PYTHON else self.python
 
     @property
     def is_graph(self) -> bool:
@@ -350,6 +356,9 @@ class Config(Section):
 
     server: Server = Field(default_factory=Server)
     security: sections.SecuritySection = Field(default_factory=sections.SecuritySection)
+    python: sections.PythonPath | None = None
+    """The interpreter of deployments that name none, except of those that vLLM computes. Default: see
+    `headwater_server.cli.default_python`."""
     deployments: Annotated[dict[str, Deployment], Field(min_length=1)]
     _cluster: Cluster | None = PrivateAttr(None)
 
@@ -374,6 +383,14 @@ class Config(Section):
                         f"{kind} name {one!r}: expected letters, digits, '_', '.' or '-', at most 100 characters"
                     )
         return value
+
+    @model_validator(mode="after")
+    def _give_python(self) -> Config:
+        if self.python is not None:
+            for name, one in self.deployments.items():
+                if one.python is None and not one.is_vllm:
+                    self.deployments[name] = one.model_copy(update={"python": self.python})
+        return self
 
     @model_validator(mode="after")
     def _check_adapters(self) -> Config:

@@ -21,6 +21,7 @@ from pydantic import (
 from headwater.reference import PATH_KINDS, is_language_model, kind_and_path, parse_reference
 
 __all__ = [
+    "OWN_PYTHON",
     "AccessLogging",
     "Batching",
     "Cache",
@@ -243,6 +244,8 @@ Environment = Annotated[dict[str, str], BeforeValidator(_stringify)]
 WarmupBatchSizes = tuple[PositiveInt, ...]
 _Weights = dict[Annotated[int, Field(ge=1, le=10)], Annotated[int, Field(ge=1, le=1_000_000)]]
 PythonPath = Annotated[Path, AfterValidator(Path.expanduser)]
+OWN_PYTHON = Path("own")
+"""In place of an interpreter's path: Headwater's own."""
 
 
 class Batching(Section):

@@ -94,7 +94,8 @@ def find_interpreter(path: str | Path, environ: Mapping[str, str]) -> str:
     if missing:
         verb = "is" if len(missing) == 1 else "are"
         reason = f"{', '.join(missing)} {verb} not installed there"
-        raise InterpreterError(absolute, reason, f"{absolute} -m pip install {' '.join(missing)}")
+        install = f"{absolute} -m pip install {' '.join(missing)}"
+        raise InterpreterError(absolute, reason, f"{install}, or name another `python` (own: Headwater's)")
     return absolute
 
 

@@ -92,9 +92,10 @@ class Deployments:
             raise BadRequest(f"{FIELD}: {problem}", field=FIELD)
         return proposed.deployments[name]
 
-    def rebase(self, deployments: Mapping[str, Deployment]) -> None:
-        """Take these as the deployments that the server's own configuration names; none of them changes yet."""
-        self._first = self._first.model_copy(update={"deployments": dict(deployments)})
+    def rebase(self, config: Config) -> None:
+        """Take these deployments, and the Python of others, as those of the server's own configuration; none of the
+        present deployments changes yet."""
+        self._first = self._first.model_copy(update={"python": config.python, "deployments": dict(config.deployments)})
 
     def is_alike(self, name: str, config: Deployment) -> bool:
         """Whether replicas of both configurations can serve beside each other."""

@@ -37,7 +37,7 @@ def heavy_imports(deployment: Deployment, search: Sequence[str]) -> list[str]:
     Args:
         search: folders that come first on the path of the replicas.
     """
-    if deployment.python is not None or deployment.is_vllm:
+    if deployment.interpreter is not None or deployment.is_vllm:
         return []
     steps = [] if deployment.pipeline is None else deployment.pipeline.spec().steps
     named = [(step.model, step.options) for step in steps] or [(deployment.model or "", deployment.options)]

@@ -105,7 +105,7 @@ class Reloader:
             if getattr(config, section) != getattr(self._first, section):
                 logger.warning("the configuration's section `%s` has changed: restart the server to adopt it", section)
         self._wanted = config.deployments
-        self._deployments.rebase(config.deployments)
+        self._deployments.rebase(config)
 
     async def _carry_out(self, action: str, name: str, section: Deployment | None) -> bool:
         """Whether a command succeeded; the log says why if it did not."""

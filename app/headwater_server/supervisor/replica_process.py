@@ -355,7 +355,8 @@ class ReplicaProcess:
             "headwater_server.process.vllm_host" if self._deployment.is_vllm else "headwater_server.process.launcher"
         )
         # Absolute, but not resolved: a virtual environment's Python is known by the link that it is.
-        python = "" if self._deployment.python is None else os.path.abspath(self._deployment.python)
+        interpreter = self._deployment.interpreter
+        python = "" if interpreter is None else os.path.abspath(interpreter)
         return [sys.executable, "-m", program, python, self._name, str(self.directory), str(status_fd)]
 
     def _guardian(self, status: str, command: str) -> list[str]:

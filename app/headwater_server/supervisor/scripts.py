@@ -147,7 +147,7 @@ def scripts_of(deployment: Deployment) -> Iterator[_Model]:
             script, name = script_and_name(path)
             # What is no list of texts is an error that the replicas report.
             listed = tuple(map(str, arguments)) if isinstance(arguments, (list, tuple)) else ()
-            yield _Model(_Run(script, listed, deployment.python, frozenset(deployment.environment.items())), name)
+            yield _Model(_Run(script, listed, deployment.interpreter, frozenset(deployment.environment.items())), name)
 
 
 def _own_steps(deployment: Deployment) -> Iterator[tuple[str, Step]]:

@@ -226,8 +226,8 @@ async def stop_or_kill(replicas: Collection[ReplicaHandle]) -> None:
 
 def _own_python(deployment: Deployment, facts: Mapping[str, str]) -> str:
     """The Python that a replica runs under, and the versions there; empty: Headwater's own."""
-    if deployment.python is None:
+    if deployment.interpreter is None:
         return ""
-    return f", under {deployment.python}: " + ", ".join(
+    return f", under {deployment.interpreter}: " + ", ".join(
         f"{name} {version}" for name, version in facts.items() if name != "device"
     )

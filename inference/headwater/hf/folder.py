@@ -6,6 +6,7 @@ import importlib
 import json
 import logging
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias, TypeVar, get_args
@@ -197,7 +198,9 @@ class HfFolder:
             return importlib.import_module(module)
         except ImportError as error:
             distribution = {"PIL.Image": "pillow"}.get(module, module.replace("_", "-"))
-            raise self.error(f"it needs {distribution}: {error}", f"pip install {distribution}") from error
+            raise self.error(
+                f"it needs {distribution}: {error}", f"{sys.executable} -m pip install {distribution}"
+            ) from error
 
     def checked(self, make: Callable[[], _Loaded], doing: str) -> _Loaded:
         """What ``make`` returns, any failure as a `LoadError`."""
@@ -207,7 +210,9 @@ class HfFolder:
             raise
         except ImportError as error:
             package = next(iter(re.findall(r"`?pip install ([\w-]+)", str(error))), error.name or "what is missing")
-            raise self.error(f"{doing} needs a package: {_first_line(error)}", f"pip install {package}") from error
+            raise self.error(
+                f"{doing} needs a package: {_first_line(error)}", f"{sys.executable} -m pip install {package}"
+            ) from error
         except Exception as error:  # these libraries raise errors of many classes
             if "trust_remote_code" in str(error):
                 reason = "its model is code in the folder, which is not run"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import logging
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NamedTuple, get_args
@@ -158,7 +159,9 @@ def plan_language_model(reference: str, options: Mapping[str, Any], search: Sequ
         for name in ("torch", "transformers"):
             if importlib.util.find_spec(name) is None:
                 reason = f"it needs {name}, which is not installed"
-                raise LoadError(Problem(title, reason, f"pip install {name}, or set `options.engine`"))
+                raise LoadError(
+                    Problem(title, reason, f"{sys.executable} -m pip install {name}, or set `options.engine`")
+                )
         slot_options = _slot_options(title, rest)
         attention, notes = checked_model(title, folder, slot_options.context_length, slot_options.attention)
         slot_options = msgspec.structs.replace(slot_options, attention=attention)

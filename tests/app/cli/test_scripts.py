@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from headwater_server.cli.scripts import load_with_scripts
+from headwater_server.config.sections import OWN_PYTHON
 from headwater_server.errors import ConfigError
 
 SCRIPT = """
@@ -41,7 +42,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.usefixtures("folder")
 def test_each_binding_becomes_a_deployment_with_the_scripts_fields() -> None:
-    config, paths, warnings = load_with_scripts("pytriton:server.py", flags={})
+    config, paths, warnings, python = load_with_scripts("pytriton:server.py", flags={})
+    assert python.path == OWN_PYTHON
     assert list(config.deployments) == ["several", "one", "streams", "plain"]
     several, one, streams, plain = config.deployments.values()
     assert several.model == "pytriton:server.py:several"

@@ -129,5 +129,5 @@ def test_a_missing_package_is_named(
 ) -> None:
     for name in [module, *(name for name in sys.modules if name.startswith(f"{module}."))]:
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(LoadError, match=f"it needs .*; {fix}"):
+    with pytest.raises(LoadError, match=f"it needs .*; {sys.executable} -m {fix}"):
         load_model(f"hf:{written(tmp_path, **config)}", {}).load("cpu")

@@ -51,7 +51,8 @@ def run(options: argparse.Namespace) -> int:
         check_fitting()
     if options.html is not None:
         check_plots()
-    config, user_paths, _ = load_with_scripts(options.what, flags=config_flags(options))
+    config, user_paths, _, python = load_with_scripts(options.what, flags=config_flags(options), python=options.python)
+    _progress(str(python))
     name = choose_deployment(config, options.deployment)
     if config.deployments[name].is_vllm:
         return plan_vllm(options, config, name, _progress)

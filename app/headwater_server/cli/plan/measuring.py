@@ -234,7 +234,7 @@ def weigh_deployment(name: str, deployment: Deployment, path: Sequence[str]) -> 
     """
     request = model_request(name, deployment, path)
     try:
-        with ModelSide(deployment.environment, deployment.python) as side:
+        with ModelSide(deployment.environment, deployment.interpreter) as side:
             status, output, errors = side.run("headwater.replica.weigh", msgspec.json.encode(request))
     except StartError as error:
         return Weights(None, str(error))

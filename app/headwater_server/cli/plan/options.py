@@ -6,7 +6,15 @@ import argparse
 from pathlib import Path
 from typing import Any, Final
 
-from headwater_server.cli.options import add_report_options, add_set_option, listed, number, read_size, whole
+from headwater_server.cli.options import (
+    add_python_option,
+    add_report_options,
+    add_set_option,
+    listed,
+    number,
+    read_size,
+    whole,
+)
 
 __all__ = ["add_plan_command"]
 
@@ -70,6 +78,7 @@ def add_plan_command(commands: Any) -> None:
         "--from-sizes", metavar="weights=SIZE[,process=SIZE][,row=SIZE][,instance=SIZE]",
         help="compute what fits from these sizes without running anything; needs --memory, and no CONFIG",
     )  # fmt: skip
+    add_python_option(plan)
     add_set_option(plan)
     plan.set_defaults(run=_run)
 
