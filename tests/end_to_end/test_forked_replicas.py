@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,8 @@ from typing import Any
 import pytest
 
 from headwater_server.process.priority import START_NICE, may_raise_priority
-from tests.running import Running, leftovers, processes_of, segments_of, serve, wait_for
+from tests.environments import make_environment
+from tests.running import Running, leaves_nothing, leftovers, processes_of, segments_of, serve, wait_for
 
 ATTEMPTS = 4
 PRELOADED = "headwater.replica.preloaded"
@@ -107,6 +110,23 @@ def test_the_process_that_forks_has_one_thread_and_is_replaced_if_it_is_killed(f
     wait_for(lambda: not Path(f"/proc/{host}").exists(), 30, "it to be gone")
     wait_for(lambda: forking.is_ready("forked-all"), 120, "the next")
     wait_for(lambda: len(parents(forking)) == 2 and not set(parents(forking)) & set(before), 60, "others that fork")
+
+
+def test_under_another_python_replicas_are_forked_too(forking: Running, tmp_path: Path) -> None:
+    python = make_environment(tmp_path / "env", *os.listdir(sysconfig.get_path("purelib")))
+    deployment = {**CONFIG["deployments"]["forked-1"], "python": str(python)}
+    with leaves_nothing({"deployments": {"theirs": deployment}}) as running:
+        start_until_forked(running, "theirs")
+        forked, ours = seen(running, "theirs"), seen(forking, "forked-1")
+        assert (forked["prefix"], ours["prefix"]) == (str(tmp_path / "env"), sys.prefix)
+        assert forked["threads"] == ours["threads"]
+        for what in ("leads", "signals", "limits", "umask"):
+            assert forked["same"][what] == ours["same"][what]
+        assert len(forked["same"]["descriptors"]) == len(ours["same"]["descriptors"])
+        host = running.process("theirs", "host")
+        os.kill(running.process("theirs", "tritonserver"), signal.SIGKILL)
+        wait_for(lambda: not Path(f"/proc/{host}").exists(), 30, "it to be gone")
+        wait_for(lambda: running.is_ready("theirs"), 60, "the next")
 
 
 def test_nothing_is_left(forking: Running) -> None:

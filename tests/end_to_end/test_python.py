@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import signal
-import subprocess
 import sys
-import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,15 +15,10 @@ import httpx
 import pytest
 
 from headwater_server.cli.check import check
+from tests.environments import make_environment
 from tests.running import Running, leaves_nothing, leftovers, segments_of, serve, wait_for
 
 SERVICE = {"model": "interpreter:Interpreter", "warmup_batch_sizes": [1]}
-
-
-def make_environment(folder: Path) -> Path:
-    """A virtual environment without anything installed. Returns its interpreter."""
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=120)
-    return folder / "bin" / "python"
 
 
 @pytest.fixture(scope="module")
@@ -38,17 +30,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An interpreter of another environment: it borrows what a model needs of what is installed here, and no more."""
-    folder = tmp_path_factory.mktemp("other") / "env"
-    python = make_environment(folder)
-    spec = importlib.util.find_spec("numpy")
-    assert spec is not None
-    assert spec.submodule_search_locations
-    installed = Path(next(iter(spec.submodule_search_locations))).parent
-    place = Path(sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)}))
-    for entry in installed.iterdir():
-        if entry.name.startswith(("numpy", "msgspec")):
-            (place / entry.name).symlink_to(entry)
-    return python
+    return make_environment(tmp_path_factory.mktemp("other") / "env", "numpy", "msgspec")
 
 
 def facts(running: Running, model: str) -> dict[str, Any]:

@@ -46,6 +46,7 @@ def circumstances() -> dict[str, Any]:
     return {
         "is_forked": "headwater.replica.preloaded" in sys.orig_argv,
         "pid": os.getpid(),
+        "prefix": sys.prefix,
         "same": {
             "argv": sys.argv[:3],
             "main": sys.modules["__main__"].__spec__.name,  # type: ignore[union-attr]

@@ -31,13 +31,13 @@ _ENGINE: Final = (
 def heavy_imports(deployment: Deployment, search: Sequence[str]) -> list[str]:
     """What replicas import of `HEAVY`, each as ``MODULE`` or ``MODULE:NAME``.
 
-    Nothing for those under another Python, and for those that import torch only after they have chosen a device: the
-    choice depends on whether torch is imported.
+    Nothing for those that import torch only after they have chosen a device: the choice depends on whether torch is
+    imported.
 
     Args:
         search: folders that come first on the path of the replicas.
     """
-    if deployment.interpreter is not None or deployment.is_vllm:
+    if deployment.is_vllm:
         return []
     steps = [] if deployment.pipeline is None else deployment.pipeline.spec().steps
     named = [(step.model, step.options) for step in steps] or [(deployment.model or "", deployment.options)]

@@ -5,20 +5,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
 from headwater.wire.handshake import READY, ForkRequest
 from headwater_server.config.schema import Deployment
+from headwater_server.process.interpreter import foreign_environment, stage_package
 from headwater_server.supervisor.heavy_imports import heavy_imports
 from headwater_server.supervisor.host import Backoff, Host, kill
-from headwater_server.supervisor.replica_process import Fork, environment_of
+from headwater_server.supervisor.replica_process import Fork, changes_between, environment_of
 
 __all__ = ["Preloaded", "Preloads"]
 
@@ -39,17 +43,23 @@ class Preloaded:
     """One process that forks replicas, which is started again when it ends.
 
     Args:
-        environment: that of the replicas.
+        interpreter: the Python of the models; None: Headwater's own.
+        environment: that of the models.
         modules: what it imports.
     """
 
-    def __init__(self, host: Host, environment: Mapping[str, str], modules: Sequence[str]) -> None:
+    def __init__(
+        self, host: Host, interpreter: Path | None, environment: Mapping[str, str], modules: Sequence[str]
+    ) -> None:
         self.decided: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done once it is known, for the first time, whether it can fork."""
         self._host = host
+        self._interpreter = interpreter
         self._environment = environment
-        self._modules = modules
+        self._modules = modules if interpreter is not None else [*BINDING, *modules]
         self._process: subprocess.Popen[bytes] | None = None
+        self._stage: Path | None = None
+        """A folder with our `headwater`, for another Python."""
         self._socket: socket.socket | None = None
         """Connected to one that can fork."""
 
@@ -80,9 +90,9 @@ class Preloaded:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours:
             with theirs:
-                command = [sys.executable, "-m", "headwater.replica.preloaded", str(self._host.folder)]
+                command = [self._python(), "-m", "headwater.replica.preloaded", str(self._host.folder)]
                 process = self._process = subprocess.Popen(  # noqa: ASYNC220  # which takes milliseconds
-                    [*command, str(theirs.fileno()), *BINDING, *self._modules, _PAD],
+                    [*command, str(theirs.fileno()), *self._modules, _PAD],
                     cwd=self._host.folder,
                     env=self._environment,
                     pass_fds=(theirs.fileno(),),
@@ -119,15 +129,30 @@ class Preloaded:
                     kill(process.pid)
                 await ended
 
+    def _python(self) -> str:
+        """The interpreter; another one's environment then has a folder with our `headwater` on its path."""
+        if self._interpreter is None:
+            return sys.executable
+        if self._stage is None:
+            self._stage = stage_package(Path(tempfile.mkdtemp(dir=self._host.folder), "python"))
+            self._environment = foreign_environment(self._environment, self._stage)
+        return os.path.abspath(self._interpreter)
+
     def fork(self, request: ForkRequest, fds: Sequence[int]) -> int:
         """Fork a guardian with its replica. Returns the process id of the guardian, which waits for `GO`.
+
+        Args:
+            request: its `changes` are to the supervisor's environment.
+            fds: see `ForkRequest`.
 
         Raises:
             OSError: it can't; a fork that comes later ends with the pipes.
         """
         assert self._socket is not None
         assert self._process is not None
+        changes = {**changes_between(self._environment, os.environ), **request.changes}
         try:
+            request = msgspec.structs.replace(request, changes=changes)
             self._socket.settimeout(FORK_TIMEOUT_S)
             socket.send_fds(self._socket, [msgspec.json.encode(request)], list(fds))
             answer = self._socket.recv(REASON_BYTES).decode(errors="replace")
@@ -146,7 +171,8 @@ class Preloaded:
 
 
 class Preloads:
-    """The processes that fork a configuration's replicas: one for each environment of those with heavy imports.
+    """The processes that fork a configuration's replicas: one for each Python and environment of those with heavy
+    imports.
 
     Args:
         host: has their processes.
@@ -159,7 +185,9 @@ class Preloads:
             if modules := heavy_imports(deployment, host.search):
                 found.setdefault(_key(deployment), []).extend(modules)
         self._host = host
-        self._all = {key: Preloaded(host, dict(key), list(dict.fromkeys(modules))) for key, modules in found.items()}
+        self._all = {
+            key: Preloaded(host, key[0], dict(key[1]), list(dict.fromkeys(modules))) for key, modules in found.items()
+        }
 
     def start(self) -> None:
         """Start them."""
@@ -181,8 +209,8 @@ class Preloads:
         return one if one is not None and heavy_imports(deployment, self._host.search) else None
 
 
-_Key = tuple[tuple[str, str], ...]
+_Key = tuple[Path | None, tuple[tuple[str, str], ...]]
 
 
 def _key(deployment: Deployment) -> _Key:
-    return tuple(sorted(environment_of(deployment).items()))
+    return deployment.interpreter, tuple(sorted(environment_of(deployment).items()))

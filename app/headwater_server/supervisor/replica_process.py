@@ -31,7 +31,7 @@ from headwater_server.process.vllm import ask_vllm
 from headwater_server.supervisor.replica_log import ReplicaLog
 from headwater_server.telemetry.logs import REPLICA_LOGGER
 
-__all__ = ["Child", "Fork", "Forked", "ReplicaProcess", "environment_of"]
+__all__ = ["Child", "Fork", "Forked", "ReplicaProcess", "changes_between", "environment_of"]
 
 logger = logging.getLogger("headwater")
 replica_logger = logging.getLogger(REPLICA_LOGGER)
@@ -187,7 +187,7 @@ class ReplicaProcess:
             output_read, output_write = _pipe(ours, theirs)
             command_read, command_write = _pipe(theirs, ours)
             environment = environment_of(self._deployment)
-            self._write_spec(_changes(dict(os.environ), environment))
+            self._write_spec(changes_between(os.environ, environment))
             own = {"TMPDIR": str(self.directory / "tmp")}
             of_model = {} if "TMPDIR" in self._deployment.environment else own
             if fork is None:
@@ -205,8 +205,8 @@ class ReplicaProcess:
                 self._lower(guardian.pid)
             else:
                 request = ForkRequest(
-                    self._name, str(self.directory), self._user_paths, of_model, BINDER,
-                    _changes(environment, dict(os.environ) | own), [*self._guardian(STATUS, COMMAND), HOST],
+                    self._name, str(self.directory), self._user_paths, of_model, sys.executable, BINDER, dict(own),
+                    [*self._guardian(STATUS, COMMAND), HOST],
                 )  # fmt: skip
                 guardian = Forked(fork(request, (status_write, command_read, output_write)))
                 self._lower(guardian.pid)
@@ -456,7 +456,7 @@ def environment_of(deployment: Deployment) -> dict[str, str]:
     return environment | deployment.environment
 
 
-def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str | None]:
+def changes_between(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str | None]:
     """What one environment has otherwise than another; None: it lacks this."""
     return {name: after.get(name) for name in {*before, *after} if before.get(name) != after.get(name)}
 

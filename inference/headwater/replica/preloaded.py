@@ -2,9 +2,9 @@
 
 ``python -m headwater.replica.preloaded FOLDER FD MODULE... SPACES`` imports the modules (``MODULE:NAME``: and gets this
 of it, which may import more), says ``ready`` on the socket FD, and then forks a replica for each `ForkRequest` there.
-It has one thread and no context on a GPU, imports nothing of the user's, and ends with the supervisor. Hosts that it
-forks have its environment, guardians and binders the supervisor's. Their command lines are written over its own, SPACES
-and all.
+It runs under the Python of the models, has one thread and no context on a GPU, imports nothing of the user's, and ends
+with the supervisor. Hosts that it forks have its environment, guardians and binders the supervisor's. Their command
+lines are written over its own, SPACES and all.
 
 A replica's guardian is forked, forks the replica, and then becomes a small Python of its own::
 
@@ -205,7 +205,7 @@ def _become_replica(request: ForkRequest, status: int, others: Collection[str], 
     fds = [status, host.detach()]
     command = ["headwater.replica", request.name, request.directory, *map(str, fds)]
     if _hides(request.user_paths, others):
-        _execute(command, fds)
+        _execute(sys.executable, command, fds)
     _run(command)
 
 
@@ -213,8 +213,8 @@ def _become_binder(request: ForkRequest, connection: socket.socket) -> None:
     fd = connection.detach()
     command = [request.binder, request.directory, str(fd)]
     _change_environment(request.changes)
-    if any(name.startswith(_LOADED_BY) for name in request.changes):
-        _execute(command, [fd])
+    if request.python != sys.executable or any(name.startswith(_LOADED_BY) for name in request.changes):
+        _execute(request.python, command, [fd])
     _run(command)
 
 
@@ -225,11 +225,11 @@ def _change_environment(changes: Mapping[str, str | None]) -> None:
             os.environ[name] = value
 
 
-def _execute(command: Sequence[str], fds: Sequence[int]) -> None:
-    """Run a module, with arguments, in place of this program."""
+def _execute(python: str, command: Sequence[str], fds: Sequence[int]) -> None:
+    """Have a Python run a module, with arguments, in place of this program."""
     for fd in fds:
         os.set_inheritable(fd, True)
-    os.execv(sys.executable, [sys.executable, "-m", *command])
+    os.execv(python, [python, "-m", *command])
 
 
 def _run(command: Sequence[str]) -> None:

@@ -141,6 +141,8 @@ class ForkRequest(msgspec.Struct, frozen=True):
     user_paths: tuple[str, ...]
     variables: dict[str, str]
     """Those of the host's environment that the preloaded process hasn't."""
+    python: str
+    """Headwater's own Python, in which guardian and binder run."""
     binder: str
     """The binder's module."""
     changes: dict[str, str | None]

@@ -65,4 +65,4 @@ def test_a_path(tmp_path: Path) -> None:
     assert of(tmp_path, model=f"lm:{tmp_path}") == [*ENGINE, model]
     assert of(tmp_path, model=f"lm:{tmp_path}", options={"engine": "mine:make"}) == []
     assert of(tmp_path, model=f"vllm:{tmp_path}", python="python") == []
-    assert of(tmp_path, model="torch:head.pt2", python="python") == []
+    assert of(tmp_path, model="torch:head.pt2", python="python") == ["torch"]

@@ -28,7 +28,7 @@ class Preloaded:
 
     def __init__(self, folder: Path, *modules: str) -> None:
         self.folder = folder
-        self.binder = "headwater_server.binder"
+        self.python, self.binder = sys.executable, "headwater_server.binder"
         self.changes: dict[str, str | None] = {}
         """What its binders' environment has otherwise."""
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -47,7 +47,9 @@ class Preloaded:
         (self.folder / "spec.json").write_bytes(msgspec.json.encode(spec))
         guardian = [sys.executable, "-c", GUARDIAN, STATUS, COMMAND, HOST]
         variables = {"TMPDIR": str(self.folder / "tmp")}
-        request = ForkRequest("m", str(self.folder), user_paths, variables, self.binder, dict(self.changes), guardian)
+        request = ForkRequest(
+            "m", str(self.folder), user_paths, variables, self.python, self.binder, dict(self.changes), guardian
+        )
         (status_read, status), (command, command_write) = os.pipe(), os.pipe()
         with (self.folder / "output").open("wb") as output:
             socket.send_fds(self.socket, [msgspec.json.encode(request)], [status, command, output.fileno()])

