@@ -106,7 +106,7 @@ def test_text_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert check(path, as_json=False, flags={"server.port": 0}) == 0
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("triton       2.") for line in lines)
-    assert any(re.fullmatch(r"machine    \d+ CPUs?, \d.* of memory", line) for line in lines)
+    assert any(re.fullmatch(r"machine      \d+ CPUs?, \d.* of memory", line) for line in lines)
     assert "double  headwater.zoo.scale:Scale  x FP32 [-1] -> y FP32 [-1]" in lines
     assert lines[-2:] == ["ready to serve", "imported, not loaded: `--load` tries that, too"]
     assert "\033" not in "".join(lines)

@@ -485,8 +485,9 @@ def test_a_cache_is_bounded_and_no_language_models() -> None:
 
 
 def fields_in(section: type[Section], seen: set[type[Section]]) -> Iterator[str]:
-    """What can be set in a section and below it. A field that is a section counts as what is in it; fields of a
-    step, and of the whole configuration, that a deployment has too count there, and the form ``{min, max}`` of ``replicas`` is no further field."""
+    """What can be set in a section and below it. A field that is a section counts as what is in it; fields of a step,
+    and of the whole configuration, that a deployment has too count there, and the form ``{min, max}`` of ``replicas``
+    is no further field."""
     seen.add(section)
     for name, field in section.model_fields.items():
         kinds = [one for one in sections_in(field.annotation) if one is not ReplicaBounds]
