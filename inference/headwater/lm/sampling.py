@@ -252,7 +252,8 @@ def filtered(scores: Tensor, samplings: Sequence[Sampling]) -> Tensor:
     rows = [row for row, one in enumerate(samplings) if one.top_p < 1]
     if rows:
         part = probabilities[rows]
-        least = _nucleus(part, _column([samplings[row].top_p for row in rows], part, torch.float64))
+        total = part.sum(dim=-1, keepdim=True, dtype=torch.float64)  # 1, but for the rounding of float32
+        least = _nucleus(part, _column([samplings[row].top_p for row in rows], part, torch.float64) * total)
         probabilities[rows] = part.masked_fill(part < least, 0)
     rows = [row for row, one in enumerate(samplings) if one.min_p > 0]
     if rows:
@@ -273,23 +274,23 @@ def _drawn(scores: Tensor, samplers: Sequence[Sampler]) -> tuple[Tensor, Tensor]
     return tokens, (total[:, 0] > 0) & total[:, 0].isfinite()
 
 
-def _nucleus(probabilities: Tensor, top_p: Tensor) -> Tensor:
-    """The least probability [rows, 1] that `top_p` [rows, 1] keeps: those before it sum to less than `top_p`."""
+def _nucleus(probabilities: Tensor, mass: Tensor) -> Tensor:
+    """The least probability [rows, 1] that is kept: those before it sum to less than `mass` [rows, 1]."""
     vocab_size = probabilities.shape[-1]
     top = probabilities.topk(min(NUCLEUS_TRIED, vocab_size), dim=-1).values
-    least, is_enough = _crossing(top, top_p)
+    least, is_enough = _crossing(top, mass)
     if top.shape[-1] < vocab_size and not bool(is_enough.all()):
         rows = (~is_enough[:, 0]).nonzero()[:, 0]
         top = probabilities[rows].sort(dim=-1, descending=True).values
-        least[rows] = _crossing(top, top_p[rows])[0]
+        least[rows] = _crossing(top, mass[rows])[0]
     return least
 
 
-def _crossing(top: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
+def _crossing(top: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
     """The last needed of probabilities [rows, most] in descending order [rows, 1], and whether they suffice."""
-    mass = top.cumsum(dim=-1, dtype=torch.float64)
-    kept = (mass - top < top_p).sum(dim=-1, keepdim=True).clamp_(min=1)
-    return top.gather(1, kept - 1), mass[:, -1:] >= top_p
+    sums = top.cumsum(dim=-1, dtype=torch.float64)
+    kept = (sums - top < mass).sum(dim=-1, keepdim=True).clamp_(min=1)
+    return top.gather(1, kept - 1), sums[:, -1:] >= mass
 
 
 def _logprobs(

@@ -44,7 +44,7 @@ def test_a_long_text_leaves_the_interpreter_to_others() -> None:
             turns += 1
             threading.Event().wait(0.001)
     assert len(encoding.result()) > 100_000
-    assert turns > 20  # where the interpreter's lock is held, one or two
+    assert turns > 5  # where the interpreter's lock is held, one or two
 
 
 def test_many_tokens_leave_the_interpreter_to_others() -> None:
@@ -56,7 +56,7 @@ def test_many_tokens_leave_the_interpreter_to_others() -> None:
             turns += 1
             threading.Event().wait(0.001)
     assert len(decoding.result()) > 100_000
-    assert turns > 20  # where the interpreter's lock is held, one or two
+    assert turns > 5  # where the interpreter's lock is held, one or two
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers import (
     LogitsProcessorList,
@@ -43,6 +43,7 @@ def only(logits: Any, sampling: Sampling) -> Choice:
 
 
 class TestFiltersKeepWhatTransformersKeeps:
+    @example(seed=0, vocab_size=50, temperature=0.5, top_k=0, top_p=1 - 2**-53, min_p=0)  # rows sum to above 1
     @given(
         seed=SEEDS,
         vocab_size=VOCABS,
@@ -65,9 +66,10 @@ class TestFiltersKeepWhatTransformersKeeps:
         expected = warpers(torch.zeros(1, 1, dtype=torch.long), logits.clone()).softmax(-1)
         one = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         got = filtered(logits.clone(), [one])
-        # What lies within rounding of a threshold may fall on either side of it.
+        # What lies within rounding of a threshold may fall on either side of it: one token, or many so improbable that
+        # a sum near 1 is the same without them.
         differing = (got > 0) != (expected > 0)
-        assert int(differing.sum()) <= 1
+        assert int(differing.sum()) <= 1 or float(expected[differing].sum()) < 1e-12
         if not differing.any():
             torch.testing.assert_close(got / got.sum(), expected, atol=1e-5, rtol=1e-4)
 
