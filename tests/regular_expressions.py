@@ -30,7 +30,7 @@ _ROOT: Final = Path(__file__).parents[1]
 MODULES: Final = sorted(path for room in ("app", "inference") for path in (_ROOT / room).rglob("*.py"))
 EXEMPT: Final = {
     "app/headwater_server/cli/report/plots.py": "reads what matplotlib has written",
-    "inference/headwater/environment.py": "reads what ldd says of the interpreter",
+    "app/headwater_server/binder/environment.py": "reads what ldd says of the interpreter",
     "inference/headwater/runtime/onnx_model.py": "reads why ONNX Runtime refuses a file that is being loaded",
 }
 
