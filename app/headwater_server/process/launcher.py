@@ -18,10 +18,11 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["main", "with_changes"]
+__all__ = ["BINDER", "main", "with_changes"]
 
 PR_SET_PDEATHSIG = 1
 BINDER = "headwater_server.binder"
+"""The binder's module."""
 
 
 def main() -> None:

@@ -23,6 +23,7 @@ from headwater.signature import Signature
 from headwater.wire.handshake import COMMAND, GO, HOST, STATUS, ForkRequest, ReplicaSpec, ReplicaStatus
 from headwater_server.config.schema import Deployment
 from headwater_server.control.routing import LAST_LINES, ReplicaRoute
+from headwater_server.process.launcher import BINDER
 from headwater_server.process.machine import cpu_count
 from headwater_server.process.priority import START_NICE, may_raise_priority, set_priority, set_session_priority
 from headwater_server.process.proc import GroupUse, group_members, group_uses, working_folder
@@ -42,7 +43,6 @@ LAST_LINES_S = 0.1
 KILLED_TIMEOUT_S = 5.0
 """How long the processes of a replica that has ended may take to be gone."""
 KILLED_POLL_S = 0.02
-BINDER = "headwater_server.binder"
 LINE_LIMIT_BYTES = 16 * 1024 * 1024
 GUARDIAN_LOST = "its guardian was killed"
 LOG_LINES = 200
@@ -186,16 +186,17 @@ class ReplicaProcess:
             status_read, status_write = _pipe(ours, theirs)
             output_read, output_write = _pipe(ours, theirs)
             command_read, command_write = _pipe(theirs, ours)
-            environment = environment_of(self._deployment)
-            self._write_spec(changes_between(os.environ, environment))
-            own = {"TMPDIR": str(self.directory / "tmp")}
-            of_model = {} if "TMPDIR" in self._deployment.environment else own
+            of_model = environment_of(self._deployment)
+            self._write_spec(changes_between(os.environ, of_model))
+            temporary = {"TMPDIR": str(self.directory / "tmp")}
+            models_temporary = {} if "TMPDIR" in self._deployment.environment else temporary
             if fork is None:
-                env = environment | of_model if self._deployment.is_vllm else dict(os.environ) | own
+                is_vllm = self._deployment.is_vllm
+                environment = of_model | models_temporary if is_vllm else {**os.environ, **temporary}
                 guardian: Child = subprocess.Popen(
                     [*self._guardian(str(status_write), str(command_read)), "--", *self._command(status_write)],
                     cwd=self.directory,  # neither sees what lies in the user's folder
-                    env=env,
+                    env=environment,
                     pass_fds=(status_write, command_read),
                     stdin=subprocess.DEVNULL,
                     stdout=output_write,
@@ -205,7 +206,8 @@ class ReplicaProcess:
                 self._lower(guardian.pid)
             else:
                 request = ForkRequest(
-                    self._name, str(self.directory), self._user_paths, of_model, sys.executable, BINDER, dict(own),
+                    self._name, str(self.directory), self._user_paths, models_temporary, sys.executable, BINDER,
+                    dict(temporary),
                     [*self._guardian(STATUS, COMMAND), HOST],
                 )  # fmt: skip
                 guardian = Forked(fork(request, (status_write, command_read, output_write)))

@@ -44,8 +44,8 @@ PR_SET_CHILD_SUBREAPER: Final = 36
 REQUEST_BYTES: Final = 64 * 1024
 GPU_DEVICES = "/dev/nvidia"
 """Begins the names of the files by which GPUs are used."""
-_LOADED_BY = ("PYTHONPATH", "PYTHONHOME", "PYTHONUSERBASE", "LD_")
-"""Begin the names of variables that decide what a process loads."""
+_LOADED_BY: Final = ("PYTHONPATH", "PYTHONHOME", "PYTHONUSERBASE", "LD_")
+"""Begin the names of variables that decide which modules and libraries a process loads."""
 
 
 def main() -> None:

@@ -16,6 +16,7 @@ from headwater_server.cli.scripts import load_with_scripts
 from headwater_server.config.overlay import lay_over
 from headwater_server.config.schema import Config, read_config
 from headwater_server.config.sections import OWN_PYTHON
+from headwater_server.errors import ConfigError
 
 SCALE = {"model": "headwater.zoo.scale:Scale"}
 
@@ -99,7 +100,7 @@ def test_deployments_that_name_none_get_it_also_their_versions_and_steps(tmp_pat
 
 
 def test_a_vllm_needs_a_python_of_its_own(tmp_path: Path) -> None:
-    with pytest.raises(Exception, match="python: expected the interpreter of an environment that has vLLM"):
+    with pytest.raises(ConfigError, match="python: expected the interpreter of an environment that has vLLM"):
         config_with(python="/of/file", deployments={"theirs": {"model": f"vllm:{tmp_path}"}})
 
 
