@@ -59,6 +59,7 @@ def test_two_deployments_answer_each_under_its_own_python(other: Path, monkeypat
         said = next(text for text in messages(running) if text.startswith("theirs-") and "ready after" in text)
         assert f"under {other}: python 3." in said
         assert "numpy 1." in said
+        assert "pytriton" not in said  # which is not there
         said = next(text for text in messages(running) if text.startswith("ours-") and "ready after" in text)
         assert "under" not in said
         segments = segments_of(running.folder)
