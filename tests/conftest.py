@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+import signal
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -26,6 +27,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A session starts some hundred processes of ours: without stored bytecode each compiles the modules that it imports.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+
+# Under nohup, or behind a shell's `&`, these are ignored, and what the tests start would inherit that.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Models run in the active environment, but those of the tests in the one that the tests run in.
 for variable in ("VIRTUAL_ENV", "CONDA_PREFIX"):
