@@ -41,9 +41,12 @@ def configured(python: Path, model: Path, **fields: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def running(python: Path, model: Path) -> Iterator[Running]:
+def running(python: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A server; every test leaves its model ready, with one replica."""
-    fields = {"environment": {"VLLM_OWN": "1", "CUDA_VISIBLE_DEVICES": ""}, "options": {"max_step_s": 2}}
+    theirs = tmp_path_factory.mktemp("theirs")
+    (theirs / "msgspec.py").write_text("raise ImportError('a module for vLLM, not for its host')")
+    environment = {"VLLM_OWN": "1", "CUDA_VISIBLE_DEVICES": "", "HOME": str(theirs), "PYTHONPATH": str(theirs)}
+    fields = {"environment": environment, "options": {"max_step_s": 2}}
     os.environ["VLLM_INHERITED"] = "1"
     try:
         with serve(configured(python, model, **fields, max_crashes=100, replicas={"min": 1, "max": 2})) as running:
@@ -119,6 +122,7 @@ def have_ended(pids: dict[str, int]) -> bool:
 def test_the_deployments_environment_reaches_it_and_what_is_meant_for_another_vllm_does_not(running: Running) -> None:
     environ = seen(running)["environment"]
     assert environ["VLLM_OWN"] == "1"
+    assert environ["VLLM_CACHE_ROOT"] == f"{environ['HOME']}/.cache/vllm"
     assert "VLLM_INHERITED" not in environ
     assert environ["TMPDIR"] == str(running.replica_folder("m") / "tmp")
     assert environ["VLLM_RPC_BASE_PATH"] == str(running.replica_folder("m"))

@@ -254,7 +254,8 @@ def serve_environment(
         install: the vLLM.
     """
     environment = {name: value for name, value in environ.items() if name not in (*CONFUSING, "PYTHONPATH")}
-    caches = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    home = environ.get("HOME") or Path.home()
+    caches = Path(environ.get("XDG_CACHE_HOME") or Path(home, ".cache"))
     cache = environment.setdefault("VLLM_CACHE_ROOT", str(caches / "vllm"))
     environment.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{cache}/inductor")
     environment.setdefault("VLLM_LOG_STATS_INTERVAL", str(LOG_STATS_S))

@@ -1,8 +1,8 @@
 """Hosts one vLLM: starts it, warms it up, watches that it makes progress, and ends it.
 
 Started by `headwater_server.process.guardian` as ``python -m headwater_server.process.vllm_host PYTHON NAME FOLDER
-STATUS_FD``, under Headwater's own Python; FOLDER holds ``spec.json`` (`ReplicaSpec`). vLLM is its child, in the
-guardian's group. Reports on the pipe, as every replica does.
+STATUS_FD``, under Headwater's own Python and environment; FOLDER holds ``spec.json`` (`ReplicaSpec`). vLLM is its
+child, in the guardian's group, and has the deployment's environment. Reports on the pipe, as every replica does.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from headwater.signature import VllmSpec, text_signature
 from headwater.wire.handshake import ReplicaSpec, ReplicaStatus
 from headwater_server.process.adapters import Adapter, find_adapters, lora_rank
 from headwater_server.process.interpreter import InterpreterError
+from headwater_server.process.launcher import with_changes
 from headwater_server.process.vllm import (
     VllmInstall,
     ask_vllm,
@@ -195,15 +196,16 @@ class Host:
         signal.signal(signal.SIGTERM, self._on_sigterm)
         spec = self._spec
         self.report(ReplicaStatus("progress", "looking for vLLM"))
-        install = find_vllm(python, os.environ)
+        environ = with_changes(os.environ, spec.environment)
+        install = find_vllm(python, environ)
         search = [spec.working_dir, *spec.user_paths]
         folder = find_folder(spec.model, search)
-        problem = device_problem(spec.device, os.environ, spec.options, install)
+        problem = device_problem(spec.device, environ, spec.options, install)
         problem = problem or folder_problem(folder, spec.options, install)
         if problem is not None:
             raise LoadError(problem)
         adapters = find_adapters(spec.adapters, search)
-        self._start(install, folder, adapters)
+        self._start(install, folder, adapters, environ)
         self._await_health()
         self.report(ReplicaStatus("progress", "warming up"))
         try:
@@ -225,14 +227,16 @@ class Host:
             os._exit(0)
         self._stop.set()
 
-    def _start(self, install: VllmInstall, folder: Path, adapters: Mapping[str, Adapter]) -> None:
+    def _start(
+        self, install: VllmInstall, folder: Path, adapters: Mapping[str, Adapter], environ: Mapping[str, str]
+    ) -> None:
         spec = self._spec
         path = self._directory / SOCKET
         path.unlink(missing_ok=True)
         self._server = subprocess.Popen(
             serve_command(install, folder, spec.name, path, spec.options, adapters),
             cwd=self._directory,
-            env=serve_environment(os.environ, self._directory, spec.device, spec.options, install),
+            env=serve_environment(environ, self._directory, spec.device, spec.options, install),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -268,6 +268,10 @@ def test_variables_that_are_set() -> None:
     }
 
 
+def test_caches_are_in_the_deployments_home() -> None:
+    assert serve_environment({"HOME": "/a"}, DIRECTORY, "cpu", options(), CPU)["VLLM_CACHE_ROOT"] == "/a/.cache/vllm"
+
+
 def test_variables_of_the_deployment_stay_where_nothing_depends_on_them() -> None:
     own = {
         "VLLM_CACHE_ROOT": "/c", "VLLM_LOG_STATS_INTERVAL": "10", "VLLM_CPU_KVCACHE_SPACE": "4",
