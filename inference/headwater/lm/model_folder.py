@@ -7,6 +7,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from headwater.errors import LoadError, Problem, ReplicaError
 from headwater.lm.json_files import SAVED, checked_json
+from headwater.lm.transformers_versions import check_transformers
 from headwater.lm.weight_files import WEIGHTS, check_tensors, read_headers
 from headwater.runtime.failure_log import text_of
 
@@ -109,6 +110,7 @@ def _checked_config(title: str, folder: Path) -> Any:
     if not isinstance(kind, str):
         reason = f"{path}: expected an object whose model_type names the kind of model, got {content!r:.80}"
         raise LoadError(Problem(title, reason, SAVED))
+    check_transformers(title)
     # A heavy import, needed only here.
     from transformers import AutoConfig
 

@@ -1,6 +1,6 @@
 """All use of undocumented parts of transformers.
 
-tests/inference/lm/test_transformers_parts.py names these parts, so that an incompatible upgrade fails there.
+`headwater.lm.transformers_versions` lists these parts, and refuses a version that lacks one of them.
 """
 
 from __future__ import annotations

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
-from importlib.metadata import version
-from pathlib import Path
 
 import pytest
 from transformers import AutoConfig, BertConfig, LlamaConfig
@@ -25,32 +22,10 @@ from headwater.lm.transformers_parts import (
     rotary_types,
     supports_sdpa,
 )
+from headwater.lm.transformers_versions import OVERRIDDEN
 from tests.inference.lm.llamas import LONG_ROPE, ORIGINAL, tiny
 
-TESTED = "5.23.0" if sys.version_info >= (3, 11) else "5.20.2"
 QUANTIZED = {"quant_method": "bitsandbytes", "load_in_8bit": True}
-OVERRIDDEN = {
-    "lazy_initialization": ["key_states", "value_states"],
-    "update": ["key_states", "value_states", "args", "kwargs"],
-    "get_mask_sizes": ["query_length"],
-    "get_seq_length": [],
-    "get_max_length": [],
-}
-"""Methods of a cache's layer that models call, and what with."""
-
-
-def test_the_version_is_the_one_that_was_tested_and_is_pinned() -> None:
-    assert version("transformers") == TESTED
-    assert f'"transformers=={TESTED};' in (Path(__file__).parents[3] / "pyproject.toml").read_text()
-
-
-@pytest.mark.parametrize("name", OVERRIDDEN)
-def test_a_method_of_a_cache_s_layer_is_there_and_takes_the_same(name: str) -> None:
-    method = getattr(CacheLayerMixin, name, None)
-    assert method is not None, (
-        f"inference/headwater/lm/slot_cache.py overrides CacheLayerMixin.{name}, which models call no more"
-    )
-    assert list(inspect.signature(method).parameters)[1:] == OVERRIDDEN[name]
 
 
 def test_a_cache_is_made_of_layers() -> None:
