@@ -228,7 +228,7 @@ def routes(count: int) -> tuple[ReplicaRoute, ...]:
     """So many replicas."""
     folder = "/tmp/headwater-1000/20261122-101112-4711/m-{0}"
     return tuple(
-        ReplicaRoute(f"m-{number}", folder.format(number) + "/h", f"{number:032x}", device="cuda:0")
+        ReplicaRoute(f"m-{number}", folder.format(number) + "/h", f"{number:032x}", facts={"device": "cuda:0"})
         for number in range(1, count + 1)
     )
 

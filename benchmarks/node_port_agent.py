@@ -92,7 +92,7 @@ async def _serve(name: str, deployment: Deployment, user_paths: tuple[str, ...],
             ports.append(port)
             address = await port.start("127.0.0.1")
             grpc = address if route.grpc_address else ""
-            routes[way] = ReplicaRoute(route.id, address, route.token, grpc, route.device)
+            routes[way] = ReplicaRoute(route.id, address, route.token, grpc, route.facts)
         assert replica.signature is not None
         served = Served(name, replica.signature, deployment.is_language_model, routes)
         print(msgspec.json.encode(served).decode(), flush=True)

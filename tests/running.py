@@ -125,9 +125,9 @@ class Running:
         """A connection for bytes that no HTTP client would send."""
         return Raw(self.url)
 
-    def index(self, model: str) -> dict[str, str]:
+    def index(self, model: str) -> dict[str, Any]:
         """The model's entry in the repository index."""
-        entries: list[dict[str, str]] = self.get("/v2/repository/index").json()
+        entries: list[dict[str, Any]] = self.get("/v2/repository/index").json()
         return next(entry for entry in entries if entry["name"] == model)
 
     def in_flight(self, model: str) -> int:

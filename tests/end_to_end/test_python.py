@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import platform
 import signal
 import sys
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +62,11 @@ def test_two_deployments_answer_each_under_its_own_python(other: Path, monkeypat
         assert f"under {other}: python 3." in said
         assert "numpy 1." in said
         assert "pytriton" not in said  # which is not there
+        (environment,) = running.index("theirs")["environments"]
+        versions = environment["versions"]
+        assert versions["headwater-nvidia-pytriton"] == version("nvidia-pytriton")
+        assert versions["python"] == versions["headwater-python"] == platform.python_version()
+        assert versions["numpy"] == versions["headwater-numpy"] == version("numpy")
         said = next(text for text in messages(running) if text.startswith("ours-") and "ready after" in text)
         assert "under" not in said
         segments = segments_of(running.folder)

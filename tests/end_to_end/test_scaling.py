@@ -62,7 +62,7 @@ def scale(running: Running, model: str, **bounds: int) -> httpx.Response:
 
 
 def replicas(running: Running, model: str) -> dict[str, int]:
-    found: dict[str, int] = running.index(model)["replicas"]  # type: ignore[assignment]
+    found: dict[str, int] = running.index(model)["replicas"]
     return found
 
 

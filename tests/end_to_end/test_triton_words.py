@@ -80,7 +80,7 @@ def triton(folder: Path, held: Held) -> Iterator[EmbeddedTriton]:
     found.bind_signature(SIGNATURE)
     callee.start(socket_path(str(folder), 0), held, CallLoop())
     with launched(found) as pid:
-        found.wait(pid)
+        found.wait(pid, 60)
         yield found
         held.may_answer.set()
 
@@ -171,5 +171,5 @@ def test_an_instance_that_does_not_start_is_tried_once(folder: Path) -> None:
     )
     with launched(found) as pid:
         with pytest.raises(ReplicaError, match=r"an instance failed[^$]*not today"):
-            found.wait(pid)
+            found.wait(pid, 60)
         assert (folder / "starts").read_text() == "one "  # not another one before, for Triton to ask its configuration

@@ -121,7 +121,7 @@ def test_an_adapter_is_a_model_on_every_route(adapted: Running) -> None:
     assert [(one["id"], one.get("parent")) for one in models] == [("tiny", None), *((name, "tiny") for name in NAMES)]
     assert adapted.is_ready("first")
     assert adapted.get("/v2/models/first").json()["name"] == "first"
-    assert adapted.index("tiny")["adapters"] == list(NAMES)  # type: ignore[comparison-overlap]
+    assert adapted.index("tiny")["adapters"] == list(NAMES)
     chat = {"model": "first", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 8, "temperature": 0}
     assert adapted.client.post(f"{adapted.url}/v1/chat/completions", json=chat).json()["model"] == "first"
     body = {"model": "first", "input": PROMPT, "max_output_tokens": 8, "temperature": 0}

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import signal
 import sys
 import traceback
@@ -70,13 +71,15 @@ def _warm_up(triton: EmbeddedTriton, pid: int, spec: ReplicaSpec, link: Link) ->
     def progress(stage: str) -> None:
         link.send(ReplicaStatus("progress", stage))
 
+    triton.wait(pid, spec.load_timeout_s)
     request = link.receive(WarmUpRequest)
-    triton.wait(pid)
+    triton.wait(pid, spec.load_timeout_s)  # it may have ended since
     if spec.is_language_model:
         warmup_lm.warm_up(request.signature, triton, spec, progress)
     else:
         warmup.warm_up(request.signature, triton, spec, request.sizes, progress)
-    link.send(ReplicaStatus("done", facts={"nvidia-pytriton": installed_version("nvidia-pytriton") or "unknown"}))
+    facts = {f"headwater-{name}": installed_version(name) or "unknown" for name in ("numpy", "nvidia-pytriton")}
+    link.send(ReplicaStatus("done", facts={"headwater-python": platform.python_version(), **facts}))
     os._exit(0)
 
 

@@ -49,7 +49,6 @@ __all__ = ["EmbeddedTriton", "UnixConnection", "telling_lines"]
 LOG_FILE = "triton.log"
 OUTPUT_FILE = "triton.out"
 """What it prints besides its log."""
-START_TIMEOUT_S = 60.0
 STUCK_S = 10.0
 """After so long without getting on, Triton waits for a thread that it could not start."""
 STUCK_CPU_NS = 10_000_000
@@ -151,17 +150,18 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
         hidden = {"CUDA_VISIBLE_DEVICES": "", "NVIDIA_VISIBLE_DEVICES": "none"}
         return [str(server._server_path), *server._server_config.to_args_list()], {**server._get_env(), **hidden}
 
-    def wait(self, pid: int) -> None:
+    def wait(self, pid: int, timeout_s: float) -> None:
         """Wait until Triton serves the model.
 
         Args:
             pid: its process.
+            timeout_s: how long.
 
         Raises:
             ReplicaError: Triton ended or was not ready in time; the message includes the relevant lines of its log.
             Shortage: the machine lacks what Triton needs.
         """
-        deadline = time.monotonic() + START_TIMEOUT_S
+        deadline = time.monotonic() + timeout_s
         progress = Progress(pid)
         while not self._is_ready():
             # The log says so at once, while Triton may take its time to end.
@@ -169,7 +169,7 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
                 raise _not_started("an instance failed", lines)
             has_ended = _stat(pid)[:1] in ("", "Z", "X")
             if has_ended or time.monotonic() > deadline:
-                ended = "it ended" if has_ended else f"not ready after {START_TIMEOUT_S:g} s"
+                ended = "it ended" if has_ended else f"not ready after {timeout_s:g} s"
                 raise _not_started(ended, self._log_lines())
             _check_threads()
             if progress.is_stuck(time.monotonic()):

@@ -279,12 +279,18 @@ def tls_context(url: str) -> ssl.SSLContext:
     return ssl.create_default_context()  # SSL_CERT_FILE in the environment names another authority
 
 
+OWN: Final = "headwater-"
+"""How the names of the versions of Headwater's own Python and packages begin."""
+
+
 def status_table(index: Sequence[Mapping[str, Any]]) -> str:
-    """The models as a text table; with a column for machines if there are several."""
+    """The models as a text table, with a column for machines if there are several; and what their replicas run with."""
     rows = [("MODEL", "VERSION", "STATE", "REPLICAS", "DEVICES", "NODES", "SINCE", "REASON"), *map(_cells, index)]
     at = rows[0].index("NODES")
     is_cluster = any(row[at] for row in rows[1:])
-    return columns(rows if is_cluster else [(*row[:at], *row[at + 1 :]) for row in rows])
+    table = columns(rows if is_cluster else [(*row[:at], *row[at + 1 :]) for row in rows])
+    versions = _versions(index)
+    return f"{table}\n\n{columns(versions)}" if len(versions) > 1 else table
 
 
 def command_line(action: str, answer: Mapping[str, Any]) -> str:
@@ -316,6 +322,20 @@ def _cells(one: Mapping[str, Any]) -> tuple[str, ...]:
     if "share" in one:
         version += " (shadow)" if one.get("shadow") else f" ({100 * one['share']:g} %)"
     return name, version, state, _replicas(one), devices, nodes, since, reason
+
+
+def _versions(index: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """What the models run with, and last what Headwater itself does, which is not the same on all machines."""
+    rows, own = [("MODEL", "REPLICAS", "RUNS WITH")], set()
+    for one in index:
+        environments = one.get("environments", ())
+        for environment in environments:
+            ids = environment["replicas"]
+            which = "all" if len(environments) == 1 else ", ".join(ids[:3]) + (", ..." if len(ids) > 3 else "")
+            texts = [f"{name} {version}" for name, version in environment["versions"].items()]
+            rows.append((one["name"], which, ", ".join(text for text in texts if not text.startswith(OWN))))
+            own.add(", ".join(text.removeprefix(OWN) for text in texts if text.startswith(OWN)))
+    return [*rows, *(("Headwater itself", "", text) for text in sorted(own - {""}))]
 
 
 def _replicas(one: Mapping[str, Any]) -> str:

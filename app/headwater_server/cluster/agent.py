@@ -197,9 +197,7 @@ class Agent:
         signature = replica.signature
         frames = signature is not None and signature.is_framed
         node = os.environ.get("HEADWATER_NODE", "")
-        route = ReplicaRoute(
-            replica.id, address, replica.token, address if frames else "", replica.facts.get("device", ""), node
-        )
+        route = ReplicaRoute(replica.id, address, replica.token, address if frames else "", replica.facts, node)
         return State(
             route=route,
             deployment=digest(self._spec.deployment),

@@ -57,10 +57,20 @@ class ReplicaRoute(msgspec.Struct, frozen=True):
     """Triton's access token."""
     grpc_address: str = ""
     """The same of its Triton's gRPC, if it answers in frames: fused pipelines and models that stream."""
-    device: str = ""
-    """The device it computes on."""
+    facts: dict[str, str] = {}
+    """The device that it computes on, and versions; see `headwater.wire.handshake.ReplicaStatus.facts`."""
     node: str = ""
     """The address of its machine; empty: this one."""
+
+    @property
+    def device(self) -> str:
+        """The device that it computes on; empty: not known."""
+        return self.facts.get("device", "")
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """The versions of its Python and packages, and those of Headwater's own Python, whose names say so."""
+        return {name: version for name, version in self.facts.items() if name != "device"}
 
     @property
     def http_path(self) -> Path | None:

@@ -186,17 +186,14 @@ class ReplicaProcess:
             status_read, status_write = _pipe(ours, theirs)
             output_read, output_write = _pipe(ours, theirs)
             command_read, command_write = _pipe(theirs, ours)
-            of_model = environment_of(self._deployment)
-            self._write_spec(changes_between(os.environ, of_model))
+            self._write_spec(changes_between(os.environ, environment_of(self._deployment)))
             temporary = {"TMPDIR": str(self.directory / "tmp")}
             models_temporary = {} if "TMPDIR" in self._deployment.environment else temporary
             if fork is None:
-                is_vllm = self._deployment.is_vllm
-                environment = of_model | models_temporary if is_vllm else {**os.environ, **temporary}
                 guardian: Child = subprocess.Popen(
                     [*self._guardian(str(status_write), str(command_read)), "--", *self._command(status_write)],
                     cwd=self.directory,  # neither sees what lies in the user's folder
-                    env=environment,
+                    env={**os.environ, **temporary},
                     pass_fds=(status_write, command_read),
                     stdin=subprocess.DEVNULL,
                     stdout=output_write,
@@ -324,7 +321,7 @@ class ReplicaProcess:
         frames = signature is not None and signature.is_framed
         return ReplicaRoute(
             self.id, f"unix:{self.directory / 'h'}", self.token, f"unix:{self.directory / 'g:1'}" if frames else "",
-            self.facts.get("device", ""),
+            self.facts,
         )  # fmt: skip
 
     def _write_spec(self, changes: dict[str, str | None]) -> None:

@@ -229,5 +229,5 @@ def _own_python(deployment: Deployment, facts: Mapping[str, str]) -> str:
     if deployment.interpreter is None:
         return ""
     return f", under {deployment.interpreter}: " + ", ".join(
-        f"{name} {version}" for name, version in facts.items() if name not in ("device", "nvidia-pytriton")
+        f"{name} {version}" for name, version in facts.items() if name != "device" and not name.startswith("headwater-")
     )

@@ -58,17 +58,21 @@ def main() -> None:
         with contextlib.suppress(BrokenPipeError):  # the supervisor is gone; the guardian will end us
             os.write(status_fd, msgspec.json.encode(status) + b"\n")
 
-    stop = _stop_on_sigterm(directory)
-    try:
-        _serve(spec, directory, binder, report, stop)
-    except Exception as error:
+    def fail(error: Exception) -> None:
         status = error.status if isinstance(error, BinderFailed) else failure_of(error)
         told = (type(None), ImportError, SyntaxError, DeclarationError)
         if not isinstance(error, ModelError) or not isinstance(error.__cause__, told):
-            traceback.print_exc()  # shows where in the user's code the error arose
+            traceback.print_exception(error)  # shows where in the user's code the error arose
         report(msgspec.structs.replace(status, imported=imported_files(spec.user_paths, error)))
         sys.stderr.flush()
         os._exit(1)
+
+    stop = _stop_on_sigterm(directory)
+    binder.watch(fail)
+    try:
+        _serve(spec, directory, binder, report, stop)
+    except Exception as error:
+        fail(error)
 
 
 def _stop_on_sigterm(directory: Path) -> threading.Event:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -37,6 +38,17 @@ class BinderClient:
 
     def __init__(self, fd: int) -> None:
         self._link = Link(fd)
+        self._lock = threading.Lock()
+        self._is_watched = True
+        """Whether the thread of `watch` receives a failure, and not the thread that asks; guarded by the lock."""
+
+    def watch(self, on_failure: Callable[[ReplicaError], None]) -> None:
+        """Have a failure noticed while the model loads.
+
+        Args:
+            on_failure: called in another thread, with what `warm_up` would raise.
+        """
+        threading.Thread(target=self._await_failure, args=(on_failure,), name="binder", daemon=True).start()
 
     def bind(self, signature: Signature) -> None:
         """Have a model bound under the signature's name, and Triton started; `warm_up` waits for it.
@@ -58,16 +70,32 @@ class BinderClient:
             BinderFailed: Triton did not start, or a call failed; the message includes the callable's own.
             ReplicaError: the binder has ended.
         """
+        self._end_watch()
         self._ask(WarmUpRequest(signature, list(sizes)))
         while (answer := self._receive()).event == "progress":
             progress(answer.text)
         self._link.close()
         return answer.facts
 
+    def _await_failure(self, on_failure: Callable[[ReplicaError], None]) -> None:
+        self._link.wait()
+        with self._lock:
+            if not self._is_watched:
+                return
+            try:
+                self._receive()
+            except ReplicaError as error:
+                on_failure(error)
+
+    def _end_watch(self) -> None:
+        with self._lock:
+            self._is_watched = False
+
     def _ask(self, request: msgspec.Struct) -> None:
         try:
             self._link.send(request)
         except OSError:
+            self._end_watch()
             self._receive()  # if it said why
             raise ReplicaError(ENDED) from None
 

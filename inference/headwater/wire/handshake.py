@@ -77,7 +77,9 @@ class ReplicaStatus(msgspec.Struct, omit_defaults=True):
     signature: dict[str, Any] | None = None
     """In ``ready``: an `headwater.signature.Signature`."""
     facts: dict[str, str] = {}
-    """In ``ready``: the device, and the versions of the relevant packages; in ``done``: PyTriton's version."""
+    """In ``ready``: the ``device``, and the versions of ``python`` and the packages that models use, or of ``vllm``;
+    and what the binder tells in ``done``: versions on Headwater's own side, with names that begin with
+    ``headwater-``."""
     imported: list[str] = []
     """In ``ready`` and ``failed``: the files of the modules that it imported from the user's folders."""
     exit_status: int = 0

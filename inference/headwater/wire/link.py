@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import struct
 from typing import Final, TypeVar
@@ -36,6 +37,12 @@ class Link:
         """
         data = msgspec.msgpack.encode(message)
         self._socket.sendall(_LENGTH.pack(len(data)) + data)
+
+    def wait(self) -> None:
+        """Wait until there is something to receive, or the process at the other end has ended."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        poll.poll()
 
     def receive(self, kind: type[T]) -> T:
         """Wait for a message.

@@ -133,6 +133,27 @@ def test_the_table_has_a_line_per_model_with_columns_below_each_other() -> None:
     ]
 
 
+def test_what_replicas_run_with_stands_below_the_table() -> None:
+    def run_with(numpy: str, *replicas: str) -> dict[str, Any]:
+        versions = {"python": "3.13.0", "numpy": numpy, "headwater-python": "3.11.7", "headwater-numpy": "1.26.4"}
+        return {"versions": versions, "replicas": replicas}
+
+    index: list[dict[str, Any]] = [
+        {"name": "a", "environments": [run_with("2.5.5", "a-1", "a-2")]},
+        {"name": "b", "environments": [run_with("2.5.5", "b-1"), run_with("2.4.0", "b-2", "b-3", "b-4", "b-5")]},
+        {"name": "c", "environments": [{"versions": {"vllm": "0.32.0"}, "replicas": ["c-1"]}]},
+        {"name": "graph"},
+    ]
+    assert status_table(index).partition("\n\n")[2].splitlines() == [
+        "MODEL             REPLICAS            RUNS WITH",
+        "a                 all                 python 3.13.0, numpy 2.5.5",
+        "b                 b-1                 python 3.13.0, numpy 2.5.5",
+        "b                 b-2, b-3, b-4, ...  python 3.13.0, numpy 2.4.0",
+        "c                 all                 vllm 0.32.0",
+        "Headwater itself                      python 3.11.7, numpy 1.26.4",
+    ]
+
+
 def test_the_table_says_on_which_machines_replicas_are_where_there_are_several() -> None:
     about = {"version": "1", "state": "READY", "since": "2026", "reason": "", "devices": ["cpu"]}
     index: list[dict[str, Any]] = [

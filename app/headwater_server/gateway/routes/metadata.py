@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import datetime, timezone
 from operator import itemgetter
 from typing import Annotated, Any, Final
@@ -16,7 +16,7 @@ import headwater_server
 from headwater.datatypes import DATATYPES
 from headwater.signature import Signature, TensorSpec
 from headwater_server.codecs.faults import read_json
-from headwater_server.control.routing import State, unavailable
+from headwater_server.control.routing import ReplicaRoute, State, unavailable
 from headwater_server.errors import NotFound, Unavailable
 from headwater_server.gateway.http.bodies import BodyReader, decoded
 from headwater_server.gateway.http.replies import RETRY_AFTER_S
@@ -200,6 +200,7 @@ def index_entry(model: ServedModel, models: Models) -> dict[str, Any]:
         wanted = 0 if route.is_set_aside else route.wanted
         entry["replicas"] = {"ready": len(route.replicas), "wanted": wanted, "min": route.least, "max": route.most}
         entry["devices"] = sorted({replica.device for replica in route.replicas})
+        entry["environments"] = _environments(route.replicas)
         if nodes := Counter(replica.node for replica in route.replicas if replica.node):
             entry["nodes"] = dict(sorted(nodes.items()))
         if route.adapters:
@@ -207,6 +208,14 @@ def index_entry(model: ServedModel, models: Models) -> dict[str, Any]:
         if route.shortage:
             entry["shortage"] = route.shortage
     return entry
+
+
+def _environments(replicas: Iterable[ReplicaRoute]) -> list[dict[str, Any]]:
+    """The versions that replicas run with, and the replicas that run with them."""
+    found: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    for replica in replicas:
+        found.setdefault(tuple(replica.versions.items()), []).append(replica.id)
+    return [{"versions": dict(versions), "replicas": ids} for versions, ids in found.items()]
 
 
 def _metadata(model: ServedModel, versions: list[str]) -> dict[str, Any]:

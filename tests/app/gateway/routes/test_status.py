@@ -42,8 +42,8 @@ def served() -> Models:
     models = Models(lambda name, route: _Replica())  # type: ignore[arg-type, return-value]
     heads = (HeadSpec("only", ("x",)),)
     replicas = (
-        ReplicaRoute("m-1", "unix:", "", device="cpu"),
-        ReplicaRoute("m-3", "10.0.0.3:4000", "", device="cuda:1", node="10.0.0.3"),
+        ReplicaRoute("m-1", "unix:", "", facts={"device": "cpu", "python": "3.13.0"}),
+        ReplicaRoute("m-3", "10.0.0.3:4000", "", facts={"device": "cuda:1"}, node="10.0.0.3"),
     )
     models.update(
         RoutingTable(
@@ -106,6 +106,10 @@ def test_states_reasons_and_replicas(here: Recorder) -> None:
         ("m-0", "RETIRING", "", None),
     ]
     assert model["nodes"] == {"10.0.0.3": 1}
+    assert model["environments"] == [
+        {"versions": {"python": "3.13.0"}, "replicas": ["m-1"]},
+        {"versions": {}, "replicas": ["m-3"]},
+    ]
     assert "nodes" not in of(status, "lm")
     assert of(status, "heads")["reason"] == "no such file"
     assert {one["name"]: one["kind"] for one in status["deployments"]} == {

@@ -49,7 +49,7 @@ def run(scenario: Callable[[httpx.AsyncClient, Models], Awaitable[None]], signat
     async def serve(folder: Path) -> None:
         async with await asyncio.start_unix_server(answer_metrics, folder / "h"):
             models = Models()
-            replica = ReplicaRoute("chat-1", f"unix:{folder / 'h'}", "", device="cpu")
+            replica = ReplicaRoute("chat-1", f"unix:{folder / 'h'}", "", facts={"device": "cpu"})
             route = DeploymentRoute(
                 "chat", State.READY, "", signature, (replica,), is_language_model=True, is_vllm=True
             )  # fmt: skip

@@ -1,0 +1,72 @@
+"""The host's end of the link to its binder."""
+
+from __future__ import annotations
+
+import queue
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from headwater.errors import ReplicaError
+from headwater.replica.binder_client import ENDED, BinderClient, BinderFailed
+from headwater.signature import Signature, TensorSpec
+from headwater.wire.handshake import BindRequest, ReplicaStatus, WarmUpRequest
+from headwater.wire.link import Link
+
+SIGNATURE = Signature("m", (TensorSpec("x", "FP32", (1,)),), ())
+FAILED = ReplicaStatus("failed", "Triton did not start")
+
+
+class Sides:
+    """A client, what its watch noticed, and the binder's end of the link."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        self.client, self.binder = BinderClient(ours.detach()), Link(theirs.detach())
+        self.noticed: queue.SimpleQueue[ReplicaError] = queue.SimpleQueue()
+        self.client.watch(self.noticed.put)
+
+
+@pytest.fixture
+def sides() -> Iterator[Sides]:
+    found = Sides()
+    yield found
+    found.binder.close()
+    found.client._link.close()
+
+
+def test_a_failure_is_noticed_before_anything_is_asked(sides: Sides) -> None:
+    sides.binder.send(FAILED)
+    error = sides.noticed.get(timeout=60)
+    assert isinstance(error, BinderFailed)
+    assert error.status == FAILED
+
+
+def test_an_end_is_noticed_while_the_model_loads(sides: Sides) -> None:
+    sides.client.bind(SIGNATURE)
+    assert sides.binder.receive(BindRequest).signature == SIGNATURE
+    sides.binder.close()
+    assert str(sides.noticed.get(timeout=60)) == ENDED
+
+
+def test_a_warm_up_receives_its_answers_itself(sides: Sides) -> None:
+    stages: list[str] = []
+    answers = [ReplicaStatus("progress", "one"), ReplicaStatus("done", facts={"nvidia-pytriton": "1"})]
+    # They would be taken from it if they came before it asked, as no binder's do.
+    sides.client._end_watch()
+    for answer in answers:
+        sides.binder.send(answer)
+    assert sides.client.warm_up(SIGNATURE, [1], stages.append) == {"nvidia-pytriton": "1"}
+    assert sides.binder.receive(WarmUpRequest).sizes == [1]
+    assert stages == ["one"]
+    assert sides.noticed.empty()
+
+
+def test_a_failure_is_told_once(sides: Sides) -> None:
+    sides.client._end_watch()  # the thread that asks comes first
+    sides.binder.send(FAILED)
+    sides.binder.close()
+    with pytest.raises(BinderFailed, match="Triton did not start"):
+        sides.client.bind(SIGNATURE)
+    assert sides.noticed.empty()
