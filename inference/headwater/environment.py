@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -23,7 +21,7 @@ from typing import Final
 from headwater.errors import DeclarationError, Problem
 
 __all__ = [
-    "installed_version", "line_of", "package_folder", "package_versions", "problem_of", "run_command", "run_python",
+    "imported_versions", "installed_version", "line_of", "package_folder", "problem_of", "run_command", "run_python",
     "versions",
 ]  # fmt: skip
 
@@ -43,14 +41,16 @@ def versions() -> dict[str, str | None]:
     }
 
 
-def package_versions() -> dict[str, str]:
-    """Versions of Python and of the installed packages that models use, by name; starts no process."""
-    found = {name: installed_version(name) for name in PACKAGES}
-    return {"python": platform.python_version(), **{name: version for name, version in found.items() if version}}
+def imported_versions() -> dict[str, str]:
+    """Versions of Python and of the packages that this process has imported of those that models use, by name."""
+    found = {name: getattr(sys.modules.get(name), "__version__", None) for name in PACKAGES}
+    return {"python": platform.python_version(), **{name: str(version) for name, version in found.items() if version}}
 
 
 def installed_version(distribution: str) -> str | None:
     """The version of an installed distribution; None: there is none."""
+    import importlib.metadata  # 2 MB, which a replica's host needs for nothing else
+
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 
-from headwater.environment import package_versions, versions
+from headwater.environment import imported_versions, versions
 
 
 def report(*options: str, **environment: str) -> dict[str, str | None]:
@@ -31,7 +31,7 @@ def test_versions_are_those_that_run() -> None:
     found = report()
     assert found == versions()
     assert (found["python"] or "").startswith(platform.python_version())
-    assert found["numpy"] == np.__version__ == package_versions()["numpy"]
+    assert found["numpy"] == np.__version__ == imported_versions()["numpy"]
 
 
 def test_what_is_not_installed_has_no_version(tmp_path: object) -> None:

@@ -24,7 +24,7 @@ from pathlib import Path
 import msgspec
 
 from headwater import tuning
-from headwater.environment import package_versions
+from headwater.environment import imported_versions
 from headwater.errors import DeclarationError, ModelError
 from headwater.replica.binder_client import BinderClient, BinderFailed
 from headwater.replica.imported import imported_files
@@ -120,7 +120,7 @@ def _serve(
     (directory / READY_FILE).touch()  # for the guardian: every process of the group counts from now on
     if len(msgspec.json.encode(signature.example)) > LARGE_EXAMPLE_BYTES:  # too long to show; the warm-up has used it
         signature = msgspec.structs.replace(signature, example=None)
-    facts = {"device": served.device, **package_versions(), **binder_facts}
+    facts = {"device": served.device, **imported_versions(), **binder_facts}
     imported = imported_files(spec.user_paths)
     report(ReplicaStatus("ready", signature=msgspec.to_builtins(signature), facts=facts, imported=imported))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import shutil
 import sysconfig
 import threading
 from collections import defaultdict
@@ -100,6 +99,8 @@ def check_compiled() -> None:
 
 def compiler_problem(title: str, device: str) -> Problem | None:
     """What keeps torch from compiling for a device here: a compiler, or Python's headers; None if nothing does."""
+    import shutil  # which other models' hosts don't need
+
     on_gpu = device.startswith("cuda")
     language, variable, names = ("C", "CC", ("gcc", "clang")) if on_gpu else ("C++", "CXX", ("g++",))
     tried = [os.environ[variable]] if os.environ.get(variable) else names

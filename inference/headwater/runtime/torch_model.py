@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -184,6 +183,8 @@ def _kind(title: str, file: Path) -> Literal["exported", "script"]:
     Raises:
         LoadError: it is neither of both.
     """
+    import zipfile  # which other models' hosts don't need
+
     try:
         with zipfile.ZipFile(file) as packed:
             names = packed.namelist()

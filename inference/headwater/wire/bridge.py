@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import shutil
 import socket
 import struct
 import threading
@@ -69,7 +68,7 @@ def install(script: Path) -> None:
         OSError: it can't be written.
     """
     script.unlink()  # a copy has the mode of what it was made from, which may be for reading only
-    shutil.copyfile(__file__, script)
+    script.write_bytes(Path(__file__).read_bytes())
 
 
 class TritonPythonModel:
