@@ -155,8 +155,8 @@ def line_of(error: BaseException) -> str:
 
 
 def main() -> None:
-    """Print the versions as JSON."""
-    print(json.dumps(versions()))
+    """Print the versions as JSON, after what the interpreter's sitecustomize may have printed."""
+    print("\n" + json.dumps(versions()))
 
 
 if __name__ == "__main__":

@@ -191,6 +191,45 @@ def test_a_binder_that_is_killed_is_replaced_with_its_replica(other: Path, whose
         assert leftovers(running.folder, segments) == []
 
 
+def test_what_is_installed_while_it_runs_is_for_later_replicas_and_status_shows_the_difference(tmp_path: Path) -> None:
+    python = make_environment(tmp_path / "env", "numpy", "msgspec")
+    (packages,) = tmp_path.glob("env/lib/python3*/site-packages")
+    with leaves_nothing({"deployments": {"model": {**SERVICE, "python": str(python)}}}) as running:
+
+        def numpys() -> list[tuple[str, int]]:
+            found = running.index("model")["environments"]
+            return [(one["versions"]["numpy"], len(one["replicas"])) for one in found]
+
+        before = version("numpy")
+        assert numpys() == [(before, 1)]
+        (packages / "sitecustomize.py").write_text("import numpy\nnumpy.__version__ = '9.9.9'\n")
+        first_host = running.replica_pid("model")
+        scaled = running.client.post(f"{running.url}/v2/repository/models/model/scale", json={"replicas": 2})
+        assert scaled.status_code == 200, scaled.text
+        wait_for(lambda: numpys() == [(before, 1), ("9.9.9", 1)], 60, "a replica with the other version")
+        os.kill(first_host, signal.SIGKILL)
+        wait_for(lambda: numpys() == [("9.9.9", 2)], 60, "a replica in the first's place")
+
+
+def test_what_python_and_the_loader_complain_of_disturbs_nobody(
+    other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text("print('a greeting', end='', flush=True)\nraise RuntimeError('no')\n")
+    (tmp_path / "libpython3.so.1.0").write_text("no library")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")])))
+    monkeypatch.setenv("LD_PRELOAD", "/nowhere/library.so")
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    config = {"deployments": {"ours": SERVICE, "theirs": {**SERVICE, "python": str(other)}}}
+    with leaves_nothing(config) as running:
+        assert facts(running, "ours")["executable"] == [sys.executable]
+        assert facts(running, "theirs")["executable"] == [str(other)]
+    path = tmp_path / "config.json"
+    path.write_text(
+        json.dumps({"deployments": {"theirs": {"model": "headwater.zoo.scale:Scale", "python": str(other)}}})
+    )
+    assert check(path, as_json=True, flags={"server.port": 0}) == 0, capsys.readouterr().out
+
+
 @pytest.mark.parametrize("how", ["under another Python", "under our own", "forked"])
 def test_what_a_deployment_s_environment_has_does_not_reach_triton(other: Path, tmp_path: Path, how: str) -> None:
     for name in ("pytriton", "tritonclient", "grpc", "headwater_server"):

@@ -245,7 +245,7 @@ print(version().decode())
 
 def main() -> None:
     """Print versions and problems as JSON."""
-    print(json.dumps({"versions": versions(), "problems": [asdict(problem) for problem in problems(deep=True)]}))
+    print("\n" + json.dumps({"versions": versions(), "problems": [asdict(problem) for problem in problems(deep=True)]}))
 
 
 if __name__ == "__main__":

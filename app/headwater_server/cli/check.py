@@ -204,7 +204,7 @@ def _probe(
         requests = [{**model_request(name, deployments[name], path), "loads": loads} for name in pending]
         status, output, errors = side.run("headwater.replica.probe", msgspec.json.encode(requests))
         tried: list[str] = []  # steps of the next deployment
-        for line in output.splitlines():
+        for line in output:
             finding = msgspec.json.decode(line)
             name = finding["name"]
             problems.setdefault(name, []).extend(Problem(**problem) for problem in finding["problems"])

@@ -48,8 +48,9 @@ class ModelSide(contextlib.ExitStack):
                 raise
         self._variables = variables
 
-    def run(self, module: str, stdin: bytes = b"") -> tuple[int | None, bytes, str]:
-        """Run a module. Returns exit status (None: timed out), stdout and stderr."""
+    def run(self, module: str, stdin: bytes = b"") -> tuple[int | None, list[bytes], str]:
+        """Run a module. Returns exit status (None: timed out), the JSON objects that it printed, a line each, and
+        stderr. Other lines on stdout are what the interpreter's ``sitecustomize`` prints."""
         try:
             ended = subprocess.run(
                 [self.python, "-m", module],
@@ -61,8 +62,8 @@ class ModelSide(contextlib.ExitStack):
                 check=False,
             )
         except subprocess.TimeoutExpired as error:
-            return None, error.stdout or b"", (error.stderr or b"").decode(errors="replace")
-        return ended.returncode, ended.stdout, ended.stderr.decode(errors="replace")
+            return None, _objects(error.stdout or b""), (error.stderr or b"").decode(errors="replace")
+        return ended.returncode, _objects(ended.stdout), ended.stderr.decode(errors="replace")
 
     def report(self) -> tuple[dict[str, str | None], list[Problem]]:
         """The versions of what models use there, and why they are not known."""
@@ -75,12 +76,15 @@ class ModelSide(contextlib.ExitStack):
 
     def _ask(self, module: str) -> tuple[dict[str, Any], list[Problem]]:
         status, output, errors = self.run(module)
-        try:
-            return msgspec.json.decode(output, type=dict[str, Any]), []
-        except msgspec.DecodeError:
-            reason = f"`python -m {module}` ended with status {status}: {last_line(errors)}"
-            fix = f"install Headwater and its requirements into the environment of {self.python}"
-            return {}, [Problem("environment", reason, fix)]
+        if output:
+            return msgspec.json.decode(output[-1], type=dict[str, Any]), []
+        reason = f"`python -m {module}` ended with status {status}: {last_line(errors)}"
+        fix = f"install Headwater and its requirements into the environment of {self.python}"
+        return {}, [Problem("environment", reason, fix)]
+
+
+def _objects(output: bytes) -> list[bytes]:
+    return [line for line in output.splitlines() if line.startswith(b"{")]
 
 
 def last_line(text: str) -> str:

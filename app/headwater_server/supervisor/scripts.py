@@ -123,12 +123,12 @@ class Scripts:
                 status, output, errors = side.run("headwater.replica.bindings", msgspec.json.encode(request))
         except InterpreterError as error:
             return Problem(title, error.reason, error.fix)
-        if status != 0:
+        if status != 0 or not output:
             ended = f"ended the process with status {status}"
             how = f"took more than {PROCESS_TIMEOUT_S:g} s" if status is None else ended
             said = f": {last_line(errors)}" if errors.strip() else ""
             return Problem(title, f"running it up to serve() {how}{said}", "load in the script only what it serves")
-        finding: dict[str, Any] = msgspec.json.decode(output)
+        finding: dict[str, Any] = msgspec.json.decode(output[-1])
         return finding if finding["problem"] is None else Problem(**finding["problem"])
 
 

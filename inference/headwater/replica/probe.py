@@ -178,6 +178,7 @@ def own_output() -> Iterator[BinaryIO]:
     """Standard output, to which models no longer write: what they print goes to standard error."""
     with os.fdopen(os.dup(1), "wb") as output:
         os.dup2(2, 1)
+        output.write(b"\n")  # after what the interpreter's sitecustomize may have printed
         yield output
 
 

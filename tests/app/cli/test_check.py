@@ -780,7 +780,7 @@ def finding(folder: Path, model: str, *, loads: bool = False, pipeline: Pipeline
     with ModelSide({}) as side:
         status, output, errors = side.run("headwater.replica.probe", msgspec.json.encode([request]))
     assert status == 0, errors
-    return msgspec.json.decode(output.splitlines()[-1], type=Finding)
+    return msgspec.json.decode(output[-1], type=Finding)
 
 
 def test_what_loading_does_not_try_is_in_the_last_line(

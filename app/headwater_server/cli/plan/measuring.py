@@ -238,8 +238,7 @@ def weigh_deployment(name: str, deployment: Deployment, path: Sequence[str]) -> 
             status, output, errors = side.run("headwater.replica.weigh", msgspec.json.encode(request))
     except StartError as error:
         return Weights(None, str(error))
-    try:
-        return msgspec.json.decode(output, type=Weights)
-    except msgspec.MsgspecError:
-        how = "it took too long" if status is None else last_line(errors)
-        return Weights(None, f"loading it in a process of its own failed: {how}")
+    if output:
+        return msgspec.json.decode(output[-1], type=Weights)
+    how = "it took too long" if status is None else last_line(errors)
+    return Weights(None, f"loading it in a process of its own failed: {how}")
