@@ -90,7 +90,7 @@ def test_a_python_without_numpy_fails_alone_and_says_what_to_install(bare: Path)
     config = {"deployments": {"good": SERVICE, "bad": {**SERVICE, "python": str(bare)}}}
     with serve(config, ready=False) as running:
         wait_for(lambda: running.is_ready("good"), 60, "the good one")
-        reason = f"python {bare}: numpy, msgspec are not installed there; {bare} -m pip install"
+        reason = f"the model's Python, {bare}: numpy, msgspec are not installed there; {bare} -m pip install"
         wait_for(lambda: reason in running.index("bad")["reason"], 30, "the reason")
         assert facts(running, "good")["executable"] == [sys.executable]
         wait_for(lambda: running.index("bad")["state"] == "FAILED", 60, "the tries to be over")

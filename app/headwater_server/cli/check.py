@@ -145,7 +145,7 @@ def _signatures(
         try:
             side = ModelSide(dict(environment), python)
         except InterpreterError as error:
-            reason = f"python {error.path}: {error.reason}"
+            reason = f"the model's Python, {error.path}: {error.reason}"
             problems.update({name: [Problem(f"deployment {name}", reason, error.fix)] for name in names})
             pythons.update({name: {"path": error.path, "versions": {}} for name in names})
             continue
@@ -154,7 +154,7 @@ def _signatures(
                 versions, reported = side.report()
                 for name in names:
                     pythons[name] = {"path": side.python, "versions": versions}
-                    title, python_is = f"deployment {name}", f"python {side.python}: "
+                    title, python_is = f"deployment {name}", f"the model's Python, {side.python}: "
                     problems[name] = [
                         Problem(title, f"{python_is}{one.title}: {one.reason}", one.fix) for one in reported
                     ]
@@ -179,7 +179,8 @@ def _look_at_vllm(
         problem = next(filter(None, problems), None) or folder_problem(folder, options, install)
     except InterpreterError as error:
         own = "" if os.path.exists(error.path) else "; `make vllm-env` makes one in .venv-vllm"
-        return python, Problem(title, f"python {error.path}: {error.reason}", f"{error.fix}{own}")
+        reason = f"the model's Python, {error.path}: {error.reason}"
+        return python, Problem(title, reason, f"{error.fix}{own}")
     except LoadError as error:
         problem = error.problem
     if problem is not None:

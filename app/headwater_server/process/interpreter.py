@@ -36,17 +36,20 @@ ASK_TIMEOUT_S: Final = 30.0
 """The first start of a Python can take seconds on a cold disk."""
 NEEDED: Final = ("numpy", "msgspec")
 """Packages, and their modules, that a replica imports."""
+TRY: Final = f"-c 'import {', '.join(NEEDED)}'"
+"""Arguments with which an operator sees what keeps an interpreter from running a model."""
 CONFUSING: Final = ("PYTHONHOME", "VIRTUAL_ENV")
 """Variables that refer to the Python that Headwater runs under."""
+NOEXEC_FIX: Final = "mount the disk without noexec, or"
 
 _MARK: Final = "headwater-interpreter:"
 
 
 class InterpreterError(StartError):
-    """A Python that a deployment names can't run its replicas."""
+    """A deployment's Python can't run its replicas."""
 
     def __init__(self, path: str, reason: str, fix: str, *, is_permanent: bool = True) -> None:
-        super().__init__(f"python {path}: {reason}; {fix}")
+        super().__init__(f"the model's Python, {path}: {reason}; {fix}")
         self.path = path
         self.reason = reason
         self.fix = fix
@@ -71,7 +74,7 @@ def foreign_environment(environ: Mapping[str, str], stage: Path) -> dict[str, st
 
 
 def find_interpreter(path: str | Path, environ: Mapping[str, str]) -> str:
-    """Inspect a Python, and check that it can run a model. Takes tens of milliseconds.
+    """Inspect a Python, and check that it can run a model. Takes a tenth of a second, most of it to import numpy.
 
     Results are not cached: a missing package may be installed between two starts without changing the interpreter.
 
@@ -81,22 +84,41 @@ def find_interpreter(path: str | Path, environ: Mapping[str, str]) -> str:
         Its absolute path. Links are not resolved: in a virtual environment, the interpreter is a link.
 
     Raises:
-        InterpreterError: the interpreter is missing, is not CPython 3.10 or newer, doesn't answer, or lacks a package
-            that every model needs.
+        InterpreterError: the interpreter is missing, is not a 64-bit CPython 3.10 or newer, doesn't answer, or a
+            package that every model needs is missing or can't be imported.
     """
     absolute = os.path.abspath(path)
     report = ask_interpreter(absolute, environ, _QUESTION)
     version = tuple(report["version"])
-    if report["implementation"] != "cpython" or version[:2] < OLDEST_PYTHON:
-        got = f"{report['implementation']} {'.'.join(map(str, version))}"
-        raise InterpreterError(absolute, f"expected CPython 3.10 or newer, got {got}", "name one of these")
-    missing = [module for module in NEEDED if module not in report["modules"]]
-    if missing:
+    if report["implementation"] != "cpython" or version[:2] < OLDEST_PYTHON or report["bits"] != 64:
+        got = f"{report['implementation']} {'.'.join(map(str, version))} of {report['bits']} bits"
+        reason = f"expected CPython 3.10 or newer of 64 bits, got {got}"
+        raise InterpreterError(absolute, reason, "name one of these")
+    if missing := report["missing"]:
         verb = "is" if len(missing) == 1 else "are"
         reason = f"{', '.join(missing)} {verb} not installed there"
         install = f"{absolute} -m pip install {' '.join(missing)}"
         raise InterpreterError(absolute, reason, f"{install}, or name another `python` (own: Headwater's)")
+    for module, place, error in report["broken"]:
+        reason = f"{module} can't be imported there from {place}: {error}"
+        raise InterpreterError(absolute, reason, _repair(absolute, module, place, environ), is_permanent=False)
     return absolute
+
+
+def _repair(python: str, module: str, place: str, environ: Mapping[str, str]) -> str:
+    """How to have a Python import a module that it finds in a place, but can't import."""
+    if _is_noexec(place):
+        return f"{NOEXEC_FIX} make its environment on another disk"
+    for entry in environ.get("PYTHONPATH", "").split(os.pathsep):
+        if entry and place.startswith(os.path.abspath(entry) + os.sep):
+            return f"remove {entry} from PYTHONPATH"
+    return f"{python} -m pip install --force-reinstall {module}"
+
+
+def _is_noexec(path: str) -> bool:
+    with contextlib.suppress(OSError):  # the place may be no file
+        return bool(os.statvfs(path).f_flag & os.ST_NOEXEC)
+    return False
 
 
 def _check_file(path: str) -> None:
@@ -107,6 +129,8 @@ def _check_file(path: str) -> None:
         raise InterpreterError(path, "expected an interpreter, got a folder", fix)
     if os.path.exists(path):
         if not os.access(path, os.X_OK):
+            if _is_noexec(path):
+                raise InterpreterError(path, "its disk is mounted noexec", f"{NOEXEC_FIX} name one on another disk")
             raise InterpreterError(path, "it is not executable", f"{name_one}, or allow it: chmod +x {path}")
     elif os.path.islink(path):
         reason = f"it is a link to {os.readlink(path)}, which is not there"
@@ -143,16 +167,18 @@ def ask_interpreter(path: str, environ: Mapping[str, str], question: str) -> dic
             start_new_session=True,  # so that its children are killed with it
         )
     except OSError as error:
-        reason = f"it can't be executed: {error.strerror}"
+        # The file itself was there a moment ago.
+        why = "the loader that it names is not there" if isinstance(error, FileNotFoundError) else error.strerror
+        reason = f"it can't be executed: {why}"
         raise InterpreterError(
-            path, reason, "name a Python interpreter built for this machine", is_permanent=False
+            path, reason, f"name a Python interpreter built for this machine ({os.uname().machine})", is_permanent=False
         ) from None
     asked.add(process.pid)
     try:
         output, errors = process.communicate(timeout=ASK_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         reason = f"it did not answer within {ASK_TIMEOUT_S:g} s"
-        raise InterpreterError(path, reason, f"try it: {path} -c 'print(1)'", is_permanent=False) from None
+        raise InterpreterError(path, reason, f"try it: {path} {TRY}", is_permanent=False) from None
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -166,17 +192,34 @@ def ask_interpreter(path: str, environ: Mapping[str, str], question: str) -> dic
             report: dict[str, Any] = json.loads(line[len(_MARK) :])
             return report
     lines = [line.strip() for line in errors.decode(errors="replace").splitlines() if line.strip()]
+    if process.returncode < 0:
+        lines.append(f"it was killed: {signal.strsignal(-process.returncode)}")
+    lines = [line for line in lines if "Error: " in line] or lines  # Python may add where that was
     reason = "it doesn't answer as Python does" + (f": {lines[-1][:300]}" if lines else "")
-    fix = f"name a Python interpreter that works; try it: {path} -c 'print(1)'"
+    fix = f"name a Python interpreter that works; try it: {path} {TRY}"
+    if "PYTHONHOME" in environ:
+        fix = f"remove PYTHONHOME from its environment, or {fix}"
     raise InterpreterError(path, reason, fix, is_permanent=False)
 
 
 _QUESTION: Final = f"""
-import platform, sys
+import platform, struct, sys
 report = {{"version": list(sys.version_info[:3]), "implementation": platform.python_implementation().lower()}}
+report.update(bits=struct.calcsize("P") * 8, missing=[], broken=[])
 if sys.version_info >= (3, 10):
     import importlib.util
-    report.update(modules=[name for name in {NEEDED!r} if importlib.util.find_spec(name) is not None])
+    for name in {NEEDED!r}:
+        spec = importlib.util.find_spec(name)
+        if spec is None:
+            report["missing"].append(name)
+            continue
+        try:
+            __import__(name).__version__  # which another module of that name, or the rest of a package, has not
+        except Exception as error:
+            while error.__cause__ is not None:  # numpy's own message is a page long
+                error = error.__cause__
+            text = type(error).__name__ + ": " + str(error).strip().partition("\\n")[0][:300]
+            report["broken"].append([name, spec.origin or list(spec.submodule_search_locations)[0], text])
 """
 _ANSWER: Final = f"""
 import json, sys

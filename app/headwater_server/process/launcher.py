@@ -18,11 +18,13 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["BINDER", "main", "with_changes"]
+__all__ = ["BINDER", "decides_modules", "main", "with_changes"]
 
 PR_SET_PDEATHSIG = 1
 BINDER = "headwater_server.binder"
 """The binder's module."""
+_LOADED_BY = ("PYTHONPATH", "PYTHONHOME", "PYTHONUSERBASE", "LD_")
+"""Begin the names of variables that decide which modules and libraries a process loads."""
 
 
 def main() -> None:
@@ -38,7 +40,7 @@ def main() -> None:
         _become_binder(directory, binder)
     os.set_inheritable(host.fileno(), True)
     arguments = ["-m", "headwater.replica", name, directory, status_fd, str(host.fileno())]
-    if not python:
+    if not python and not decides_modules(spec["environment"]):
         os.execve(sys.executable, [sys.executable, *arguments], environment)
     from headwater_server.process.interpreter import (  # the start under our own Python needs none of it
         InterpreterError,
@@ -48,8 +50,9 @@ def main() -> None:
     )
 
     try:
-        environment = foreign_environment(environment, stage_package(Path(directory, "python")))
-        path = find_interpreter(python, environment)
+        if python:
+            environment = foreign_environment(environment, stage_package(Path(directory, "python")))
+        path = find_interpreter(python or sys.executable, environment)
         os.execve(path, [path, *arguments], environment)
     except (InterpreterError, OSError) as error:
         # This is a `ReplicaStatus`, whose module is slow to import.
@@ -58,6 +61,11 @@ def main() -> None:
             status = {**status, "cause": f"its Python can't run a replica: {error.reason}", "is_permanent": True}
         os.write(int(status_fd), json.dumps(status).encode() + b"\n")
         sys.exit(1)
+
+
+def decides_modules(changes: Mapping[str, object]) -> bool:
+    """Whether variables that a deployment sets may keep even Headwater's own Python from running its model."""
+    return any(name.startswith(_LOADED_BY) for name in changes)
 
 
 def with_changes(environ: Mapping[str, str], changes: Mapping[str, str | None]) -> dict[str, str]:

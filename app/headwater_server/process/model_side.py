@@ -15,6 +15,7 @@ import msgspec
 
 from headwater.errors import Problem
 from headwater_server.process.interpreter import find_interpreter, foreign_environment, stage_package
+from headwater_server.process.launcher import decides_modules
 
 __all__ = ["PROCESS_TIMEOUT_S", "ModelSide", "last_line"]
 
@@ -38,6 +39,8 @@ class ModelSide(contextlib.ExitStack):
         variables = {**os.environ, **environment}
         if python is None:
             self.python = sys.executable
+            if decides_modules(environment):
+                find_interpreter(sys.executable, variables)
         else:
             folder = self.enter_context(tempfile.TemporaryDirectory(prefix="headwater-check-"))
             try:

@@ -353,8 +353,8 @@ def test_everything_wrong_with_vllm_is_told_before_a_start(
     assert "max_num_sequences: unknown option of vLLM; did you mean `max_num_seqs`?" in report["problems"][0]["reason"]
     assert "trust_remote_code: not allowed" in report["problems"][1]["reason"]
     assert said == {
-        "missing": f"python {tmp_path}/nowhere/python: there is no such file",
-        "without": f"python {sys.executable}: vllm is not installed there",
+        "missing": f"the model's Python, {tmp_path}/nowhere/python: there is no such file",
+        "without": f"the model's Python, {sys.executable}: vllm is not installed there",
         "gone": f"model vllm:nowhere: there is no folder {tmp_path}/nowhere",
         "empty": said["empty"],
         "long": f"model {FOLDER}: options.max_model_len: expected at most 512, for which the model was made, got 513",

@@ -134,6 +134,6 @@ def test_check_tells_it_and_what_is_wrong_with_it(
     said = capsys.readouterr().out
     python = os.path.join(tmp_path, "bin", "python")
     assert f"\nmodels run under {python}: the active environment (VIRTUAL_ENV)\n" in said
-    assert f"python {python}: there is no such file" in said
+    assert f"the model's Python, {python}: there is no such file" in said
     assert check("headwater.zoo.scale:Scale", as_json=False, flags={"server.port": 0}, python="own") == 0
     assert f"\nmodels run under Headwater's own Python, {sys.executable}: --python\n" in capsys.readouterr().out

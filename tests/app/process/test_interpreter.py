@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
+import subprocess
 import sys
 import sysconfig
 import time
@@ -12,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 import yaml
@@ -26,7 +29,8 @@ from headwater_server.process.interpreter import (
     foreign_environment,
     stage_package,
 )
-from tests.running import wait_for
+from tests.environments import make_environment
+from tests.running import in_mount_namespace, wait_for
 
 ROOT = Path(__file__).parents[3]
 
@@ -54,13 +58,13 @@ def environ(tmp_path: Path, **more: str) -> dict[str, str]:
 def refused(path: str | Path) -> InterpreterError:
     with pytest.raises(InterpreterError) as caught:
         find_interpreter(path, os.environ)
-    assert str(caught.value) == f"python {caught.value.path}: {caught.value.reason}; {caught.value.fix}"
+    assert str(caught.value) == f"the model's Python, {caught.value.path}: {caught.value.reason}; {caught.value.fix}"
     return caught.value
 
 
 def answering(**changes: Any) -> str:
     """A script that answers as a Python does that has everything, but for the changes."""
-    report = {"version": [3, 11, 9], "implementation": "cpython", "modules": ["numpy", "msgspec"]}
+    report = {"version": [3, 11, 9], "implementation": "cpython", "bits": 64, "missing": [], "broken": []}
     answer = json.dumps({**report, **changes})
     return f"cat <<'END'\na greeting from sitecustomize\nheadwater-interpreter:{answer}\nEND"
 
@@ -109,6 +113,30 @@ def test_a_file_that_is_no_program(tmp_path: Path) -> None:
     assert refused(path).reason == "it can't be executed: Exec format error"
 
 
+def test_a_program_of_another_architecture(tmp_path: Path) -> None:
+    path = tmp_path / "python"
+    header = bytearray(Path(sys.executable).read_bytes()[:64])
+    header[18:20] = b"\xf3\0" if os.uname().machine != "riscv64" else b"\x3e\0"  # the machine: RISC-V, or x86-64
+    path.write_bytes(header)
+    path.chmod(0o755)
+    error = refused(path)
+    assert error.reason == "it can't be executed: Exec format error"
+    assert error.fix == f"name a Python interpreter built for this machine ({os.uname().machine})"
+
+
+def test_a_program_whose_loader_is_not_there(tmp_path: Path) -> None:
+    path = tmp_path / "python"
+    path.write_text("#!/nowhere/python3\n")
+    path.chmod(0o755)
+    assert refused(path).reason == "it can't be executed: the loader that it names is not there"
+
+
+def test_a_program_that_is_killed(script: Script) -> None:
+    error = refused(script("kill -ILL $$"))
+    assert error.reason == "it doesn't answer as Python does: it was killed: Illegal instruction"
+    assert error.fix.endswith("/python -c 'import numpy, msgspec'")
+
+
 def test_a_program_that_is_no_python(script: Script) -> None:
     assert refused(script("echo I am a shell; echo what is -c >&2")).reason == (
         "it doesn't answer as Python does: what is -c"
@@ -119,18 +147,113 @@ def test_a_program_that_is_no_python(script: Script) -> None:
 @pytest.mark.parametrize("version", [[2, 7, 18], [3, 9, 18]])
 def test_a_python_of_another_version(script: Script, version: list[int]) -> None:
     error = refused(script(answering(version=version)))
-    assert error.reason == f"expected CPython 3.10 or newer, got cpython {'.'.join(map(str, version))}"
+    assert error.reason == (
+        f"expected CPython 3.10 or newer of 64 bits, got cpython {'.'.join(map(str, version))} of 64 bits"
+    )
 
 
 def test_another_implementation(script: Script) -> None:
     assert "got pypy 3.11.9" in refused(script(answering(implementation="pypy"))).reason
 
 
+def test_a_python_of_32_bits(script: Script) -> None:
+    assert refused(script(answering(bits=32))).reason.endswith("of 64 bits, got cpython 3.11.9 of 32 bits")
+
+
 def test_what_is_not_installed_is_named_at_once(script: Script) -> None:
-    path = script(answering(modules=[]))
+    path = script(answering(missing=["numpy", "msgspec"]))
     error = refused(path)
     assert error.reason == "numpy, msgspec are not installed there"
     assert error.fix == f"{path} -m pip install numpy msgspec, or name another `python` (own: Headwater's)"
+
+
+BROKEN = """
+raise ImportError('''
+
+IMPORTANT: a page of advice''') from ImportError('libblas.so.3: cannot open shared object file')
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("source", "error"),
+    [(BROKEN, "ImportError: libblas.so.3: cannot open shared object file"), ("", "has no attribute '__version__'")],
+    ids=["a library is missing", "another module of that name"],
+)
+def test_a_package_that_cannot_be_imported(tmp_path: Path, source: str, error: str) -> None:
+    python = make_environment(tmp_path / "env", "msgspec")
+    (folder,) = tmp_path.glob("env/lib/python3*/site-packages")
+    (folder / "numpy.py").write_text(source)
+    found = refused(python)
+    assert found.reason.startswith(f"numpy can't be imported there from {folder}/numpy.py: ")
+    assert found.reason.endswith(error)
+    assert found.fix == f"{python} -m pip install --force-reinstall numpy"
+
+
+@pytest.mark.parametrize("name", ["numpy", "msgspec"])
+def test_a_package_on_the_python_path_that_cannot_be_imported(tmp_path: Path, name: str) -> None:
+    (tmp_path / f"{name}.py").write_text("raise ImportError('built for another Python')")
+    with pytest.raises(InterpreterError) as caught:
+        find_interpreter(sys.executable, environ(tmp_path, PYTHONPATH=str(tmp_path)))
+    assert caught.value.reason == (
+        f"{name} can't be imported there from {tmp_path}/{name}.py: ImportError: built for another Python"
+    )
+    assert caught.value.fix == f"remove {tmp_path} from PYTHONPATH"
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [("print('hello', end='')", None), ("1 / 0", None), ("import sys; sys.exit('not today')", "SystemExit: not today")],
+    ids=["prints", "raises", "ends"],
+)
+def test_a_sitecustomize(tmp_path: Path, source: str, said: str | None) -> None:
+    (tmp_path / "sitecustomize.py").write_text(source)
+    variables = environ(tmp_path, PYTHONPATH=str(tmp_path))
+    if said is None:
+        assert find_interpreter(sys.executable, variables) == sys.executable
+    else:
+        with pytest.raises(InterpreterError, match=f"it doesn't answer as Python does: {said}"):
+            find_interpreter(sys.executable, variables)
+
+
+def asked_on(disk: Path, options: str, python: Path) -> str:
+    """What is said of a Python where a folder is mounted with options."""
+    mount = f"mount --bind {disk} {disk} && mount -o remount,bind,{options} {disk}"
+    code = f"""
+import os
+from headwater_server.process.interpreter import InterpreterError, find_interpreter
+try:
+    print(find_interpreter({str(python)!r}, os.environ))
+except InterpreterError as error:
+    print(error)
+"""
+    command = [*in_mount_namespace(mount), sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+
+
+@pytest.mark.slow
+def test_an_environment_on_a_read_only_disk(tmp_path: Path) -> None:
+    python = make_environment(tmp_path / "env", "numpy", "msgspec")
+    assert asked_on(tmp_path / "env", "ro", python) == str(python)
+
+
+def test_an_interpreter_on_a_disk_without_programs(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    shutil.copy(sys.executable, python)
+    assert asked_on(tmp_path, "noexec", python) == (
+        f"the model's Python, {python}: its disk is mounted noexec; mount the disk without noexec, or name one on "
+        "another disk"
+    )
+
+
+@pytest.mark.slow
+def test_packages_on_a_disk_without_programs(tmp_path: Path) -> None:
+    python = make_environment(tmp_path / "env", "numpy")
+    (folder,) = tmp_path.glob("env/lib/python3*/site-packages")
+    shutil.copytree(Path(msgspec.__file__).parent, folder / "msgspec")
+    said = asked_on(folder, "noexec", python)
+    assert f"msgspec can't be imported there from {folder}/msgspec/__init__.py: ImportError: " in said
+    assert said.endswith("; mount the disk without noexec, or make its environment on another disk")
 
 
 def test_one_that_does_not_answer_is_ended_with_what_it_started(
@@ -209,10 +332,10 @@ def test_check_shows_a_deployments_python(tmp_path: Path, capsys: pytest.Capture
 def test_check_names_the_deployment_whose_python_is_wrong(
     tmp_path: Path, script: Script, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = script(answering(modules=["numpy"]))
+    path = script(answering(missing=["msgspec"]))
     report = checked(tmp_path, {"good": SCALE, "bad": {**SCALE, "python": str(path)}}, capsys)
     (problem,) = report["problems"]
     assert problem["title"] == "deployment bad"
-    assert problem["reason"] == f"python {path}: msgspec is not installed there"
+    assert problem["reason"] == f"the model's Python, {path}: msgspec is not installed there"
     assert problem["fix"].startswith(f"{path} -m pip install msgspec, or")
     assert [one["ok"] for one in report["deployments"]] == [True, False]
