@@ -1,13 +1,21 @@
 """The command ``headwater``, which is also ``python -m headwater_server``."""
 
+import os
 import sys
+from importlib.machinery import PathFinder
 
 import headwater
 from headwater_server import __version__, version_text
 
+IMPORTED = (
+    "fastapi", "grpc", "httpx", "jinja2", "msgspec", "numpy", "orjson", "psutil", "pydantic", "pydantic_core",
+    "pytriton", "starlette", "tokenizers", "tritonclient", "typing_extensions", "uvicorn", "uvloop", "yaml",
+)  # fmt: skip
+"""Modules of other packages that Headwater's own processes import, Triton's among them."""
+
 
 def main() -> None:
-    """Run the command, unless `headwater` is another package than ours, or another version."""
+    """Run the command, unless another `headwater` than ours, or another module that it imports, hides ours."""
     version = getattr(headwater, "__version__", None)
     if version != __version__:
         where = headwater.__file__ or ", ".join(headwater.__path__)
@@ -16,12 +24,26 @@ def main() -> None:
             f"headwater: expected Headwater's package headwater {__version__}, which models import, got {got}; "
             f"{fix}, or remove its folder from PYTHONPATH"
         )
+    _refuse_hidden()
     if sys.argv[1:] == ["--version"]:  # without what the commands import
         print(version_text())
         return
     from headwater_server.cli.main import main as run
 
     run()
+
+
+def _refuse_hidden() -> None:
+    """End if a folder of PYTHONPATH hides a module of Headwater's own environment, which may be another version."""
+    named = {os.path.abspath(folder) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder}
+    theirs, ours = ([folder for folder in sys.path if (folder in named) is is_theirs] for is_theirs in (True, False))
+    for name in IMPORTED if theirs else ():
+        found, own = (getattr(PathFinder.find_spec(name, path), "origin", None) for path in (theirs, ours))
+        if found and own and not os.path.samefile(found, own):
+            sys.exit(
+                f"headwater: PYTHONPATH: expected no {name}, of which Headwater's own Python has another, {own}, got "
+                f"{found}; set PYTHONPATH in the `environment` of the deployments that need it, not for headwater"
+            )
 
 
 if __name__ == "__main__":

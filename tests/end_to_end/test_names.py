@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,23 @@ def test_another_version_of_headwater_on_the_python_path_is_refused(tmp_path: Pa
     ended = headwater("--version", cwd=tmp_path, PYTHONPATH=str(tmp_path))
     assert ended.returncode == 1
     assert f"got 0.0.1 in {tmp_path}" in ended.stderr
+
+
+@pytest.mark.parametrize("file", ["numpy/__init__.py", "msgspec.py"])
+def test_a_module_that_headwater_imports_is_refused_on_the_python_path(file: str, tmp_path: Path) -> None:
+    write(tmp_path, {file: "", "mine.py": model(2)})
+    for command in ("check", "serve"):
+        ended = headwater(command, "mine:Mine", "--port", "0", cwd=tmp_path, PYTHONPATH=str(tmp_path))
+        assert ended.returncode == 1
+        name = file.partition("/")[0].removesuffix(".py")
+        assert ended.stderr.startswith(
+            f"headwater: PYTHONPATH: expected no {name}, of which Headwater's own Python has"
+        )
+        assert f"got {tmp_path / file}; set PYTHONPATH in the `environment` of the deployments" in ended.stderr
+
+
+def test_what_is_installed_for_headwater_may_be_on_the_python_path_too(tmp_path: Path) -> None:
+    assert headwater("--version", cwd=tmp_path, PYTHONPATH=sysconfig.get_path("purelib")).returncode == 0
 
 
 def test_a_folder_headwater_that_is_no_package_disturbs_nobody(tmp_path: Path) -> None:
