@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from headwater.environment import installed_version
-from headwater.errors import ModelError
+from headwater.errors import EnvironmentUnfit, ModelError
 from headwater.wire.handshake import BindRequest, ReplicaSpec, ReplicaStatus, WarmUpRequest, failure_of
 from headwater.wire.link import Link
 from headwater_server.binder.environment import require
@@ -47,7 +47,11 @@ def main() -> None:
 def _become_triton(directory: Path, link: Link) -> None:
     require()
     # Heavy imports come after the check of the environment, whose message is clearer than an import error.
-    from headwater_server.binder.triton import OUTPUT_FILE, EmbeddedTriton
+    try:
+        from headwater_server.binder.triton import OUTPUT_FILE, EmbeddedTriton
+    except ImportError as error:
+        what = f"Headwater's own Python, {sys.executable}: PyTriton can't be imported: {error}"
+        raise EnvironmentUnfit(f"{what}; install Headwater anew there, or into another environment") from error
 
     spec = msgspec.json.decode((directory / "spec.json").read_bytes(), type=ReplicaSpec)
     triton = EmbeddedTriton(directory, spec.token)
