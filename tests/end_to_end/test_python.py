@@ -211,6 +211,22 @@ def test_what_is_installed_while_it_runs_is_for_later_replicas_and_status_shows_
         wait_for(lambda: numpys() == [("9.9.9", 2)], 60, "a replica in the first's place")
 
 
+def test_an_environment_that_goes_while_it_serves_is_named_by_the_next_start_and_may_come_back(tmp_path: Path) -> None:
+    python = make_environment(tmp_path / "env", "numpy", "msgspec")
+    config = {"deployments": {"model": {**SERVICE, "python": str(python)}, "ours": SERVICE}}
+    with leaves_nothing(config) as running:
+        (tmp_path / "env").rename(tmp_path / "elsewhere")
+        assert facts(running, "model")["executable"] == [str(python)]
+        os.kill(running.replica_pid("model"), signal.SIGKILL)
+        reason = f"the model's Python, {python}: there is no such file; name a Python interpreter"
+        wait_for(lambda: reason in running.index("model")["reason"], 60, "the reason")
+        wait_for(lambda: running.index("model")["state"] == "FAILED", 60, "the end of the tries")
+        (tmp_path / "elsewhere").rename(tmp_path / "env")
+        loaded = running.client.post(f"{running.url}/v2/repository/models/model/load")
+        assert loaded.status_code == 200, loaded.text
+        assert facts(running, "model")["executable"] == [str(python)]
+
+
 def test_what_python_and_the_loader_complain_of_disturbs_nobody(
     other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
