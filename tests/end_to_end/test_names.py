@@ -78,6 +78,12 @@ def test_a_folder_on_the_python_path_with_a_package_app_hides_nothing(tmp_path: 
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
+def test_models_are_found_in_a_relative_folder_on_the_python_path(tmp_path: Path) -> None:
+    write(tmp_path, {"src/mine.py": model(2)})
+    checked = headwater("check", "mine:Mine", "--port", "0", cwd=tmp_path, PYTHONPATH="src")
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
 @pytest.mark.parametrize("name", STANDARD)
 def test_a_model_in_a_file_that_python_hides_is_refused(name: str, tmp_path: Path) -> None:
     write(tmp_path, {f"{name}.py": model(2)})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import tempfile
@@ -12,10 +13,10 @@ __all__ = ["complete", "require_folders"]
 
 
 def complete() -> None:
-    """Fill in what may be missing: standard streams that are closed, and the variable PATH.
+    """Fill in what may be missing: standard streams that are closed, and the variable PATH. Make PYTHONPATH absolute.
 
     Without the streams other files would get their numbers, and what is printed would go there. PyTriton and shells
-    fail without PATH.
+    fail without PATH. Models are imported by processes that run in folders of their own.
     """
     for fd, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
@@ -28,6 +29,9 @@ def complete() -> None:
             os.set_inheritable(fd, True)
             setattr(sys, name, open(fd, mode, closefd=False))  # noqa: SIM115 - it stays open
     os.environ.setdefault("PATH", os.defpath)
+    if path := os.environ.get("PYTHONPATH"):
+        with contextlib.suppress(FileNotFoundError):  # `require_folders` reports a working folder that was removed
+            os.environ["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, path.split(os.pathsep)))
 
 
 def require_folders() -> None:
