@@ -216,8 +216,8 @@ if sys.version_info >= (3, 10):
         try:
             __import__(name).__version__  # which another module of that name, or the rest of a package, has not
         except Exception as error:
-            while error.__cause__ is not None:  # numpy's own message is a page long
-                error = error.__cause__
+            while error.__cause__ or error.__context__:  # numpy's own message is a page long
+                error = error.__cause__ or error.__context__
             text = type(error).__name__ + ": " + str(error).strip().partition("\\n")[0][:300]
             report["broken"].append([name, spec.origin or list(spec.submodule_search_locations)[0], text])
 """
