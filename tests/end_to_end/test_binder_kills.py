@@ -38,25 +38,29 @@ def warm_up(running: Running) -> int:
     return running.process(NAME, "binder") if begun(running) else 0
 
 
+FORKED = "staged_forked:Forked"
+
+
 @pytest.mark.parametrize(
-    ("stage", "find", "reason"),
+    ("stage", "find", "reason", "model"),
     [
-        ("fork", begun, ENDED),
-        ("import", begun, ENDED),
-        ("construct", bare_binder, ENDED),
-        ("execute", begun, NOT_STARTED),
-        ("load", triton, NOT_STARTED),
-        ("call", warm_up, ENDED),
+        pytest.param("fork", begun, ENDED, "staged:Staged", id="forked"),
+        pytest.param("import", begun, ENDED, "staged:Staged", id="importing"),
+        pytest.param("construct", bare_binder, ENDED, "staged:Staged", id="waiting for the model"),
+        pytest.param("execute", begun, NOT_STARTED, "staged:Staged", id="bound"),
+        pytest.param("load", triton, NOT_STARTED, "staged:Staged", id="Triton starting"),
+        pytest.param("call", warm_up, ENDED, "staged:Staged", id="warming up"),
+        pytest.param("construct", bare_binder, ENDED, FORKED, id="preloaded, waiting", marks=pytest.mark.torch),
+        pytest.param("call", warm_up, ENDED, FORKED, id="preloaded, warming up", marks=pytest.mark.torch),
     ],
-    ids=["forked", "importing", "waiting for the model", "bound", "Triton starting", "warming up"],
 )
 def test_the_next_try_serves(
-    stage: str, find: Callable[[Running], int], reason: str, monkeypatch: pytest.MonkeyPatch
+    stage: str, find: Callable[[Running], int], reason: str, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = [str(SERVICES / "held"), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
     monkeypatch.setenv("HOLD", stage)
-    with serve({"deployments": {NAME: {"model": "staged:Staged"}}}, ready=False) as running:
+    with serve({"deployments": {NAME: {"model": model, "device": "cpu"}}}, ready=False) as running:
         pid = wait_for(lambda: find(running), 60, "the stage")
         first = running.replica_folder(NAME)
         segments = segments_of(first)
