@@ -147,9 +147,9 @@ def line_of(error: BaseException) -> str:
         for frame in traceback.extract_tb(error.__traceback__)
         if frame.filename not in raised_by and not frame.filename.startswith("<")
     ]
-    # Headwater itself may be installed among the libraries; it checks declarations, but doesn't make them.
-    ours = str(folder / "model.py")
-    users = [frame for frame in frames if not frame.filename.startswith(libraries) and frame.filename != ours]
+    # Headwater itself may be installed among the libraries; it checks declarations and bindings, but doesn't make them.
+    ours = (str(folder / "model.py"), str(folder / "runtime" / "pytriton_"))
+    users = [frame for frame in frames if not frame.filename.startswith((*libraries, *ours))]
     frame = next(reversed(users or frames), None)
     return f"{frame.filename}:{frame.lineno}" if frame else ""
 

@@ -18,7 +18,7 @@ import pytest
 
 from headwater_server.cli.check import check
 from tests.environments import make_environment
-from tests.running import Running, leaves_nothing, leftovers, segments_of, serve, wait_for
+from tests.running import SERVICES, Running, leaves_nothing, leftovers, segments_of, serve, wait_for
 
 SERVICE = {"model": "interpreter:Interpreter", "warmup_batch_sizes": [1]}
 
@@ -151,6 +151,82 @@ def test_streams_and_pipelines_under_another_python(other: Path) -> None:
         with httpx.stream("POST", url, json={"x": [1.0, 2.0, 3.0, 4.0]}, timeout=20) as response:
             events = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
         assert [event["piece"] for event in events if "piece" in event] == [[1.0, 2.0, 3.0, 4.0]] * 3
+
+
+SCRIPTS = {
+    "AddSubOptional": "add_sub_optional.py",
+    "Identity": "identity.py",
+    "Dialogue-small": "dialogue.py",
+    "Diffusion_1_5": "diffusion.py",
+    "Faulty": "kinds.py:Faulty",
+}
+VECTOR = ("FP32", [2, 2], [1.0, 2.0, 3.0, 4.0])
+
+
+def test_pytriton_scripts_answer_where_pytriton_is_not_installed(other: Path) -> None:
+    """As under our own Python, where it is."""
+    deployments = {
+        f"{whose}-{name}": {"model": f"pytriton:{SERVICES / 'scripts' / script}", "python": python}
+        for name, script in SCRIPTS.items()
+        for whose, python in (("ours", "own"), ("theirs", str(other)))
+    }
+    with leaves_nothing({"deployments": deployments}) as running:
+
+        def ask(model: str, **inputs: tuple[str, list[int], list[Any]]) -> list[tuple[int, str]]:
+            tensors = [
+                {"name": name, "datatype": datatype, "shape": shape, "data": data}
+                for name, (datatype, shape, data) in inputs.items()
+            ]
+            answers = []
+            for whose in ("ours", "theirs"):
+                url = f"{running.url}/v2/models/{whose}-{model}/infer"
+                answer = httpx.post(url, json={"inputs": tensors}, timeout=30)
+                answers.append((answer.status_code, answer.text.replace(f"{whose}-", "")))
+            return answers
+
+        sizes = ("INT64", [3, 1], [64, 16, 64])
+        for ours, theirs in (
+            ask("AddSubOptional", a=VECTOR, b=VECTOR),
+            ask("AddSubOptional", a=VECTOR, b=VECTOR, weight=("FP32", [2, 1], [2.0, 2.0])),
+            ask("Identity", INPUT_1=("FP64", [1, 1], [0.5]), INPUT_2=("BYTES", [1, 1], ["ü"])),
+            ask("Diffusion_1_5", prompt=("BYTES", [3, 1], ["a", "b", "ü"]), img_size=sizes),
+        ):
+            assert ours == theirs
+            assert ours[0] == 200
+        for kind, (ours, theirs) in (
+            ("ValueError", ask("Faulty", x=("FP32", [1, 1], [-1.0]))),
+            ("PyTritonInvalidOperationError", ask("Faulty", x=("FP32", [1, 1], [-2.0]))),
+            ("ValueError", ask("Faulty", x=("FP32", [1, 1], [-3.0]))),
+            ("ValueError", ask("Faulty", x=("FP32", [1, 1], [-4.0]))),
+        ):
+            assert ours[0] == theirs[0] == 500
+            assert kind in ours[1]
+            assert kind in theirs[1]
+        for whose in ("ours", "theirs"):
+            url = f"{running.url}/v2/models/{whose}-Dialogue-small/generate_stream"
+            streamed = httpx.post(url, json={"new_inputs": "one two three"}, timeout=30).text
+            events = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: {")]
+            assert [event["response"] for event in events if "response" in event] == ["three", "two", "one"]
+
+
+def test_check_runs_scripts_where_pytriton_is_not_installed(
+    other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    script = (SERVICES / "scripts" / "add_sub.py").read_text()
+    (tmp_path / "server.py").write_text(script)
+    (tmp_path / "asks.py").write_text(script.replace("import os\n", "from pytriton.client import ModelClient\n"))
+    deployments = {name: {"model": f"pytriton:{name}.py", "python": str(other)} for name in ("server", "asks")}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"deployments": deployments}))
+    assert check(path, as_json=True, flags={"server.port": 0}) == 1
+    report = json.loads(capsys.readouterr().out)
+    served, refused = report["deployments"]
+    assert (served["ok"], refused["ok"], served["python"]["path"]) == (True, False, str(other))
+    assert [tensor["name"] for tensor in served["inputs"]] == ["INPUT_1", "INPUT_2"]
+    (problem,) = report["problems"]
+    assert f"the script needs pytriton.client at {tmp_path}/asks.py:5, which PyTriton has" in problem["reason"]
+    assert problem["fix"].startswith("set `python: own` for this deployment, or ")
 
 
 @pytest.mark.parametrize("role", ["host", "tritonserver", "stub", "guardian"])

@@ -1,7 +1,8 @@
 """A model that a PyTriton script binds: ``pytriton:SCRIPT`` or ``pytriton:SCRIPT:NAME`` in a configuration.
 
-The bound function gets what PyTriton would give it, a list of PyTriton's own ``Request``, one for each client's request
-in the call, and PyTriton's own checks look at what it returns.
+The bound function gets what PyTriton would give it, a list of ``Request``, one for each client's request in the call.
+What is imported of ``pytriton`` here is PyTriton's, or the stand-in's where PyTriton isn't installed: a script has run
+before (`headwater.runtime.pytriton_script`).
 """
 
 from __future__ import annotations
@@ -16,18 +17,14 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
-from pytriton.exceptions import PyTritonError, PyTritonUnrecoverableError
-from pytriton.model_config.common import generate_warmup_requests
-from pytriton.model_config.generator import ModelConfigGenerator
-from pytriton.model_config.triton_model_config import TensorSpec, TritonModelConfig
-from pytriton.proxy.types import Request
-from pytriton.proxy.validators import TritonResultsValidator
 
 from headwater.datatypes import DATATYPES
 from headwater.errors import BadOutput, DeclarationError, LoadError, Problem, ReplicaError, did_you_mean
-from headwater.model import Model, Parameter, Tensor
+from headwater.model import Model, Parameter
 from headwater.reference import find_path, script_and_name
+from headwater.runtime.pytriton_checks import check_config, check_responses, declared
 from headwater.runtime.pytriton_script import Binding, Script, run_script
+from headwater.runtime.pytriton_warmup import warmup_calls
 from headwater.signature import REQUEST
 from headwater.wire.arrays import Array
 
@@ -48,7 +45,8 @@ HEAVIEST: Final = 1_000_000
 class _Call(NamedTuple):
     """One call of a bound function."""
 
-    requests: list[Request]
+    requests: list[Any]
+    """``pytriton.proxy.types.Request``."""
     rows: list[int]
     """Of each request."""
 
@@ -67,20 +65,22 @@ class PytritonModel(Model):
         idempotent: see `Model.idempotent`.
 
     Raises:
-        PyTritonError: PyTriton doesn't take this configuration.
-        DeclarationError: an input or output can't be served.
+        DeclarationError: the configuration contradicts itself, or an input or output can't be served.
     """
 
     parameters = (Parameter(REQUEST, "str", "", per="row"),)
 
     def __init__(self, script: Script, binding: Binding, *, idempotent: bool = True) -> None:
+        from pytriton.exceptions import PyTritonUnrecoverableError
+        from pytriton.proxy.types import Request
+
         self._script = script
         self._binding = binding
+        self._request, self._fatal = Request, PyTritonUnrecoverableError
         self._config = _triton_config(binding)
-        self._validator = TritonResultsValidator(self._config, binding.strict)
-        described = ModelConfigGenerator(self._config).get_config()
-        self.inputs = tuple(map(_tensor, described["input"]))  # type: ignore[misc]
-        self.outputs = tuple(map(_tensor, described["output"]))  # type: ignore[misc]
+        check_config(self._config)
+        self.inputs = tuple(map(declared, self._config.inputs))  # type: ignore[misc]
+        self.outputs = tuple(map(declared, self._config.outputs))  # type: ignore[misc]
         self.idempotent = idempotent  # type: ignore[misc]
         self.bare_rows = not binding.config.batching  # type: ignore[misc]
         self.__doc__ = inspect.getdoc(binding.functions[0]) or f"`{binding.name}` of {script.path.name}."
@@ -95,10 +95,10 @@ class PytritonModel(Model):
         for function in self._binding.functions:
             self._binding.context.model_configs[function] = self._config
             setattr(getattr(function, "__self__", function), CONTEXT_ATTRIBUTE, self._binding.context)
-        warmup = generate_warmup_requests(self._binding.config.model_warmup, [], [])
+        warmup = list(warmup_calls(self._binding.config.model_warmup or ()))
         for function, data in itertools.product(self._binding.functions, warmup):
             try:
-                await _all(function([Request(data=dict(data), requested_output_names=self._names)]))
+                await _all(function([self._new_request(dict(data))]))
             except Exception as error:  # PyTriton serves then, too
                 logger.warning("model_warmup of %s failed: %s: %s", self._binding.name, type(error).__name__, error)
 
@@ -115,7 +115,7 @@ class PytritonModel(Model):
             try:
                 result = function(call.requests)
                 made.append(self._joined(call, _only(list(result)) if inspect.isgenerator(result) else result))
-            except PyTritonUnrecoverableError as error:
+            except self._fatal as error:
                 raise _unrecoverable(error) from error
             finally:
                 self._free.put(function)
@@ -136,16 +136,21 @@ class PytritonModel(Model):
             parts = [slice(start, end)] if self._config.batching else range(start, end)
             for part in parts:
                 data = {name: array[part] for name, array in given.items()}
-                requests.append(Request(data=data, parameters=dict(own), requested_output_names=self._names))
+                requests.append(self._new_request(data, dict(own)))
                 counts.append(end - start if self._config.batching else 1)
             start = end
         if self._config.batching:
             return [_Call(requests, counts)]
         return [_Call([request], [1]) for request in requests]
 
+    def _new_request(self, data: dict[str, Array], parameters: dict[str, Any] | None = None) -> Any:
+        request = self._request(data=data, parameters=parameters)
+        request.requested_output_names = self._names
+        return request
+
     def _joined(self, call: _Call, responses: Any) -> dict[str, Array]:
         """The outputs of all rows of a call, in the declared types."""
-        self._validator.validate_responses(call.requests, responses)
+        check_responses(self._config, responses, len(call.requests), strict=self._binding.strict)
         outputs: dict[str, Array] = {}
         for tensor in self.outputs:
             pieces = []
@@ -180,7 +185,7 @@ class _AwaitedModel(PytritonModel):
         for call in self._calls(parameters, inputs):
             try:
                 made.append(self._joined(call, _only(await _all(next(self._turns)(call.requests)))))
-            except PyTritonUnrecoverableError as error:
+            except self._fatal as error:
                 raise _unrecoverable(error) from error
         return {name: np.concatenate([one[name] for one in made]) for name in self._names}
 
@@ -195,7 +200,7 @@ class _StreamingModel(PytritonModel):
                 result = next(self._turns)(call.requests)
                 for responses in result if inspect.isgenerator(result) else [result]:
                     yield self._joined(call, responses)
-            except PyTritonUnrecoverableError as error:
+            except self._fatal as error:
                 raise _unrecoverable(error) from error
 
 
@@ -211,7 +216,7 @@ class _AwaitedStream(PytritonModel):
                 async with contextlib.aclosing(_results(next(self._turns)(call.requests))) as results:
                     async for responses in results:
                         yield self._joined(call, responses)
-            except PyTritonUnrecoverableError as error:
+            except self._fatal as error:
                 raise _unrecoverable(error) from error
 
 
@@ -268,7 +273,7 @@ def open_model(path: str, options: Mapping[str, Any], search: Sequence[str] = ()
         raise LoadError(Problem(title, reason, "; or ".join(fixes)))
     try:
         return _kind_of(binding)(script, binding, idempotent=options.get("idempotent", True))
-    except (PyTritonError, DeclarationError) as error:
+    except DeclarationError as error:
         reason = f"bind() of {binding.name}: {error}"
         raise LoadError(Problem(title, reason, "correct the arguments of bind() in the script")) from error
 
@@ -341,8 +346,10 @@ def _check_options(title: str, options: Mapping[str, Any]) -> None:
             raise LoadError(Problem(title, reason, f"correct `options.{name}`"))
 
 
-def _triton_config(binding: Binding) -> TritonModelConfig:
-    """The binding as PyTriton describes it to Triton, and to its decorators."""
+def _triton_config(binding: Binding) -> Any:
+    """The binding as decorators see it: a ``pytriton.model_config.triton_model_config.TritonModelConfig``."""
+    from pytriton.model_config.triton_model_config import TensorSpec, TritonModelConfig
+
     inputs, outputs = (
         [
             TensorSpec(tensor.name or f"{kind}_{place}", tuple(tensor.shape), tensor.dtype, tensor.optional)
@@ -361,12 +368,5 @@ def _triton_config(binding: Binding) -> TritonModelConfig:
     )
 
 
-def _tensor(described: Mapping[str, Any]) -> Tensor:
-    datatype = described["data_type"].removeprefix("TYPE_")
-    shape = [int(dim) for dim in described["dims"]]
-    datatype = "BYTES" if datatype == "STRING" else datatype
-    return Tensor(described["name"], datatype, shape, optional=described.get("optional", False))
-
-
-def _unrecoverable(error: PyTritonUnrecoverableError) -> ReplicaError:
+def _unrecoverable(error: Exception) -> ReplicaError:
     return ReplicaError(f"{type(error).__name__}: {error}")

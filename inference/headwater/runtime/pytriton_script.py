@@ -1,5 +1,7 @@
 """Runs a PyTriton script, with a `Triton` that records what the script binds and serves nothing.
 
+Where PyTriton isn't installed, `headwater.runtime.pytriton_stand_in` has the rest of its names.
+
 The script runs as ``__main__`` in a thread of its own, which stays in ``serve()`` until `Script.end`: what the script
 holds in ``with`` blocks around ``serve()`` is there as long as its functions are called.
 """
@@ -15,8 +17,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final, NamedTuple
 
-from headwater.environment import problem_of
+from headwater.environment import line_of, problem_of
 from headwater.errors import LoadError, Problem, did_you_mean
+from headwater.runtime.pytriton_stand_in import missing_name, put_last_on_path
 
 __all__ = ["Binding", "Script", "end_scripts", "run_script"]
 
@@ -139,6 +142,14 @@ class Script:
         if isinstance(error, SystemExit) and error.code not in (None, 0):
             reason = f"the script ended with status {error.code} before it served"
             return Problem(title, reason, "give the arguments that it needs as `options.arguments`, a list of texts")
+        missing = missing_name(error)
+        if error is not None and missing is not None:
+            reason = (
+                f"the script needs {missing} at {line_of(error)}, which PyTriton has and Headwater's stand-in for it "
+                f"lacks: PyTriton is not installed under {sys.executable}"
+            )
+            fix = f"set `python: own` for this deployment, or {sys.executable} -m pip install nvidia-pytriton"
+            return Problem(title, reason, fix)
         if error is not None and not isinstance(error, SystemExit):
             found = problem_of(error, title, "the script")
             if "main thread" in found.reason:
@@ -271,13 +282,15 @@ def run_script(title: str, path: Path, arguments: Sequence[str] = ()) -> Script:
     """Run a script, once per process; `title` begins the message of an error.
 
     Raises:
-        LoadError: PyTriton is missing, or the script fails, ends without serving, or binds nothing.
+        LoadError: an installed PyTriton can't be imported, or the script fails, ends without serving, or binds nothing.
     """
+    put_last_on_path()
     try:
         import pytriton.triton  # noqa: F401
-    except ImportError as error:
-        fix = f"{sys.executable} -m pip install nvidia-pytriton"
-        raise LoadError(Problem(title, f"it needs PyTriton: {error}", fix)) from error
+    except Exception as error:  # of an installed PyTriton, beside packages that it wasn't made for
+        reason = f"importing pytriton raised {type(error).__name__}: {error} ({line_of(error)})"
+        fix = "correct the installation of PyTriton there, or remove it: Headwater stands in for it"
+        raise LoadError(Problem(title, reason, fix)) from error
     if path.suffix == ".ipynb":
         fix = "make a script of it: jupyter nbconvert --to script NOTEBOOK"
         raise LoadError(Problem(title, "expected a Python script, got a notebook", fix))

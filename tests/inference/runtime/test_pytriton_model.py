@@ -1,8 +1,12 @@
-"""What a PyTriton script binds, called as a replica calls it: requests, decorators, errors, and what is refused."""
+"""What a PyTriton script binds, called as a replica calls it: requests, decorators, errors, and what is refused.
+
+The same is expected with PyTriton and with the stand-in for it.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -11,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from headwater.runtime import pytriton_stand_in
 from tests.running import SERVICES
 
 ROOT = Path(__file__).parents[3]
@@ -19,6 +24,7 @@ PAGE = ROOT / "docs" / "from-pytriton.md"
 MORE = ("Linear", "Missing", "Power", "Padded", "Waited", "Warm")
 """The bindings of ``more.py``; the others are those of ``kinds.py``."""
 X = [[1.0, 2.0], [3.0, 4.0]]
+PACKAGES = ("PyTriton", "stand-in")
 
 _CALLS: dict[str, tuple[str, list[dict[str, Any]]]] = {
     "linear": ("Linear", [{"inputs": {"INPUT_1": X}}]),
@@ -48,10 +54,14 @@ _CALLS: dict[str, tuple[str, list[dict[str, Any]]]] = {
 }  # fmt: skip
 
 
-def _ask(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _ask(calls: list[dict[str, Any]], package: str = PACKAGES[0]) -> list[dict[str, Any]]:
+    path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if package == PACKAGES[1]:
+        path.insert(0, str(Path(pytriton_stand_in.__file__).parent))  # before an installed PyTriton
     ended = subprocess.run(
         [sys.executable, "-m", "tests.inference.runtime.pytriton_calls"],
         cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))},
         input=json.dumps(calls),
         capture_output=True,
         text=True,
@@ -63,14 +73,14 @@ def _ask(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return results
 
 
-@pytest.fixture(scope="module")
-def results() -> dict[str, dict[str, Any]]:
+@pytest.fixture(scope="module", params=PACKAGES)
+def results(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
     """By the names of `_CALLS`."""
     calls = [
         {"script": f"{SCRIPTS / ('more.py' if name in MORE else 'kinds.py')}:{name}", "requests": requests}
         for name, requests in _CALLS.values()
     ]
-    return dict(zip(_CALLS, _ask(calls), strict=True))
+    return dict(zip(_CALLS, _ask(calls, request.param), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -147,6 +157,9 @@ _REFUSED = {
     "option's type": ("serve()", {"arguments": "a b"}),
     "given arguments": ("assert sys.argv[1:] == ['a'] and sys.argv[0].endswith('.py'); serve()", {"arguments": ["a"]}),
     "shape": ("serve(x=[Tensor(name='x', dtype=np.float32, shape=())])", {}),
+    "type": ("serve(x=[Tensor(name='x', dtype=np.complex64, shape=(1,))])", {}),
+    "no inputs": ("serve(x=[])", {}),
+    "size": ("serve(ModelConfig(max_batch_size=0))", {}),
     "yields": ("def many(requests):\n    yield echo(requests)\n    yield echo(requests)\nserve(function=many)", {}),
     "ragged": ("def cut(rs):\n    return [{'y': r['x'][:, : 1 + i]} for i, r in enumerate(rs)]\n"
                "serve(function=cut)", {"idempotent": False}),
@@ -192,8 +205,8 @@ def test_the_pages_model_that_learns_answers_with_what_it_has_learned(tmp_path: 
     assert before[0]["predictions"] != after[0]["predictions"] == during[0]["predictions"]
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+@pytest.fixture(scope="module", params=PACKAGES)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """By the names of `_REFUSED`."""
     folder = tmp_path_factory.mktemp("scripts")
     calls = []
@@ -202,7 +215,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]
         path.write_text(f"{_HEAD}\n{program}\n")
         requests = [{"inputs": {"x": [[1.0, 2.0]]}}, {"inputs": {"x": [[3.0, 4.0]]}}]
         calls.append({"script": str(path), "options": options, "requests": requests})
-    return dict(zip(_REFUSED, _ask(calls), strict=True))
+    return dict(zip(_REFUSED, _ask(calls, request.param), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -220,6 +233,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]
         ("repository", "asks for TritonConfig.model_repository", "deployments of their own"),
         ("option", "unknown option 'idempotents'", "options.idempotents"),
         ("option's type", "options.arguments: expected a list of texts, got 'a b'", "options.arguments"),
+        ("type", "bind() of echo: tensor 'x', dtype: expected np.bool_", "arguments of bind()"),
+        ("no inputs", "bind() of echo: inputs: expected at least one", "arguments of bind()"),
+        ("size", "bind() of echo: max_batch_size: expected a number from 1 on, got 0", "arguments of bind()"),
         ("shape", "bind() of echo: tensor 'x', shape: expected one row's shape", "arguments of bind()"),
     ],
 )

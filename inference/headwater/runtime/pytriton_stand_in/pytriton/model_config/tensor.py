@@ -1,0 +1,25 @@
+"""An input or output of a model that a script binds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+__all__ = ["Tensor"]
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor by its row's shape, where -1 is a dimension that varies, and by its numpy type; ``bytes`` is text."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    """A scalar type of numpy; a ``np.dtype`` becomes its scalar type."""
+    name: str | None = None
+    optional: bool | None = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.dtype, np.dtype):
+            object.__setattr__(self, "dtype", self.dtype.type)
