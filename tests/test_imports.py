@@ -41,6 +41,7 @@ def test_the_http_side_imports_neither_torch_nor_pytriton(module: str) -> None:
         "headwater.replica.__main__",
         "headwater.replica.served",
         "headwater.runtime.runner",
+        "headwater.runtime.pytriton_model",
     ],
 )
 def test_the_model_side_imports_no_web_framework_and_nothing_of_ours_from_the_http_side(module: str) -> None:

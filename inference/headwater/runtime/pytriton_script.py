@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 
 from headwater.environment import line_of, problem_of
 from headwater.errors import LoadError, Problem, did_you_mean
-from headwater.runtime.pytriton_stand_in import missing_name, put_last_on_path
+from headwater.runtime.pytriton_stand_in import missing_imports, missing_name, put_last_on_path
 
 __all__ = ["Binding", "Script", "end_scripts", "run_script"]
 
@@ -28,6 +28,9 @@ END_TIMEOUT_S: Final = 10.0
 
 _NAME: Final = re.compile(r"[A-Za-z0-9._-]+\Z")
 _BOUNDARY: Final = "Headwater serves by its own settings, such as `server.host` and `server.port`"
+_LACKING: Final = (
+    "which Headwater's stand-in for PyTriton lacks: what needs it fails; set `python: own`, or install PyTriton there"
+)
 _REFUSED: Final = {
     "model_repository": "serve those models by deployments of their own",
     "http_header_forward_pattern": "let clients send parameters in place of headers",
@@ -123,7 +126,10 @@ class Script:
         sys.argv[:] = self._arguments
         sys.path.insert(0, str(self.path.parent))
         try:
-            code = compile(self.path.read_bytes(), str(self.path), "exec", dont_inherit=True)
+            source = self.path.read_bytes()
+            code = compile(source, str(self.path), "exec", dont_inherit=True)
+            for line, name in missing_imports(source):
+                self.warnings[f"line {line} imports {name}, {_LACKING}"] = None
             exec(code, vars(self._module))
         except BaseException as error:  # SystemExit too
             if self._is_served and not isinstance(error, SystemExit):

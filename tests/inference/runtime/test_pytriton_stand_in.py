@@ -175,7 +175,7 @@ def requests_of_a_call(draw: Any) -> list[dict[str, Any]]:
     batching=st.booleans(),
     preferred=st.sampled_from([None, [2], [6, 4]]),
 )
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 def test_decorators_do_what_pytritons_do(
     stack: str, form: str, how: str, requests: list[dict[str, Any]], batching: bool, preferred: list[int] | None
 ) -> None:
@@ -192,6 +192,32 @@ def test_decorators_do_what_pytritons_do(
 def _facts(message: str) -> set[str]:
     """The numbers and the names of tensors in a message."""
     return set(re.findall(r"\d+|\b(?:x|k|text|bias|other|y|z)\b", message))
+
+
+@st.composite
+def results_of_calls(draw: Any) -> list[dict[str, Any]]:
+    """Outputs of one, two or three dimensions, in any of which calls may differ."""
+    shapes = st.lists(st.integers(0, 3), min_size=1, max_size=3) if draw(st.booleans()) else st.just([1, 2])
+    types = st.sampled_from(
+        draw(st.sampled_from([["f4"], ["f4", "f8"], ["S2", "S5"], ["U1", "U3"], ["O"], ["S2", "U2"]]))
+    )
+    outputs = st.builds(lambda shape, dtype: np.ones(shape, dtype), shapes, types)
+    calls: list[dict[str, Any]] = draw(
+        st.lists(st.dictionaries(st.sampled_from(["y", "z"]), outputs, max_size=2), min_size=1, max_size=3)
+    )
+    return calls
+
+
+@given(results=results_of_calls(), value=st.sampled_from([0, -1, 2.5]))
+@settings(deadline=None)
+def test_results_are_padded_as_pytriton_pads_them(results: list[dict[str, Any]], value: Any) -> None:
+    def padded(package: Any) -> Any:
+        try:
+            return plain(package.decorators.ConstantPadder(value)([dict(result) for result in results]))
+        except Exception as error:
+            return type(error).__name__
+
+    assert padded(stand_in) == padded(pytriton)
 
 
 @pytest.mark.parametrize("stack", ["first", "fill", "padded", "context"])
@@ -348,12 +374,12 @@ triton.serve()
 """
 
 
-def _finding(path: Path) -> dict[str, Any]:
-    """What is found of a script where PyTriton isn't installed: the stand-in comes before it."""
+def _finding(path: Path, first: Path = FOLDER) -> dict[str, Any]:
+    """What is found of a script where PyTriton isn't installed: the folder of the stand-in comes before it."""
     ended = subprocess.run(
         [sys.executable, "-m", "headwater.replica.bindings"],
         input=json.dumps({"path": str(path), "working_dir": str(path.parent)}),
-        env={**os.environ, "PYTHONPATH": f"{FOLDER}{os.pathsep}{FOLDER.parents[2]}"},
+        env={**os.environ, "PYTHONPATH": f"{first}{os.pathsep}{FOLDER.parents[2]}"},
         capture_output=True,
         text=True,
         check=True,
@@ -386,12 +412,41 @@ def test_a_name_that_the_stand_in_lacks_is_refused_with_its_line(tmp_path: Path,
         assert problem["fix"].startswith("set `python: own` for this deployment, or ")
 
 
-def test_a_script_that_does_without_such_a_name_is_served(tmp_path: Path) -> None:
+def test_a_script_that_may_do_without_such_a_name_is_served_with_a_warning(tmp_path: Path) -> None:
     script = tmp_path / "server.py"
-    script.write_text(f"try:\n    from pytriton.client import ModelClient\nexcept ImportError:\n    pass\n{SERVING}")
+    script.write_text(
+        "try:\n    from pytriton.client import ModelClient\nexcept ImportError:\n    pass\n"
+        "def call():\n    import pytriton.check, pytriton.decorators\n    from pytriton import decorators\n"
+        f"{SERVING}"
+    )
     finding = _finding(script)
     assert finding["problem"] is None
     assert list(finding["settings"]) == ["echo"]
+    lacking = ", which Headwater's stand-in for PyTriton lacks: what needs it fails"
+    assert [text.partition(";")[0] for text in finding["warnings"]] == [
+        f"line 2 imports pytriton.client.ModelClient{lacking}",
+        f"line 6 imports pytriton.check{lacking}",
+    ]
+
+
+def test_an_installed_pytriton_that_cannot_be_imported_is_named_with_why(tmp_path: Path) -> None:
+    script, package = tmp_path / "server.py", tmp_path / "other" / "pytriton" / "__init__.py"
+    script.write_text(SERVING)
+    package.parent.mkdir(parents=True)
+    package.write_text("import numpy\nnumpy.no_such_name\n")
+    problem = _finding(script, tmp_path / "other")["problem"]
+    assert (
+        "importing pytriton raised AttributeError: module 'numpy' has no attribute 'no_such_name'" in problem["reason"]
+    )
+    assert f"{package}:2" in problem["reason"]
+    assert "remove it: Headwater stands in for it" in problem["fix"]
+
+
+def test_a_folder_named_pytriton_beside_the_script_does_not_hide_the_stand_in(tmp_path: Path) -> None:
+    script = tmp_path / "server.py"
+    script.write_text(SERVING)
+    (tmp_path / "pytriton").mkdir()
+    assert list(_finding(script)["settings"]) == ["echo"]
 
 
 def test_a_triton_that_is_made_after_serve_is_refused() -> None:

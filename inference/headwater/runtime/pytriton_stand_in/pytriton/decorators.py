@@ -304,8 +304,8 @@ class ConstantPadder:
         padded: list[dict[str, Array]] = [{} for _ in batches_list]
         for name in dict.fromkeys(itertools.chain.from_iterable(result.keys() for result in batches_list)):
             arrays = {place: result[name] for place, result in enumerate(batches_list) if result.get(name) is not None}
-            dtype = _common_type(name, [array.dtype for array in arrays.values()])
             shape = np.max([array.shape[1:] for array in arrays.values()], axis=0)
+            dtype = _common_type(name, [array.dtype for array in arrays.values()])
             value: Any = b"" if dtype.kind in "SUO" else self.pad_value
             for place, array in arrays.items():
                 widths = [(0, 0), *((0, most - here) for most, here in zip(shape, array.shape[1:], strict=True))]
