@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 import pytriton
+import wrapt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -240,6 +241,7 @@ def test_decorated_functions_pass_for_what_they_decorate(package: Any) -> None:
     class Base:
         """A model."""
 
+        @package.decorators.group_by_keys
         @batch
         def infer(self, x: Any) -> Any:
             """Its function."""
@@ -278,6 +280,23 @@ def test_decorated_functions_pass_for_what_they_decorate(package: Any) -> None:
     assert bound.__self__ is model
     kept = functools.partial(waits)
     assert inspect.iscoroutinefunction(kept)
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=["stand-in", "PyTriton"])
+def test_a_user_s_decorator_around_them_leaves_their_configuration_to_be_found(package: Any) -> None:
+    around = wrapt.decorator(lambda wrapped, instance, args, kwargs: wrapped(*args, **kwargs))
+
+    class Model:
+        @around
+        @package.decorators.batch
+        def infer(self, x: Any) -> Any:
+            return [x, x]
+
+    functions: list[Function] = [Model().infer, around(package.decorators.batch(lambda x: [x, x]))]
+    for function in functions:
+        bind(package, function, batching=True, preferred=None)
+        (answered,) = function([package.proxy.types.Request({"x": np.ones((1, 1))})])
+        assert list(answered) == ["y", "z"]
 
 
 def _pair(name: str) -> tuple[ModuleType, ModuleType]:

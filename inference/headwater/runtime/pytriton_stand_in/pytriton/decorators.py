@@ -76,15 +76,14 @@ class _Decorated:
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         if not hasattr(self.__wrapped__, "__get__"):
             return self
-        bound = self.__wrapped__.__get__(instance, owner)
-        if instance is None and bound is self.__wrapped__:  # Class.method, which is called with the object
+        if instance is None and inspect.isfunction(self):  # Class.method, which is called with the object
 
-            @functools.wraps(bound)
+            @functools.wraps(self.__wrapped__)
             def call(instance: Any, /, *args: Any, **kwargs: Any) -> Any:
                 return self.__get__(instance, owner)(*args, **kwargs)
 
             return call
-        return _Decorated(bound, self._wrapper)
+        return _Decorated(self.__wrapped__.__get__(instance, owner), self._wrapper)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__wrapped__, name)
