@@ -41,9 +41,12 @@ def declared(spec: Any) -> Tensor:
         dtype = np.dtype(spec.dtype)
         shape = [int(size) for size in spec.shape]
     except (TypeError, ValueError) as error:
-        raise DeclarationError(f"tensor {spec.name!r}: {error}") from error
+        got = f"dtype {spec.dtype!r} and shape {spec.shape!r}"
+        raise DeclarationError(
+            f"tensor {spec.name!r}: expected a type of numpy's and a tuple of integers, got {got}: {error}"
+        ) from error
     datatype = "BYTES" if dtype.kind in "SO" else next((n for n, d in DATATYPES.items() if d.numpy == dtype), "")
-    if not datatype:
+    if not datatype or spec.dtype is None:  # which numpy takes for float64
         raise DeclarationError(
             f"tensor {spec.name!r}, dtype: expected np.bool_, a numpy integer, np.float16, np.float32, np.float64, "
             f"np.bytes_ or object, got {spec.dtype!r}"

@@ -352,7 +352,7 @@ def _triton_config(binding: Binding) -> Any:
 
     inputs, outputs = (
         [
-            TensorSpec(tensor.name or f"{kind}_{place}", tuple(tensor.shape), tensor.dtype, tensor.optional)
+            TensorSpec(tensor.name or f"{kind}_{place}", tensor.shape, tensor.dtype, tensor.optional)
             for place, tensor in enumerate(tensors, start=1)
         ]
         for kind, tensors in (("INPUT", binding.inputs), ("OUTPUT", binding.outputs))

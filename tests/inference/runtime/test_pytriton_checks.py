@@ -83,10 +83,17 @@ def test_tensors_have_the_types_that_pytriton_gives_them(dtype: Any) -> None:
     assert (tensor.datatype, list(tensor.shape), tensor.optional) == (expected, described["dims"], True)
 
 
-@pytest.mark.parametrize("dtype", [np.complex64, np.str_, np.datetime64, "no type"])
+@pytest.mark.parametrize("dtype", [np.complex64, np.str_, np.datetime64, "no type", None])
 def test_other_types_are_refused(dtype: Any) -> None:
     with pytest.raises(DeclarationError, match="tensor 'x'"):
         declared(TensorSpec("x", (1,), dtype))
+
+
+def test_a_shape_that_is_no_sequence_is_refused() -> None:
+    with pytest.raises(
+        DeclarationError, match=r"tensor 'x': expected a type of numpy's and a tuple of integers, got .* 3"
+    ):
+        declared(TensorSpec("x", 3, np.float32))
 
 
 @pytest.mark.parametrize(
