@@ -27,7 +27,7 @@ from headwater.environment import installed_version
 from headwater.errors import EnvironmentUnfit, ModelError
 from headwater.wire.handshake import BindRequest, ReplicaSpec, ReplicaStatus, WarmUpRequest, failure_of
 from headwater.wire.link import Link
-from headwater_server.binder.environment import require
+from headwater_server.binder.environment import require, without_other_libraries
 
 if TYPE_CHECKING:
     from headwater_server.binder.triton import EmbeddedTriton
@@ -51,7 +51,8 @@ def _become_triton(directory: Path, link: Link) -> None:
         from headwater_server.binder.triton import OUTPUT_FILE, EmbeddedTriton
     except ImportError as error:
         what = f"Headwater's own Python, {sys.executable}: PyTriton can't be imported: {error}"
-        raise EnvironmentUnfit(f"{what}; install Headwater anew there, or into another environment") from error
+        fix = without_other_libraries("install Headwater anew there, or into another environment")
+        raise EnvironmentUnfit(f"{what}; {fix}") from error
 
     spec = msgspec.json.decode((directory / "spec.json").read_bytes(), type=ReplicaSpec)
     triton = EmbeddedTriton(directory, spec.token)

@@ -21,7 +21,7 @@ from typing import Final
 from headwater.environment import installed_version, package_folder, run_command, run_python
 from headwater.errors import EnvironmentUnfit, Problem
 
-__all__ = ["library_path", "problems", "require", "versions"]
+__all__ = ["library_path", "problems", "require", "versions", "without_other_libraries"]
 
 OLDEST_PYTHON: Final = (3, 10)
 NEWEST_PYTHON: Final = (3, 12)
@@ -43,6 +43,12 @@ def library_path(environ: Mapping[str, str]) -> str:
     # An empty element would mean the current folder.
     entries = [entry for entry in [*own, *environ.get("LD_LIBRARY_PATH", "").split(":")] if entry]
     return ":".join(dict.fromkeys(entries))
+
+
+def without_other_libraries(fix: str) -> str:
+    """A fix for what can't be loaded, preceded by a nearer one where variables name other libraries."""
+    names = [name for name in ("LD_PRELOAD", "LD_LIBRARY_PATH") if os.environ.get(name)]
+    return f"start headwater without {' and '.join(names)}; if that doesn't help, {fix}" if names else fix
 
 
 def require() -> None:
@@ -157,8 +163,10 @@ def _deep_library_problems(stub: Path, path: str) -> Iterable[Problem]:
         yield Problem(
             "PyTriton's stub",
             f"it can't be started: {output.strip().removeprefix(f'{stub}: ') or f'status {status}'}",
-            f"reinstall it: {sys.executable} -m pip install --force-reinstall --no-deps nvidia-pytriton; if that "
-            "doesn't help, the system's C and C++ libraries are too old for it",
+            without_other_libraries(
+                f"reinstall it: {sys.executable} -m pip install --force-reinstall --no-deps nvidia-pytriton; if that "
+                "doesn't help, the system's C and C++ libraries are too old for it"
+            ),
         )
         return
     library = _libpython_of(stub, path)

@@ -15,21 +15,35 @@ from headwater.wire.link import Link
 
 
 @pytest.mark.slow
-def test_what_cannot_be_imported_names_headwaters_own_python(tmp_path: Path) -> None:
-    (tmp_path / "grpc.py").write_text("raise ImportError('built for another Python')")
-    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+@pytest.mark.parametrize(
+    ("variable", "file", "reason", "fix"),
+    [
+        ("PYTHONPATH", "grpc.py", "built for another Python", "install Headwater anew there"),
+        (
+            "LD_LIBRARY_PATH",
+            "libstdc++.so.6",
+            "libstdc++.so.6: file too short",
+            "start headwater without LD_LIBRARY_PATH",
+        ),
+    ],
+)
+def test_what_cannot_be_imported_names_headwaters_own_python(
+    variable: str, file: str, reason: str, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / file).write_text("raise ImportError('built for another Python')")
+    for name in ("LD_LIBRARY_PATH", "LD_PRELOAD"):
+        monkeypatch.delenv(name, raising=False)
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get(variable)]))
     ours, theirs = socket.socketpair()
     with theirs:
         fd = theirs.fileno()
         command = [sys.executable, "-m", "headwater_server.binder", str(tmp_path), str(fd)]
-        ended = subprocess.run(
-            command, pass_fds=(fd,), env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=60
-        )
+        environ = {**os.environ, variable: path}
+        ended = subprocess.run(command, pass_fds=(fd,), env=environ, capture_output=True, text=True, timeout=60)
     link = Link(ours.detach())
     status = link.receive(ReplicaStatus)
     link.close()
-    assert status.text.startswith(
-        f"Headwater's own Python, {sys.executable}: PyTriton can't be imported: built for another Python; install"
-    )
+    assert status.text.startswith(f"Headwater's own Python, {sys.executable}: PyTriton can't be imported: ")
+    assert f"{reason}; {fix}" in status.text
     assert status.is_permanent
     assert "Traceback" not in ended.stderr
