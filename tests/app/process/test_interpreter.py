@@ -209,7 +209,7 @@ def test_a_package_on_the_python_path_that_cannot_be_imported(tmp_path: Path, na
 
 @pytest.mark.parametrize(
     ("source", "said"),
-    [("print('hello', end='')", None), ("1 / 0", None), ("import sys; sys.exit('not today')", "SystemExit: not today")],
+    [("print('hello', end='')", None), ("1 / 0", None), ("import sys; sys.exit('not today')", ".*not today")],
     ids=["prints", "raises", "ends"],
 )
 def test_a_sitecustomize(tmp_path: Path, source: str, said: str | None) -> None:
