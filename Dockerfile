@@ -15,26 +15,23 @@ RUN if ! command -v python3 >/dev/null || ! python3 -c 'import ensurepip, venv' 
     fi
 
 FROM base AS build
-# Of pip, where packages come from somewhere else; and the extras to install, such as otel.
+# Of pip, where packages come from somewhere else; and the extras to install: for the demo and every kind of model.
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
 ARG PIP_FIND_LINKS
 ARG PIP_CERT
-ARG EXTRAS=
+ARG EXTRAS=demo,hf,onnx,plan
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PIP_ROOT_USER_ACTION=ignore
 WORKDIR /src
 RUN python3 -m venv /opt/headwater
-# The locks first: as long as they stay, what they install is taken from the cache.
-COPY requirements.lock requirements-dev.lock ./
-RUN /opt/headwater/bin/pip install --quiet -r requirements.lock
-COPY pyproject.toml README.md LICENSE ./
+# First without code, so that as long as no requirement changes, what they bring is taken from the cache.
+COPY requirements-dev.lock pyproject.toml README.md LICENSE ./
+COPY inference/pyproject.toml inference/README.md inference/
+RUN mkdir app && cp LICENSE inference && /opt/headwater/bin/pip install --quiet -c requirements-dev.lock setuptools && \
+    /opt/headwater/bin/pip install --quiet --no-build-isolation -c requirements-dev.lock ./inference ".${EXTRAS:+[$EXTRAS]}"
 COPY app app
 COPY inference inference
-RUN if [ -n "$EXTRAS" ]; then \
-        /opt/headwater/bin/pip install --quiet --no-build-isolation -c requirements-dev.lock ".[$EXTRAS]"; \
-    else \
-        /opt/headwater/bin/pip install --quiet --no-build-isolation --no-deps .; \
-    fi
+RUN /opt/headwater/bin/pip install --quiet --no-build-isolation --no-deps --force-reinstall ./inference .
 
 FROM base
 LABEL org.opencontainers.image.title="headwater" \

@@ -18,9 +18,9 @@ BASE ?= python:3.11-slim
 ENGINE ?= $(shell if docker info >/dev/null 2>&1; then echo docker; \
   else for one in podman buildah; do if command -v $$one >/dev/null; then echo $$one; break; fi; done; fi)
 IMAGE_ARGS ?=
-# For `make offline`: the machine's Python, and what it has already (torch,transformers,...). SLIM=1 packs a tar.xz.
+# For `make offline`: the machine's Python, and the extras (lm,hf,...). SLIM=1 packs it small, as tar.xz.
 PYTHON_VERSION ?=
-EXCLUDE ?=
+EXTRAS ?=
 SLIM ?=
 LIBPYTHON ?=
 
@@ -39,7 +39,7 @@ BIN := $(VENV)/bin
 # -qq: pip's errors only.
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq --no-input
 # setuptools comes with the lock, so building the editable install needs nothing more.
-INSTALL_SELF := $(PIP) install --no-deps --no-build-isolation -e .
+INSTALL_SELF := $(PIP) install --no-deps --no-build-isolation -e ./inference -e .
 
 .PHONY: help serve test test-fast wheel test-compiled test-clients test-vllm test-ray vllm-env lint format types bench bench-peers bench-fanout bench-stream bench-neighbours bench-tails bench-scaling bench-keys bench-smoke gpu screenshots soak chaos fuzz drill kustomize-base lock clean image base-image image-test image-suite engine offline offline-test
 
@@ -61,23 +61,24 @@ test-fast: TEST_JOBS = 4
 test-fast: $(VENV)/.dev  ## run the quick tests, which need neither Triton, torch nor a browser
 	@exec $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --fast $(TESTS) $(ARGS)
 
-wheel: $(VENV)/.dev  ## build a compiled wheel for this Python in dist/, with a C compiler
+wheel: $(VENV)/.dev  ## build both wheels in dist/, the server's compiled for this Python, with a C compiler
 	@echo '#include <Python.h>' | $${CC:-cc} -fsyntax-only -xc -I"$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("include"))')" - 2>/dev/null || { \
 	  echo "make: expected a C compiler (cc, or CC=...) and the headers of $$($(BIN)/python -V); one is missing." \
 	    "On Debian: apt-get install gcc python3-dev" >&2; exit 1; }
-	@rm -rf build/lib.* build/temp.* dist/headwater-*-linux_*.whl
+	@rm -rf build/lib.* build/temp.* inference/build dist/headwater-*.whl dist/headwater_server-*.whl
+	@$(PIP) wheel --no-deps --no-build-isolation -w dist ./inference
 	@echo "Compiling (minutes) ..."
 	@mkdir -p build  # not by pip, which would compile twice
 	@HEADWATER_COMPILE=1 $(BIN)/python -c 'from setuptools import build_meta; build_meta.build_wheel("dist")' \
 	  >build/wheel.log 2>&1 || { tail -n 30 build/wheel.log >&2; exit 1; }
-	@ls dist/headwater-*-linux_*.whl
+	@ls dist/headwater-*.whl dist/headwater_server-*.whl
 
 # In a copy, so that nothing compiled stays beside the sources.
 test-compiled: wheel  ## run the tests against the compiled wheel
 	@rm -rf $(COMPILED_TREE)
 	@mkdir -p $(COMPILED_TREE)
 	@git ls-files -z --cached --others --exclude-standard | xargs -0 cp --parents -t $(COMPILED_TREE)
-	@$(BIN)/python -m zipfile -e dist/headwater-*-linux_*.whl $(COMPILED_TREE)
+	@for wheel in dist/headwater-*.whl dist/headwater_server-*.whl; do $(BIN)/python -m zipfile -e $$wheel $(COMPILED_TREE); done
 	@cd $(COMPILED_TREE) && export PYTHONPATH=$$PWD && $(CURDIR)/$(BIN)/python -m headwater_server --version && \
 	  exec $(CURDIR)/$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile $(TESTS) $(ARGS)
 
@@ -176,10 +177,10 @@ image-suite: engine  ## run the tests inside the image
 	  -n $(TEST_JOBS) --dist loadfile $(TESTS) $(ARGS)
 
 offline: $(VENV)/.runtime  ## build a folder that installs Headwater without a network
-	@exec $(BIN)/python -m deploy.offline $(if $(PYTHON_VERSION),--python $(PYTHON_VERSION)) --exclude '$(EXCLUDE)' \
+	@exec $(BIN)/python -m deploy.offline $(if $(PYTHON_VERSION),--python $(PYTHON_VERSION)) --extras '$(EXTRAS)' \
 	  $(if $(SLIM),--slim) $(if $(LIBPYTHON),--libpython '$(LIBPYTHON)') $(ARGS)
 
-# Another Python than install.sh finds, or what this machine goes without: ARGS='--python PATH --without NAME,...'.
+# Another Python than install.sh finds: ARGS='--python PATH'.
 offline-test: $(VENV)/.python  ## install what `make offline` built, without an index, and serve a model from it
 	@exec $(BIN)/python -m tests.deploy.offline $(ARGS)
 
@@ -188,10 +189,10 @@ engine:
 	  "(on Debian: apt-get install podman)" >&2; exit 1; }
 
 clean:  ## remove the environments, caches and build output
-	rm -rf $(VENV) $(LOCK_VENV) $(PEER_VENVS) $(CLIENT_VENVS) $(VLLM_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(LOCK_VENV) $(PEER_VENVS) $(CLIENT_VENVS) $(VLLM_VENV) build inference/build dist */*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find app inference deploy tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The stamps: a set-up runs again when a lock or pyproject.toml changes, and costs nothing otherwise.
+# The stamps: a set-up runs again when a lock or a pyproject.toml changes, and costs nothing otherwise.
 
 $(VENV)/.python:
 	@command -v $(PYTHON) >/dev/null || { \
@@ -206,14 +207,14 @@ $(VENV)/.python:
 	@$(PYTHON) -m venv --clear $(VENV)
 	@touch $@
 
-$(VENV)/.runtime: $(VENV)/.python requirements.lock pyproject.toml
+$(VENV)/.runtime: $(VENV)/.python requirements.lock pyproject.toml inference/pyproject.toml
 	@echo "Installing requirements.lock into $(VENV) (minutes the first time) ..."
 	@$(PIP) install -r requirements.lock
 	@$(INSTALL_SELF)
 	@touch $@
 
 # The development lock holds the runtime's pins too, so it makes both stamps.
-$(VENV)/.dev: $(VENV)/.python requirements-dev.lock pyproject.toml
+$(VENV)/.dev: $(VENV)/.python requirements-dev.lock pyproject.toml inference/pyproject.toml
 	@echo "Installing requirements-dev.lock into $(VENV) (minutes the first time) ..."
 	@$(PIP) install -r requirements-dev.lock
 	@$(INSTALL_SELF)
@@ -239,10 +240,12 @@ endif
 
 # The locks. Pins stay as they are where pyproject.toml still allows them; `make lock ARGS=--upgrade` takes the newest.
 # Development first: the runtime lock is then always a part of it. What a CUDA build of torch pulls in is left out,
-# because the build decides that, and pip resolves it when it installs torch. uv repeats in every marker the one system
-# that pyproject.toml has it resolve for; without that a marker says what it should, the Python version.
+# because the build decides that, and pip resolves it when it installs torch; and so is this tree's own package
+# `headwater`. uv repeats in every marker the one system that pyproject.toml has it resolve for; without that a marker
+# says what it should, the Python version.
 LOCK_HEADER := \# Exact pins for Python 3.10 to 3.12 on Linux. Made by `make lock` from pyproject.toml: do not edit.
 DROP_CUDA := /^nvidia-(pytriton|ml-py)==/b; /^(nvidia-[a-z0-9-]+|cuda-[a-z0-9-]+|triton)==/d
+DROP_OWN := /^inference( |$$)/d
 DROP_SYSTEM := s/ and implementation_name == 'cpython' and platform_machine == 'x86_64'// ; \
   s/ and platform_python_implementation != 'PyPy'// ; s/ and sys_platform == 'linux'// ; \
   s/ and python_full_version < '3.13'// ; s/ ; python_full_version < '3.13'$$//
@@ -252,9 +255,10 @@ lock: $(LOCK_VENV)/.uv-$(UV_VERSION)  ## resolve pyproject.toml into the two loc
 	@cp requirements-dev.lock $(LOCK_VENV)/dev.txt 2>/dev/null || true
 	@cp requirements.lock $(LOCK_VENV)/runtime.txt 2>/dev/null || true
 	@$(COMPILE) $(ARGS) --extra dev -o $(LOCK_VENV)/dev.txt pyproject.toml >/dev/null
-	@$(COMPILE) -c $(LOCK_VENV)/dev.txt -o $(LOCK_VENV)/runtime.txt pyproject.toml >/dev/null
+	@$(COMPILE) -c $(LOCK_VENV)/dev.txt --extra demo --extra hf --extra onnx --extra plan \
+	  -o $(LOCK_VENV)/runtime.txt pyproject.toml >/dev/null
 	@for name in dev runtime; do \
-	  { echo '$(LOCK_HEADER)'; sed -E -e "$(DROP_SYSTEM)" -e '$(DROP_CUDA)' $(LOCK_VENV)/$$name.txt; } > $(LOCK_VENV)/$$name.lock; done
+	  { echo '$(LOCK_HEADER)'; sed -E -e "$(DROP_SYSTEM)" -e '$(DROP_CUDA)' -e '$(DROP_OWN)' $(LOCK_VENV)/$$name.txt; } > $(LOCK_VENV)/$$name.lock; done
 	@mv $(LOCK_VENV)/dev.lock requirements-dev.lock
 	@mv $(LOCK_VENV)/runtime.lock requirements.lock
 

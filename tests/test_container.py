@@ -52,7 +52,13 @@ def test_the_package_gets_all_that_its_metadata_names() -> None:
         assert root in copied
     for name in re.findall(r'^(?:readme = |license-files = \[)"([^"]+)"', metadata, re.M):
         assert name in copied
-    assert {"requirements.lock", "requirements-dev.lock", "pyproject.toml"} <= set(copied)
+    assert {"inference", "inference/pyproject.toml", "requirements-dev.lock", "pyproject.toml"} <= set(copied)
+
+
+def test_the_image_has_the_extras_of_the_runtime_s_lock() -> None:
+    (extras,) = [rest.removeprefix("EXTRAS=") for rest in of("Dockerfile", "ARG") if rest.startswith("EXTRAS=")]
+    makefile = (ROOT / "Makefile").read_text()
+    assert " ".join(f"--extra {name}" for name in extras.split(",")) in makefile
 
 
 def test_the_base_has_a_python_that_is_supported() -> None:

@@ -1,8 +1,7 @@
 #!/bin/sh
 # Installs Headwater from this folder into FOLDER (/opt/headwater), without a network:
-#   ./install.sh [--python PATH] [--without NAME,...] [FOLDER]
-# --python: the machine's Python, which also has the packages that this folder leaves out.
-# --without: of these, packages to go without; models that need them won't load.
+#   ./install.sh [--python PATH] [FOLDER]
+# --python: the Python that the server's environment is made of.
 set -eu
 
 fail() {
@@ -13,17 +12,15 @@ fail() {
 here=$(cd "$(dirname "$0")" && pwd)
 expected=$(sed -n 's/^  "python": "\(.*\)",$/\1/p' "$here/manifest.json")
 python=
-without=
 folder=/opt/headwater
 while [ $# -gt 0 ]; do
     case "$1" in
         -h | --help) sed -n 's/^# \{0,1\}//p' "$0" | sed 1d; exit ;;
-        --python | --without) [ $# -gt 1 ] || fail "$1: expected a value, got none" ;;
-        -*) fail "expected [--python PATH] [--without NAME,...] [FOLDER], got $1" ;;
+        --python) [ $# -gt 1 ] || fail "$1: expected a value, got none" ;;
+        -*) fail "expected [--python PATH] [FOLDER], got $1" ;;
     esac
     case "$1" in
         --python) python=$2; shift ;;
-        --without) without=$2; shift ;;
         *) folder=$1 ;;
     esac
     shift
@@ -37,4 +34,4 @@ found=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])') ||
     fail "--python: expected a Python interpreter, got $python"
 [ "$found" = "$expected" ] || fail "expected Python $expected, which these wheels are for, got $found ($python).\
  Name another (--python PATH), or build a folder for it: make offline PYTHON_VERSION=$found"
-exec "$python" "$here/install.py" --without "$without" "$folder"
+exec "$python" "$here/install.py" "$folder"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import zipfile
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -13,7 +13,7 @@ from packaging.metadata import RawMetadata, parse_email
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name, parse_wheel_filename
 
-__all__ = ["GLIBC", "MACHINE", "OfflineError", "fetch", "metadata", "name_of", "pins", "prune"]
+__all__ = ["GLIBC", "MACHINE", "OfflineError", "fetch", "metadata", "missing", "name_of", "pins"]
 
 MACHINE: Final = "x86_64"
 GLIBC: Final = (2, 35)
@@ -71,28 +71,26 @@ def name_of(wheel: Path) -> str:
     return parse_wheel_filename(wheel.name)[0]
 
 
-def prune(wheels: Mapping[str, Path], root: str, python: str, excluded: Collection[str]) -> tuple[set[str], set[str]]:
-    """Which wheels a package needs.
+def missing(wheels: Mapping[str, Path], root: str, extras: Iterable[str], python: str) -> dict[str, str]:
+    """What a package needs besides the wheels that are there.
 
     Args:
         wheels: by package.
         root: the package.
+        extras: of its extras.
         python: as ``3.12``.
-        excluded: packages that come from elsewhere, as does what only they need.
 
     Returns:
-        The packages whose wheels are needed, and the requirements that none of the wheels is for.
+        Requirements, by package.
     """
-    needed: set[str] = set()
-    missing: set[str] = set()
+    found: dict[str, str] = {}
     seen: set[tuple[str, str]] = set()
-    waiting = [(root, "")]
+    waiting = [(root, extra) for extra in ("", *extras)]
     while waiting:
-        name, extra = one = waiting.pop()
-        if one in seen:
+        name, extra = pair = waiting.pop()
+        if pair in seen:
             continue
-        seen.add(one)
-        needed.add(name)
+        seen.add(pair)
         for text in metadata(wheels[name]).get("requires_dist", []):
             requirement = Requirement(text)
             if requirement.marker and not requirement.marker.evaluate({**_environment(python), "extra": extra}):
@@ -100,9 +98,9 @@ def prune(wheels: Mapping[str, Path], root: str, python: str, excluded: Collecti
             wanted = canonicalize_name(requirement.name)
             if wanted in wheels:
                 waiting += [(wanted, extra) for extra in ("", *requirement.extras)]
-            elif wanted not in excluded:
-                missing.add(f"{requirement.name}{requirement.specifier}")
-    return needed, missing
+            else:
+                found[wanted] = f"{requirement.name}{requirement.specifier}"
+    return found
 
 
 def _environment(python: str) -> dict[str, str]:

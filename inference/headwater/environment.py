@@ -18,11 +18,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from headwater.errors import DeclarationError, Problem
+from headwater.errors import DeclarationError, LoadError, Problem
 
 __all__ = [
-    "imported_versions", "installed_version", "line_of", "package_folder", "problem_of", "run_command", "run_python",
-    "versions",
+    "check_installed", "imported_versions", "install_command", "installed_version", "line_of", "package_folder",
+    "problem_of", "run_command", "run_python", "versions",
 ]  # fmt: skip
 
 PACKAGES: Final = ("numpy", "torch", "transformers", "onnxruntime")
@@ -55,6 +55,31 @@ def installed_version(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def install_command(extra: str, *distributions: str) -> str:
+    """The command that installs distributions for this Python: as an extra of the server, if that is installed here."""
+    wanted = " ".join(distributions)
+    if installed_version("headwater-server") is not None:
+        wanted = f"'headwater-server[{extra}]'"  # which has the versions that the server works with
+    return f"{sys.executable} -m pip install {wanted}"
+
+
+def check_installed(title: str, extra: str, *packages: str) -> None:
+    """Check that this Python has the packages that a model needs, without importing them.
+
+    Args:
+        title: begins the message of an error.
+        extra: the server's extra that has them.
+        packages: names of top-level packages, which are those of their distributions.
+
+    Raises:
+        LoadError: packages are missing; the message says how to install them.
+    """
+    missing = [name.replace("_", "-") for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        reason = f"it needs {', '.join(missing)}, not installed for {sys.executable}"
+        raise LoadError(Problem(title, reason, install_command(extra, *missing)))
 
 
 def package_folder(package: str) -> Path | None:

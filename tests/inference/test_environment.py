@@ -11,7 +11,8 @@ import sys
 import numpy as np
 import pytest
 
-from headwater.environment import imported_versions, versions
+from headwater.environment import check_installed, imported_versions, versions
+from headwater.errors import LoadError, Problem
 
 
 def report(*options: str, **environment: str) -> dict[str, str | None]:
@@ -38,6 +39,23 @@ def test_what_is_not_installed_has_no_version(tmp_path: object) -> None:
     path = os.pathsep.join(entry for entry in sys.path if "site-packages" not in entry)
     found = report("-S", PYTHONPATH=path)
     assert (found["numpy"], found["torch"], found["cuda"]) == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("server", "wanted"), [(None, "no-such-package nor-this"), ("0.1.0", "'headwater-server[lm]'")]
+)
+def test_missing_packages_are_named_with_the_command_that_installs_them(
+    monkeypatch: pytest.MonkeyPatch, server: str | None, wanted: str
+) -> None:
+    monkeypatch.setattr("headwater.environment.installed_version", {"headwater-server": server}.get)
+    with pytest.raises(LoadError) as caught:
+        check_installed("model lm:folder", "lm", "numpy", "no_such_package", "nor_this")
+    reason = f"it needs no-such-package, nor-this, not installed for {sys.executable}"
+    assert caught.value.problem == Problem("model lm:folder", reason, f"{sys.executable} -m pip install {wanted}")
+
+
+def test_nothing_is_said_of_packages_that_are_installed() -> None:
+    check_installed("model lm:folder", "lm", "numpy", "msgspec")
 
 
 @pytest.mark.slow

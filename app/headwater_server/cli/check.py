@@ -323,7 +323,7 @@ def _print(
     colours = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     bold, red, green, plain = ("\033[1m", "\033[31m", "\033[32m", "\033[0m") if colours else ("", "", "", "")
     for name, version in versions.items():
-        print(f"{name:<12} {version or 'unknown'}")
+        print(f"{name:<12} {version or 'not found'}")
     cpus, memory_bytes = cpu_count(), host_capacity()
     memory = f", {size_text(memory_bytes)} of memory" if memory_bytes is not None else ""
     print(f"{'machine':<12} {cpus} CPU{'' if cpus == 1 else 's'}{memory}")

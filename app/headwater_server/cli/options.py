@@ -114,7 +114,7 @@ def add_report_options(command: argparse.ArgumentParser, page: str) -> None:
         page: what the HTML page is, for the help.
     """
     command.add_argument("--json", type=Path, metavar="FILE", help="write all figures as JSON")
-    command.add_argument("--html", type=Path, metavar="FILE", help=f"write {page}; needs headwater[reports]")
+    command.add_argument("--html", type=Path, metavar="FILE", help=f"write {page}; needs headwater-server[reports]")
 
 
 def add_set_option(command: argparse.ArgumentParser) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Final
 
+from headwater.environment import install_command
 from headwater_server.cluster import holder
 from headwater_server.cluster.nodes import Node, choose, needs, shortage
 from headwater_server.config.sections import NodePlacement
@@ -52,7 +53,7 @@ class RayClient:
         try:
             import ray
         except ImportError as error:
-            raise StartError("cluster.engine: Ray isn't installed: pip install 'headwater[cluster]'") from error
+            raise StartError(f"cluster.engine: Ray isn't installed: {install_command('cluster', 'ray')}") from error
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         self._ray: Any = ray
         self._connect(address)

@@ -15,6 +15,7 @@ from typing import Final
 
 import psutil
 
+from headwater.environment import install_command
 from headwater.errors import Problem
 from headwater.signature import Signature
 from headwater.wire.shared_memory import ASSUMED_DIMENSION, batch_bytes
@@ -179,8 +180,9 @@ def tracing_problems(server: Server) -> list[Problem]:
     with contextlib.suppress(ModuleNotFoundError):  # of the package itself
         if importlib.util.find_spec("opentelemetry.exporter.otlp.proto.http") is not None:
             return []
-    reason = "it needs opentelemetry-sdk and opentelemetry-exporter-otlp-proto-http, which are not installed"
-    return [Problem("server.tracing", reason, "install the extra: pip install 'headwater[otel]'")]
+    packages = ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http")
+    reason = f"it needs {' and '.join(packages)}, which are not installed"
+    return [Problem("server.tracing", reason, install_command("otel", *packages))]
 
 
 def shared_memory_bytes(deployment: Deployment, signature: Signature | None) -> int:

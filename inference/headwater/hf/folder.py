@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias, TypeVar, get_args
 
-from headwater.environment import problem_of
+from headwater.environment import install_command, problem_of
 from headwater.errors import LoadError, Problem
 from headwater.tuning import turn_cudnn_attention_off
 
@@ -197,10 +197,8 @@ class HfFolder:
         try:
             return importlib.import_module(module)
         except ImportError as error:
-            distribution = {"PIL.Image": "pillow"}.get(module, module.replace("_", "-"))
-            raise self.error(
-                f"it needs {distribution}: {error}", f"{sys.executable} -m pip install {distribution}"
-            ) from error
+            extra, distribution = {"PIL.Image": ("images", "pillow")}.get(module, ("hf", module.replace("_", "-")))
+            raise self.error(f"it needs {distribution}: {error}", install_command(extra, distribution)) from error
 
     def checked(self, make: Callable[[], _Loaded], doing: str) -> _Loaded:
         """What ``make`` returns, any failure as a `LoadError`."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import logging
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NamedTuple, get_args
@@ -14,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from headwater.engine import Engine, EngineLimits, Sampling
-from headwater.environment import problem_of
+from headwater.environment import check_installed, install_command, problem_of
 from headwater.errors import LoadError, Problem, ReplicaError
 from headwater.lm.generation_config import sampling_defaults
 from headwater.lm.json_files import checked_json
@@ -34,6 +33,8 @@ Count = Annotated[int, Meta(ge=1)]
 StepTime = Annotated[float, Meta(gt=0, le=86_400)]
 
 TOKENIZER: Final = "tokenizer.json"
+GRAMMARS: Final = "llguidance"
+WITHOUT_GRAMMARS: Final = "requests can't ask for a form of the answer, such as a JSON schema"
 GIVEN: Final = ("device", "on_broken")
 """Keyword arguments that a user's engine gets in addition to its options."""
 SEE_ENGINE: Final = "see headwater.engine.Engine for what an engine is"
@@ -156,15 +157,13 @@ def plan_language_model(reference: str, options: Mapping[str, Any], search: Sequ
     checked_json(title, folder, TOKENIZER, "the tokenizer, which the gateway needs")
     sampling, sampling_notes = sampling_defaults(title, folder) if has_defaults else (Sampling(), [])
     if engine is None:
-        for name in ("torch", "transformers"):
-            if importlib.util.find_spec(name) is None:
-                reason = f"it needs {name}, which is not installed"
-                raise LoadError(
-                    Problem(title, reason, f"{sys.executable} -m pip install {name}, or set `options.engine`")
-                )
+        check_installed(title, "lm", "torch", "transformers")
         slot_options = _slot_options(title, rest)
         attention, notes = checked_model(title, folder, slot_options.context_length, slot_options.attention)
         slot_options = msgspec.structs.replace(slot_options, attention=attention)
+        if importlib.util.find_spec(GRAMMARS) is None:
+            install = install_command("lm", GRAMMARS)
+            notes = *notes, f"{WITHOUT_GRAMMARS}: {GRAMMARS} is not installed; {install}"
         all_notes = (*notes, *sampling_notes)
         return LmPlan(reference, folder, slot_options, None, max_step_s, "", tool_parser, sampling, all_notes)
     engine, make = _engine_maker(title, engine)
@@ -221,12 +220,13 @@ def _slot_engine(
     logs.disable_progress_bar()  # it would fill the replica's log
     rest = msgspec.structs.asdict(options)
     loaded = load_causal_lm(folder, device=device, dtype=rest.pop("dtype"), attention=rest.pop("attention"))
+    grammars = None
     try:
         vocab_size = loaded.model.config.get_text_config(decoder=True).vocab_size
-        grammars = Grammars(folder / TOKENIZER, vocab_size, loaded.eos_ids)
+        if importlib.util.find_spec(GRAMMARS) is not None:
+            grammars = Grammars(folder / TOKENIZER, vocab_size, loaded.eos_ids)
     except ReplicaError as error:
-        logger.warning("%s: requests can't ask for a form of the answer, such as a JSON schema: %s", folder, error)
-        grammars = None
+        logger.warning("%s: %s: %s", folder, WITHOUT_GRAMMARS, error)
     engine = SlotEngine(
         loaded.model, eos_ids=loaded.eos_ids, grammars=grammars, on_broken=on_broken, capacity=capacity, **rest
     )

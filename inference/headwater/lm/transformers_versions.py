@@ -7,7 +7,6 @@ The engine uses parts that transformers documents nowhere (`headwater.lm.transfo
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
 import sys
 from collections.abc import Iterator, Mapping
@@ -75,7 +74,7 @@ OVERRIDDEN: Final[Mapping[str, tuple[str, ...]]] = {
 
 
 def check_transformers(title: str) -> None:
-    """Check that torch and transformers are installed, with all that the built-in engine relies on; imports them.
+    """Check that the installed transformers has all that the built-in engine relies on; imports it.
 
     Args:
         title: of the problem.
@@ -86,9 +85,6 @@ def check_transformers(title: str) -> None:
     tested = " and ".join(TESTED)
     best = TESTED[0] if sys.version_info < (3, 11) else TESTED[-1]
     install = f"{sys.executable} -m pip install transformers=={best}"
-    for package, command in (("transformers", install), ("torch", f"{sys.executable} -m pip install torch")):
-        if importlib.util.find_spec(package) is None:
-            raise LoadError(Problem(title, f"{package} is not installed in {sys.prefix}", command))
     for part in _missing():
         lacks = f"transformers {installed_version('transformers')} of {sys.prefix} lacks what the engine relies on"
         fix = f"{install}, or name another `python`"

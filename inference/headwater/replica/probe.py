@@ -154,8 +154,8 @@ def _load(title: str, request: Request) -> list[Problem]:
 def _device_problems(title: str, wanted: str) -> list[Problem]:
     try:
         choose_device(wanted, uses_torch=True)
-    except ModuleNotFoundError as error:
-        return [Problem(title, f"device {wanted!r} needs torch: {error}", f"{sys.executable} -m pip install torch")]
+    except LoadError as error:
+        return [Problem(title, f"{error.problem.title}: {error.problem.reason}", error.problem.fix)]
     except ReplicaError:
         import torch
 

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Final
 
+from headwater.environment import check_installed
 from headwater.errors import ReplicaError
 
 __all__ = ["breaks_device", "choose_device", "free_memory", "is_out_of_memory", "streams_of"]
@@ -73,10 +74,12 @@ def choose_device(wanted: str, uses_torch: bool) -> str:
         uses_torch: whether to import torch to look for a GPU; without it ``auto`` is ``cpu``.
 
     Raises:
+        LoadError: torch is not installed.
         ReplicaError: there is no such GPU.
     """
     if wanted == "cpu" or (wanted == "auto" and not uses_torch):
         return "cpu"
+    check_installed(f"device {wanted!r}", "torch", "torch")
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from headwater.environment import check_installed
 from headwater.errors import did_you_mean
 from headwater.hf.folder import TASKS, HfFolder, Task
 from headwater.model import Model
@@ -25,6 +26,11 @@ _CLASSES: Final[Mapping[Task, tuple[str, str]]] = {
 }
 """The module in `headwater.hf` for a task, and its class."""
 
+_ALSO_NEEDED: Final[Mapping[Task, Sequence[str]]] = {
+    "sentence-similarity": ["sentence_transformers"],
+    "automatic-speech-recognition": ["scipy"],
+}
+
 
 def open_model(path: str, options: Mapping[str, Any], search: Sequence[str] = ()) -> Model:
     """Find a Hugging Face folder, as `find_path` does, and make a model of it, not yet loaded.
@@ -41,7 +47,9 @@ def open_model(path: str, options: Mapping[str, Any], search: Sequence[str] = ()
     if asked is not None and asked not in TASKS:
         reason = f"options.task: expected one of {', '.join(TASKS)}, got {asked!r:.80}{did_you_mean(asked, TASKS)}"
         raise folder.error(reason, "correct `options.task`")
-    cls = _model_of(asked or folder.task())
+    task: Task = asked or folder.task()
+    check_installed(title, "hf", "torch", "transformers", *_ALSO_NEEDED.get(task, ()))
+    cls = _model_of(task)
     known = ["task", *list(inspect.signature(cls).parameters)[1:]]  # the first is the folder
     for name in others:
         if name not in known:

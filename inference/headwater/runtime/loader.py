@@ -9,9 +9,9 @@ import sys
 import sysconfig
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, Final
 
-from headwater.environment import line_of, problem_of
+from headwater.environment import install_command, line_of, problem_of
 from headwater.errors import LoadError, Problem, did_you_mean
 from headwater.model import Model
 from headwater.reference import kind_and_path
@@ -19,6 +19,9 @@ from headwater.runtime.compiled import COMPILE
 from headwater.user_folders import user_folders
 
 __all__ = ["asks_compile", "construct", "import_for", "load_model", "wrong_options"]
+
+_EXTRAS: Final = {"torch": "torch", "transformers": "lm", "safetensors": "lm", "onnxruntime": "onnx", "scipy": "hf"}
+"""The server's extra that has a package which models often import."""
 
 
 def _find(reference: str) -> object:
@@ -176,10 +179,14 @@ def _missing_module(title: str, wanted: str, error: ModuleNotFoundError) -> Prob
             f"start Headwater in the folder that holds {missing!r}, install it, or correct the name",
         )
     where = line_of(error)
+    package = missing.partition(".")[0]
+    extra = "demo" if wanted.startswith("headwater.zoo.") else _EXTRAS.get(package, "")
     return Problem(
         title,
         f"{wanted} imports {missing!r}, which is not installed{f' ({where})' if where else ''}",
-        f"{sys.executable} -m pip install the distribution that has {missing.partition('.')[0]}",
+        install_command(extra, package)
+        if extra
+        else f"{sys.executable} -m pip install the distribution that has {package}",
     )
 
 

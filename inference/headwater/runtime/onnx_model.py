@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from headwater.environment import install_command
 from headwater.errors import BadInput, DeclarationError, LoadError, Problem
 from headwater.model import Model, Tensor
 from headwater.reference import find_path
@@ -186,9 +186,7 @@ class OnnxModel(Model):
         try:
             import onnxruntime
         except ImportError as error:
-            raise self._error(
-                f"it needs onnxruntime: {error}", f"{sys.executable} -m pip install onnxruntime"
-            ) from error
+            raise self._error(f"it needs onnxruntime: {error}", install_command("onnx", "onnxruntime")) from error
         options = onnxruntime.SessionOptions()
         options.log_severity_level = FATAL
         options.inter_op_num_threads = 1

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from headwater.environment import check_installed
 from headwater.errors import BadOutput, LoadError, Problem
 from headwater.model import Model, Tensor
 from headwater.reference import find_path
@@ -155,6 +156,7 @@ def open_model(path: str, options: Mapping[str, Any], search: Sequence[str] = ()
     title = f"model torch:{path}"
     file = find_path(title, path, search, "file")
     kind = _kind(title, file)
+    check_installed(title, "torch", "torch")
     if kind == "exported":
         check_names(title, options, ["rename", BATCH, STATEFUL, COMPILE])
         return ExportedModel(

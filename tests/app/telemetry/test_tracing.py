@@ -20,6 +20,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 from starlette.types import ASGIApp, Scope
 
+from headwater.environment import install_command
 from headwater.lm.null_engine import NullEngine
 from headwater.wire.frame import StepCount
 from headwater_server.codecs.tensors import Answer, InferRequest
@@ -404,7 +405,7 @@ class TestConfiguration:
         monkeypatch.setattr("headwater_server.supervisor.preflight.importlib.util.find_spec", lambda name: None)
         assert tracing_problems(Server()) == []
         (problem,) = tracing_problems(server)
-        assert "pip install 'headwater[otel]'" in problem.fix
+        assert problem.fix == install_command("otel", "opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http")
 
 
 def test_spans_reach_a_collector_before_the_end() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
 import os
 import re
@@ -71,9 +72,10 @@ def ask(url: str) -> None:
 def main() -> None:
     """Entry point; see the module's docstring."""
     parser = argparse.ArgumentParser(prog="python -m tests.deploy.offline", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("what", type=Path, nargs="*", help="the folder or tar.xz; default: the newest in dist")
+    parser.add_argument(
+        "what", type=Path, nargs="*", help="the folder, or a part of the archive; default: the newest in dist"
+    )
     parser.add_argument("--python", default="", help="the machine's; default: the one that install.sh finds")
-    parser.add_argument("--without", default="", help="as for install.sh")
     options = parser.parse_args()
     built = sorted(Path("dist").glob("headwater-*-offline-*"), key=lambda path: path.stat().st_mtime)
     what: Path | None = next(iter([*options.what, *reversed(built)]), None)
@@ -82,11 +84,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="hw-") as name:
         folder, source = Path(name), what.resolve()
         if source.is_file():
-            with tarfile.open(source) as archive:
+            parts = sorted(source.parent.glob(f"{source.stem}.*"), key=lambda part: int(part.suffix[1:]))
+            whole = io.BytesIO(b"".join(part.read_bytes() for part in parts))
+            with tarfile.open(fileobj=whole) as archive:
                 archive.extractall(folder)
             (source,) = folder.iterdir()
         python = ["--python", options.python] if options.python else []
-        command = [source / "install.sh", *python, "--without", options.without, folder / "installed"]
+        command = [source / "install.sh", *python, folder / "installed"]
         subprocess.run(command, env=environment(folder), check=True)
         took_s = serve(folder / "installed" / "bin" / "headwater", folder)
         print(f"{what.name}: {MODEL} answered {took_s:.1f} s after the start")

@@ -52,9 +52,10 @@ def test_ray_and_headwater_have_a_token(name: str) -> None:
 def test_what_the_commands_use_is_copied(name: str) -> None:
     found = cluster(name)
     mounts = found["file_mounts"]
-    wheel = f"headwater-{__version__}-py3-none-any.whl"
-    assert mounts[f"~/{wheel}"] == wheel
-    install = f'/opt/headwater/bin/pip install -c ~/requirements.lock "$HOME/{wheel}[cluster]"'
+    wheels = [f"{name}-{__version__}-py3-none-any.whl" for name in ("headwater", "headwater_server")]
+    assert [mounts[f"~/{wheel}"] for wheel in wheels] == wheels
+    files = f'"$HOME/{wheels[0]}" "$HOME/{wheels[1]}[cluster,demo]"'
+    install = f"/opt/headwater/bin/pip install -c ~/requirements.lock {files}"
     assert install in found["setup_commands"]
     assert "~/requirements.lock" in mounts
     assert (FOLDER / mounts["~/headwater.yaml"]).is_file()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 from collections.abc import Callable
@@ -298,3 +299,16 @@ def test_the_operator_is_told_which_factors_a_long_rope_has(tmp_path: Path) -> N
         "LongRoPE: the long factors are used at all positions, because the context length 256 exceeds"
     )
     assert plan_language_model(f"lm:{tmp_path}", {"context_length": 64}).notes == ()
+
+
+def test_without_llguidance_it_serves_without_forms_of_answers_and_a_note_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "llguidance" else find(name))
+    plan = plan_language_model("lm:headwater.zoo:weights/tiny_lm", {})
+    (note,) = plan.notes
+    assert note.startswith("requests can't ask for a form of the answer, such as a JSON schema: llguidance is not")
+    engine = plan.load("cpu", pytest.fail)
+    assert engine.limits.grammars == frozenset()
+    engine.close()

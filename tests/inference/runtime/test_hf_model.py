@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from headwater.environment import install_command
 from headwater.errors import LoadError
 from headwater.hf.folder import HfFolder
 from headwater.runtime.loader import load_model
@@ -118,16 +120,20 @@ def test_a_pickles_code_is_not_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "config", "fix"),
+    ("module", "config", "extra", "distribution"),
     [
-        ("transformers", {"architectures": ["XForTokenClassification"]}, "pip install transformers"),
-        ("PIL.Image", {"architectures": ["XForImageClassification"]}, "pip install pillow"),
+        ("torch", {"architectures": ["XForTokenClassification"]}, "hf", "torch"),
+        ("transformers", {"architectures": ["XForTokenClassification"]}, "hf", "transformers"),
+        ("PIL.Image", {"architectures": ["XForImageClassification"]}, "images", "pillow"),
+        ("scipy", {"architectures": ["XForCTC"]}, "hf", "scipy"),
     ],
 )
 def test_a_missing_package_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, config: dict[str, Any], fix: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, config: dict[str, Any], extra: str, distribution: str
 ) -> None:
     for name in [module, *(name for name in sys.modules if name.startswith(f"{module}."))]:
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(LoadError, match=f"it needs .*; {sys.executable} -m {fix}"):
-        load_model(f"hf:{written(tmp_path, **config)}", {}).load("cpu")
+    with pytest.raises(
+        LoadError, match=f"it needs {distribution}.*; {re.escape(install_command(extra, distribution))}"
+    ):
+        load_model(f"hf:{written(tmp_path, **config)}", {})

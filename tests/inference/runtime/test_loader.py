@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from headwater import Model
+from headwater.environment import install_command
 from headwater.errors import LoadError, ReplicaError, is_permanent
 from headwater.runtime.loader import asks_compile, construct, load_model
 
@@ -88,6 +89,24 @@ def test_a_module_that_imports_what_is_not_installed(write: Write, tmp_path: Pat
     assert f"{name} imports 'not_installed_here', which is not installed" in message
     assert f"({tmp_path / name}.py:2)" in message
     assert "-m pip install" in message
+
+
+@pytest.mark.parametrize(
+    ("package", "extra"), [("torch", "torch"), ("safetensors", "lm"), ("onnxruntime", "onnx"), ("scipy", "hf")]
+)
+def test_a_module_that_lacks_what_an_extra_has(
+    write: Write, monkeypatch: pytest.MonkeyPatch, package: str, extra: str
+) -> None:
+    name = write(f"raise ModuleNotFoundError(name='{package}.sub')")
+    assert failure(f"{name}:Scale").endswith(f"; {install_command(extra, package)}")
+
+
+def test_a_shipped_model_names_the_demo_s_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.delitem(sys.modules, "headwater.zoo.digits", raising=False)
+    monkeypatch.setattr("headwater.environment.installed_version", lambda name: "0.1.0")
+    message = failure("headwater.zoo.digits:Digits")
+    assert message.endswith(f"{sys.executable} -m pip install 'headwater-server[demo]'")
 
 
 def test_a_module_without_that_class_lists_its_models(write: Write) -> None:

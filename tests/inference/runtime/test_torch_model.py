@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 import zipfile
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch.export import Dim
 
+from headwater.environment import install_command
 from headwater.errors import BadOutput, LoadError
 from headwater.model import Model
 from headwater.runtime.compiled import compile_modules
@@ -324,3 +326,12 @@ def test_other_files_are_refused_with_what_to_do(tmp_path: Path) -> None:
         packed.writestr("a/models/model.json", "{}")
     assert "can't read it: " in failure(f"torch:{path}")
     assert "there is no file" in failure("torch:elsewhere.pt2")
+
+
+def test_without_torch_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reference = export(tmp_path / "net.pt2", torch.nn.Linear(4, 3), torch.ones(1, 4))
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(LoadError) as caught:
+        load_model(reference, {})
+    assert caught.value.problem.reason == f"it needs torch, not installed for {sys.executable}"
+    assert caught.value.problem.fix == install_command("torch", "torch")

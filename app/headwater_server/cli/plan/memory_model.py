@@ -13,7 +13,6 @@ starts (``starting``) than later under load. ``cache`` is a language model's key
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from headwater.environment import install_command
 from headwater_server.cli.plan.measuring import Measured
 from headwater_server.cli.plan.point import Point
 from headwater_server.errors import CommandError
@@ -41,7 +41,8 @@ def check_fitting() -> None:
         importlib.import_module("scipy.optimize")
     except ImportError as error:
         reason = f"headwater plan: expected scipy, to fit predictions to measurements, got none ({error})"
-        raise CommandError(f"{reason}; {sys.executable} -m pip install scipy 'numpy~=1.26'") from None
+        install = install_command("plan", "scipy", "'numpy~=1.26'")
+        raise CommandError(f"{reason}; {install}") from None
 
 
 def fit_non_negative(features: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from headwater.environment import install_command
 from headwater_server.errors import CommandError
 
 if TYPE_CHECKING:
@@ -83,7 +84,8 @@ def check_plots() -> None:
         CommandError: matplotlib is not installed.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise CommandError("--html: expected matplotlib for the plots, got none: pip install 'headwater[reports]'")
+        install = install_command("reports", "matplotlib")
+        raise CommandError(f"--html: expected matplotlib for the plots, got none: {install}")
 
 
 def line_chart(title: str, x_label: str, y_label: str, curves: Sequence[Curve], *, log_x: bool = False) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from headwater.environment import install_command
 from headwater_server.cli.main import main
 from tests.load_target import Answer, Asked, LoadTarget, events, load_target, model
 from tests.running import wait_for
@@ -343,7 +344,7 @@ def test_without_matplotlib_a_page_is_refused_before_the_run(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else found(name))
     before = dict(target.asked)
     assert run(target.url, "--model", "m", "--html", tmp_path / "a.html") == 1
-    assert "pip install 'headwater[reports]'" in capsys.readouterr().err
+    assert install_command("reports", "matplotlib") in capsys.readouterr().err
     assert target.asked == before
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import sys
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headwater.environment import install_command
 from headwater_server.cli.plan.measuring import Measured
 from headwater_server.cli.plan.memory_model import (
     MemoryModel,
@@ -93,5 +95,6 @@ def test_terms_add_up() -> None:
 def test_without_scipy_a_plan_says_so_before_it_measures(monkeypatch: pytest.MonkeyPatch) -> None:
     check_fitting()
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)
-    with pytest.raises(CommandError, match=r"headwater plan: expected scipy.* pip install scipy 'numpy~=1.26'"):
+    install = re.escape(install_command("plan", "scipy", "'numpy~=1.26'"))
+    with pytest.raises(CommandError, match=f"headwater plan: expected scipy.*; {install}$"):
         check_fitting()
