@@ -192,9 +192,9 @@ def ask_interpreter(path: str, environ: Mapping[str, str], question: str) -> dic
             report: dict[str, Any] = json.loads(line[len(_MARK) :])
             return report
     lines = [line.strip() for line in errors.decode(errors="replace").splitlines() if line.strip()]
+    lines = [line for line in lines if "Error: " in line] or lines  # Python may add where that was
     if process.returncode < 0:
         lines.append(f"it was killed: {signal.strsignal(-process.returncode)}")
-    lines = [line for line in lines if "Error: " in line] or lines  # Python may add where that was
     reason = "it doesn't answer as Python does" + (f": {lines[-1][:300]}" if lines else "")
     fix = f"name a Python interpreter that works; try it: {path} {TRY}"
     if "PYTHONHOME" in environ:

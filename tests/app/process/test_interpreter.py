@@ -132,7 +132,7 @@ def test_a_program_whose_loader_is_not_there(tmp_path: Path) -> None:
 
 
 def test_a_program_that_is_killed(script: Script) -> None:
-    error = refused(script("kill -ILL $$"))
+    error = refused(script("echo OSError: an earlier one >&2; kill -ILL $$"))
     assert error.reason == "it doesn't answer as Python does: it was killed: Illegal instruction"
     assert error.fix.endswith("/python -c 'import numpy, msgspec'")
 
