@@ -1,4 +1,4 @@
-"""The folders of the user's modules on ``sys.path``."""
+"""The folders of the user's modules on ``sys.path``, and what else decides where modules come from."""
 
 from __future__ import annotations
 
@@ -7,10 +7,18 @@ import sys
 from collections.abc import Iterable
 from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import Final
 
-__all__ = ["module_named_headwater", "put_on_path", "user_folders"]
+__all__ = ["decides_modules", "module_named_headwater", "put_on_path", "user_folders"]
+
+_LOADED_BY: Final = ("PYTHONPATH", "PYTHONHOME", "PYTHONUSERBASE", "LD_")
 
 _folders: list[str] = []
+
+
+def decides_modules(variables: Iterable[str]) -> bool:
+    """Whether one of these variables decides which modules and libraries a process loads."""
+    return any(name.startswith(_LOADED_BY) for name in variables)
 
 
 def put_on_path(folders: Iterable[str]) -> None:

@@ -18,13 +18,13 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["BINDER", "decides_modules", "main", "with_changes"]
+from headwater.user_folders import decides_modules
+
+__all__ = ["BINDER", "main", "with_changes"]
 
 PR_SET_PDEATHSIG = 1
 BINDER = "headwater_server.binder"
 """The binder's module."""
-_LOADED_BY = ("PYTHONPATH", "PYTHONHOME", "PYTHONUSERBASE", "LD_")
-"""Begin the names of variables that decide which modules and libraries a process loads."""
 
 
 def main() -> None:
@@ -61,11 +61,6 @@ def main() -> None:
             status = {**status, "cause": f"its Python can't run a replica: {error.reason}", "is_permanent": True}
         os.write(int(status_fd), json.dumps(status).encode() + b"\n")
         sys.exit(1)
-
-
-def decides_modules(changes: Mapping[str, object]) -> bool:
-    """Whether variables that a deployment sets may keep even Headwater's own Python from running its model."""
-    return any(name.startswith(_LOADED_BY) for name in changes)
 
 
 def with_changes(environ: Mapping[str, str], changes: Mapping[str, str | None]) -> dict[str, str]:

@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 
 from headwater.errors import Problem
+from headwater.user_folders import decides_modules
 from headwater_server.process.interpreter import find_interpreter, foreign_environment, stage_package
-from headwater_server.process.launcher import decides_modules
 
 __all__ = ["PROCESS_TIMEOUT_S", "ModelSide", "last_line"]
 

@@ -35,6 +35,7 @@ from typing import Final
 
 import msgspec
 
+from headwater.user_folders import decides_modules
 from headwater.wire.handshake import COMMAND, GO, HOST, READY, STATUS, ForkRequest
 
 __all__ = ["main"]
@@ -44,8 +45,6 @@ PR_SET_CHILD_SUBREAPER: Final = 36
 REQUEST_BYTES: Final = 64 * 1024
 GPU_DEVICES = "/dev/nvidia"
 """Begins the names of the files by which GPUs are used."""
-_LOADED_BY: Final = ("PYTHONPATH", "PYTHONHOME", "PYTHONUSERBASE", "LD_")
-"""Begin the names of variables that decide which modules and libraries a process loads."""
 
 
 def main() -> None:
@@ -213,7 +212,7 @@ def _become_binder(request: ForkRequest, connection: socket.socket) -> None:
     fd = connection.detach()
     command = [request.binder, request.directory, str(fd)]
     _change_environment(request.changes)
-    if request.python != sys.executable or any(name.startswith(_LOADED_BY) for name in request.changes):
+    if request.python != sys.executable or decides_modules(request.changes):
         _execute(request.python, command, [fd])
     _run(command)
 

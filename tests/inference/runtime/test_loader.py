@@ -232,7 +232,7 @@ def probe(requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
         timeout=120,
         check=False,
     )
-    return [json.loads(line) for line in ended.stdout.splitlines()]
+    return [json.loads(line) for line in ended.stdout.splitlines() if line]
 
 
 def test_the_probe_answers_for_each_model(write: Write, tmp_path: Path) -> None:
