@@ -28,7 +28,8 @@ RUN python3 -m venv /opt/headwater
 COPY requirements-dev.lock pyproject.toml README.md LICENSE ./
 COPY inference/pyproject.toml inference/README.md inference/
 RUN mkdir app && cp LICENSE inference && /opt/headwater/bin/pip install --quiet -c requirements-dev.lock setuptools && \
-    /opt/headwater/bin/pip install --quiet --no-build-isolation -c requirements-dev.lock ./inference ".${EXTRAS:+[$EXTRAS]}"
+    /opt/headwater/bin/pip install --quiet --no-build-isolation -c requirements-dev.lock ./inference ".${EXTRAS:+[$EXTRAS]}" && \
+    rm inference/LICENSE
 COPY app app
 COPY inference inference
 RUN /opt/headwater/bin/pip install --quiet --no-build-isolation --no-deps --force-reinstall ./inference .
