@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sysconfig
@@ -34,8 +35,8 @@ OLDEST_PYTHON: Final = (3, 10)
 """Of a model's Python; for Headwater's own see `headwater_server.binder.environment`."""
 ASK_TIMEOUT_S: Final = 30.0
 """The first start of a Python can take seconds on a cold disk."""
-NEEDED: Final = ("numpy", "msgspec")
-"""Packages, and their modules, that a replica imports."""
+NEEDED: Final = {"numpy": (1, 22), "msgspec": (0, 14)}
+"""Packages, and their modules, that a replica imports, with the oldest versions that work."""
 TRY: Final = f"-c 'import {', '.join(NEEDED)}'"
 """Arguments with which an operator sees what keeps an interpreter from running a model."""
 CONFUSING: Final = ("PYTHONHOME", "VIRTUAL_ENV")
@@ -99,6 +100,12 @@ def find_interpreter(path: str | Path, environ: Mapping[str, str]) -> str:
         reason = f"{', '.join(missing)} {verb} not installed there"
         install = f"{absolute} -m pip install {' '.join(missing)}"
         raise InterpreterError(absolute, reason, f"{install}, or name another `python` (own: Headwater's)")
+    for name, oldest in NEEDED.items():
+        found = re.match(r"(\d+)\.(\d+)", report["versions"].get(name, ""))
+        if found is not None and (int(found[1]), int(found[2])) < oldest:
+            wanted = f"{name}>={oldest[0]}.{oldest[1]}"
+            reason = f"expected {wanted}, got {name} {report['versions'][name]}"
+            raise InterpreterError(absolute, reason, f"{absolute} -m pip install '{wanted}'")
     for module, place, error in report["broken"]:
         reason = f"{module} can't be imported there from {place}: {error}"
         raise InterpreterError(absolute, reason, _repair(absolute, module, place, environ), is_permanent=False)
@@ -205,16 +212,17 @@ def ask_interpreter(path: str, environ: Mapping[str, str], question: str) -> dic
 _QUESTION: Final = f"""
 import platform, struct, sys
 report = {{"version": list(sys.version_info[:3]), "implementation": platform.python_implementation().lower()}}
-report.update(bits=struct.calcsize("P") * 8, missing=[], broken=[])
+report.update(bits=struct.calcsize("P") * 8, missing=[], broken=[], versions={{}})
 if sys.version_info >= (3, 10):
     import importlib.util
-    for name in {NEEDED!r}:
+    for name in {[*NEEDED]!r}:
         spec = importlib.util.find_spec(name)
         if spec is None:
             report["missing"].append(name)
             continue
         try:
-            __import__(name).__version__  # which another module of that name, or the rest of a package, has not
+            # Another module of that name, or the rest of a package, has no version.
+            report["versions"][name] = __import__(name).__version__
         except Exception as error:
             while error.__cause__ or error.__context__:  # numpy's own message is a page long
                 error = error.__cause__ or error.__context__

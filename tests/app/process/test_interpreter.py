@@ -64,7 +64,14 @@ def refused(path: str | Path) -> InterpreterError:
 
 def answering(**changes: Any) -> str:
     """A script that answers as a Python does that has everything, but for the changes."""
-    report = {"version": [3, 11, 9], "implementation": "cpython", "bits": 64, "missing": [], "broken": []}
+    report = {
+        "version": [3, 11, 9],
+        "implementation": "cpython",
+        "bits": 64,
+        "missing": [],
+        "broken": [],
+        "versions": {},
+    }
     answer = json.dumps({**report, **changes})
     return f"cat <<'END'\na greeting from sitecustomize\nheadwater-interpreter:{answer}\nEND"
 
@@ -165,6 +172,25 @@ def test_what_is_not_installed_is_named_at_once(script: Script) -> None:
     error = refused(path)
     assert error.reason == "numpy, msgspec are not installed there"
     assert error.fix == f"{path} -m pip install numpy msgspec, or name another `python` (own: Headwater's)"
+
+
+@pytest.mark.parametrize(
+    ("versions", "reason", "fix"),
+    [
+        ({"numpy": "1.21.6", "msgspec": "0.19.0"}, "expected numpy>=1.22, got numpy 1.21.6", "'numpy>=1.22'"),
+        ({"numpy": "2.5.5", "msgspec": "0.9.1"}, "expected msgspec>=0.14, got msgspec 0.9.1", "'msgspec>=0.14'"),
+    ],
+)
+def test_a_package_that_is_too_old_is_named(script: Script, versions: dict[str, str], reason: str, fix: str) -> None:
+    path = script(answering(versions=versions))
+    error = refused(path)
+    assert (error.reason, error.fix) == (reason, f"{path} -m pip install {fix}")
+
+
+@pytest.mark.parametrize("numpy", ["1.22.4", "2.0.0rc1", "3.0.0.dev0+g1", "unknown"])
+def test_newer_packages_and_unknown_versions_can_serve(script: Script, numpy: str) -> None:
+    path = script(answering(versions={"numpy": numpy, "msgspec": "0.14.2"}))
+    assert find_interpreter(path, os.environ) == str(path)
 
 
 BROKEN = """
