@@ -379,7 +379,7 @@ def cli(running: Running, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_the_command_line(running: Running, tmp_path: Path) -> None:
     table = cli(running, "status")
     assert table.returncode == 0, table.stderr
-    head, *rows = table.stdout.splitlines()
+    head, *rows = table.stdout.partition("\n\n")[0].splitlines()
     assert head.split()[:3] == ["MODEL", "VERSION", "STATE"]
     assert [row.split()[:3] for row in rows if row.startswith("shared ")] == [["shared", "1", "READY"]]
     unloaded = cli(running, "unload", "shared")

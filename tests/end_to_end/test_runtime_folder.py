@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 
+import httpx
+
 from tests.running import serve, wait_for
 
 
@@ -28,4 +30,7 @@ def test_counts_are_told_while_their_files_are_missing() -> None:
         for path in ("/metrics", "/v2/status"):
             assert running.get(path).status_code == 200
         wait_for((folder / "metrics" / "supervisor").exists, 60, "the counts' file")
+        # Over another connection: the worker is replaced now, and closes those that no request is on.
+        running.client.close()
+        running.client = httpx.Client(timeout=60, trust_env=False)
         assert running.infer("one", [1.0], shape=[1, 1]).status_code == 200

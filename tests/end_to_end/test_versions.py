@@ -119,9 +119,9 @@ def test_all_that_is_said_of_a_model_names_its_versions(running: Running) -> Non
     assert (status["c.2"]["kind"], status["c.2"]["part_of"]) == ("version", "c")
     paths = running.get("/openapi.json").json()["paths"]
     assert {"/v2/models/c/infer", "/v2/models/c/versions/2/infer"} <= set(paths)
-    assert [line.split()[:4] for line in command_line(running, "status").splitlines()[1:]] == [
-        ["c", "1", "(95", "%)"], ["c", "2", "(5", "%)"],
-    ]  # fmt: skip
+    table, versions = (part.splitlines() for part in command_line(running, "status").split("\n\n"))
+    assert [line.split()[:4] for line in table[1:]] == [["c", "1", "(95", "%)"], ["c", "2", "(5", "%)"]]
+    assert [line.split()[:3] for line in versions[1:3]] == [["c", "1", "all"], ["c", "2", "all"]]
 
 
 @pytest.mark.skipif(chromium() is None, reason="no Chromium; on Debian: apt-get install chromium-headless-shell")

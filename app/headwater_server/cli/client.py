@@ -326,16 +326,17 @@ def _cells(one: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _versions(index: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     """What the models run with, and last what Headwater itself does, which is not the same on all machines."""
-    rows, own = [("MODEL", "REPLICAS", "RUNS WITH")], set()
+    rows, own = [("MODEL", "VERSION", "REPLICAS", "RUNS WITH")], set()
     for one in index:
         environments = one.get("environments", ())
         for environment in environments:
             ids = environment["replicas"]
             which = "all" if len(environments) == 1 else ", ".join(ids[:3]) + (", ..." if len(ids) > 3 else "")
             texts = [f"{name} {version}" for name, version in environment["versions"].items()]
-            rows.append((one["name"], which, ", ".join(text for text in texts if not text.startswith(OWN))))
+            name, version = one["name"], str(one["version"])
+            rows.append((name, version, which, ", ".join(text for text in texts if not text.startswith(OWN))))
             own.add(", ".join(text.removeprefix(OWN) for text in texts if text.startswith(OWN)))
-    return [*rows, *(("Headwater itself", "", text) for text in sorted(own - {""}))]
+    return [*rows, *(("Headwater itself", "", "", text) for text in sorted(own - {""}))]
 
 
 def _replicas(one: Mapping[str, Any]) -> str:

@@ -37,7 +37,7 @@ def _array(title: str, given: Any, rows: int) -> Array:
     """An input of a call."""
     shape, dtype = (rows, *given.shape), np.dtype(given.dtype)
     if given.input_data_file:
-        return _fitted(title, np.load(given.input_data_file), shape).astype(dtype)
+        return _fitted(title, np.load(given.input_data_file, allow_pickle=False), shape).astype(dtype)
     if given.zero_data:
         return np.zeros(shape, dtype)
     if given.random_data:

@@ -139,18 +139,22 @@ def test_what_replicas_run_with_stands_below_the_table() -> None:
         return {"versions": versions, "replicas": replicas}
 
     index: list[dict[str, Any]] = [
-        {"name": "a", "environments": [run_with("2.5.5", "a-1", "a-2")]},
-        {"name": "b", "environments": [run_with("2.5.5", "b-1"), run_with("2.4.0", "b-2", "b-3", "b-4", "b-5")]},
-        {"name": "c", "environments": [{"versions": {"vllm": "0.32.0"}, "replicas": ["c-1"]}]},
-        {"name": "graph"},
+        {"name": "a", "version": "1", "environments": [run_with("2.5.5", "a-1", "a-2")]},
+        {
+            "name": "b",
+            "version": "2",
+            "environments": [run_with("2.5.5", "b-1"), run_with("2.4.0", "b-2", "b-3", "b-4", "b-5")],
+        },
+        {"name": "c", "version": "1", "environments": [{"versions": {"vllm": "0.32.0"}, "replicas": ["c-1"]}]},
+        {"name": "graph", "version": "1"},
     ]
     assert status_table(index).partition("\n\n")[2].splitlines() == [
-        "MODEL             REPLICAS            RUNS WITH",
-        "a                 all                 python 3.13.0, numpy 2.5.5",
-        "b                 b-1                 python 3.13.0, numpy 2.5.5",
-        "b                 b-2, b-3, b-4, ...  python 3.13.0, numpy 2.4.0",
-        "c                 all                 vllm 0.32.0",
-        "Headwater itself                      python 3.11.7, numpy 1.26.4",
+        "MODEL             VERSION  REPLICAS            RUNS WITH",
+        "a                 1        all                 python 3.13.0, numpy 2.5.5",
+        "b                 2        b-1                 python 3.13.0, numpy 2.5.5",
+        "b                 2        b-2, b-3, b-4, ...  python 3.13.0, numpy 2.4.0",
+        "c                 1        all                 vllm 0.32.0",
+        "Headwater itself                               python 3.11.7, numpy 1.26.4",
     ]
 
 
