@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import sysconfig
+from importlib.machinery import PathFinder
 
 import pytest
+
+from headwater_server.__main__ import IMPORTED
 
 LIST_MODULES = "import sys, json; print(json.dumps(sorted(sys.modules)))"
 
@@ -47,6 +51,20 @@ def test_the_http_side_imports_neither_torch_nor_pytriton(module: str) -> None:
 def test_the_model_side_imports_no_web_framework_and_nothing_of_ours_from_the_http_side(module: str) -> None:
     loaded = modules_after(f"import {module}")
     assert not loaded & {"fastapi", "starlette", "uvicorn", "headwater_server", "pytriton", "tritonclient", "grpc"}
+
+
+@pytest.mark.slow
+def test_a_path_that_hides_what_headwater_s_own_processes_import_is_refused() -> None:
+    modules = ("gateway.worker", "supervisor.supervisor", "cli.main", "cli.check", "binder.triton", "binder.warmup_lm")
+    imports = "; ".join(f"import headwater_server.{name}" for name in modules)
+    installed = {
+        name
+        for name in {module.partition(".")[0] for module in modules_after(imports)}
+        if PathFinder.find_spec(name, [sysconfig.get_path("purelib")]) is not None
+    }
+    of_development = {name for name in installed if name.startswith("__editable__") or name == "_distutils_hack"}
+    assert "pytriton" in installed
+    assert installed - of_development - set(IMPORTED) == set()
 
 
 @pytest.mark.slow

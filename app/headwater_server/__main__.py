@@ -8,8 +8,13 @@ import headwater
 from headwater_server import __version__, version_text
 
 IMPORTED = (
-    "fastapi", "grpc", "httpx", "jinja2", "msgspec", "numpy", "orjson", "psutil", "pydantic", "pydantic_core",
-    "pytriton", "starlette", "tokenizers", "tritonclient", "typing_extensions", "uvicorn", "uvloop", "yaml",
+    "_brotli", "aiohappyeyeballs", "aiohttp", "aiosignal", "annotated_doc", "annotated_types", "anyio",
+    "async_timeout", "attr", "brotli", "certifi", "click", "exceptiongroup", "fastapi", "frozenlist", "gevent",
+    "geventhttpclient", "google", "greenlet", "grpc", "h11", "httpcore", "httptools", "httpx", "idna", "jinja2",
+    "ml_dtypes", "msgspec", "multidict", "mypy_extensions", "numpy", "opentelemetry", "orjson", "packaging",
+    "propcache", "psutil", "pydantic", "pydantic_core", "python_multipart", "pytriton", "rapidjson", "sniffio",
+    "sse_starlette", "starlette", "tokenizers", "tritonclient", "typing_extensions", "typing_inspect",
+    "typing_inspection", "uvicorn", "uvloop", "wrapt", "yaml", "yarl", "zmq", "zope",
 )  # fmt: skip
 """Modules of other packages that Headwater's own processes import, Triton's among them."""
 

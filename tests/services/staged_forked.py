@@ -4,29 +4,20 @@ from __future__ import annotations
 
 import importlib
 import sys
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from headwater import Model, Tensor
+if TYPE_CHECKING:
+    from tests.services.staged import Staged
+else:
+    Staged = importlib.import_module("staged").Staged
 
-hold = importlib.import_module("sitecustomize").hold
 
-
-class Forked(Model):
+class Forked(Staged):
     """Gives back x."""
-
-    inputs = (Tensor("x", "FP32", [1]),)
-    outputs = (Tensor("y", "FP32", [1]),)
-
-    def __init__(self) -> None:
-        hold("construct")
 
     def load(self, device: str) -> None:
         """See that the replica was forked."""
         assert "headwater.replica.preloaded" in sys.orig_argv, "it was not forked"
         torch.set_num_threads(1)
-
-    def __call__(self, x: Any) -> Any:
-        hold("call")
-        return {"y": x}

@@ -25,7 +25,7 @@ import msgspec
 
 from headwater.environment import installed_version
 from headwater.errors import EnvironmentUnfit, ModelError
-from headwater.wire.handshake import BindRequest, ReplicaSpec, ReplicaStatus, WarmUpRequest, failure_of
+from headwater.wire.handshake import OWN_SIDE, BindRequest, ReplicaSpec, ReplicaStatus, WarmUpRequest, failure_of
 from headwater.wire.link import Link
 from headwater_server.binder.environment import require, without_other_libraries
 
@@ -83,8 +83,8 @@ def _warm_up(triton: EmbeddedTriton, pid: int, spec: ReplicaSpec, link: Link) ->
         warmup_lm.warm_up(request.signature, triton, spec, progress)
     else:
         warmup.warm_up(request.signature, triton, spec, request.sizes, progress)
-    facts = {f"headwater-{name}": installed_version(name) or "unknown" for name in ("numpy", "nvidia-pytriton")}
-    link.send(ReplicaStatus("done", facts={"headwater-python": platform.python_version(), **facts}))
+    facts = {f"{OWN_SIDE}{name}": installed_version(name) or "unknown" for name in ("numpy", "nvidia-pytriton")}
+    link.send(ReplicaStatus("done", facts={f"{OWN_SIDE}python": platform.python_version(), **facts}))
     os._exit(0)
 
 

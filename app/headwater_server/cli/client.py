@@ -16,6 +16,7 @@ import httpx
 import msgspec
 from msgspec.structs import replace
 
+from headwater.wire.handshake import OWN_SIDE
 from headwater_server.cli.report.columns import columns
 from headwater_server.errors import CommandError
 
@@ -279,10 +280,6 @@ def tls_context(url: str) -> ssl.SSLContext:
     return ssl.create_default_context()  # SSL_CERT_FILE in the environment names another authority
 
 
-OWN: Final = "headwater-"
-"""How the names of the versions of Headwater's own Python and packages begin."""
-
-
 def status_table(index: Sequence[Mapping[str, Any]]) -> str:
     """The models as a text table, with a column for machines if there are several; and what their replicas run with."""
     rows = [("MODEL", "VERSION", "STATE", "REPLICAS", "DEVICES", "NODES", "SINCE", "REASON"), *map(_cells, index)]
@@ -325,17 +322,19 @@ def _cells(one: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _versions(index: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """What the models run with, and last what Headwater itself does, which is not the same on all machines."""
-    rows, own = [("MODEL", "VERSION", "REPLICAS", "RUNS WITH")], set()
-    for one in index:
-        environments = one.get("environments", ())
+    """A table of what each model's replicas run with; and of what Headwater itself runs with, a row for each kind of
+    machine."""
+    rows = [("MODEL", "VERSION", "REPLICAS", "RUNS WITH")]
+    own = set()
+    for model in index:
+        environments = model.get("environments", ())
         for environment in environments:
             ids = environment["replicas"]
             which = "all" if len(environments) == 1 else ", ".join(ids[:3]) + (", ..." if len(ids) > 3 else "")
-            texts = [f"{name} {version}" for name, version in environment["versions"].items()]
-            name, version = one["name"], str(one["version"])
-            rows.append((name, version, which, ", ".join(text for text in texts if not text.startswith(OWN))))
-            own.add(", ".join(text.removeprefix(OWN) for text in texts if text.startswith(OWN)))
+            texts = [f"{package} {version}" for package, version in environment["versions"].items()]
+            of_model = ", ".join(text for text in texts if not text.startswith(OWN_SIDE))
+            rows.append((model["name"], str(model["version"]), which, of_model))
+            own.add(", ".join(text.removeprefix(OWN_SIDE) for text in texts if text.startswith(OWN_SIDE)))
     return [*rows, *(("Headwater itself", "", "", text) for text in sorted(own - {""}))]
 
 

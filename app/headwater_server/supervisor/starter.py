@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Final
 
+from headwater.wire.handshake import OWN_SIDE
 from headwater_server.config.schema import Deployment
 from headwater_server.control.messages import Drained
 from headwater_server.errors import CallableFailed, HeadwaterError, Unavailable
@@ -229,5 +230,5 @@ def _own_python(deployment: Deployment, facts: Mapping[str, str]) -> str:
     if deployment.interpreter is None:
         return ""
     return f", under {deployment.interpreter}: " + ", ".join(
-        f"{name} {version}" for name, version in facts.items() if name != "device" and not name.startswith("headwater-")
+        f"{name} {version}" for name, version in facts.items() if name != "device" and not name.startswith(OWN_SIDE)
     )

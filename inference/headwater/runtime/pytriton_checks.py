@@ -94,7 +94,11 @@ def _check_type(title: str, output: Any, value: Any) -> None:
 
 
 def _check_declared(title: str, spec: Any, value: Any, *, batching: bool) -> None:
-    """Raises: ValueError: the output isn't as declared, in PyTriton's words, which clients may know."""
+    """Check an output against its declaration.
+
+    Raises:
+        ValueError: it has another type or shape; in PyTriton's words, which clients may know.
+    """
     if spec is None:
         raise ValueError(f"{title} is not defined in model config.")
     is_text = np.dtype(spec.dtype).kind in "SO"

@@ -18,8 +18,8 @@ from headwater.reference import is_language_model
 from headwater.signature import Signature
 
 __all__ = [
-    "COMMAND", "GO", "HOST", "READY", "STATUS", "BindRequest", "ForkRequest", "ReplicaSpec", "ReplicaStatus",
-    "WarmUpRequest", "failure_of",
+    "COMMAND", "GO", "HOST", "OWN_SIDE", "READY", "STATUS", "BindRequest", "ForkRequest", "ReplicaSpec",
+    "ReplicaStatus", "WarmUpRequest", "failure_of",
 ]  # fmt: skip
 
 
@@ -78,8 +78,7 @@ class ReplicaStatus(msgspec.Struct, omit_defaults=True):
     """In ``ready``: an `headwater.signature.Signature`."""
     facts: dict[str, str] = {}
     """In ``ready``: the ``device``, and the versions of ``python`` and the packages that models use, or of ``vllm``;
-    and what the binder tells in ``done``: versions on Headwater's own side, with names that begin with
-    ``headwater-``."""
+    and what the binder tells in ``done``: versions on Headwater's own side, with names that begin with `OWN_SIDE`."""
     imported: list[str] = []
     """In ``ready`` and ``failed``: the files of the modules that it imported from the user's folders."""
     exit_status: int = 0
@@ -131,6 +130,8 @@ READY: Final = b"ready"
 GO: Final = b"go\n"
 """What a forked guardian waits for on its command pipe: the supervisor knows it and has set its priority."""
 STATUS: Final = "{status}"
+OWN_SIDE: Final = "headwater-"
+"""Begins the names of a replica's facts that are of Headwater's own Python, not of the model's."""
 COMMAND: Final = "{command}"
 HOST: Final = "{host}"
 

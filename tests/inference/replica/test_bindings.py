@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
+
+from tests.inference.bindings import found_in
 
 SCRIPT = """
 import threading
@@ -38,25 +36,11 @@ finally:
 """
 
 
-def _find(path: Path) -> dict[str, Any]:
-    request = {"path": str(path), "working_dir": str(path.parent)}
-    ended = subprocess.run(
-        [sys.executable, "-m", "headwater.replica.bindings"],
-        input=json.dumps(request),
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
-    finding: dict[str, Any] = json.loads(ended.stdout)
-    return finding
-
-
 def test_threads_that_the_script_ends_itself_do_not_hold_up_its_run_and_shared_objects_are_named(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "server.py").write_text(SCRIPT)
-    finding = _find(tmp_path / "server.py")
+    finding = found_in(tmp_path / "server.py")
     assert list(finding["settings"]) == ["Train", "Predict"]
     (warning,) = finding["warnings"]
     assert warning.startswith("Train and Predict share Learner, of which each has one of its own here")

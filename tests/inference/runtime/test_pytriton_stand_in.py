@@ -9,10 +9,8 @@ import enum
 import functools
 import importlib
 import inspect
-import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +26,7 @@ from hypothesis import strategies as st
 
 from headwater.runtime import pytriton_stand_in
 from headwater.runtime.pytriton_stand_in import pytriton as stand_in
+from tests.inference.bindings import found_in
 
 PACKAGES = (stand_in, pytriton)
 FOLDER = Path(pytriton_stand_in.__file__).parent
@@ -395,17 +394,7 @@ triton.serve()
 
 def _finding(path: Path, first: Path = FOLDER) -> dict[str, Any]:
     """What is found of a script where PyTriton isn't installed: the folder of the stand-in comes before it."""
-    ended = subprocess.run(
-        [sys.executable, "-m", "headwater.replica.bindings"],
-        input=json.dumps({"path": str(path), "working_dir": str(path.parent)}),
-        env={**os.environ, "PYTHONPATH": f"{first}{os.pathsep}{FOLDER.parents[2]}"},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
-    finding: dict[str, Any] = json.loads(ended.stdout)
-    return finding
+    return found_in(path, PYTHONPATH=f"{first}{os.pathsep}{FOLDER.parents[2]}")
 
 
 @pytest.mark.parametrize(
