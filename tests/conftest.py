@@ -33,9 +33,11 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Models run in the active environment, but those of the tests in the one that the tests run in.
+# Models run in the active environment; those of the tests in the tests' own, or in the one that this names.
 for variable in ("VIRTUAL_ENV", "CONDA_PREFIX"):
     os.environ.pop(variable, None)
+if environment := os.environ.get("HEADWATER_TEST_ENVIRONMENT"):
+    os.environ["VIRTUAL_ENV"] = environment
 
 HERE = Path(__file__).parent
 SHARED_SERVER = re.compile(r"\b(?:services|demo): Running\b|\b(lm): Running\b")

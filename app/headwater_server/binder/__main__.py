@@ -28,6 +28,7 @@ from headwater.errors import EnvironmentUnfit, ModelError
 from headwater.wire.handshake import OWN_SIDE, BindRequest, ReplicaSpec, ReplicaStatus, WarmUpRequest, failure_of
 from headwater.wire.link import Link
 from headwater_server.binder.environment import require, without_other_libraries
+from headwater_server.binder.pytriton_clients import leave_out_clients
 
 if TYPE_CHECKING:
     from headwater_server.binder.triton import EmbeddedTriton
@@ -46,6 +47,7 @@ def main() -> None:
 
 def _become_triton(directory: Path, link: Link) -> None:
     require()
+    leave_out_clients()
     # Heavy imports come after the check of the environment, whose message is clearer than an import error.
     try:
         from headwater_server.binder.triton import OUTPUT_FILE, EmbeddedTriton

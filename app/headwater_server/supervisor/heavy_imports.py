@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import importlib.util
 import json
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -39,6 +39,9 @@ def heavy_imports(deployment: Deployment, search: Sequence[str]) -> list[str]:
     """
     if deployment.is_vllm:
         return []
+    if deployment.interpreter is not None:
+        packages = deployment.interpreter.absolute().parent.parent.glob("lib/python3*/site-packages")
+        search = [*search, *map(str, packages)]
     steps = [] if deployment.pipeline is None else deployment.pipeline.spec().steps
     named = [(step.model, step.options) for step in steps] or [(deployment.model or "", deployment.options)]
     found: dict[str, None] = {}
@@ -86,14 +89,13 @@ def _of_source(module: str, search: Sequence[str]) -> tuple[bool, list[str]]:
 
 def _source(module: str, search: Sequence[str]) -> bytes:
     """The source of a module, found without importing the packages that it is in."""
-    places: Sequence[str] = [*search, *sys.path]
-    file = ""
-    for name in module.split("."):
-        spec = PathFinder.find_spec(name, list(places))
-        if spec is None:
-            raise FileNotFoundError(name)
-        places, file = spec.submodule_search_locations or (), spec.origin or ""
-    return Path(file).read_bytes()
+    package, *names = module.split(".")
+    spec = PathFinder.find_spec(package, list(search)) or importlib.util.find_spec(package)
+    for name in names:
+        spec = spec and PathFinder.find_spec(name, list(spec.submodule_search_locations or ()))
+    if spec is None or spec.origin is None:
+        raise FileNotFoundError(module)
+    return Path(spec.origin).read_bytes()
 
 
 def _heavy(node: ast.AST) -> Iterator[str]:

@@ -66,3 +66,17 @@ def test_a_path(tmp_path: Path) -> None:
     assert of(tmp_path, model=f"lm:{tmp_path}", options={"engine": "mine:make"}) == []
     assert of(tmp_path, model=f"vllm:{tmp_path}", python="python") == []
     assert of(tmp_path, model="torch:head.pt2", python="python") == ["torch"]
+
+
+@pytest.mark.parametrize("model", ["headwater.zoo.digits:Trunk", "headwater.zoo.text:Encoder"])
+def test_our_own_models_wherever_headwater_is_installed(model: str) -> None:
+    assert heavy_imports(Deployment(model=model), [])[0] == "torch"
+
+
+def test_a_package_that_is_installed_for_another_python(tmp_path: Path) -> None:
+    package = tmp_path / "lib" / "python3.13" / "site-packages" / "theirs"
+    package.mkdir(parents=True)
+    (package / "models.py").write_text("import torch")
+    python = str(tmp_path / "bin" / "python")
+    assert heavy_imports(Deployment(model="theirs.models:Model", python=python), []) == ["torch"]
+    assert heavy_imports(Deployment(model="theirs.models:Model"), []) == []
