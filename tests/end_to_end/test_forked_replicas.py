@@ -26,6 +26,7 @@ CONFIG = {
             "model": model,
             "environment": {"OF_MODEL": "yes"},
             "device": "cpu",
+            "python": "own",
             "warmup_batch_sizes": [1],
             **({"threads": threads} if threads else {}),
         }

@@ -21,6 +21,7 @@ from tests.environments import make_environment
 from tests.running import SERVICES, Running, leaves_nothing, leftovers, segments_of, serve, wait_for
 
 SERVICE = {"model": "interpreter:Interpreter", "warmup_batch_sizes": [1]}
+OURS = {**SERVICE, "python": "own"}
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +88,7 @@ def test_models_run_in_the_active_environment(other: Path, monkeypatch: pytest.M
 
 
 def test_a_python_without_numpy_fails_alone_and_says_what_to_install(bare: Path) -> None:
-    config = {"deployments": {"good": SERVICE, "bad": {**SERVICE, "python": str(bare)}}}
+    config = {"deployments": {"good": OURS, "bad": {**SERVICE, "python": str(bare)}}}
     with serve(config, ready=False) as running:
         wait_for(lambda: running.is_ready("good"), 60, "the good one")
         reason = f"the model's Python, {bare}: numpy, msgspec are not installed there; {bare} -m pip install"
@@ -311,7 +312,7 @@ def test_what_python_and_the_loader_complain_of_disturbs_nobody(
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")])))
     monkeypatch.setenv("LD_PRELOAD", "/nowhere/library.so")
     monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
-    config = {"deployments": {"ours": SERVICE, "theirs": {**SERVICE, "python": str(other)}}}
+    config = {"deployments": {"ours": OURS, "theirs": {**SERVICE, "python": str(other)}}}
     with leaves_nothing(config) as running:
         assert facts(running, "ours")["executable"] == [sys.executable]
         assert facts(running, "theirs")["executable"] == [str(other)]

@@ -195,7 +195,9 @@ def test_errors_are_pytritons_without_the_traceback(
     message = ours.json()["error"]
     assert "Traceback" not in message
     kind, _, text = message.partition(": ")
-    assert f"{kind}: {text.strip()}" in theirs.json()["error"]
+    assert f"{kind}: " in theirs.json()["error"]
+    # torch's messages begin with the name of the function, but not in each version.
+    assert text.rpartition(": ")[2].strip() in theirs.json()["error"]
 
 
 @pytest.mark.parametrize(

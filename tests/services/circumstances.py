@@ -93,4 +93,5 @@ def _blas() -> int:
     """The threads of numpy's OpenBLAS."""
     libraries = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "openblas" in line}
     (library,) = libraries
-    return int(ctypes.CDLL(library).openblas_get_num_threads64_())
+    prefix = "" if np.__version__.startswith("1.") else "scipy_"
+    return int(getattr(ctypes.CDLL(library), f"{prefix}openblas_get_num_threads64_")())

@@ -135,7 +135,7 @@ def _check_file(path: str) -> None:
         fix = f"name {inside}" if os.path.exists(inside) else name_one
         raise InterpreterError(path, "expected an interpreter, got a folder", fix)
     if os.path.exists(path):
-        if not os.access(path, os.X_OK):
+        if not os.access(path, os.X_OK, effective_ids=True):  # as execve decides, which counts capabilities
             if _is_noexec(path):
                 raise InterpreterError(path, "its disk is mounted noexec", f"{NOEXEC_FIX} name one on another disk")
             raise InterpreterError(path, "it is not executable", f"{name_one}, or allow it: chmod +x {path}")
