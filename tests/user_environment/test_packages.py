@@ -42,6 +42,6 @@ def test_a_model_uses_the_packages_of_an_environment_that_stays_the_same(python:
         assert answer.status_code == 200, answer.text
         (environment,) = running.index("flowers")["environments"]
     expected = json.loads(said([python, TRAINING, str(tmp_path), *map(str, MEASURES)]))
-    assert np.float32(answer.json()["outputs"][0]["data"]).tolist() == [*expected, *expected]
+    assert np.array(answer.json()["outputs"][0]["data"], np.float32).tolist() == [*expected, *expected]
     assert environment["versions"]["numpy"].startswith("2.")
     assert said(freeze) == before

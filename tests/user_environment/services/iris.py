@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import cv2
 import joblib
@@ -38,9 +39,9 @@ class Reader:
         config = BertConfig(
             hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, vocab_size=99
         )
-        self._bert = BertModel(config).eval()
+        self._bert = BertModel(config).train(False)
 
-    def read(self, rows: np.ndarray) -> np.ndarray:
+    def read(self, rows: Any) -> Any:
         """FP32 [n, 4] to FP32 [n, 12]: three probabilities, an image's middle, and the state of a token."""
         frame = pd.DataFrame(rows.astype(np.float64), columns=self._classifier.feature_names_in_)
         images = [cv2.GaussianBlur(row.reshape(2, 2), (3, 3), 1.0) for row in rows]
