@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
@@ -184,6 +185,10 @@ class Signature(msgspec.Struct, frozen=True):
         for key in example or {}:
             if key not in {spec.name for spec in inputs}:
                 raise DeclarationError(f"{kind}.example, {key!r}: expected the name of an input")
+        arguments = [*(spec.name for spec in inputs), *(["parameters"] if parameters else [])]
+        _check_method(kind, "__call__", model.__call__, ", ".join(["self", *arguments]), **dict.fromkeys(arguments))
+        _check_method(kind, "load", model.load, "self, device", "cpu")
+        _check_method(kind, "unload", model.unload, "self")
         for hook in (type(model).load, type(model).unload):
             if inspect.isgeneratorfunction(hook) or inspect.isasyncgenfunction(hook):
                 raise DeclarationError(
@@ -221,6 +226,22 @@ def _tensors(kind: str, where: str, declared: object) -> tuple[TensorSpec, ...]:
         TensorSpec(tensor.name, tensor.datatype, tuple(tensor.shape), tensor.optional, tuple(tensor.labels))
         for tensor in declared
     )
+
+
+def _check_method(kind: str, name: str, method: Callable[..., Any], expected: str, *args: Any, **kwargs: Any) -> None:
+    """Refuse a model with a method that can't be called with these arguments. ``expected`` are its parameters."""
+    try:
+        # A wrapper may call the function that it wraps with more arguments.
+        signature = inspect.signature(method, follow_wrapped=False)
+    except (TypeError, ValueError):  # a method that isn't written in Python
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise DeclarationError(
+            f"{kind}.{name}: expected the parameters ({expected}){', named as the inputs' if kwargs else ''}, "
+            f"got others: {error}"
+        ) from None
 
 
 def _check_unique(where: str, names: list[str]) -> None:

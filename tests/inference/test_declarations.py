@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -132,3 +134,54 @@ def test_a_number_that_is_none_fits_no_bounds(value: Any) -> None:
 def test_a_model_that_contradicts_itself_is_refused_by_name(attributes: dict[str, Any], message: str) -> None:
     with pytest.raises(DeclarationError, match=message):
         signature_of(changed(**attributes))
+
+
+def through(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A wrapper that calls a method with one more argument."""
+
+    @functools.wraps(method)
+    def wrapper(self: Model, *args: Any, **kwargs: Any) -> Any:
+        return method(self, None, *args, **kwargs)
+
+    return wrapper
+
+
+TWO_INPUTS: dict[str, Any] = {"inputs": (Tensor("x", "FP32", [1]), Tensor("t", "BYTES", [1])), "parameters": ()}
+METHODS: dict[str, dict[str, Any]] = {
+    "by name": {"__call__": lambda self, x, t: None},
+    "with a default": {"__call__": lambda self, *, t, x, more=1: None},
+    "any": {"__call__": lambda self, **inputs: None},
+    "static": {"__call__": staticmethod(lambda x, t: None)},
+    "wrapped": {"__call__": through(lambda self, first, x, t: None)},
+    "with parameters": {"__call__": lambda self, x, t, parameters: None, "parameters": (Parameter("a", "int", 1),)},
+    "hooks": {"load": lambda self, where="cpu": None, "unload": lambda self: None},
+}
+
+
+@pytest.mark.parametrize("attributes", METHODS.values(), ids=METHODS)
+def test_a_model_whose_methods_take_what_they_are_called_with(attributes: dict[str, Any]) -> None:
+    signature_of(changed(**{**TWO_INPUTS, **attributes}))
+
+
+@pytest.mark.parametrize(
+    ("attributes", "expected", "got"),
+    [
+        ({"__call__": lambda self, x: None}, "__call__: expected the parameters (self, x, t), named", "'t'"),
+        ({"__call__": lambda self, x, t, z: None}, "__call__: expected the parameters (self, x, t), named", "'z'"),
+        ({"__call__": lambda self, x, t, /: None}, "__call__: expected the parameters (self, x, t), named", "'x'"),
+        (
+            {"__call__": lambda self, x, t: None, "parameters": (Parameter("a", "int", 1),)},
+            "__call__: expected the parameters (self, x, t, parameters), named",
+            "'parameters'",
+        ),
+        ({"load": lambda self: None}, "load: expected the parameters (self, device), got", "too many"),
+        ({"unload": lambda self, device: None}, "unload: expected the parameters (self), got", "'device'"),
+    ],
+)
+def test_a_model_with_a_method_that_takes_something_else_is_refused(
+    attributes: dict[str, Any], expected: str, got: str
+) -> None:
+    with pytest.raises(DeclarationError) as raised:
+        signature_of(changed(**{**TWO_INPUTS, "__call__": lambda self, x, t: None, **attributes}))
+    assert str(raised.value).startswith(f"Changed.{expected}")
+    assert got in str(raised.value)
