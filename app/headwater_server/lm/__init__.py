@@ -1,1 +1,2 @@
-"""Language models in the gateway: channels to their engines, and the text work."""
+"""Language models in the gateway: channels to the engines, requests and answers of the text APIs, and text
+processing."""

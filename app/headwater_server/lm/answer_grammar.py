@@ -1,4 +1,4 @@
-"""The request fields for structured output, and the grammar that they stand for."""
+"""The request fields for structured output, and their conversion into a grammar."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ __all__ = [
 ]
 
 MAX_BEGINNINGS: Final = 9_000
-"""The engine's automaton has a state for each beginning of a label, and at most 10,000 states."""
+"""Maximum number of different beginnings of labels: the engine's automaton has a state for each beginning, and at most
+10,000 states."""
 MAX_OPTIONAL: Final = 500
-"""Optional properties of an object in a JSON schema: the engine's parser has four items for each, some for what is
-around the object, and at most 2,500."""
+"""Maximum number of optional properties of an object in a JSON schema: the engine's parser holds at most 2,500 items,
+and needs four items for each optional property, and some items for the schema around the object."""
 _ANY_OBJECT: Final = '{"type":"object"}'
 
 Schema = Annotated[dict[str, Any], Meta(description="JSON Schema")]
 
 
 class JsonSchemaFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """OpenAI's ``response_format.json_schema``; the answer follows the schema, strict or not."""
+    """OpenAI's ``response_format.json_schema``. The answer follows the schema, whether or not ``strict`` is set."""
 
     name: str
     description: str | None = None
@@ -49,10 +50,11 @@ class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     json_schema: JsonSchemaFormat | None = None
 
     def grammar(self) -> Grammar | None:
-        """The answer's grammar; None for any text.
+        """The answer's grammar; `None` if any text is allowed.
 
         Raises:
-            BadRequest: the schema is missing, too large, too deep, or there although another type was asked for.
+            BadRequest: the schema is missing, too large, or too deep; or a schema is given with another type than
+                ``json_schema``.
         """
         path = "response_format.json_schema"
         if self.json_schema is not None and self.type != "json_schema":
@@ -67,7 +69,7 @@ class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """vLLM's ``structured_outputs``, of which one field is given."""
+    """vLLM's ``structured_outputs``. Exactly one field must be given."""
 
     json: Annotated[Schema | str | None, Meta(description="JSON Schema, or its text")] = None
     regex: Annotated[str | None, Meta(description="The whole answer matches it")] = None
@@ -79,7 +81,7 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
         """The answer's grammar.
 
         Raises:
-            BadRequest: not exactly one field is given, or it is too large or too deep.
+            BadRequest: not exactly one field is given, or the field is too large or too deep.
         """
         given = [name for name in self.__struct_fields__ if getattr(self, name) not in (None, False)]
         if len(given) != 1:
@@ -103,7 +105,7 @@ def checked_grammar(
     """The grammar that a request asks for.
 
     Raises:
-        BadRequest: a field is wrong, both ask for one, or the engine supports none of this kind.
+        BadRequest: a field is wrong, both fields ask for a grammar, or the engine doesn't support this kind of grammar.
     """
     grammar = None if response_format is None else response_format.grammar()
     if structured_outputs is not None:
@@ -116,14 +118,15 @@ def checked_grammar(
 
 
 def check_optional(schema: object, path: str) -> None:
-    """Refuse a schema of which the engine could not follow an object to its end.
+    """Refuse a schema with more than `MAX_OPTIONAL` optional properties in an object: the engine could not parse such
+    an object to its end.
 
     Args:
         schema: the schema.
         path: the request's field.
 
     Raises:
-        BadRequest: an object has more.
+        BadRequest: an object has more optional properties.
     """
     left = [schema]
     while left:
@@ -144,7 +147,7 @@ def check_optional(schema: object, path: str) -> None:
 def _schema_grammar(schema: dict[str, Any] | str, path: str) -> Grammar:
     grammar = _grammar("json_schema", schema if isinstance(schema, str) else _text(schema), path)
     if isinstance(schema, str):
-        with contextlib.suppress(msgspec.DecodeError, RecursionError):  # the engine says what is wrong with the text
+        with contextlib.suppress(msgspec.DecodeError, RecursionError):  # the engine reports the error in the text
             check_optional(msgspec.json.decode(schema), path)
     else:
         check_optional(schema, path)
@@ -152,10 +155,11 @@ def _schema_grammar(schema: dict[str, Any] | str, path: str) -> Grammar:
 
 
 def _choice(labels: Sequence[str], path: str) -> str:
-    """A grammar of these labels: one terminal, since of alternatives in a rule the engine follows only some 200.
+    """A grammar of these labels as a single terminal, since the engine can follow only about 200 alternatives of a
+    rule.
 
     Raises:
-        BadRequest: the labels are more than the engine can follow up to an answer's end.
+        BadRequest: the labels have more than `MAX_BEGINNINGS` different beginnings.
     """
     beginnings, before = 0, b""
     for label in sorted(_text(label).encode() for label in labels):

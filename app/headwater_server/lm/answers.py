@@ -1,4 +1,4 @@
-"""The form of an answer, and what the answers of OpenAI's two text APIs have in common."""
+"""The form of an answer, and the common base of the answers of OpenAI's chat and completions APIs."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ import orjson
 from headwater_server.errors import HeadwaterError, openai_error
 from headwater_server.lm.text_stream import TextPiece, TokenLogprob, Usage
 
-if TYPE_CHECKING:  # importing tokenizers takes memory: only workers with a language model do
+if TYPE_CHECKING:  # importing tokenizers takes memory: only workers with a language model import it
     from headwater_server.lm.text.token_texts import TokenTexts
 
 __all__ = ["LEAST_LOGPROB", "AnswerForm", "Event", "OpenAIAnswer", "shown_logprob", "shown_tokens"]
 
 Event: TypeAlias = bytes | tuple[bytes, bytes]
-"""An event of a stream: its JSON text, or its name and that."""
+"""An event of a stream: its JSON text, or its name and its JSON text."""
 
 
 class AnswerForm(ABC):
-    """The answer to one request, in its API's form: whole, or as events."""
+    """The answer to a request in the form of an API: whole, or as events."""
 
     counts_usage = False
     """Whether `count` must be called before `begin` and before each `piece`."""
 
     @abstractmethod
     def whole(self, texts: Sequence[TextPiece], usage: Usage) -> bytes:
-        """The whole answer; ``texts`` has one entry for each sequence, in order."""
+        """The whole answer. ``texts`` has an entry for each sequence, in order."""
 
     def begin(self) -> Sequence[Event]:
         """The events before the first piece."""
         return ()
 
     def count(self, usage: Usage) -> None:
-        """Have the next events say how many tokens there are so far."""
+        """Have the next events contain these numbers of tokens."""
         raise NotImplementedError
 
     @abstractmethod
     def piece(self, place: int, piece: TextPiece) -> Sequence[Event]:
-        """The events for a piece of the sequence at that place; none if the client needs none."""
+        """The events for a piece of the sequence with index `place`. Empty if the client needs no event."""
 
     @abstractmethod
     def end(self, usage: Usage, error: HeadwaterError | None) -> Sequence[Event]:
@@ -50,19 +50,20 @@ class AnswerForm(ABC):
 
 
 LEAST_LOGPROB: Final = -9999.0
-"""What OpenAI gives for minus infinity, which JSON lacks."""
+"""OpenAI's value for minus infinity, which JSON can't represent."""
 
 
 class OpenAIAnswer(AnswerForm):
-    """An answer of one of OpenAI's text APIs. The constant parts of its chunks are encoded once.
+    """An answer of OpenAI's chat or completions API. The constant parts of its chunks are encoded once.
 
     Args:
         model: the model's name.
-        choices: the number of choices, over all prompts.
-        texts: the tokenizer's.
-        logprobs: whether the answer has the tokens' log probabilities.
-        includes_usage: whether a stream's last chunk has the number of tokens, and the others null.
-        counts_usage: whether the others have the numbers so far.
+        choices: total number of choices of all prompts.
+        texts: the texts of the tokenizer's ids.
+        logprobs: whether the answer contains the tokens' log probabilities.
+        includes_usage: whether a stream's last chunk contains the numbers of tokens, and all other chunks contain null
+            instead.
+        counts_usage: whether every chunk contains the numbers of tokens so far.
     """
 
     id_prefix: ClassVar[str]
@@ -71,7 +72,7 @@ class OpenAIAnswer(AnswerForm):
     chunk_kind: ClassVar[str]
     """``object`` of a chunk."""
     opening: ClassVar[bytes] = b""
-    """Opens the object that holds a chunk's text, and `closing` closes it."""
+    """Begins the object that contains a chunk's text. `closing` ends it."""
     text_key: ClassVar[bytes]
     closing: ClassVar[bytes] = b""
 
@@ -97,7 +98,7 @@ class OpenAIAnswer(AnswerForm):
         self._end_chunks(b'}],"usage":null}' if includes_usage else b"}]}")
 
     def _end_chunks(self, tail: bytes) -> None:
-        """Have chunks end with these bytes."""
+        """Set the bytes that end each chunk."""
         self._tail = tail
         self._text_tail = self.closing + b',"logprobs":null,"finish_reason":null' + tail
 
@@ -129,18 +130,19 @@ class OpenAIAnswer(AnswerForm):
         return [b"[DONE]"]
 
     def _chunk(self, begin: bytes, logprobs: Sequence[TokenLogprob], finish: str | None) -> bytes:
-        """A chunk that begins so."""
+        """A chunk that begins with `begin`."""
         shown = self._logprobs(logprobs) if logprobs else None
         end = (self.closing, orjson.dumps(shown), orjson.dumps(finish), self._tail)
         return b'%b%b,"logprobs":%b,"finish_reason":%b%b' % (begin, *end)
 
     @abstractmethod
     def _events(self, place: int, piece: TextPiece) -> list[bytes]:
-        """The events for a piece with log probabilities or a finish."""
+        """The events for a piece that has log probabilities or a finish reason."""
 
     @abstractmethod
     def _text_fields(self, place: int, text: TextPiece) -> dict[str, Any]:
-        """The fields of a whole choice that hold its text, and perhaps why it ended."""
+        """The fields of a whole choice that contain its text, and its finish reason if it differs from
+        `text.finish`."""
 
     @abstractmethod
     def _logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
@@ -148,12 +150,12 @@ class OpenAIAnswer(AnswerForm):
 
 
 def shown_logprob(logprob: float | None) -> float | None:
-    """A log probability that JSON can hold."""
+    """A log probability that JSON can represent: `LEAST_LOGPROB` instead of minus infinity."""
     return None if logprob is None else max(logprob, LEAST_LOGPROB)
 
 
 def shown_tokens(entries: Sequence[TokenLogprob], texts: TokenTexts) -> list[dict[str, Any]]:
-    """Tokens with their log probabilities, as OpenAI shows them beside a message."""
+    """Tokens with their log probabilities, in the form of OpenAI's chat API."""
 
     def shown(token_id: int, logprob: float | None) -> dict[str, Any]:
         token, raw = texts.shown(token_id)

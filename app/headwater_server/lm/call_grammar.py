@@ -25,17 +25,17 @@ def call_grammar(
     is_single: bool,
     content: Grammar | None = None,
 ) -> Grammar:
-    """The grammar of an answer that calls one of the tools, or, unless it is single, several.
+    """The grammar of an answer that calls one of the tools, or several unless `is_single` is set.
 
     Args:
-        format: how calls are written.
-        tools: those that may be called, as `headwater_server.lm.tools.checked_tools` returns them.
-        special_id: the id of a special token; None for other texts.
-        is_single: whether there is no further call.
-        content: the JSON schema of an answer without calls; None if it must call.
+        format: the format of calls.
+        tools: the tools that may be called, in the form that `headwater_server.lm.tools.checked_tools` returns.
+        special_id: returns the id of a special token; `None` for any other text.
+        is_single: whether the answer has at most a single call.
+        content: the JSON schema of an answer without calls; `None` if the answer must call a tool.
 
     Raises:
-        BadRequest: a schema is no JSON, too large, too deep, or has too many optional properties.
+        BadRequest: a schema is not JSON, too large, too deep, or has too many optional properties.
     """
 
     def mark(text: str) -> str:
@@ -80,5 +80,5 @@ def call_grammar(
 
 
 def _string(text: str) -> str:
-    """A text as Lark quotes it."""
+    """A text as a quoted Lark string."""
     return orjson.dumps(text).decode()

@@ -50,25 +50,26 @@ __all__ = ["NOTHING", "Channel", "answers"]
 logger = logging.getLogger("headwater.lm")
 
 REMEMBERED_ENDS: Final = 256
-"""How many ended sequences a channel remembers, to notice events after an end."""
+"""Number of ended sequences that a channel remembers, to detect events that arrive after a sequence's end."""
 LOAD_FRESH_S: Final = 1.0
-"""How long an engine's reported load counts while it has none of our sequences, and so reports nothing."""
+"""Seconds that an engine's last reported load stays valid while the engine runs no sequence of this worker, and so
+reports nothing."""
 POST_BYTES: Final = 1 << 20
-"""About the size of a post, so that no request's sequences hold up those of others. A single sequence may need
-more: the context bounds its prompt, the vocabulary its stop tokens, `headwater_server.codecs.faults.check_size` its
-biases."""
+"""Approximate maximum size of a post, so that a request with many sequences doesn't delay other requests. A single
+sequence may be larger: the context length limits its prompt, the vocabulary limits its stop tokens, and
+`headwater_server.codecs.faults.check_size` limits its biases."""
 POST_TIMEOUT_S: Final = 6.0
-"""How long a post may go unanswered; the posts after it wait."""
+"""Seconds to wait for the answer to a post. Later posts wait meanwhile."""
 _FIELD: Final = re.compile(r"([a-z][a-z0-9_.]*): ")
 _HALF_DONE: Final = "internal error"
-"""How the host's refusal of a post begins if it may have handled a part of it."""
+"""Beginning of the host's refusal of a post that the host may have handled in part."""
 _numbers = itertools.count()
 _WORKER: Final = uuid.uuid4().hex[:12]
-"""Makes the names of calls unique among gateway workers."""
+"""Part of each call's name, which makes the names unique among gateway workers."""
 
 
 def _call_name() -> str:
-    """A name that no call to any replica has had."""
+    """A new name for a call, unique among all gateway workers."""
     return f"{_WORKER}-lm-{next(_numbers)}"
 
 
@@ -89,24 +90,25 @@ async def answers(client: FrameReplicaClient, message: Post) -> list[StepFrame]:
 
 
 NOTHING: Final = _request(Post(""))
-"""A request without effect: no channel has this name."""
+"""A request without effect: no channel has the empty name."""
 
 
 class Channel:
-    """One channel, from its first sequence to its end; after that, another one must be made.
+    """A channel, from its first sequence to its end. An ended channel can't be reused.
 
-    Everything happens in one event loop. Submits and cancels gather for a turn of the loop, and while a post is on its
-    way, so a burst of requests is one post.
+    A channel is used in a single event loop. Submits and cancels are collected until the loop's next iteration, and
+    while a post is in flight, so that a burst of requests becomes a single post.
 
-    When the channel ends because the replica or its channel is gone, sequences that the replica never had are started
-    again elsewhere, and the others fail. For the sequences in a post on its way, the answer to the post decides.
+    When the channel ends because the replica ended or closed the channel, sequences that the replica never received are
+    restarted on another replica, and all other sequences fail. The answer to a post in flight decides which of the two
+    applies to the sequences in this post.
 
     Args:
         model: the deployment's name, for messages.
-        client: the replica's.
-        meter: the model's.
-        on_end: called with the reason when the channel has ended, before its sequences learn of it.
-        post_timeout_s: how long a post may go unanswered.
+        client: the client of the replica.
+        meter: the model's metrics.
+        on_end: called with the reason when the channel has ended, before its sequences fail or are restarted.
+        post_timeout_s: seconds to wait for the answer to a post.
     """
 
     def __init__(
@@ -130,31 +132,32 @@ class Channel:
         self._others = 0
         self._heard_s = self._loop.time()
         self._sequences: dict[int, TokenSlot] = {}
-        """The sequences under way, by number."""
+        """The sequences in flight, by number."""
         self._ended: dict[int, TokenSlot] = {}
-        """The last `REMEMBERED_ENDS` that ended."""
+        """The last `REMEMBERED_ENDS` ended sequences, by number."""
         self._unsent: dict[int, TokenSlot] = {}
         self._posted: dict[int, TokenSlot] = {}
-        """The sequences in the post on its way."""
+        """The sequences in the post in flight, by number."""
         self._cancels: list[int] = []
         self._next_number = 0
         self._frames = 0
-        """Frames received; the first one confirms the channel."""
+        """Number of frames received. The first frame confirms the channel."""
         self._is_post_due = False
         self._rate = FinishRate()
         self._end_error: HeadwaterError | None = None
-        """Why the channel has ended, for the sequences in the post on its way."""
+        """The error that ended the channel while a post was in flight, for the sequences in this post."""
         self._reading: asyncio.Task[None] | None = None
         self._posting: asyncio.Task[None] | None = None
 
     @property
     def load(self) -> Load:
-        """The engine's load as last reported, or none if that was long ago."""
+        """The engine's last reported load; an empty `Load` if the report is older than `LOAD_FRESH_S` and no sequence
+        is in flight."""
         return self._load if self._is_load_fresh else Load()
 
     @property
     def others(self) -> int:
-        """The engine's sequences of other workers, as last reported."""
+        """Number of sequences of other workers in the engine's last report; 0 under the same condition as in `load`."""
         return self._others if self._is_load_fresh else 0
 
     @property
@@ -163,17 +166,17 @@ class Channel:
 
     @property
     def sequences(self) -> int:
-        """The number of sequences under way."""
+        """The number of sequences in flight."""
         return len(self._sequences)
 
     @property
     def has_answered(self) -> bool:
-        """Whether anything followed the frame that opens it."""
+        """Whether the replica sent a frame after the first, which opens the channel."""
         return self._frames > 1
 
     @property
     def owners(self) -> set[RequestRun]:
-        """The requests that have sequences under way."""
+        """The requests that have sequences in flight."""
         return {slot.owner for slot in self._sequences.values()}
 
     def submit(self, slot: TokenSlot) -> None:
@@ -191,13 +194,13 @@ class Channel:
         if self._sequences.pop(slot.number, None) is None:
             return
         if self._unsent.pop(slot.number, None) is None:
-            if slot.count:  # it ran, so its place is free now
+            if slot.count:  # the sequence ran, so a place in the engine is free now
                 self._rate.note(self._loop.time())
             self._cancels.append(slot.number)
             self._post_soon()
 
     def close(self, error: HeadwaterError) -> None:
-        """End the channel, and its sequences with this error."""
+        """End the channel because of `error`. Its sequences fail or are restarted: see the class."""
         if self.is_ended:
             return
         self.is_ended = True
@@ -220,14 +223,15 @@ class Channel:
         self._end_slots(slots, error)
 
     def _end_slots(self, slots: list[TokenSlot], error: HeadwaterError) -> None:
-        """After the channel's end: restart the sequences that the replica never had, and fail the others."""
+        """Restart the sequences that the replica never received, and fail all other sequences. Called after the
+        channel's end."""
         unsent, self._unsent = self._unsent, {}
         is_gone = isinstance(error, Unavailable)
         had: HeadwaterError = error
-        if isinstance(error, ReplicaUnreachable):  # only the last message did not reach it
+        if isinstance(error, ReplicaUnreachable):  # only the last post didn't reach the replica
             had = ReplicaLost("the replica ended while it had the request", retry_after_s=RETRY_AFTER_LOST_S)
         for slot in slots:
-            if slot.channel is not self or not slot.is_running:  # already restarted, or ended with its request
+            if slot.channel is not self or not slot.is_running:  # already restarted, or its request has ended
                 continue
             if is_gone and slot.number in unsent:
                 slot.owner.restart(error.again())
@@ -274,9 +278,9 @@ class Channel:
         """Pass each event to its sequence.
 
         Raises:
-            ContractBroken: a frame was lost, or came twice.
+            ContractBroken: a frame was lost, or arrived twice.
         """
-        if frame.closed and not self._frames:  # refused, by a frame that belongs to no channel
+        if frame.closed and not self._frames:  # the replica refused the channel, so the frame has no number in it
             return
         if frame.number != self._frames:
             self._meter.contract_violations.add()
@@ -291,7 +295,7 @@ class Channel:
         tokens = 0
         for event in frame.events:
             slot = sequences.get(event.number)
-            if slot is None:  # ended, or else cancelled meanwhile
+            if slot is None:  # the sequence has ended or was cancelled
                 if (slot := self._ended.pop(event.number, None)) is not None:
                     self._break(slot, slot.after_end(event))
                 continue
@@ -353,7 +357,7 @@ class Channel:
         return own / max(own, self._load.active + self._load.waiting) if own else 1.0
 
     def _break(self, slot: TokenSlot, error: ContractBroken) -> None:
-        """Fail the request of an event that doesn't follow the last one; other requests go on."""
+        """Fail the request of a sequence that received an unexpected event. Other requests continue."""
         self._meter.contract_violations.add()
         id = slot.owner.request_id
         logger.error("model %s, request %s: %s", self._model, id, error.message, extra={"request_id": id})
@@ -366,7 +370,8 @@ class Channel:
     # Posts
 
     def _post_soon(self) -> None:
-        """Post at the end of this turn of the event loop, or after the post on its way."""
+        """Have a post sent in the next iteration of the event loop. If a post is in flight, the task that sent it
+        continues with the next post."""
         if not self._is_post_due and self._posting is None and self._frames and not self.is_ended:
             self._is_post_due = True
             self._loop.call_soon(self._start_posting)
@@ -402,7 +407,8 @@ class Channel:
                 self._posted = {}
 
     def _next_message(self) -> Post:
-        """Of the unsent sequences as many as a message of `POST_BYTES` holds, and at least one."""
+        """A post with all cancels, and with as many unsent sequences as fit into `POST_BYTES`. A sequence that is
+        larger by itself is posted alone."""
         cancels, self._cancels, self._posted = self._cancels, [], {}
         submits: list[Submit] = []
         size_bytes, counted = 0, set[int]()
@@ -418,6 +424,6 @@ class Channel:
         return Post(self.name, submits, cancels)
 
     def _unpost(self) -> None:
-        """Take back the post on its way, of which the replica handled nothing."""
+        """Mark the sequences in the post in flight as unsent again: the replica handled nothing of this post."""
         self._unsent = self._posted | self._unsent
         self._posted = {}

@@ -1,8 +1,8 @@
 """Requests and answers of ``POST /v1/chat/completions``.
 
-Source: OpenAI's API reference. What a field asks for is done or refused by name, never ignored; `top_k`, `min_p`,
-`repetition_penalty`, `min_tokens`, `stop_token_ids`, `ignore_eos`, `chat_template_kwargs`, `timeout_s`,
-`include_stop_str_in_output` and `skip_special_tokens` are extensions, most of them vLLM's.
+Source: OpenAI's API reference. Unsupported features are refused with an error that names the field, never silently
+ignored. `top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `stop_token_ids`, `ignore_eos`, `chat_template_kwargs`,
+`timeout_s`, `include_stop_str_in_output` and `skip_special_tokens` are extensions, most of which come from vLLM.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ __all__ = ["ChatAnswer", "ChatRequest", "Messages", "TemplateVariables", "checke
 
 
 class ChatAnswer(OpenAIAnswer):
-    """The answer to a conversation.
+    """The answer to a chat completions request.
 
     Args:
-        tools: how its texts are searched for calls of tools; None if they are all content.
+        tools: how the texts are searched for tool calls; `None` if the whole texts are content.
 
-    The other arguments are those of `OpenAIAnswer`.
+    All other arguments: see `OpenAIAnswer`.
     """
 
     id_prefix = "chatcmpl"
@@ -83,7 +83,7 @@ class ChatAnswer(OpenAIAnswer):
                 begins.append(self._text_heads[place] + orjson.dumps(found))
             else:
                 begins.append(b'%b"tool_calls":[%b]' % (self._heads[place], orjson.dumps(_delta(found, tools))))
-        if piece.logprobs and not begins:  # their text is held back
+        if piece.logprobs and not begins:  # the text of these tokens is held back
             begins.append(self._text_heads[place] + b'""')
         events = [self._chunk(begin, piece.logprobs if n == 0 else (), None) for n, begin in enumerate(begins)]
         if piece.finish is not None:
@@ -115,7 +115,7 @@ class ChatAnswer(OpenAIAnswer):
 
 
 def _delta(part: CallPart, tools: ToolUse) -> dict[str, Any]:
-    """A part of a call as streams have it."""
+    """A part of a call in the form that streams send."""
     if not part.name:
         return {"index": part.number, "function": {"arguments": part.arguments}}
     function = {"name": part.name, "arguments": part.arguments}
@@ -127,10 +127,11 @@ def _finish(finder: CallFinder, finish: str | None) -> str | None:
 
 
 LEAST_CHAT_TOKENS: Final = 256
-"""The default length of an answer, even if it exceeds a sequence's share of the cache."""
+"""Lower bound of the default for an answer's maximum length in tokens, even if prompt and answer then exceed a
+sequence's share of the cache."""
 
 _RESERVED: Final = frozenset({"messages", "tools", "add_generation_prompt", "chat_template"})
-"""Template variables that the client can't set."""
+"""Template variables that clients can't set."""
 
 _PART: Final = {
     "type": "object",
@@ -145,7 +146,7 @@ _MESSAGE: Final = {
         "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]},
     },
 }
-"""For the OpenAPI schema; `headwater_server.lm.text.messages` checks the messages."""
+"""Used in the OpenAPI schema only: `headwater_server.lm.text.messages` checks the messages."""
 Messages: TypeAlias = Annotated[Any, Meta(extra_json_schema={"type": "array", "minItems": 1, "items": _MESSAGE})]
 TemplateVariables: TypeAlias = Annotated[
     dict[str, Any] | None, Meta(description="Further variables of the model's chat template")
@@ -184,17 +185,17 @@ class ChatRequest(StreamFields, kw_only=True):
     web_search_options: None = None
 
     def answer_form(self, plan: TextPlan, texts: TokenTexts) -> ChatAnswer:
-        """The form of the answer to this request, of which `plan` made the plan."""
+        """The form of the answer to this request. `plan` and `texts` must come from this request and its model."""
         return ChatAnswer(
             self.model, len(plan.specs), texts, logprobs=bool(self.logprobs), includes_usage=self.includes_usage,
             counts_usage=self.counts_usage, tools=plan.tools,
         )  # fmt: skip
 
     def plan(self, text: LanguageText, limits: EngineLimits) -> TextPlan:
-        """Check the request, and turn it into tokens. Takes too long for the event loop.
+        """Check the request, and convert it into tokens. Takes too long for the event loop.
 
         Raises:
-            BadRequest: a field is wrong, or asks for more than the model can take.
+            BadRequest: a field is wrong, or exceeds a limit of the model.
         """
         self.check_stream()
         if self.store:
@@ -209,7 +210,7 @@ class ChatRequest(StreamFields, kw_only=True):
             checked_variables(self.chat_template_kwargs),
             tools or None,
         )
-        if use is not None and grammar is None:  # a grammar leaves no room for reasoning
+        if use is not None and grammar is None:  # with a grammar the model can't write reasoning
             use = use.after(rendered)
         ids = text_ids("messages", rendered, text.encode_chat, limits)
         default = max(limits.cache_tokens // limits.max_sequences - len(ids), LEAST_CHAT_TOKENS)
@@ -219,12 +220,13 @@ class ChatRequest(StreamFields, kw_only=True):
     def _tool_use(
         self, text: LanguageText, limits: EngineLimits, grammar: Grammar | None
     ) -> tuple[list[dict[str, Any]], ToolUse | None, Grammar | None]:
-        """The tools that the model is told of, how its answers are searched for calls, and their grammar.
+        """The tools that the chat template gets, how the answers are searched for calls, and the grammar of the
+        answers.
 
         Args:
-            text: the model's.
-            limits: the engine's.
-            grammar: of answers without calls.
+            text: the model's tokenizer and chat template.
+            limits: the engine's limits.
+            grammar: the grammar of answers without calls, if any.
         """
         tools = checked_tools(self.tools)
         choice = checked_choice(self.tool_choice, tools)
@@ -253,7 +255,7 @@ class ChatRequest(StreamFields, kw_only=True):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def _max_tokens(self) -> tuple[str, int | None]:
-        """The field that limits the answer's length, and its value."""
+        """The path of the field that limits the answer's length, and its value."""
         new, old = self.max_completion_tokens, self.max_tokens
         path = "max_tokens" if new is None else "max_completion_tokens"
         if new is not None and old is not None and new != old:
@@ -263,10 +265,10 @@ class ChatRequest(StreamFields, kw_only=True):
 
 
 def checked_variables(given: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The request's ``chat_template_kwargs``.
+    """Check the request's ``chat_template_kwargs``, and return them.
 
     Raises:
-        BadRequest: one is the server's to set.
+        BadRequest: a variable is reserved for the server.
     """
     for name in given or ():
         if name in _RESERVED:

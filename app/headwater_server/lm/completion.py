@@ -1,6 +1,6 @@
 """Requests and answers of ``POST /v1/completions``.
 
-Source: OpenAI's API reference; the extensions are those of `headwater_server.lm.chat`.
+Source: OpenAI's API reference; the extensions are the same as in `headwater_server.lm.chat`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["CompletionAnswer", "CompletionRequest"]
 
 
 class CompletionAnswer(OpenAIAnswer):
-    """The answer to one or several prompts."""
+    """The answer to a completions request, which may have several prompts."""
 
     id_prefix = "cmpl"
     kind = chunk_kind = "text_completion"
@@ -51,8 +51,8 @@ class CompletionAnswer(OpenAIAnswer):
         }
 
     def _top(self, entry: TokenLogprob) -> dict[str, float | None] | None:
-        """The most probable tokens and the chosen one; of tokens with the same text, the more probable one. None for a
-        prompt's first token."""
+        """The log probabilities of the most probable tokens and of the chosen token, by text. Of tokens with the same
+        text only the most probable counts. `None` for a prompt's first token."""
         if entry.logprob is None:
             return None
         top: dict[str, float | None] = {}
@@ -66,14 +66,14 @@ class CompletionAnswer(OpenAIAnswer):
 
 _MAX_PROMPTS: Final = 64
 _MAX_SEQUENCES: Final = 256
-"""Prompts times choices."""
+"""Maximum of prompts times choices."""
 
 _ECHO: Final = "The text begins with the prompt, and `logprobs` with those of its tokens"
 _NO_SUFFIX: Final = {"expected": "an empty string, since this model does not support suffixes"}
 _IDS: Final = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
 _SEVERAL: Final = {"type": "array", "minItems": 1, "maxItems": _MAX_PROMPTS}
 _PROMPTS: Final = {"anyOf": [_IDS, {**_SEVERAL, "items": {"type": "string"}}, {**_SEVERAL, "items": _IDS}]}
-"""For the OpenAPI schema."""
+"""Used in the OpenAPI schema only."""
 
 
 class CompletionRequest(StreamFields, kw_only=True):
@@ -86,7 +86,7 @@ class CompletionRequest(StreamFields, kw_only=True):
     suffix: Annotated[str, Meta(max_length=0, extra=_NO_SUFFIX)] | None = None
 
     def answer_form(self, plan: TextPlan, texts: TokenTexts) -> CompletionAnswer:
-        """The form of the answer to this request, of which `plan` made the plan."""
+        """The form of the answer to this request. `plan` and `texts` must come from this request and its model."""
         has_logprobs = self.logprobs is not None
         return CompletionAnswer(
             self.model, len(plan.specs), texts, logprobs=has_logprobs, includes_usage=self.includes_usage,
@@ -94,10 +94,10 @@ class CompletionRequest(StreamFields, kw_only=True):
         )  # fmt: skip
 
     def plan(self, text: LanguageText, limits: EngineLimits) -> TextPlan:
-        """Check the request, and turn it into tokens. Takes too long for the event loop.
+        """Check the request, and convert it into tokens. Takes too long for the event loop.
 
         Raises:
-            BadRequest: a field is wrong, or asks for more than the model can take.
+            BadRequest: a field is wrong, or exceeds a limit of the model.
         """
         self.check_stream()
         n = self.n or 1
@@ -117,7 +117,7 @@ class CompletionRequest(StreamFields, kw_only=True):
         return plan(prompts, n, sampling, end, limits, self.timeout_s, grammar, prompt_logprobs)
 
     def _given(self) -> list[tuple[str, str | list[Any]]]:
-        """The prompts, each with its path."""
+        """The prompts, each with the path of its field."""
         prompt = self.prompt
         if isinstance(prompt, str):
             return [("prompt", prompt)]

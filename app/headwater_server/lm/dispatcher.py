@@ -1,4 +1,4 @@
-"""A language model in a gateway worker: its replicas, its requests under way, its tokenizer and chat template."""
+"""A language model in a gateway worker: its replicas, its requests in flight, its tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ __all__ = ["LmDispatcher"]
 logger = logging.getLogger("headwater.lm")
 
 AVOID_S: Final = 1.0
-"""How long a replica that ended a channel is used only if there is no other: it may refuse everything."""
+"""Seconds that a replica which ended a channel gets requests only if there is no other replica: it may refuse every
+request."""
 
 LoadText = Callable[[LanguageModelSpec], "LanguageText"]
 
@@ -43,27 +44,28 @@ class EngineReplica(Replica):
 
     client: FrameReplicaClient
     channel: Channel | None = None
-    """Made for the first request."""
+    """The channel, opened by the first request."""
     avoided_until_s: float = 0.0
 
     @property
     def sequences(self) -> int:
-        """The replica's sequences of this worker and, as last reported, of other workers."""
+        """Number of this worker's sequences on the replica plus, from the engine's last report, of other workers."""
         return self.channel.sequences + self.channel.others if self.channel is not None else 0
 
     def close(self, reason: str) -> None:
-        """End the connection, and all sequences with `ReplicaLost`."""
+        """End the connection. All sequences in flight fail with `ReplicaLost`."""
         if self.channel is not None:
             self.channel.close(ReplicaLost(reason, retry_after_s=RETRY_AFTER_LOST_S))
         self.client.close()
 
 
 class LmDispatcher(TextDispatcher):
-    """Takes requests for one language model, and has its replicas' engines generate the tokens.
+    """Accepts requests for a language model, and submits them to the engines of its replicas, which generate the
+    tokens.
 
     Args:
         route: the deployment.
-        connect: makes a replica's client.
+        connect: creates a replica's client.
         load_text: loads a model's tokenizer and chat template.
         on_lost: called with each replica that is lost.
     """
@@ -81,13 +83,14 @@ class LmDispatcher(TextDispatcher):
         self._pool = ReplicaPool(route.name, self._open, on_lost=on_lost, keys_of=_keys_of)
         self._runs: set[RequestRun] = set()
         self._text_source: tuple[str, str | None, int] | None = None
-        """What tokenizer and chat template were loaded of, and the deployment's generation then."""
+        """The folder and tool parser that tokenizer and chat template were loaded with, and the deployment's generation
+        at that time."""
         self._text: asyncio.Task[LanguageText | Unavailable] | None = None
         self.update(route)
 
     @property
     def in_flight(self) -> int:
-        """Requests under way."""
+        """The number of requests in flight."""
         return len(self._runs)
 
     @property
@@ -121,11 +124,11 @@ class LmDispatcher(TextDispatcher):
         """The model's tokenizer and chat template.
 
         Raises:
-            Unavailable: the model's folder is not known yet, or they can't be loaded.
+            Unavailable: the model's folder is not known yet, or tokenizer and chat template can't be loaded.
         """
         while (task := self._text) is not None:
             found = task.result() if task.done() else await asyncio.shield(task)
-            if task is not self._text:  # another folder or a reload meanwhile
+            if task is not self._text:  # the folder has changed or the deployment was reloaded meanwhile
                 continue
             if isinstance(found, Unavailable):
                 raise found.again()
@@ -140,13 +143,15 @@ class LmDispatcher(TextDispatcher):
         timeout_s: float | None = None,
         cache_scope: str = "",
     ) -> Generation:
-        """Have a request's sequences generated, all on one replica. The caller must close what this returns.
+        """Have a request's sequences generated, all on the same replica. The caller must close the returned
+        `Generation`.
 
         Args:
-            request_id: the client's id of the request, for `cancel`.
+            request_id: the request's id from the client, for `cancel`.
             specs: the sequences.
-            timeout_s: the longest time in all; the longest time without a token is the deployment's `timeout_s`.
-            cache_scope: whose the request is: prefixes are shared within a scope.
+            timeout_s: maximum duration of the whole request. The maximum time without a token is the deployment's
+                `timeout_s`.
+            cache_scope: the name of the request's API key. Only requests with the same scope share cached prefixes.
 
         Raises:
             Unavailable: no replica is ready.
@@ -185,10 +190,10 @@ class LmDispatcher(TextDispatcher):
         return EngineReplica(route, client)
 
     def _start(self, generation: int, run: RequestRun) -> None:
-        """Submit a request to the replica with the fewest sequences, of those that have not just ended a channel; of
-        many replicas, to the best of some.
+        """Submit a request to the candidate with the fewest sequences. A replica that has just ended a channel is used
+        only if there is no other candidate. With many replicas, the pool offers only some of them as candidates.
 
-        Only replicas of the deployment's ``generation`` understand its tokens.
+        The request's tokens are valid only for replicas of the deployment's ``generation``.
         """
         if generation != self.route.generation:
             raise Unavailable(f"model `{self.route.name}` was reloaded", retry_after_s=RETRY_AFTER_LOST_S)
@@ -214,7 +219,8 @@ class LmDispatcher(TextDispatcher):
     # Text
 
     def _prepare_text(self, spec: LanguageModelSpec, generation: int) -> None:
-        """Load tokenizer and chat template, unless this was done since the last reload; try again after a failure."""
+        """Load tokenizer and chat template, unless they were loaded since the last reload. Load again after a
+        failure."""
         task = self._text
         has_failed = task is not None and task.done() and isinstance(task.result(), Unavailable)
         source = (spec.folder, spec.tool_parser, generation)
@@ -236,11 +242,11 @@ def _keys_of(replica: EngineReplica) -> set[str]:
 
 
 def _keys_of_channel(channel: Channel | None) -> set[str]:
-    """The names of the API keys whose requests have sequences under way."""
+    """The names of the API keys with sequences in flight on the channel."""
     return set() if channel is None else {run.cache_scope for run in channel.owners}
 
 
 def _load_text(spec: LanguageModelSpec) -> LanguageText:
-    from headwater_server.lm.text.language import LanguageText  # imports tokenizers, which take memory
+    from headwater_server.lm.text.language import LanguageText  # imports tokenizers, which takes memory
 
     return LanguageText(Path(spec.folder), spec.tool_parser, spec.sampling)

@@ -1,7 +1,7 @@
 """Requests and answers of Triton's generate extension for a language model.
 
-The field names are those of Triton's backends for vLLM and TensorRT-LLM; `details` is that of the Open Inference
-Protocol (`generate_rest.yaml`). No chat template is applied to the text.
+The field names come from Triton's backends for vLLM and TensorRT-LLM; `details` comes from the Open Inference Protocol
+(`generate_rest.yaml`). No chat template is applied to the text.
 """
 
 from __future__ import annotations
@@ -33,19 +33,20 @@ __all__ = ["NO_DETAILS", "GenerateAnswer", "GenerateRequest"]
 
 
 class GenerateAnswer(AnswerForm):
-    """The answer to one text.
+    """The answer to a text.
 
     Args:
         model: the model's name.
-        id: the id that the client gave the request; empty if none.
-        version: the model's.
-        in_one_event: whether a stream has the whole text in one event.
+        id: the request's id from the client; empty without an id.
+        version: the model's version.
+        in_one_event: whether a stream sends the whole text in a single event.
     """
 
     def __init__(self, model: str, id: str = "", version: str = "1", *, in_one_event: bool = False) -> None:
         about = {"model_name": model, "model_version": version, **({"id": id} if id else {})}
         self.texts: TokenTexts | None = None
-        """Those of the tokenizer; then the answer has `details`, and pieces must have log probabilities."""
+        """Set if the answer has `details`: the texts of the tokenizer's ids. Pieces must then have log
+        probabilities."""
         self._head = orjson.dumps(about)[:-1]
         self._text_head = self._head + b',"text_output":'
         self._finish: str | None = None
@@ -75,13 +76,13 @@ class GenerateAnswer(AnswerForm):
         return [*before, b'%b"","final":true,%b%b}' % (self._text_head, facts[1:-1], details)]
 
     def _note(self, piece: TextPiece) -> None:
-        """Note what `details` has of a piece."""
+        """Note the values of a piece that `details` contains."""
         self._finish, self._is_cut = piece.finish, piece.is_cut
         if self.texts is not None:
             self._tokens += piece.logprobs
 
     def _details(self, *, is_stream: bool = False) -> bytes:
-        """The field, with the last token by itself if it is a stream's."""
+        """The JSON of the field `details`. In a stream, it also has the last token separately."""
         if self.texts is None:
             return b""
         tokens = [_token(entry, self.texts) for entry in self._tokens]
@@ -94,7 +95,7 @@ class GenerateAnswer(AnswerForm):
 
 
 def _token(entry: TokenLogprob, texts: TokenTexts) -> dict[str, Any]:
-    """A token as the protocol describes it."""
+    """A token in the protocol's form."""
     text, _ = texts.shown(entry.token)
     is_special = entry.token in texts.special_ids
     return {"id": entry.token, "text": text, "logprob": shown_logprob(entry.logprob), "special": is_special}
@@ -107,7 +108,7 @@ def _facts(finish: str | None, usage: Usage) -> dict[str, Any]:
 
 _MAX_JSON: Final = 65_536
 _BANNED: Final = -100.0
-"""The bias of a token that must not be chosen, as in OpenAI's API."""
+"""The bias of a token that must not be generated, as in OpenAI's API."""
 _NO_EFFECT: Final = "Without effect"
 NO_DETAILS: Final = "this model has no log probabilities; expected false, got true; leave it out"
 
@@ -118,9 +119,10 @@ _EndId: TypeAlias = Annotated[int, Meta(ge=-1)]
 
 
 class BackendSampling(SamplingFields, kw_only=True):
-    """What Triton's backends for vLLM and TensorRT-LLM add, or call otherwise.
+    """Fields that Triton's backends for vLLM and TensorRT-LLM add, or name differently.
 
-    Of what isn't supported the value that asks for nothing is taken, since clients send their defaults.
+    A field of an unsupported feature accepts only the value that doesn't request the feature, since clients send their
+    defaults.
     """
 
     random_seed: Annotated[Seed | None, Meta(description="Another name of `seed`")] = None
@@ -185,7 +187,7 @@ class GenerateParameters(BackendSampling, kw_only=True):
 
 
 class GenerateRequest(GenerateParameters, kw_only=True):
-    """The body of a request; the parameters may also stand beside the text."""
+    """The body of a request. The parameters may also be given at the top level, next to the text."""
 
     text_input: str | _OneText
     id: RequestId | None = None
@@ -196,11 +198,11 @@ class GenerateRequest(GenerateParameters, kw_only=True):
 
         Args:
             model: the model's name.
-            version: the model's.
-            streams: whether the route's answers come in events.
+            version: the model's version.
+            streams: whether the route answers with a stream of events.
 
         Raises:
-            BadRequest: the request wants events of a route that has none.
+            BadRequest: the request asks for a stream on a route that doesn't stream.
         """
         field, is_stream = "stream", self.stream
         if is_stream is None and self.parameters is not None:
@@ -211,10 +213,10 @@ class GenerateRequest(GenerateParameters, kw_only=True):
         return GenerateAnswer(model, self.id or "", version, in_one_event=is_stream is False)
 
     def plan(self, text: LanguageText, limits: EngineLimits) -> TextPlan:
-        """Check the request, and turn it into tokens. Takes too long for the event loop.
+        """Check the request, and convert it into tokens. Takes too long for the event loop.
 
         Raises:
-            BadRequest: a field is wrong, or asks for more than the model can take.
+            BadRequest: a field is wrong, or exceeds a limit of the model.
         """
         given, places = self._places()
         prompt = self.text_input if isinstance(self.text_input, str) else self.text_input[0]
@@ -234,15 +236,16 @@ class GenerateRequest(GenerateParameters, kw_only=True):
             raise
 
     def merged(self) -> GenerateParameters:
-        """The parameters under their own names, wherever they were given.
+        """The parameters under their canonical names, wherever in the request they were given.
 
         Raises:
-            BadRequest: one was given twice, or asks for what isn't supported.
+            BadRequest: a parameter was given twice, or requests an unsupported feature.
         """
         return self._places()[0]
 
     def _places(self) -> tuple[GenerateParameters, dict[str, str]]:
-        """The parameters under their own names, and where each was given: nothing, or a path that ends in a dot."""
+        """The parameters under their canonical names, and for each name where it was given: an empty string for the top
+        level, or a path that ends with a dot."""
         values: dict[str, Any] = {}
         places: dict[str, str] = {}
 
@@ -282,7 +285,7 @@ def _listed(words: str | list[str] | None) -> list[str]:
 
 
 def _sampling(given: GenerateParameters, text: LanguageText, limits: EngineLimits) -> Sampling:
-    """How tokens are chosen; words that must not be get a bias."""
+    """How tokens are chosen. Forbidden words get a bias."""
     if given.details and "logprobs" not in limits.sampling:
         raise at("details", None, NO_DETAILS)
     sampling = given.sampling(limits, text.sampling, logprobs=0 if given.details else None)

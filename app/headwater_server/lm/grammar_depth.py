@@ -1,4 +1,4 @@
-"""How deep what a client's grammar is made of may lie within itself: the library that compiles grammars recurses.
+"""Limits the nesting depth of a client's grammar, because the library that compiles grammars is recursive.
 
 All checks take time linear in the text.
 """
@@ -17,26 +17,27 @@ from headwater_server.codecs.faults import at
 __all__ = ["MOST_DEPTH", "check_depth", "check_schema_depth"]
 
 MOST_DEPTH: Final = 256
-"""Objects, arrays and references of a schema, or parentheses and rules of a grammar, within each other."""
+"""Maximum nesting depth: of objects, arrays and references of a schema, or of parentheses and rules of a grammar."""
 _END: Final = object()
 _REGEX: Final = re.compile(r"\\.|\[\^?\]?(?:\\.?|[^\]\\])*\]?|[()]", re.DOTALL)
-"""A parenthesis, or what may contain the same character: an escape, or a class."""
+"""A parenthesis, or an escape or character class, which may contain the same character."""
 _LARK: Final = re.compile(
     r'"(?:\\.?|[^"\\\n])*"?|(?://|#)[^\n]*|/(?:\\.?|[^/\\\n])*/?|%json\s*(?=\{)|[()\[\]{}]|[A-Za-z_][\w-]*|::=|:'
 )
-"""What is read of Lark and GBNF. A string or an expression without an end lasts to the end of its line."""
+"""The tokens of Lark and GBNF that matter for the depth. An unterminated string or regular expression ends at the end
+of its line."""
 
 
 def check_depth(kind: GrammarKind, text: str, path: str) -> None:
-    """Check a grammar's text. One that can't be read passes: the library says what is wrong with it.
+    """Check a grammar's text. An invalid text passes: the library reports its error.
 
     Args:
-        kind: `Grammar.kind`.
-        text: `Grammar.text`.
-        path: the request's field.
+        kind: see `Grammar.kind`.
+        text: see `Grammar.text`.
+        path: the path of the request's field.
 
     Raises:
-        BadRequest: it lies deeper than `MOST_DEPTH`.
+        BadRequest: the nesting is deeper than `MOST_DEPTH`.
     """
     if len(text) <= MOST_DEPTH:
         return
@@ -52,14 +53,15 @@ def check_depth(kind: GrammarKind, text: str, path: str) -> None:
 
 
 def check_schema_depth(schema: object, path: str) -> None:
-    """Check a JSON schema. Each part of it is looked at once, as the library does, however many references it has.
+    """Check a JSON schema. Each part of the schema is visited once, as in the library, regardless of the number of
+    references to it.
 
     Args:
         schema: the schema, decoded.
-        path: the request's field.
+        path: the path of the request's field.
 
     Raises:
-        BadRequest: it lies deeper than `MOST_DEPTH`.
+        BadRequest: the nesting is deeper than `MOST_DEPTH`.
     """
     seen: set[int] = set()
     stack = [iter([schema])]
@@ -79,7 +81,8 @@ def _check(depth: int, what: str, path: str) -> None:
 
 
 def _check_json(text: str, begin: int, path: str) -> int:
-    """Check the schema that stands in a text from here on; returns where it ends, or `begin` if there is none."""
+    """Check the schema that starts at index `begin` of a text. Returns the index of its end, or `begin` if there is no
+    valid JSON."""
     try:
         schema, end = json.JSONDecoder().raw_decode(text, begin)
     except ValueError:
@@ -124,7 +127,7 @@ def _check_lark(text: str, path: str) -> None:
 
 
 def _parts(schema: object, part: dict[str, Any] | list[Any]) -> Iterator[Any]:
-    """What lies directly within a part of a schema, and what it refers to."""
+    """The direct children of a part of a schema, and the target of its reference."""
     if isinstance(part, dict):
         if isinstance(reference := part.get("$ref"), str):
             yield _target(schema, reference)
@@ -134,7 +137,7 @@ def _parts(schema: object, part: dict[str, Any] | list[Any]) -> Iterator[Any]:
 
 
 def _target(schema: object, reference: str) -> object:
-    """What a reference within a schema refers to; a text for one that leads elsewhere."""
+    """The target of a reference within the schema. Returns the reference itself if it leads elsewhere."""
     if not reference.startswith("#"):
         return reference
     place = schema

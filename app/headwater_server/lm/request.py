@@ -1,4 +1,4 @@
-"""A language model's request under way: its sequences with their unread tokens, its reader, and its deadline."""
+"""A language model's request in flight: its sequences with their unread tokens, its reader, and its deadlines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["RequestRun", "TokenSlot"]
 
 
 class SequenceChannel(Protocol):
-    """What a request needs of `headwater_server.lm.channel.Channel`."""
+    """The methods of `headwater_server.lm.channel.Channel` that a request calls."""
 
     def submit(self, slot: TokenSlot) -> None: ...
 
@@ -27,12 +27,12 @@ class SequenceChannel(Protocol):
 
 
 class TokenSlot:
-    """One sequence of a request, with its unread tokens: at most `SequenceSpec.max_tokens`.
+    """A sequence of a request, with its unread tokens: at most `SequenceSpec.max_tokens`.
 
     Args:
         owner: the request.
-        place: the sequence's place in the request.
-        spec: what to generate.
+        place: the sequence's index in the request.
+        spec: the prompt and parameters of the sequence.
     """
 
     __slots__ = (
@@ -47,17 +47,17 @@ class TokenSlot:
         self.prompt_tokens = len(spec.prompt)
         self.has_prompt_logprobs = spec.prompt_logprobs is not None
         self.channel: SequenceChannel | None = None
-        """The channel that it was submitted on, and `number` identifies it there."""
+        """The channel that the sequence was submitted on. `number` identifies the sequence within the channel."""
         self.number = -1
         self.is_running = True
         self.is_listed = False
-        """Whether it is in its owner's list of unread sequences; used by the owner only."""
+        """Whether the sequence is in its owner's list of unread sequences. Used by the owner only."""
         self.count = 0
-        """Tokens received."""
+        """Number of tokens received."""
         self.heard_s = 0.0
-        """When the last token was received, by the loop's time."""
+        """Loop time at which the last token was received."""
         self.finish: str | None = None
-        """``stop`` or ``length``, once it has ended so."""
+        """``stop`` or ``length``, once the sequence has ended normally."""
         self._spec: SequenceSpec | None = spec
         self._max_tokens = spec.max_tokens
         self._logprobs_wanted = spec.sampling.logprobs
@@ -67,10 +67,10 @@ class TokenSlot:
         self._tops: list[tuple[tuple[int, float], ...]] | None = None
         self._prompt: list[PromptLogprob] = []
         self._prompt_left = self.prompt_tokens - 1 if self.has_prompt_logprobs else 0
-        """How many of the prompt's log probabilities are still to come."""
+        """Number of the prompt's log probabilities that have not arrived yet."""
 
     def submit(self) -> Submit:
-        """The message that starts it."""
+        """The message that starts the sequence."""
         spec = self._spec
         assert spec is not None
         return Submit(
@@ -79,14 +79,14 @@ class TokenSlot:
         )  # fmt: skip
 
     def forget_spec(self) -> None:
-        """Free the prompt: the replica has it, so it won't be sent again."""
+        """Free the prompt: the replica has received it, so it is never sent again."""
         self._spec = None
 
     def take(self, event: SequenceEvent) -> None:
-        """Add an event's tokens, and what it has of the prompt.
+        """Add an event's tokens, and its log probabilities of the prompt.
 
         Raises:
-            ContractBroken: the event doesn't follow the last one; nothing was added.
+            ContractBroken: the event doesn't continue the sequence. Nothing was added.
         """
         if event.index != self.count:
             did = "repeated tokens" if event.index < self.count else "left tokens out"
@@ -119,7 +119,7 @@ class TokenSlot:
         return news
 
     def after_end(self, event: SequenceEvent) -> ContractBroken:
-        """The error of an event that comes after the sequence's end."""
+        """The error for an event that arrives after the sequence's end."""
         got = f"token {event.index}" if event.tokens else f"another end ({event.finish})"
         return self._broken(f"expected nothing after its end at {self.count} tokens, got {got}")
 
@@ -149,18 +149,18 @@ class TokenSlot:
 
 
 class RequestRun(Generation):
-    """The sequences of a request, which share their fate: if one fails, the others are cancelled.
+    """The sequences of a request. If any sequence fails, the whole request fails and its other sequences are cancelled.
 
     Args:
-        request_id: the client's id of the request, which need not be unique.
+        request_id: the request's id from the client, which need not be unique.
         specs: the sequences.
-        meter: the model's.
-        start: submits all sequences to a replica; raises `Unavailable` if there is none.
-        on_left: called once, when nobody reads the request any more.
-        idle_s: the longest time without a token of any sequence, including time in the queue.
-        limit_s: the longest time in all.
-        trace: the request's, if it is traced.
-        cache_scope: whose the request is: prefixes are shared within a scope.
+        meter: the model's metrics.
+        start: submits all sequences to a replica; raises `Unavailable` if there is no replica.
+        on_left: called once, when the request is closed or abandoned.
+        idle_s: maximum time in seconds without a token of any sequence, including time in the queue.
+        limit_s: maximum duration of the whole request in seconds.
+        trace: the trace of the request, if it is traced.
+        cache_scope: the name of the request's API key. Only requests with the same scope share cached prefixes.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class RequestRun(Generation):
         self._error: HeadwaterError | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._is_read = False
-        """Whether the reader has received anything."""
+        """Whether the reader has received any tokens."""
         self._is_left = False
         self._is_restarted = False
         self._began_ns = time.perf_counter_ns()
@@ -204,17 +204,17 @@ class RequestRun(Generation):
 
     @property
     def is_running(self) -> bool:
-        """Whether a replica still generates any of it."""
+        """Whether any sequence has not ended yet."""
         return self._running > 0
 
     def submit(self, channel: SequenceChannel) -> None:
-        """Submit the sequences that still run on this channel."""
+        """Submit, on this channel, all sequences that have not ended."""
         for slot in self.slots:
             if slot.is_running:
                 channel.submit(slot)
 
     def abandon(self) -> None:
-        """Drop a request that could not start, which counts as none."""
+        """Drop a request that never started. Metrics do not count it."""
         self._is_left = True
         self._disarm()
         self._on_left(self)
@@ -222,11 +222,12 @@ class RequestRun(Generation):
     # Generation
 
     async def news(self) -> list[tuple[int, Tokens]]:
-        """See `Generation.news`. Earlier tokens come before a failure, unless nothing has been read yet."""
+        """See `Generation.news`. If the request has failed, unread tokens are returned before the error is raised,
+        unless nothing has been read yet."""
         while True:
             if self._error is not None and not (self._news and self._is_read):
                 self.close()
-                raise self._error.again()  # a copy, because the traceback of what is raised refers to self
+                raise self._error.again()  # a copy, because the traceback of the raised error refers to self
             if self._news:
                 return self._read()
             if not self._running:
@@ -250,7 +251,7 @@ class RequestRun(Generation):
             self._wake()
 
     def close(self) -> None:
-        """See `Generation.close`. Drops the slots, which channels keep longer."""
+        """See `Generation.close`. Drops the slots, because channels keep ended slots, which refer to this request."""
         if self._is_left:
             return
         self._is_left = True
@@ -268,7 +269,7 @@ class RequestRun(Generation):
     # Called by the channel
 
     def note_tokens(self, slot: TokenSlot, now_s: float) -> None:
-        """Note that a sequence has something to read."""
+        """Note that a sequence has unread tokens or an unread end."""
         self._heard_s = now_s
         if not self._has_token and slot.count:
             self._has_token = True
@@ -281,7 +282,7 @@ class RequestRun(Generation):
             self._wake()
 
     def end(self, slot: TokenSlot, now_s: float) -> None:
-        """Note that a sequence has ended by itself; its last tokens may still be unread."""
+        """Note that a sequence has ended normally. Its last tokens may still be unread."""
         slot.is_running = False
         self._running -= 1
         if not self._running:
@@ -297,7 +298,8 @@ class RequestRun(Generation):
         self._wake()
 
     def restart(self, error: HeadwaterError) -> None:
-        """Start again on another channel, but only once: this one ended before the replica had the request."""
+        """Restart the request, because its channel ended before the replica received it. A request that was restarted
+        before, or has received tokens, fails with `error` instead."""
         if self._is_restarted or any(slot.count for slot in self.slots):
             self.fail(error)
             return
@@ -308,7 +310,7 @@ class RequestRun(Generation):
             self.fail(error)
 
     def cancel(self) -> int:
-        """Cancel the request; returns the number of sequences that were still to end."""
+        """Cancel the request. Returns the number of sequences that were still running."""
         running = self._running
         if running:
             self.fail(Cancelled("the request was cancelled"))
@@ -356,7 +358,7 @@ class RequestRun(Generation):
             self._timer = None
 
     def _expire(self) -> None:
-        """Fail the request if it is overdue. Tokens don't move the timer, so it may be early."""
+        """Fail the request if a deadline is exceeded. Tokens don't restart the timer, so it may fire early."""
         self._timer = None
         now_s = self._loop.time() + TIMER_RESOLUTION_S
         if self._limit_s is not None and now_s >= self._began_s + self._limit_s:

@@ -1,7 +1,7 @@
 """Requests of ``POST /v1/responses``.
 
-Source: OpenAI's API reference. A request is a chat in other words: it becomes a `ChatRequest`, which makes the plan.
-Nothing is kept on the server, so what needs an earlier answer is refused. The extensions are those of
+Source: OpenAI's API reference. A request is converted into the equivalent `ChatRequest`, which makes the plan. The
+server stores nothing, so requests that refer to an earlier answer are refused. The extensions are the same as in
 `headwater_server.lm.chat`.
 """
 
@@ -35,7 +35,7 @@ _LOGPROBS: Final = "message.output_text.logprobs"
 _ROLES: Final = ("developer", "system", "user", "assistant")
 _TEXT_KINDS: Final = ("input_text", "output_text")
 _NOT_FOR_TEMPLATES: Final = frozenset({"type", "id", "status", "phase", "call_id", "output", "tool_calls"})
-"""Fields of an item that say nothing to a chat template, or stand elsewhere in a chat's message."""
+"""Fields of an item that chat templates don't use, or that have another place in a chat message."""
 _MAX_LABELS: Final = 16
 _MAX_KEY: Final = 64
 _MAX_LABEL: Final = 512
@@ -69,11 +69,12 @@ _LABELS: Final = {
     "propertyNames": {"maxLength": _MAX_KEY},
     "additionalProperties": {"type": "string", "maxLength": _MAX_LABEL},
 }
-"""For the OpenAPI schema, as those above."""
+"""Used in the OpenAPI schema only, like `_ITEM`."""
 
 
 def _flat(schema: dict[str, Any]) -> dict[str, Any]:
-    """A chat's schema of a tool, or of a choice, in which the function's fields stand one level deeper."""
+    """Convert the schema of a chat request's tool, or tool choice, into the form of this API: without the nested
+    ``function`` object."""
     function = schema["properties"]["function"]
     return _object("function", ["type", *function["required"]], **function["properties"])
 
@@ -84,7 +85,7 @@ _Label: TypeAlias = Annotated[str, Meta(max_length=_MAX_LABEL, description="A la
 
 
 class TextFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """``text.format``: a chat's ``response_format``, in which a schema stands one level deeper."""
+    """``text.format``: like ``response_format`` of a chat request, but without the nested ``json_schema`` object."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -93,10 +94,10 @@ class TextFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_
     strict: bool | None = None
 
     def chat_format(self) -> ResponseFormat:
-        """The same for a chat.
+        """Convert it into ``response_format`` of a chat request.
 
         Raises:
-            BadRequest: a schema has no name, or a name no schema's type.
+            BadRequest: a schema has no name, or a schema is given with another type than ``json_schema``.
         """
         if self.type == "json_schema" and self.name is None:
             raise at("text.format.name", None, "expected a string, got none; add it")
@@ -150,14 +151,14 @@ class ResponsesRequest(StreamFields, kw_only=True):
     reasoning: None = None
 
     def answer_form(self, plan: TextPlan, texts: TokenTexts) -> ResponsesAnswer:
-        """The form of the answer to this request, of which `plan` made the plan."""
+        """The form of the answer to this request. `plan` and `texts` must come from this request and its model."""
         return ResponsesAnswer(self._repeated(plan.specs[0].sampling), texts, plan.tools)
 
     def plan(self, text: LanguageText, limits: EngineLimits) -> TextPlan:
-        """Check the request, and turn it into tokens. Takes too long for the event loop.
+        """Check the request, and convert it into tokens. Takes too long for the event loop.
 
         Raises:
-            BadRequest: a field is wrong, or asks for more than the model can take.
+            BadRequest: a field is wrong, or exceeds a limit of the model.
         """
         self._check_state()
         self._check_metadata()
@@ -189,7 +190,8 @@ class ResponsesRequest(StreamFields, kw_only=True):
         return plan._replace(specs=[_from_text_format(spec) for spec in plan.specs])
 
     def _repeated(self, sampling: Sampling) -> dict[str, Any]:
-        """The fields that an answer repeats, with their defaults; `sampling` is how its tokens are chosen."""
+        """The request fields that an answer repeats, with defaults for absent fields. `sampling` is the sampling of the
+        planned sequence."""
         return {
             "model": self.model,
             "background": False,
@@ -236,7 +238,8 @@ class ResponsesRequest(StreamFields, kw_only=True):
                 raise at(path, None, f"expected at most {_MAX_LABEL} characters, got {len(value)}")
 
     def _conversation(self) -> tuple[list[Any], dict[str, str]]:
-        """The messages of a chat, and what their fields are called here."""
+        """The messages of the equivalent chat request, and a map from their field paths to the paths in this
+        request."""
         messages: list[Any] = []
         names = dict(_NAMES)
         if self.instructions is not None:
@@ -263,19 +266,19 @@ class ResponsesRequest(StreamFields, kw_only=True):
 
 
 def _chat_tools(tools: object) -> object:
-    """The tools as a chat has them; what both have in common, the chat checks."""
+    """Convert the tools into a chat request's form. The chat request checks them."""
     return [_chat_tool(tool) for tool in tools] if isinstance(tools, list) else tools
 
 
 def _chat_tool(tool: object) -> object:
-    """A tool, or the choice of one, as a chat has it."""
+    """Convert a tool, or a tool choice, into a chat request's form."""
     if not isinstance(tool, dict):
         return tool
     return {"type": tool.get("type"), "function": {name: tool[name] for name in tool if name != "type"}}
 
 
 def _add_call(item: dict[str, Any], path: str, messages: list[Any], names: dict[str, str]) -> None:
-    """Add a call to the assistant's message right before it, or to one of its own."""
+    """Add a function call to the last message if it is the assistant's, or else to a new assistant message."""
     if not messages or messages[-1]["role"] != "assistant":
         names[f"messages[{len(messages)}]"] = path
         messages.append({"role": "assistant", "content": None})
@@ -287,14 +290,14 @@ def _add_call(item: dict[str, Any], path: str, messages: list[Any], names: dict[
 
 
 def _chat_result(item: dict[str, Any], path: str) -> dict[str, Any]:
-    """What a function returned, as a chat's message."""
+    """Convert an item with a function's result into a chat message."""
     if not isinstance(item.get("call_id"), str):
         raise at(f"{path}.call_id", None, f"expected a string, got {shown(item.get('call_id'))}")
     return {**_rest(item), "role": "tool", "tool_call_id": item["call_id"], "content": _content(item, "output", path)}
 
 
 def _chat_message(item: object, path: str) -> dict[str, Any]:
-    """An item of the input as a chat's message; what both have in common, the chat checks."""
+    """Convert an item of the input into a chat message. The chat request checks the fields that both forms share."""
     if not isinstance(item, dict):
         raise at(path, None, f"expected a message with 'role' and 'content', got {shown(item)}")
     if item.get("type") not in (None, "message"):
@@ -308,7 +311,7 @@ def _chat_message(item: object, path: str) -> dict[str, Any]:
 
 
 def _rest(item: dict[str, Any]) -> dict[str, Any]:
-    """The fields of an item that go to the chat template as they are."""
+    """The fields of an item that are passed to the chat template unchanged."""
     return {name: value for name, value in item.items() if name not in _NOT_FOR_TEMPLATES}
 
 
@@ -330,7 +333,8 @@ def _chat_part(part: object, path: str) -> dict[str, Any]:
 
 
 def _from_text_format(spec: SequenceSpec) -> SequenceSpec:
-    """The sequence with `text.format` as its grammar's field, which the replica names if it refuses the grammar."""
+    """The sequence with `text.format` as the field of its grammar. The replica's error names this field if it refuses
+    the grammar."""
     if spec.grammar is None or not spec.grammar.field.startswith("response_format"):
         return spec
     return structs.replace(spec, grammar=structs.replace(spec.grammar, field="text.format"))
@@ -345,15 +349,15 @@ _NAMES: Final = {
     "tool_choice.function": "tool_choice",
     **{f"tools[{n}].function": f"tools[{n}]" for n in range(MAX_TOOLS)},
 }
-"""What fields of a chat are called here."""
+"""Map from field paths of a chat request to the paths in a responses request."""
 
 
 def _renamed(error: BadRequest, names: Mapping[str, str]) -> BadRequest:
-    """The error of a chat request, by the names of this one's fields.
+    """The error of a chat request, with field names of the responses request.
 
     Args:
-        error: the chat's.
-        names: what the chat's fields, and those in them, are called here.
+        error: the error of the chat request.
+        names: map from path prefixes of the chat request to paths of the responses request.
     """
     path = error.field or ""
     outer = [name for name in names if path == name or path.startswith((f"{name}.", f"{name}["))]

@@ -1,4 +1,4 @@
-"""Answers of ``POST /v1/responses``: items of text and calls of functions, whole or as events.
+"""Answers of ``POST /v1/responses``: items of text and function calls, whole or as events.
 
 Source: OpenAI's API reference.
 """
@@ -30,12 +30,12 @@ _Fields: TypeAlias = dict[str, Any]
 
 
 class ResponsesAnswer(AnswerForm):
-    """The answer to a request: items, one after the other. Each event of a stream has a name and a number.
+    """The answer to a request: a sequence of items. Each event of a stream has a name and a number.
 
     Args:
-        repeated: what the answer repeats of the request, its model's name included.
-        texts: the tokenizer's.
-        tools: how the text is searched for calls; None if it is all one message.
+        repeated: the request fields that the answer repeats, including the model's name.
+        texts: the texts of the tokenizer's ids.
+        tools: how the text is searched for tool calls; `None` if the whole text is a single message.
     """
 
     def __init__(self, repeated: Mapping[str, Any], texts: TokenTexts, tools: ToolUse | None = None) -> None:
@@ -49,9 +49,9 @@ class ResponsesAnswer(AnswerForm):
             **repeated,
         }
         self._number = 0
-        """Of the next event."""
+        """Number of the next event."""
         self._items: list[_Message | _Call] = []
-        """All but the last one are complete."""
+        """The items so far. All except the last are complete."""
         self._finish: str | None = None
 
     def whole(self, texts: Sequence[TextPiece], usage: Usage) -> bytes:
@@ -99,7 +99,7 @@ class ResponsesAnswer(AnswerForm):
         return [self._event(f"response.{name}", response=response) for name in ("created", "in_progress")]
 
     def _text(self, piece: TextPiece) -> list[Event]:
-        """Add to the message that is last, or begin one."""
+        """Add text to the last item if it is a message, or else begin a message."""
         events = []
         message = self._items[-1] if self._items else None
         if not isinstance(message, _Message):
@@ -115,7 +115,7 @@ class ResponsesAnswer(AnswerForm):
         return [*events, (_DELTA, _DELTA_EVENT % text)]
 
     def _open(self, item: _Message | _Call) -> list[Event]:
-        """Begin an item, and so end the one before it."""
+        """End the previous item, and begin this item."""
         events = self._close("completed") if self._items else []
         self._items.append(item)
         added = self._event("response.output_item.added", output_index=item.index, item=item.shown())
@@ -128,7 +128,7 @@ class ResponsesAnswer(AnswerForm):
         return [*events, self._event("response.output_item.done", output_index=item.index, item=item.shown())]
 
     def _end_items(self) -> list[Event]:
-        """End the last item; an answer without any has an empty message."""
+        """End the last item. An answer without items gets an empty message."""
         events = [] if self._items else self._open(_Message(0))
         return events + self._close(self._status)
 
@@ -157,8 +157,8 @@ class _Item(ABC):
     """An item of the output.
 
     Args:
-        index: its place among them.
-        prefix: of its id.
+        index: the item's index in the output.
+        prefix: prefix of the item's id.
     """
 
     def __init__(self, index: int, prefix: str) -> None:
@@ -166,27 +166,27 @@ class _Item(ABC):
         self.id = f"{prefix}_{secrets.token_hex(16)}"
         self.status = "in_progress"
         self.place: _Fields = {"item_id": self.id, "output_index": index}
-        """The fields by which events name it."""
+        """The fields that identify the item in events."""
 
     def end(self, status: str) -> None:
-        """Give it its last status."""
+        """Set the item's final status."""
         self.status = status
 
     @abstractmethod
     def shown(self) -> _Fields:
-        """The item as far as it has come."""
+        """The JSON of the item so far."""
 
     def opening(self) -> Sequence[tuple[str, _Fields]]:
-        """The events that follow its being added."""
+        """The events after the event that adds the item."""
         return ()
 
     @abstractmethod
     def closing(self) -> Sequence[tuple[str, _Fields]]:
-        """The events that come before its being done."""
+        """The events before the event that completes the item."""
 
 
 class _Message(_Item):
-    """An item with one text."""
+    """A text message."""
 
     def __init__(self, index: int) -> None:
         super().__init__(index, "msg")
@@ -194,7 +194,8 @@ class _Message(_Item):
         self.encoded_place = orjson.dumps(self.place)[1:-1]
         self.text: list[str] = []
         self.logprobs: list[bytes] = []
-        """The tokens', encoded: there may be megabytes of them, which several of the last events repeat."""
+        """The tokens' log probabilities as JSON. They are encoded once, because several of the last events repeat them
+        and they may take megabytes."""
 
     def shown(self) -> _Fields:
         content = [] if self.status == "in_progress" else [self._part()]
@@ -216,7 +217,7 @@ class _Message(_Item):
 
 
 class _Call(_Item):
-    """An item that is a call of a function."""
+    """A function call."""
 
     def __init__(self, index: int, name: str, call_id: str) -> None:
         super().__init__(index, "fc")
@@ -225,7 +226,7 @@ class _Call(_Item):
         self.arguments: list[str] = []
 
     def end(self, status: str) -> None:
-        """A call is complete if its arguments are, whatever cut the answer behind them."""
+        """Set the status: a call with complete arguments is completed, even if the answer was cut after it."""
         try:
             orjson.loads("".join(self.arguments))
         except orjson.JSONDecodeError:
@@ -258,6 +259,6 @@ def _shown_usage(usage: Usage) -> dict[str, Any]:
 
 
 def _shown_error(error: HeadwaterError) -> dict[str, Any]:
-    """``error`` of an answer that failed: its codes are a list of their own."""
+    """``error`` of a failed answer. This API has its own list of error codes."""
     code = {400: "invalid_prompt", 429: "rate_limit_exceeded"}.get(error.status, "server_error")
     return {"code": code, "message": error.message, "param": error.field}

@@ -1,4 +1,4 @@
-"""The request fields of all three APIs for choosing tokens and ending the text."""
+"""The request fields of all text APIs for choosing tokens and ending the text."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Flag: TypeAlias = Annotated[bool, Meta(extra_json_schema={"default": False})]
 
 
 class TextEnd(NamedTuple):
-    """Where a text ends, and which parts of it are left out."""
+    """Where a text ends, and which parts of it are omitted."""
 
     stops: tuple[str, ...]
     stop_ids: frozenset[int]
@@ -48,9 +48,10 @@ _Fields = TypeVar("_Fields", bound="SamplingFields")
 
 
 class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The fields; null means absent.
+    """The fields for choosing tokens and ending the text. Null means absent.
 
-    Decoding checks types and bounds, the methods what depends on the model. The OpenAPI schema is made of them, too.
+    Decoding checks types and bounds; the methods check limits that depend on the model. The OpenAPI schema is generated
+    from the fields, too.
     """
 
     temperature: Annotated[float, Meta(ge=0, le=2, description="0: the likeliest")] | None = None
@@ -80,7 +81,7 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         """Decode a request's body.
 
         Raises:
-            BadRequest: the body is not such a request; the message names the field.
+            BadRequest: the body is not a valid request; the message names the field.
         """
         return read_json(raw, cls)
 
@@ -88,12 +89,12 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         """How tokens are chosen.
 
         Args:
-            limits: the engine's.
-            defaults: the model's own, for fields that are absent.
-            logprobs: as `Sampling.logprobs`.
+            limits: the engine's limits.
+            defaults: the model's defaults, for fields that are absent.
+            logprobs: see `Sampling.logprobs`.
 
         Raises:
-            BadRequest: a bias is out of bounds or of no token, or the engine does not support a field.
+            BadRequest: a bias is out of bounds or has an invalid token id, or the engine does not support a field.
         """
         given = {name: getattr(self, name) for name in SAMPLING_FIELDS - {"logprobs", "logit_bias"}}
         given = {name: value for name, value in given.items() if value is not None}
@@ -130,7 +131,7 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class StreamFields(SamplingFields, kw_only=True):
-    """Further fields of both of OpenAI's APIs."""
+    """Further fields of the requests of OpenAI's APIs."""
 
     model: str
     n: Annotated[int, Meta(ge=1, le=16, extra_json_schema={"default": 1})] | None = None
@@ -141,19 +142,19 @@ class StreamFields(SamplingFields, kw_only=True):
 
     @property
     def includes_usage(self) -> bool:
-        """Whether a stream's last chunk has the number of tokens."""
+        """Whether a stream's last chunk contains the numbers of tokens."""
         return self.stream_options is not None and self.stream_options.include_usage is True
 
     @property
     def counts_usage(self) -> bool:
-        """Whether every chunk of a stream has the number of tokens so far."""
+        """Whether every chunk of a stream contains the numbers of tokens so far."""
         return self.stream_options is not None and self.stream_options.continuous_usage_stats is True
 
     def check_stream(self) -> None:
-        """Check the options for streams.
+        """Check the stream options.
 
         Raises:
-            BadRequest: an option is not supported, or the request is for no stream.
+            BadRequest: an option is not supported, or is set in a request that doesn't ask for a stream.
         """
         if self.stream_options is not None and not self.stream:
             raise at("stream_options", None, 'expected it with "stream": true only; leave it out, or stream')
@@ -176,10 +177,10 @@ def _biases(given: Mapping[str, float], vocab_size: int) -> dict[int, float]:
 
 
 def checked_ids(path: str, ids: Sequence[object], vocab_size: int) -> list[int]:
-    """Token ids that the client gave.
+    """Check token ids that the client sent, and return them.
 
     Raises:
-        BadRequest: one is no integer, or outside the vocabulary.
+        BadRequest: an id is not an integer, or outside the vocabulary.
     """
     checked: list[int] = []
     for n, token in enumerate(ids):

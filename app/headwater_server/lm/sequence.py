@@ -1,4 +1,4 @@
-"""What a sequence asks of the engine, the tokens that come of it, and how a request's sequences are read."""
+"""The parameters of a sequence, its tokens as they arrive, and the interface for reading a request's sequences."""
 
 from __future__ import annotations
 
@@ -12,54 +12,55 @@ __all__ = ["Generation", "SequenceSpec", "Tokens"]
 
 
 class SequenceSpec(msgspec.Struct, frozen=True):
-    """One sequence to generate; a request may have several."""
+    """A sequence to generate. A request may have several."""
 
     prompt: list[int]
     max_tokens: int
     sampling: Sampling = Sampling()
     stop_ids: frozenset[int] = frozenset()
-    """Tokens that end the sequence, in addition to the model's own."""
+    """Tokens that end the sequence, in addition to the model's end tokens."""
     ignore_eos: bool = False
     grammar: Grammar | None = None
     prompt_logprobs: int | None = None
-    """As `headwater.engine.SequenceRequest.prompt_logprobs`."""
+    """See `headwater.engine.SequenceRequest.prompt_logprobs`."""
 
 
 class Tokens(msgspec.Struct):
-    """The new tokens of a sequence: one, or several if the reader is slower than the engine."""
+    """The new tokens of a sequence: several if the reader is slower than the engine."""
 
     tokens: list[int]
     logprobs: list[float] | None = None
-    """One per token, if the request asked for them."""
+    """The log probability of each token, if the request asked for log probabilities."""
     tops: list[tuple[tuple[int, float], ...]] | None = None
-    """For each token the most probable ones with their logprobs, best first; if the request asked for them."""
+    """For each position the most probable tokens with their log probabilities, best first, if the request asked for
+    them."""
     finish: str | None = None
-    """Set with the sequence's last tokens: ``stop`` (a stop token, the last one here) or ``length``."""
+    """Set with the sequence's last tokens: ``stop`` (the last token in `tokens` is a stop token) or ``length``."""
     cached: int = 0
-    """With the first tokens: how many of the prompt's tokens the engine's prefix cache had."""
+    """Number of the prompt's tokens that the engine's prefix cache had. Set with the first tokens."""
     prompt: list[PromptLogprob] = []
-    """The next of the prompt's log probabilities, which begin with those of its second token; if the request asked for
-    them. They come before the first token."""
+    """The next log probabilities of the prompt's tokens, starting with the second token, if the request asked for them.
+    They all arrive before the first generated token."""
 
 
 class Generation(Protocol):
-    """A request under way, used in one event loop."""
+    """A request in flight, used in a single event loop."""
 
     async def news(self) -> list[tuple[int, Tokens]]:
-        """Wait for new tokens of any sequence; returns the place and tokens of each sequence that has some.
+        """Wait for new tokens of any sequence. Returns index and new tokens of each sequence that has new tokens.
 
-        Empty once all sequences have ended or been dropped.
+        The list is empty once all sequences have ended or been dropped.
 
         Raises:
-            HeadwaterError: the request failed as a whole: `QueueFull`, `BadRequest`, `ReplicaLost`, `Unavailable`,
+            HeadwaterError: the whole request failed: `QueueFull`, `BadRequest`, `ReplicaLost`, `Unavailable`,
                 `DeadlineExceeded`, `Cancelled`, `ContractBroken`, `CallableFailed`.
         """
         ...
 
     def drop(self, place: int) -> None:
-        """Cancel a sequence, for instance after a stop string; `news` returns no more of it."""
+        """Cancel a sequence, for instance after a stop string. `news` returns no more tokens of it."""
         ...
 
     def close(self) -> None:
-        """Cancel whatever still runs. May be called more than once."""
+        """Cancel all sequences that still run. May be called more than once."""
         ...

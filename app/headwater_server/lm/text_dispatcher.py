@@ -1,4 +1,4 @@
-"""What the dispatchers of all language models have in common, whichever engine computes the tokens."""
+"""The common base of the dispatchers of all language models, for any engine that computes the tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["TextDispatcher"]
 
 
 class TextDispatcher(Dispatcher):
-    """A dispatcher that takes text, and refuses tensors.
+    """A dispatcher that accepts text, and refuses tensors.
 
     Args:
         route: the deployment.
@@ -31,20 +31,20 @@ class TextDispatcher(Dispatcher):
         self.meter = recorder().language_model(route.name)
         self._loop = asyncio.get_running_loop()
         self._waiting_since_s: float | None = None
-        """Since when sequences have waited at the engines, as far as known."""
+        """Loop time since which the engines' loads have shown waiting sequences; `None` while nothing waits."""
 
     @property
     @abstractmethod
     def _running(self) -> int:
-        """What this worker has at the engines, running or waiting."""
+        """Number of this worker's sequences or requests at the engines, running or waiting."""
 
     @abstractmethod
     def _loads(self) -> Iterable[Load]:
-        """The load of each engine, over all workers, as last known."""
+        """The last known load of each engine, over all workers."""
 
     @property
     def load(self) -> Load:
-        """The engines' load, over all workers, as last known."""
+        """The last known load, summed over all engines and all workers."""
         loads = list(self._loads())
         return Load(
             sum(load.active for load in loads),
@@ -81,7 +81,8 @@ class TextDispatcher(Dispatcher):
         raise self._refusal()
 
     def _no_replica(self) -> Unavailable:
-        """The error for a request for which there is no replica, although there may be one in the table."""
+        """The error for a request that no replica can take. The routing table may still list a replica that has
+        ended."""
         if not self.route.replicas:
             return unavailable(self.route)
         return Unavailable(f"model `{self.route.name}`: its replica ended", retry_after_s=RETRY_AFTER_LOST_S)

@@ -1,4 +1,4 @@
-"""Turns a request into sequences of tokens, checked against the engine's limits."""
+"""Converts a request into sequences of tokens, checked against the engine's limits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headwater_server.lm.text.stop_automaton import StopAutomaton
 from headwater_server.lm.text.tool_calls import ToolUse
 from headwater_server.lm.text_stream import TextStream
 
-if TYPE_CHECKING:  # importing tokenizers takes memory: only workers with a language model do
+if TYPE_CHECKING:  # importing tokenizers takes memory: only workers with a language model import it
     from headwater_server.lm.text.token_texts import TokenTexts
 
 __all__ = [
@@ -31,47 +31,49 @@ __all__ = [
 ]
 
 _TOKEN_CHARACTERS: Final = 256
-"""More characters than a token has on average in any text that fits a context."""
+"""An upper bound of the average number of characters per token, for any text that fits into a context."""
 _PROBE_CHARACTERS: Final = 8
-"""More characters than a token has on average in most texts: longer ones are tried by such a beginning first."""
+"""An upper bound of the average number of characters per token in most texts. For a longer text, first only a beginning
+of this length is encoded."""
 _PROBE_GROWTH: Final = 4
-"""How much longer the next beginning is, so that all of them together are a third of the text at most."""
+"""Factor by which the next beginning is longer, so that all beginnings together have at most a third of the text's
+characters."""
 _CUT_TOKENS: Final = 256
-"""More tokens than a cut adds to a beginning of a text."""
+"""An upper bound of the number of tokens that cutting a text adds to its beginning."""
 
 
 class Prompt(NamedTuple):
-    """One prompt."""
+    """A prompt and the parameters of its answers."""
 
     ids: list[int]
     max_tokens: int
-    """The most tokens of each answer."""
+    """Maximum number of tokens of each answer."""
     prefix: str = ""
     """Text to put before each answer."""
     offsets: Sequence[int] = ()
-    """Where each token's text begins in the prefix; empty unless the answers have the prompt's log probabilities."""
+    """Offset of each token's text in the prefix; empty unless the answers include the prompt's log probabilities."""
 
 
 class TextPlan(NamedTuple):
-    """A request's sequences, and how they become text."""
+    """A request's sequences, and how their tokens are converted into text."""
 
     specs: list[SequenceSpec]
-    """The choices of the first prompt, then those of the next, and so on."""
+    """The choices of the first prompt, then the choices of the next prompt, and so on."""
     prefixes: list[str]
-    """The text to put before each sequence's."""
+    """The text to put before each sequence's text."""
     offsets: list[Sequence[int]]
     """Each sequence's `Prompt.offsets`."""
     end: TextEnd
     prompt_tokens: int
-    """The tokens of all prompts, each prompt counted once."""
+    """Number of tokens of all prompts. Each prompt counts once."""
     timeout_s: float | None = None
     n: int = 1
-    """The choices of each prompt."""
+    """Number of choices of each prompt."""
     tools: ToolUse | None = None
-    """How the texts are searched for calls of tools; None if they are all content."""
+    """How the texts are searched for tool calls; `None` if the whole texts are content."""
 
     def streams(self, texts: TokenTexts) -> list[TextStream]:
-        """The text of each sequence, still empty."""
+        """A new `TextStream` for each sequence."""
         marks = self.tools.format.marks if self.tools is not None else ()
         kept_ids = frozenset(token for mark in marks if (token := texts.id_of(mark)) is not None)
         stops = StopAutomaton(self.end.stops) if self.end.stops else None
@@ -102,11 +104,11 @@ def plan(
     grammar: Grammar | None = None,
     prompt_logprobs: int | None = None,
 ) -> TextPlan:
-    """Make `n` sequences of each prompt, which with a seed have the seeds ``seed``, ``seed + 1`` and so on.
+    """Make `n` sequences of each prompt. If a seed is set, they get the seeds ``seed``, ``seed + 1`` and so on.
 
     Raises:
-        BadRequest: the engine can't hold so many sequences, running and waiting; or an answer's least number of tokens
-            is above its most.
+        BadRequest: the engine can't hold this number of running and waiting sequences; or the minimum number of tokens
+            of an answer exceeds its maximum.
     """
     least = sampling.min_tokens
     most = min(prompt.max_tokens for prompt in prompts)
@@ -130,10 +132,10 @@ def plan(
 
 
 def check_size(field: str, text: str, limits: EngineLimits) -> None:
-    """Refuse a text that can't fit, because counting its tokens would take seconds.
+    """Refuse a text that is certainly too long. Counting its tokens would take seconds.
 
     Raises:
-        ContextTooLong: the text is longer than any that fits.
+        ContextTooLong: the text is longer than any text that fits.
     """
     bound, what = _bound(limits)
     most = bound * _TOKEN_CHARACTERS
@@ -144,9 +146,9 @@ def check_size(field: str, text: str, limits: EngineLimits) -> None:
 
 
 def bounded_ids(text: str, encode: Callable[[str], list[int]], most: int) -> list[int] | None:
-    """The token ids of a text; None if they are certainly more than `most`, which its beginning tells.
+    """The token ids of a text; `None` if a beginning of the text already has certainly more than `most` tokens.
 
-    The tokens of a beginning are those of the whole text but for the last few, which the cut may change.
+    A beginning has the same tokens as the whole text, except the last few, which the cut may change.
     """
     size = most * _PROBE_CHARACTERS
     while size < len(text):
@@ -160,7 +162,7 @@ def text_ids(field: str, text: str, encode: Callable[[str], list[int]], limits: 
     """The token ids of the text in this field of the request.
 
     Raises:
-        BadRequest: the text is too long, or no Unicode text.
+        BadRequest: the text is too long, or not Unicode text.
     """
     check_size(field, text, limits)
     ids = bounded_ids(text, encode, _bound(limits)[0])
@@ -170,10 +172,10 @@ def text_ids(field: str, text: str, encode: Callable[[str], list[int]], limits: 
 
 
 def check_count(field: str, count: int, limits: EngineLimits) -> None:
-    """Refuse a prompt of so many tokens if no answer fits behind it.
+    """Refuse a prompt of `count` tokens if no answer fits after it.
 
     Raises:
-        ContextTooLong: it does not fit.
+        ContextTooLong: no answer fits.
     """
     if count >= _bound(limits)[0]:
         raise _too_long(field, str(count), limits)
@@ -188,18 +190,18 @@ def _too_long(field: str, count: str, limits: EngineLimits) -> ContextTooLong:
 def answer_tokens(
     field: str, path: str, ids: Sequence[int], wanted: int | None, default: int, limits: EngineLimits
 ) -> int:
-    """The most tokens of a prompt's answer.
+    """The maximum number of tokens of a prompt's answer.
 
     Args:
-        field: the request's field that has the prompt.
-        path: the request's field that has `wanted`.
-        ids: the prompt's.
-        wanted: the number that the client asks for, if any.
-        default: the number otherwise, unless fewer fit.
-        limits: the engine's.
+        field: the request's field that contains the prompt.
+        path: the request's field that contains `wanted`.
+        ids: the prompt's token ids.
+        wanted: the number that the client asked for, if any.
+        default: the number if the client asked for no number; reduced if fewer tokens fit.
+        limits: the engine's limits.
 
     Raises:
-        BadRequest: the prompt has no token, or one outside the vocabulary; or it doesn't fit, alone or with its answer.
+        BadRequest: the prompt is empty, has a token outside the vocabulary, or doesn't fit, alone or with its answer.
     """
     if not ids:
         raise at(field, None, "expected at least one token, got none; begin the text with something")
@@ -226,5 +228,5 @@ def _bound(limits: EngineLimits) -> tuple[int, str]:
 
 
 def _seed(seed: int) -> int:
-    """Wrap a seed around to a signed integer of 64 bits."""
+    """Wrap a seed around to a signed 64-bit integer."""
     return (seed + 2**63) % 2**64 - 2**63

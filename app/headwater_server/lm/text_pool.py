@@ -14,22 +14,22 @@ from headwater_server.errors import QueueFull
 __all__ = ["TextPool"]
 
 SHORT_BYTES: Final = 64 * 1024
-"""A body up to this size takes some 0.1 s at most: a megabyte of text takes about a second."""
+"""Maximum size of a short body, which takes about 0.1 s at most: a megabyte of text takes about a second."""
 MAX_WAITING_BYTES: Final = 64 << 20
-"""Bodies of one client that may wait."""
+"""Maximum total size of the waiting bodies of a client."""
 _RETRY_AFTER_S: Final = 1
 
 _T = TypeVar("_T")
 
 
 class TextPool:
-    """Runs what takes too long for the event loop, in threads that do nothing else.
+    """Runs work that takes too long for the event loop, in threads of its own.
 
-    Short bodies have threads of their own, so a long one never delays them. A client never has all threads for long
-    bodies, so its prompts delay those of others by no more than others do. Clients take turns.
+    Short bodies and long bodies run in separate threads, so a long body never delays a short body. A single client
+    can't occupy all threads for long bodies, so it can't block the other clients' long prompts. Clients take turns.
 
     Args:
-        cpus: how many threads may compute at once.
+        cpus: number of CPUs, from which the numbers of threads follow; by default the CPUs that this process may use.
     """
 
     def __init__(self, cpus: int | None = None) -> None:
@@ -42,12 +42,12 @@ class TextPool:
         """Do the work in a thread, and return its result.
 
         Args:
-            work: called once, unless the caller is cancelled before its turn.
+            work: called once, unless the caller is cancelled before the work starts.
             owner: the client.
-            size_bytes: of the request's body.
+            size_bytes: size of the request's body.
 
         Raises:
-            QueueFull: too much of this client waits.
+            QueueFull: the waiting bodies of this client exceed `MAX_WAITING_BYTES`.
         """
         lane = self._short if size_bytes <= SHORT_BYTES else self._long
         result: _T = await lane.run(_Work(work, owner, size_bytes, asyncio.get_running_loop().create_future()))
@@ -62,12 +62,12 @@ class _Work(NamedTuple):
 
 
 class _Lane:
-    """Threads, and the work that waits for them; used in one event loop.
+    """A group of threads, and the work that waits for them. Used in a single event loop.
 
     Args:
-        name: of the threads.
-        threads: how many there are.
-        owner_threads: how many a client may have at once.
+        name: prefix of the threads' names.
+        threads: number of threads.
+        owner_threads: maximum number of threads that a client may occupy at once.
     """
 
     def __init__(self, name: str, threads: int, owner_threads: int) -> None:
@@ -75,10 +75,10 @@ class _Lane:
         self._threads = threads
         self._owner_threads = owner_threads
         self._waiting: dict[str, deque[_Work]] = {}
-        """By client; the next one whose turn it is comes first."""
+        """Waiting work by client, in the order of the clients' turns."""
         self._waiting_bytes = Counter[str]()
         self._running = Counter[str]()
-        """Threads that each client has."""
+        """Number of threads that each client occupies."""
 
     async def run(self, work: _Work) -> Any:
         held = self._waiting_bytes[work.owner]
@@ -95,7 +95,7 @@ class _Lane:
         try:
             return await result
         finally:
-            del work, result  # an error has this frame in its traceback, whose cycle would keep the request's texts
+            del work, result  # an error's traceback refers to this frame: this cycle would keep the texts
 
     def _start(self) -> None:
         while self._running.total() < self._threads and (work := self._next()) is not None:
@@ -104,7 +104,7 @@ class _Lane:
             done.add_done_callback(lambda done, work=work: self._end(work, done))  # type: ignore[misc]
 
     def _next(self) -> _Work | None:
-        """Take the next work of a client that may have another thread."""
+        """Take the next work of a client that may occupy another thread."""
         for owner, works in list(self._waiting.items()):
             if self._running[owner] >= self._owner_threads:
                 continue
@@ -114,10 +114,10 @@ class _Lane:
                 self._waiting_bytes[owner] -= work.size_bytes
                 if not self._waiting_bytes[owner]:
                     del self._waiting_bytes[owner]
-                if work.result.done():  # its client has left
+                if work.result.done():  # the caller was cancelled
                     continue
                 if works:
-                    self._waiting[owner] = works  # behind all others
+                    self._waiting[owner] = works  # behind all other clients
                 return work
         return None
 

@@ -1,4 +1,4 @@
-"""Turns a request's tokens into text, piece by piece: detokenizes, finds stop strings, adds log probabilities."""
+"""Converts a request's tokens into text, piece by piece: detokenizes, finds stop strings, adds log probabilities."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ __all__ = ["TextGeneration", "TextPiece", "TextStream", "TokenLogprob", "Usage"]
 
 
 class TokenLogprob(NamedTuple):
-    """A token of an answer, or of the prompt before it, with its log probability."""
+    """A token of an answer, or of the prompt, with its log probability."""
 
     token: int
     logprob: float | None
-    """None for the prompt's first token."""
+    """`None` for the prompt's first token."""
     top: tuple[tuple[int, float], ...]
-    """The most probable tokens in its place, best first."""
+    """The most probable tokens at this position with their log probabilities, best first."""
     offset: int
-    """Where its text begins in the answer, in characters; for a part of a character, where the character begins."""
+    """Offset in characters at which the token's text begins in the answer. If the token is only part of a character:
+    offset of this character."""
 
 
 class TextPiece(NamedTuple):
@@ -35,7 +36,7 @@ class TextPiece(NamedTuple):
 
     text: str
     logprobs: Sequence[TokenLogprob] = ()
-    """The tokens whose text begins in this piece; empty if the request didn't ask for them."""
+    """The tokens that begin in this piece; empty if the request didn't ask for log probabilities."""
     finish: str | None = None
     """Set in the last piece: ``stop`` (a stop token or a stop string) or ``length``."""
     is_cut: bool = False
@@ -43,23 +44,24 @@ class TextPiece(NamedTuple):
 
 
 class TextStream:
-    """The text of one sequence. How its tokens are grouped affects how the text is cut, but not the text or the count.
+    """The text of a sequence. The grouping of the tokens into calls of `take` affects only how the text is divided into
+    pieces, not the text as a whole or the token count.
 
-    A stop token contributes neither text nor log probability, unless stops are included. After a prompt with log
-    probabilities it has its own, because clients that want them take an answer of one token for one entry.
+    A stop token contributes neither text nor a log probability, unless stops are included. If the prompt has log
+    probabilities, a stop token contributes its log probability as well, because clients that ask for the prompt's log
+    probabilities expect an entry for every generated token.
 
     Args:
-        texts: the tokenizer's.
-        prompt: the ids before the answer.
-        stops: strings that end the text; None if none does.
-        min_tokens: tokens in which no string does.
+        texts: the texts of the tokenizer's ids.
+        prompt: the prompt's token ids.
+        stops: strings that end the text; `None` without such strings.
+        min_tokens: a stop string that is complete within this number of tokens doesn't end the text.
         include_stop: whether the text includes the token or string that stops it.
-        skip_special_tokens: whether special tokens are left out.
-        kept_ids: special tokens that are not left out.
+        skip_special_tokens: whether the text omits special tokens.
+        kept_ids: special tokens that are never omitted.
         logprobs: whether pieces have log probabilities.
         prefix: text to put before the answer.
-        offsets: where each token of the prompt begins in `prefix`, which then has log probabilities; empty: it has
-            none.
+        offsets: offset of each token of the prompt in `prefix`, if the prompt has log probabilities; otherwise empty.
     """
 
     def __init__(
@@ -86,21 +88,21 @@ class TextStream:
         self._prompt = prompt if offsets else ()
         self._offsets = offsets
         self._told = 0
-        """Tokens of the prompt that pieces have had."""
+        """Number of the prompt's tokens that were returned in pieces."""
         self._held: deque[TokenLogprob] = deque()
-        """Tokens whose text is held back."""
+        """Entries of tokens in the held-back text."""
         self._read = len(prefix)
-        """Characters so far, including those held back."""
+        """Number of characters so far, including held-back text."""
         self._sent = 0
         self.completion_tokens = 0
-        """Tokens up to the one that stopped the text, inclusive."""
+        """Number of tokens, up to and including the token that stopped the text."""
         self.finish: str | None = None
-        """The `TextPiece.finish` of the last piece, once that was returned."""
+        """The `TextPiece.finish` of the last piece, once the last piece was returned."""
         self._is_cut = False
         """Whether a stop string has ended the text."""
 
     def take(self, news: Tokens) -> TextPiece:
-        """The text that these tokens complete; after the last piece, an empty one."""
+        """The text that these tokens complete. After the last piece, pieces are empty."""
         if self.finish is not None:
             return TextPiece("")
         is_plain = self._stops is None and not self._has_logprobs
@@ -113,7 +115,7 @@ class TextStream:
         return TextPiece(text, [*echoed, *self._released()] if self._has_logprobs else (), self.finish, self._is_cut)
 
     def _echoed(self, news: Tokens) -> list[TokenLogprob]:
-        """The prompt's next tokens."""
+        """The entries of the prompt's next tokens."""
         first: list[tuple[float | None, tuple[tuple[int, float], ...]]] = [] if self._told else [(None, ())]
         entries = [
             TokenLogprob(self._prompt[place], logprob, top, self._offsets[place])
@@ -160,7 +162,7 @@ class TextStream:
         return "".join(parts)
 
     def _search(self, text: str) -> str:
-        """The part of a text that can be sent."""
+        """Add decoded text, and return the text that can be sent."""
         self._read += len(text)
         if self._stops is None:
             return text
@@ -176,25 +178,26 @@ class TextStream:
         self._is_cut = True
 
     def _released(self) -> list[TokenLogprob]:
-        """The held tokens whose text begins in the text sent so far; after the end of the whole text, all."""
+        """The held entries of tokens that begin in the text sent so far. At the end of a text that no stop string has
+        cut, all held entries."""
         held, is_whole = self._held, self.finish is not None and not self._is_cut
         released = []
-        while held and (is_whole or held[0].offset < self._sent):  # a token begins no earlier than the one before it
+        while held and (is_whole or held[0].offset < self._sent):  # the offsets are in ascending order
             released.append(held.popleft())
         return released
 
 
 class Usage(NamedTuple):
-    """How many tokens a request took."""
+    """The numbers of tokens of a request."""
 
     prompt_tokens: int
-    """Each prompt counts once, however many answers it has."""
+    """Tokens of all prompts. A prompt with several answers counts once."""
     completion_tokens: int
     cached_tokens: int = 0
-    """Those of the prompts' tokens that were not computed."""
+    """Tokens of the prompts that the prefix cache had."""
 
     def as_json(self) -> dict[str, Any]:
-        """OpenAI's ``usage``."""
+        """The JSON of OpenAI's ``usage``."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
@@ -204,14 +207,15 @@ class Usage(NamedTuple):
 
 
 class TextGeneration:
-    """Turns the tokens of a generation into text, and ends sequences at their stop strings.
+    """Converts the tokens of a generation into text, and ends sequences at their stop strings.
 
     Args:
-        generation: the request under way.
-        streams: the texts of its sequences, in order.
-        prompt_tokens: the tokens of all prompts.
-        spend: called with each number of tokens used, first that of the prompts.
-        n: how many of the streams have the same prompt, the first of which stands for it in the usage.
+        generation: the request in flight.
+        streams: the text streams of the request's sequences, in order.
+        prompt_tokens: number of tokens of all prompts.
+        spend: called with each number of newly used tokens, first with `prompt_tokens`.
+        n: number of consecutive streams with the same prompt. The usage counts the cached tokens of only the first of
+            them.
     """
 
     def __init__(
@@ -234,19 +238,20 @@ class TextGeneration:
 
     @property
     def usage(self) -> Usage:
-        """The tokens so far."""
+        """The numbers of tokens so far."""
         completion_tokens = sum(stream.completion_tokens for stream in self._streams)
         return Usage(self._prompt_tokens, completion_tokens, self._cached_tokens)
 
     def completion_tokens(self, place: int) -> int:
-        """The tokens so far of the sequence at this place."""
+        """The number of tokens so far of the sequence with this index."""
         return self._streams[place].completion_tokens
 
     async def news(self) -> list[tuple[int, TextPiece]]:
-        """Wait for news of any sequence: its place, and a piece of text, which may be empty; [] once all have ended.
+        """Wait for new text of any sequence. Returns index and piece of each such sequence; a piece may be empty.
+        Returns an empty list once all sequences have ended.
 
         Raises:
-            HeadwaterError: the request failed as a whole.
+            HeadwaterError: the whole request failed.
         """
         pieces = []
         for place, tokens in await self._generation.news():
@@ -270,7 +275,7 @@ class TextGeneration:
         """The whole text of each sequence, in order.
 
         Raises:
-            HeadwaterError: the request failed as a whole.
+            HeadwaterError: the whole request failed.
         """
         parts: list[list[TextPiece]] = [[] for _ in self._streams]
         while pieces := await self.news():
@@ -279,7 +284,7 @@ class TextGeneration:
         return [_joined(pieces) for pieces in parts]
 
     def close(self) -> None:
-        """Cancel whatever still runs. May be called more than once."""
+        """Cancel all sequences that still run. May be called more than once."""
         self._generation.close()
 
 

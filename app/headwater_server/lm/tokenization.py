@@ -1,4 +1,4 @@
-"""Requests and answers of ``POST /tokenize`` and ``POST /detokenize``: the field names are vLLM's."""
+"""Requests and answers of ``POST /tokenize`` and ``POST /detokenize``. The field names are the same as in vLLM."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["DetokenizeRequest", "TokenizeRequest"]
 
 MAX_TOKENS: Final = 131_072
-"""The most tokens of a request for a model whose context has fewer."""
+"""Maximum number of tokens of a request. For models with a longer context the context length is the maximum."""
 
 _OnlyModel: TypeAlias = Annotated[str, Meta(description="May be left out if there is one language model")]
 _Fields = TypeVar("_Fields", bound="_ModelFields")
@@ -37,7 +37,7 @@ class _ModelFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         """Decode a request's body.
 
         Raises:
-            BadRequest: the body is not such a request; the message names the field.
+            BadRequest: the body is not a valid request; the message names the field.
         """
         return read_json(raw, cls)
 
@@ -60,7 +60,7 @@ class TokenizeRequest(_ModelFields, kw_only=True):
     tools: Annotated[Any, Meta(extra_json_schema=TOOLS_SCHEMA)] = None
 
     def answer(self, text: LanguageText, limits: EngineLimits) -> bytes:
-        """The tokens, as JSON. Takes too long for the event loop.
+        """The answer with the tokens, as JSON. Takes too long for the event loop.
 
         Raises:
             BadRequest: a field is wrong.
@@ -98,7 +98,7 @@ class DetokenizeRequest(_ModelFields, kw_only=True):
     tokens: Annotated[list[Any], Meta(extra_json_schema={"items": {"type": "integer", "minimum": 0}})]
 
     def answer(self, text: LanguageText, limits: EngineLimits) -> bytes:
-        """The tokens' text, special ones included, as JSON. Takes too long for the event loop.
+        """The answer with the tokens' text, including special tokens, as JSON. Takes too long for the event loop.
 
         Raises:
             BadRequest: a token is outside the vocabulary.

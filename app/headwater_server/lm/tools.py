@@ -21,14 +21,14 @@ __all__ = [
 ]
 
 MAX_TOOLS: Final = 128
-"""As many as in OpenAI's API."""
+"""Maximum number of tools, as in OpenAI's API."""
 MAX_BYTES: Final = 256 << 10
-"""Size of all tools as JSON; every request's prompt has them."""
+"""Maximum size of all tools as JSON, which become part of the prompt."""
 MAX_DEPTH: Final = 64
-"""Objects and arrays within each other."""
+"""Maximum nesting depth of objects and arrays."""
 
 NO_PARAMETERS: Final = {"type": "object", "properties": {}, "additionalProperties": False}
-"""The parameters of a function that declares none, as OpenAI's API has it: an object without properties."""
+"""Default for a function that declares no parameters: an object without properties, as in OpenAI's API."""
 
 _NAME: Final = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _FIELDS: Final = frozenset({"name", "description", "parameters", "strict"})
@@ -67,24 +67,25 @@ CHOICE_SCHEMA: Final[dict[str, Any]] = {
         },
     ],
 }  # fmt: skip
-"""For the OpenAPI schema, both."""
+"""Used in the OpenAPI schema only, like `TOOLS_SCHEMA`."""
 
 
 class ToolChoice(NamedTuple):
-    """Which functions an answer may, or must, call."""
+    """The functions that an answer may, or must, call."""
 
     names: frozenset[str]
-    """Empty if the answer is text."""
+    """Names of the callable functions. Empty if the answer must be text."""
     is_required: bool = False
     is_single: bool = False
-    """Whether there must not be more than one call."""
+    """Whether the answer must not have more than one call."""
 
 
 def checked_tools(tools: object) -> list[dict[str, Any]]:
-    """The tools as chat templates take them: each with ``parameters``, and without ``strict``.
+    """Check the tools, and convert them into the form that chat templates expect: each with ``parameters``, and without
+    ``strict``.
 
     Raises:
-        BadRequest: a tool is wrong, or they are too many or too large; the error names the field.
+        BadRequest: a tool is wrong, or the tools are too many or too large; the error names the field.
     """
     if tools is None:
         return []
@@ -108,14 +109,14 @@ def checked_tools(tools: object) -> list[dict[str, Any]]:
 
 
 def checked_choice(choice: object, tools: list[dict[str, Any]]) -> ToolChoice:
-    """Which of the tools the answer may, or must, call.
+    """The tools that the answer may, or must, call.
 
     Args:
         choice: the request's ``tool_choice``.
-        tools: what `checked_tools` returned.
+        tools: the result of `checked_tools`.
 
     Raises:
-        BadRequest: the choice is no such thing, or of no tool.
+        BadRequest: the choice is not valid, or names a tool that is not in `tools`.
     """
     names = frozenset(tool["function"]["name"] for tool in tools)
     if choice is None or choice == "auto":

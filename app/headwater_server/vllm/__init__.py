@@ -1,1 +1,2 @@
-"""Language models that vLLM computes: requests are checked and relayed to its HTTP, and its events to the client."""
+"""Language models served by vLLM: the gateway checks requests, forwards them to vLLM over HTTP, and relays vLLM's
+events to the client."""

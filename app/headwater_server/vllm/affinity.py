@@ -1,4 +1,4 @@
-"""Which replica a request goes to: the least busy one, or the one that has computed its prompt's beginning."""
+"""Chooses the replica for a request: the least busy replica, or a replica that has computed a prefix of the prompt."""
 
 from __future__ import annotations
 
@@ -10,26 +10,28 @@ from typing import Final
 __all__ = ["PrefixAffinity"]
 
 BLOCK_BYTES: Final = 512
-"""Prompts are compared in steps of this size."""
+"""Bytes of a block. Prompts are compared block by block."""
 MAX_BLOCKS: Final = 64
 MAX_KNOWN: Final = 50_000
-"""Beginnings that are remembered; the one that was asked for longest ago is forgotten first."""
+"""Number of prefixes remembered; the least recently used prefix is forgotten first."""
 
 
 class PrefixAffinity:
-    """Remembers which replica had which beginnings of prompts."""
+    """Remembers which replica computed which prefixes of prompts."""
 
     def __init__(self) -> None:
         self._replicas: OrderedDict[bytes, str] = OrderedDict()
 
     def choose(self, prompt: bytes, least: str, requests: Callable[[str], int | None], factor: float) -> str:
-        """The replica for a prompt, which is remembered as that replica's.
+        """Choose the replica for a prompt, and remember that this replica computes it.
 
         Args:
             prompt: the prompt's text.
             least: the least busy replica's id.
-            requests: how many a replica has under way, by id; None: it can't have another.
-            factor: how many times the requests of the least busy replica another may have.
+            requests: returns the number of requests in flight on the replica with this id; `None` if the replica can't
+                take another request.
+            factor: a replica is chosen for its prefix only while it has at most this many times the requests of the
+                least busy replica.
         """
         beginnings = _beginnings(prompt)
         most = factor * max(requests(least) or 0, 1)
@@ -48,7 +50,7 @@ class PrefixAffinity:
 
 
 def _beginnings(prompt: bytes) -> list[bytes]:
-    """The digest of each beginning of a prompt, shortest first."""
+    """The digest of each prefix of a prompt, shortest first."""
     digest = blake2b(digest_size=16)
     found = []
     for start in range(0, min(len(prompt), MAX_BLOCKS * BLOCK_BYTES) - BLOCK_BYTES + 1, BLOCK_BYTES):

@@ -1,6 +1,6 @@
-"""vLLM's answers on their way to the client: what it computes is counted, what the client didn't ask for is left out.
+"""Relays vLLM's answers to the client: counts tokens, and removes fields that the client didn't ask for.
 
-An answer is whole, or a stream of server-sent events whose last one is ``[DONE]``.
+An answer is either whole or a stream of server-sent events, which ends with the event ``[DONE]``.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ __all__ = [
 DONE: Final = b"[DONE]"
 LOST: Final = "the replica ended while it had the request"
 _INDEX: Final = re.compile(rb'\[\{"index":(\d+)')
-"""How vLLM writes a choice, which saves decoding it."""
+"""Beginning of a choice as vLLM writes it. The pattern finds the index without decoding the choice."""
 _ABORTED: Final = b'"finish_reason":"abort"'
-"""Within a text its quotes would be escaped."""
+"""A generated text can't contain these bytes, because JSON escapes quotes."""
 _TOO_LONG: Final = ("maximum context length", "max_model_len", "maximum model length")
 
 
@@ -86,7 +86,7 @@ class _TextChoice(msgspec.Struct):
 
 
 class _Choice(msgspec.Struct, omit_defaults=True):
-    """What is kept of a choice: what OpenAI's API has, and vLLM's ``stop_reason``."""
+    """The fields of a choice that the client gets: the fields of OpenAI's API, and vLLM's ``stop_reason``."""
 
     index: msgspec.Raw
     finish_reason: str | None
@@ -97,7 +97,7 @@ class _Choice(msgspec.Struct, omit_defaults=True):
 
 
 class _Whole(msgspec.Struct, omit_defaults=True):
-    """What is kept of an answer."""
+    """The fields of an answer that the client gets."""
 
     id: msgspec.Raw
     object: msgspec.Raw
@@ -166,41 +166,41 @@ def _refusal(status: int, error: _Error) -> HeadwaterError:
     if 400 <= status < 500 or status == 501:
         kind = ContextTooLong if any(word in error.message for word in _TOO_LONG) else BadRequest
         return kind(error.message, field=error.param)
-    if "EngineCore" in error.message:  # it is dead, and vLLM about to end
+    if "EngineCore" in error.message:  # the engine process is dead, and vLLM is about to exit
         return ReplicaLost(LOST, retry_after_s=RETRY_AFTER_LOST_S)
     return CallableFailed(f"the engine failed: {error.message[:500]}")
 
 
 def _failure(error: _Error) -> HeadwaterError:
-    """The error for one that came within a stream."""
+    """The exception for an error event within a stream."""
     status = error.code if isinstance(error.code, int) else 500
     return ReplicaLost(LOST, retry_after_s=RETRY_AFTER_LOST_S) if status == 500 else _refusal(status, error)
 
 
 class EventReader:
-    """Cuts a stream of server-sent events, however its bytes come, into events."""
+    """Splits the bytes of a stream into server-sent events, however the bytes are divided into pieces."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def take(self, data: bytes) -> Iterator[tuple[bytes, bytes]]:
-        """The name (empty: none) and the data of each event that these bytes complete."""
+        """The name and the data of each event that these bytes complete. The name is empty if the event has no name."""
         *blocks, self._rest = (self._rest + data if self._rest else data).split(b"\n\n")
         for block in blocks:
             if block.startswith(b"data: "):
                 yield b"", block[6:]
-            else:  # a name, comments
+            else:  # the event has a name or comments
                 fields = dict(line.split(b": ", 1) for line in block.split(b"\n") if b": " in line)
                 if b"data" in fields:
                     yield fields.get(b"event", b""), fields[b"data"]
 
 
 class TokenCount:
-    """Counts a request's tokens as they come, for the metrics and the key's limit.
+    """Counts a request's tokens as they arrive, for the metrics and for the token limit of the API key.
 
     Args:
-        meter: the model's.
-        spend: called with each number of tokens used.
+        meter: the model's metrics.
+        spend: called with each number of newly used tokens, to charge the API key.
         on_first: called at the first token.
     """
 
@@ -215,21 +215,21 @@ class TokenCount:
         self._on_first = on_first
         self._began_ns = time.perf_counter_ns()
         self._last_ns: dict[int, int] = {}
-        """By choice, the time of its last token."""
+        """Time of the last token, by index of the choice."""
         self._completion: dict[int, int] = {}
-        """By choice, the tokens so far."""
+        """Tokens so far, by index of the choice."""
         self._more = 0
-        """Tokens of choices that are not told apart."""
+        """Tokens that vLLM reported only as a total over all choices."""
         self._choices = 0
         self._prompt = self._cached = 0
 
     @property
     def usage(self) -> Usage:
-        """The tokens so far."""
+        """The numbers of tokens so far."""
         return Usage(self._prompt, sum(self._completion.values()) + self._more, self._cached)
 
     def choice(self, index: int, tokens: int) -> None:
-        """Note that a choice has so many tokens."""
+        """Note the number of tokens that a choice has so far."""
         had = self._completion.get(index, 0)
         if tokens <= had:
             return
@@ -246,7 +246,7 @@ class TokenCount:
         self._add(tokens - had)
 
     def prompt(self, tokens: int, cached: int = 0) -> None:
-        """Note that the prompts have so many tokens, of which the prefix cache had some."""
+        """Note the number of tokens of all prompts, and how many of these tokens came from the prefix cache."""
         more, more_cached = tokens - self._prompt, cached - self._cached
         if more > 0:
             self._prompt = tokens
@@ -258,7 +258,7 @@ class TokenCount:
             self._meter.cached_prompt_tokens.add(more_cached)
 
     def total(self, prompt: int, completion: int, cached: int, choices: int) -> None:
-        """Note the numbers at the end, over all choices; of a stream these may be 0."""
+        """Note the final numbers over all choices. At the end of a stream `choices` may be 0."""
         self.prompt(prompt, cached)
         self._choices = choices
         more = completion - self.usage.completion_tokens
@@ -267,7 +267,7 @@ class TokenCount:
             self._add(more)
 
     def end(self) -> None:
-        """Note that the request was answered."""
+        """Note that the request was answered completely."""
         self._meter.sequences.add(max(self._choices, len(self._completion)))
 
     def _add(self, tokens: int) -> None:
@@ -283,7 +283,7 @@ class WholeAnswer(Protocol):
 
     @abstractmethod
     def whole(self, body: bytes) -> bytes:
-        """The client's answer, given vLLM's."""
+        """Convert vLLM's answer into the client's answer."""
 
 
 class Answer(WholeAnswer, Protocol):
@@ -291,7 +291,7 @@ class Answer(WholeAnswer, Protocol):
 
     @abstractmethod
     def events(self, name: bytes, data: bytes) -> Sequence[Event]:
-        """The client's events, given one of vLLM's.
+        """Convert an event of vLLM into the client's events.
 
         Raises:
             HeadwaterError: the event says that the request failed.
@@ -347,7 +347,7 @@ class ChunkAnswer(Answer):
 
 
 class GenerateRelay(Answer):
-    """An answer of Triton's generate extension, made of one of ``/v1/completions``."""
+    """An answer of Triton's generate extension, made from vLLM's answer of ``/v1/completions``."""
 
     def __init__(self, form: GenerateAnswer, count: TokenCount) -> None:
         self.count = count
@@ -379,7 +379,7 @@ class GenerateRelay(Answer):
 
 
 class ResponsesAnswer(Answer):
-    """An answer of ``/v1/responses``, whose streams have an event for each token."""
+    """An answer of ``/v1/responses``. A stream has an event for each token."""
 
     def __init__(self, count: TokenCount) -> None:
         self.count = count
@@ -416,7 +416,7 @@ class ResponsesAnswer(Answer):
 
 
 class EmbeddingsAnswer(WholeAnswer):
-    """An answer of ``/v1/embeddings``, gathered of one or several of vLLM's, in the order of the inputs."""
+    """An answer of ``/v1/embeddings``, collected from one or several answers of vLLM, in the order of the inputs."""
 
     def __init__(self, model: str, count: TokenCount) -> None:
         self.count = count
@@ -424,7 +424,7 @@ class EmbeddingsAnswer(WholeAnswer):
         self._data: list[_Embedding] = []
 
     def whole(self, body: bytes) -> bytes:
-        """Take one of vLLM's answers. Returns nothing: `body` has all of them.
+        """Add an answer of vLLM. Returns empty bytes: `body` returns the client's answer with all embeddings.
 
         Raises:
             CallableFailed: an embedding has a number that is not finite.
@@ -438,26 +438,26 @@ class EmbeddingsAnswer(WholeAnswer):
         return b""
 
     def body(self) -> bytes:
-        """The client's answer, once it is complete."""
+        """The client's answer, once all of vLLM's answers were added."""
         tokens = self.count.usage.prompt_tokens
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         return msgspec.json.encode({"object": "list", "data": self._data, "model": self._model, "usage": usage})
 
 
 def _check_finite(item: _Embedding) -> None:
-    """Raise `CallableFailed` if an embedding, as numbers or as base64 of FP32, has NaN or an infinity."""
+    """Raise `CallableFailed` if an embedding, encoded as numbers or as base64 of FP32, contains NaN or an infinity."""
     raw = bytes(item.embedding)
     if raw.startswith(b'"'):
         data = base64.b64decode(raw)
         is_finite = bool(np.isfinite(np.frombuffer(data, "<f4", len(data) // 4)).all())
-    else:  # vLLM writes them as null
+    else:  # vLLM writes NaN and infinities as null
         is_finite = b"null" not in raw
     if not is_finite:
         raise CallableFailed(f"input[{item.index}]: expected finite numbers in vLLM's embedding, got NaN or infinities")
 
 
 def _check_finished(reasons: Sequence[str | None]) -> None:
-    """Raise `ReplicaLost` if vLLM gave a choice up, as it does when it is ended."""
+    """Raise `ReplicaLost` if vLLM aborted a choice, as it does when it is terminated."""
     if "abort" in reasons:
         raise ReplicaLost(LOST, retry_after_s=RETRY_AFTER_LOST_S)
 

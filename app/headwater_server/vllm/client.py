@@ -1,4 +1,4 @@
-"""HTTP to one vLLM: answers whole or piece by piece, with flow control."""
+"""HTTP client of a single vLLM server. Answers are read whole or piece by piece, with flow control."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from headwater_server.transport.address import TOKEN_HEADER, UNSENT_HEADER, Peer
 __all__ = ["VllmAnswer", "VllmClient"]
 
 HIGH_BYTES: Final = 256 * 1024
-"""Unread bytes from which on a connection isn't read."""
+"""The client stops reading from a connection that has more unread bytes than this."""
 IDLE_S: Final = 2.0
-"""How long an unused connection may be used again. vLLM closes it after 5 s, perhaps just when a request is sent."""
+"""Seconds that an unused connection may be reused. vLLM closes it after 5 s, which may coincide with a new request."""
 LOST: Final = "the replica ended while it had the request"
 
 
 class VllmClient:
-    """Sends requests to one vLLM.
+    """Sends requests to a single vLLM server.
 
     Args:
-        address: where it listens, or the port in front of it; see `headwater_server.transport.address`.
-        token: the port's.
-        tls: the cluster's.
+        address: where vLLM listens, or the replica's port in front of vLLM; see `headwater_server.transport.address`.
+        token: the secret token of the port.
+        tls: the cluster's certificates for mutual TLS.
     """
 
     def __init__(self, address: str, token: str = "", tls: PeerTls | None = None) -> None:
@@ -56,10 +56,10 @@ class VllmClient:
         raise ReplicaUnreachable("the replica ended", retry_after_s=RETRY_AFTER_LOST_S)
 
     async def get(self, path: str) -> bytes:
-        """The body of a GET that vLLM answers with 200.
+        """Send a GET request, and return the body of the answer.
 
         Raises:
-            ReplicaLost: it doesn't.
+            ReplicaLost: vLLM ended, or answered with another status.
         """
         answer = await self.connect()
         try:
@@ -74,19 +74,19 @@ class VllmClient:
         return body
 
     def close(self) -> None:
-        """End all connections: reading what is under way raises `ReplicaLost`."""
+        """End all connections. Reads in flight raise `ReplicaLost`."""
         self._is_closed = True
         for answer in list(self._all):
             answer.abort()
 
 
 class VllmAnswer(asyncio.Protocol):
-    """One answer, and its connection, which is used again once the answer is complete and closed.
+    """An answer and its connection. The connection is reused once the answer is complete and closed.
 
     Args:
-        all: those of a client.
-        idle: those of them that may be used again.
-        headers: for each request, each with its line end.
+        all: all connections of the client.
+        idle: the connections that may be reused.
+        headers: headers sent with every request, each with its line end.
     """
 
     def __init__(self, all: set[VllmAnswer], idle: list[VllmAnswer], headers: str = "") -> None:
@@ -108,14 +108,14 @@ class VllmAnswer(asyncio.Protocol):
         """Send a request, and wait for the answer's status.
 
         Args:
-            method: of the request.
-            path: of the request.
-            body: JSON.
-            headers: more of them, each with its line end.
+            method: the HTTP method.
+            path: the path of the URL.
+            body: the request's JSON; empty without a body.
+            headers: additional headers, each with its line end.
 
         Raises:
             ReplicaUnreachable: vLLM didn't get the request.
-            ReplicaLost: it ended before it answered.
+            ReplicaLost: vLLM ended before it answered.
         """
         if self._transport is None or self.is_lost:
             raise ReplicaUnreachable("the replica ended", retry_after_s=RETRY_AFTER_LOST_S)
@@ -135,7 +135,7 @@ class VllmAnswer(asyncio.Protocol):
         """The next bytes of the body; empty at its end.
 
         Raises:
-            ReplicaLost: vLLM ended before it.
+            ReplicaLost: vLLM ended before the end of the body.
         """
         while not self._pieces:
             if self._is_complete:
@@ -157,7 +157,8 @@ class VllmAnswer(asyncio.Protocol):
         return b"".join(pieces)
 
     def close(self) -> None:
-        """Leave the answer, which nobody must read any more: what vLLM still computes of it is cancelled."""
+        """Release the answer, which must not be read afterwards. If vLLM still computes it, vLLM cancels the
+        request."""
         if self.is_lost:
             return
         if not self._is_complete or not self._is_kept:
@@ -196,7 +197,7 @@ class VllmAnswer(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_lost = True
-        self._parser = None  # which refers to this object
+        self._parser = None  # the parser refers to this object: a reference cycle
         self._all.discard(self)
         if self in self._idle:
             self._idle.remove(self)
@@ -223,7 +224,7 @@ class VllmAnswer(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         assert self._parser is not None
         self.status = self._parser.get_status_code()
-        self._is_kept = self._parser.should_keep_alive()  # the parser knows only here
+        self._is_kept = self._parser.should_keep_alive()  # the parser knows this only in this callback
         self._has_head = True
         self._wake()
 

@@ -1,4 +1,4 @@
-"""A model that vLLM computes, in a gateway worker: its replicas, and its requests under way."""
+"""A model served by vLLM, in a gateway worker: its replicas and its requests in flight."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from headwater_server.vllm.requests import VllmRequest
 __all__ = ["VllmDispatcher"]
 
 SAMPLE_S: Final = 1.0
-"""How often a replica's metrics are read, unless there are too many."""
+"""Seconds between two reads of a replica's metrics, for up to `MOST_SAMPLED` replicas."""
 MOST_SAMPLED: Final = 50
-"""So many replicas' metrics are read in this time at most. With more replicas all readings are older, and serve gauges
-and scaling only: to choose by what other workers had then is worse than to choose by one's own requests."""
+"""Maximum number of replicas sampled per `SAMPLE_S`. With more replicas all samples are older, and are used for gauges
+and scaling only: stale loads of other workers make a worse choice of replica than this worker's requests alone."""
 _METRIC: Final = re.compile(
     rb"\nvllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc)\{[^}\n]*\} ([0-9.eE+-]+)"
 )
-"""Begins with the line before, since `re` looks for ``^`` at every place, which takes six times as long."""
+"""Starts with the newline before a metric, since `re` tries ``^`` at every position, which takes six times as long."""
 
 
 class VllmDispatcher(TextDispatcher):
@@ -43,7 +43,7 @@ class VllmDispatcher(TextDispatcher):
 
     Args:
         route: the deployment.
-        tls: the cluster's, for replicas on other machines.
+        tls: the cluster's certificates, for replicas on other machines.
         on_lost: called with each replica that is lost.
     """
 
@@ -59,13 +59,13 @@ class VllmDispatcher(TextDispatcher):
         self._affinity = PrefixAffinity()
         self._relays: set[Relay] = set()
         self._sampled: dict[str, Load] = {}
-        """By replica, as last sampled."""
+        """Each replica's last sampled load, by the replica's id."""
         self.update(route)
         self._sampling = self._loop.create_task(self._sample())
 
     @property
     def in_flight(self) -> int:
-        """Requests under way."""
+        """The number of requests in flight."""
         return len(self._relays)
 
     @property
@@ -93,7 +93,7 @@ class VllmDispatcher(TextDispatcher):
         ]
 
     def under_way_for(self, adapters: Collection[str]) -> list[Fail]:
-        """What ends each request under way for one of these adapters."""
+        """A function for each request in flight for these adapters, which fails the request."""
         return [one.fail for one in self._relays if one.is_running and one.model in adapters]
 
     def cancel(self, request_id: str) -> int:
@@ -108,7 +108,7 @@ class VllmDispatcher(TextDispatcher):
 
         Raises:
             Unavailable: no requests are accepted now.
-            BadRequest: it gives embeddings.
+            BadRequest: the model returns embeddings.
         """
         if self.check_ready().embedding is not None:
             raise self._refusal()
@@ -120,12 +120,12 @@ class VllmDispatcher(TextDispatcher):
         return BadRequest(message, field="model")
 
     def open(self, request: VllmRequest, request_id: str, cache_scope: str = "") -> Relay:
-        """Begin a request. The caller must close what this returns.
+        """Begin a request. The caller must close the returned relay.
 
         Args:
-            request: what is asked.
-            request_id: the client's id of the request, for `cancel`.
-            cache_scope: whose the request is: prefixes are shared within a scope.
+            request: the checked request.
+            request_id: the request's id from the client, for `cancel`.
+            cache_scope: the name of the request's API key. Only requests with the same scope share cached prefixes.
 
         Raises:
             Unavailable: no requests are accepted now.
@@ -135,7 +135,7 @@ class VllmDispatcher(TextDispatcher):
         check_key(self.route, cache_scope)
         key = cache_scope
         loads = self.route.adapters.get(request.model)
-        if loads:  # else what the cache has of an adapter that had the name before would be taken
+        if loads:  # otherwise the cache entries of an earlier adapter with this name would be reused
             cache_scope = f"{cache_scope}\n{loads}"
         relay = Relay(
             request,
@@ -177,7 +177,7 @@ class VllmDispatcher(TextDispatcher):
         return self._pool.connected[self._affinity.choose(prompt, least.route.id, load, factor)]
 
     async def _sample(self) -> None:
-        """Read the replicas' metrics again and again, until cancelled."""
+        """Read the replicas' metrics repeatedly, until cancelled."""
         while True:
             ids = list(self._pool.connected)
             pause_s = SAMPLE_S / min(max(1, len(ids)), MOST_SAMPLED)
@@ -189,7 +189,7 @@ class VllmDispatcher(TextDispatcher):
                 await asyncio.sleep(pause_s)
 
     async def _read(self, replica: VllmReplica, *, is_current: bool) -> None:
-        # Not asyncio's `wait_for`, which loses its cancellation if the answer fails at the same moment.
+        # asyncio's `wait_for` would lose its cancellation if the answer fails at the same moment.
         with contextlib.suppress(HeadwaterError), anyio.move_on_after(SAMPLE_S):
             load = self._load(await replica.client.get("/metrics"))
             if self._pool.connected.get(replica.route.id) is replica:

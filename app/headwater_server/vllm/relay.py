@@ -1,4 +1,4 @@
-"""One request under way: sent to a replica, its answer read under deadlines, and cancelled when nobody wants it."""
+"""Sends a request to a replica, relays the answer within deadlines, and cancels the request when the client leaves."""
 
 from __future__ import annotations
 
@@ -19,43 +19,44 @@ from headwater_server.vllm.requests import PATHS, VllmRequest
 __all__ = ["Relay", "VllmReplica"]
 
 TRIES = 2
-"""How many replicas a request may be sent to, as long as the client has got nothing."""
+"""Maximum number of times that a request is sent, as long as the client has received no part of the answer."""
 _ENDS = {b"response.completed", b"response.incomplete", b"response.failed"}
 """The last events of ``/v1/responses``."""
 
 
 @dataclass(slots=True, eq=False)
 class VllmReplica(Replica):
-    """A replica, and its requests."""
+    """A replica and its number of requests."""
 
     client: VllmClient
     requests: int = 0
-    """This worker's."""
+    """Requests of this worker."""
     others: int = 0
-    """Those of other workers, as last sampled."""
+    """Requests of other workers, from the last sample."""
 
     @property
     def load(self) -> int:
-        """Its requests of this worker and, as last sampled, of others."""
+        """Requests of this worker and, from the last sample, of other workers."""
         return self.requests + self.others
 
 
 class Relay:
-    """A request, from its replica to the client.
+    """Relays a request to a replica, and the answer to the client.
 
-    A replica that is full, or lost before the client has got anything, is replaced by another, once.
+    If the replica's queue is full, or the replica is lost before the client has received any part of the answer, the
+    request is sent once more, if possible to another replica.
 
     Args:
-        request: what is asked.
-        request_id: the client's id, by which the request is cancelled.
-        cache_scope: whose the request is: prefixes are shared within a scope.
-        key: the name of the request's API key; empty: it has none.
-        choose: chooses a replica, if possible not the given one, which has failed the request; raises `Unavailable` if
-            there is none.
-        on_lost: called with a replica that was lost.
-        on_left: called once, when nobody reads the answer any more.
-        idle_s: the longest wait for an event of a stream, time in the queue included.
-        trace: the request's, if it is traced.
+        request: the checked request.
+        request_id: the request's id from the client, by which the request can be cancelled.
+        cache_scope: scope of the prefix cache. Only requests with the same scope share cached prefixes.
+        key: the name of the request's API key; empty without a key.
+        choose: chooses a replica, if possible not the given replica, which has failed the request; raises `Unavailable`
+            if there is no replica.
+        on_lost: called with a replica that is lost.
+        on_left: called once, when the relay is closed.
+        idle_s: the longest wait for an event of a stream in seconds, including time in the queue.
+        trace: the trace of the request, if it is traced.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Relay:
         self.key = key
         self.trace = trace
         self.replica: VllmReplica | None = None
-        """The one that has the request."""
+        """The replica that has the request."""
         self._request = request
         self._body = request.encoded(cache_scope)
         self._choose = choose
@@ -88,11 +89,11 @@ class Relay:
         self._timer: asyncio.TimerHandle | None = None
         self._answer: VllmAnswer | None = None
         self._tried: VllmReplica | None = None
-        """The one that has failed the request."""
+        """The replica that has failed the request."""
         self._full: QueueFull | None = None
-        """Why it has, if its queue was full."""
+        """The error of the `_tried` replica, if its queue was full."""
         self._is_waiting = True
-        """For vLLM, rather than for the client."""
+        """Whether the relay waits for vLLM, not for the client to read."""
         self._error: HeadwaterError | None = None
         self._failure = ""
         self._is_left = False
@@ -123,7 +124,7 @@ class Relay:
         """The client's events, without those that end the stream.
 
         Raises:
-            HeadwaterError: the request failed; after the first event too.
+            HeadwaterError: the request failed, possibly after some events.
         """
         tries, has_begun = TRIES, False
         try:
@@ -134,7 +135,7 @@ class Relay:
                     reader = EventReader()
                     while data := await self._read(upstream):
                         for name, event in reader.take(data):
-                            if self._error is not None:  # the event came before the request was failed
+                            if self._error is not None:  # the event arrived before `fail` was called
                                 raise self._error.again()
                             if event == DONE:
                                 answer.count.end()
@@ -158,16 +159,16 @@ class Relay:
         if self._error is None and not self._is_left:
             self._error = error
             if self._answer is not None:
-                self._answer.abort()  # somebody may be reading it
+                self._answer.abort()  # wakes a task that waits for data
             self._leave_replica()
 
     @property
     def is_running(self) -> bool:
-        """Whether it has neither ended nor failed."""
+        """Whether the request has neither ended nor failed."""
         return not self._is_left and self._error is None
 
     def close(self) -> None:
-        """Cancel what the replica still computes. May be called more than once."""
+        """Cancel the request on the replica if it still runs. May be called more than once."""
         if self._is_left:
             return
         self._is_left = True
@@ -179,7 +180,7 @@ class Relay:
     # The replica
 
     async def _send(self) -> VllmAnswer:
-        """The answer of a replica that takes the request."""
+        """Send the request to a replica, and return the replica's answer."""
         if self._error is not None:
             raise self._error.again()
         replica = self._choose(self._request, self._tried)
@@ -193,7 +194,7 @@ class Relay:
             upstream.close()
             raise ReplicaLost(LOST)
         self._answer = upstream
-        # vLLM's id must be unique, and a client's need not be.
+        # vLLM needs a unique id, and a client's id need not be unique.
         header = f"X-Request-Id: {secrets.token_hex(16)}\r\n"
         await upstream.send("POST", PATHS[self._request.route], self._body, header)
         if upstream.status != 200:
@@ -207,15 +208,15 @@ class Relay:
         return data
 
     def _is_sent_again(self, error: HeadwaterError, *, may_be: bool) -> bool:
-        """Whether the request is to be sent again after an error.
+        """Whether to send the request again after an error.
 
         Raises:
-            HeadwaterError: the request has been ended, with this error.
+            HeadwaterError: the error that `fail` ended the request with.
         """
         if self._error is not None:
             raise self._error.again() from None
         is_lost = isinstance(error, ReplicaLost)
-        # A replica whose connection is good may have failed this request only: others still get it.
+        # A replica with an intact connection may have failed only this request, so it continues to get other requests.
         if is_lost and self.replica is not None and (self._answer is None or self._answer.is_lost):
             self._on_lost(self.replica)
         self._tried = self.replica
@@ -250,7 +251,7 @@ class Relay:
             self._timer = self._loop.call_later(min(left), self._expire)
 
     def _expire(self) -> None:
-        """Fail the request if it is overdue. Events don't move the timer, so it may be early."""
+        """Fail the request if a deadline is exceeded. Events don't restart the timer, so it may fire early."""
         self._timer = None
         now_s = self._loop.time() + TIMER_RESOLUTION_S
         limit_s, idle_s = self._request.timeout_s, self._idle_s

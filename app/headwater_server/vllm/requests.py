@@ -1,6 +1,6 @@
-"""What clients may ask of vLLM: every field is named here, since vLLM ignores what it doesn't know.
+"""The request fields that clients may send to vLLM. Every field is listed here, since vLLM ignores unknown fields.
 
-vLLM itself checks the values. Source: OpenAI's API reference, and the extensions of vLLM 0.32.
+vLLM itself checks the values. Source: OpenAI's API reference, and vLLM 0.32 for the extensions.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PATHS: Final[dict[Route, str]] = {
 }
 MAX_CHOICES: Final = 128
 MAX_SEQUENCES: Final = 256
-"""Prompts times choices."""
+"""Maximum of prompts times choices."""
 MAX_SECONDS: Final = 1_000_000
 
 _SAMPLING: Final = {
@@ -56,7 +56,7 @@ _FIELDS: Final[dict[Route, set[str]]] = {
 _LABELS: Final = {
     "metadata", "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier",
 }  # fmt: skip
-"""Fields that change nothing about the answer: taken, and not sent on."""
+"""Fields that don't affect the answer: accepted, but not sent to vLLM."""
 _REFUSED: Final = {
     "store": "nothing is kept between requests",
     "background": "answers are not kept for later",
@@ -66,30 +66,30 @@ _REFUSED: Final = {
         ("audio", "function_call", "functions", "prediction", "verbosity", "web_search_options"), "it is not offered"
     ),
 }
-"""Fields of OpenAI's API that may only ask for nothing, and why."""
+"""Fields of OpenAI's API that must be absent or false, each with the reason."""
 _STREAM_OPTIONS: Final = {"include_usage", "continuous_usage_stats", "include_obfuscation"}
 _URL_KEYS: Final = frozenset({"url", "image_url", "video_url", "audio_url", "file_url"})
 
 
 class VllmRequest(NamedTuple):
-    """A request as vLLM gets it."""
+    """A checked request for vLLM."""
 
     route: Route
     body: dict[str, Any]
-    """Without ``stream``, which ``/v1/embeddings`` doesn't take."""
+    """The request's JSON without ``stream``, which ``/v1/embeddings`` doesn't accept."""
     streams: bool
     includes_usage: bool = False
-    """Whether the client asked for the usage at a stream's end."""
+    """Whether the client asked for the token usage at the end of a stream."""
     counts_usage: bool = False
-    """Whether it asked for the usage in every chunk."""
+    """Whether the client asked for the token usage in every chunk."""
     timeout_s: float | None = None
-    """How long the request may take in all."""
+    """Maximum duration of the whole request in seconds."""
 
     def encoded(self, cache_scope: str) -> bytes:
         """The body in JSON.
 
         Args:
-            cache_scope: whose the request is: prefixes are shared within a scope.
+            cache_scope: scope of the prefix cache. Only requests with the same scope share cached prefixes.
 
         Raises:
             BadRequest: the body is nested too deeply.
@@ -110,12 +110,13 @@ class VllmRequest(NamedTuple):
 
     @property
     def model(self) -> str:
-        """The deployment's name, or an adapter's."""
+        """The name of the deployment, or of an adapter."""
         return str(self.body.get("model", ""))
 
     @property
     def prompt(self) -> bytes:
-        """What the prompt is made of, in the order in which it is computed; requests are compared by its beginning."""
+        """The parts of the prompt as JSON, in the order in which they are computed. Requests are compared by their
+        prefixes."""
         told = [self.body.get(name) for name in ("tools", "instructions", "messages", "prompt", "input")]
         return msgspec.json.encode([one for one in told if one is not None])
 
@@ -130,7 +131,7 @@ def read_request(route: Route, body: dict[str, Any]) -> VllmRequest:
     """Check the fields of a request.
 
     Raises:
-        BadRequest: a field is unknown, or asks for what isn't offered; the message names it.
+        BadRequest: a field is unknown, or requests an unsupported feature; the message names the field.
     """
     allowed = _FIELDS[route]
     kept: dict[str, Any] = {}
@@ -177,7 +178,7 @@ def read_request(route: Route, body: dict[str, Any]) -> VllmRequest:
 
 
 def from_generate(model: str, request: GenerateRequest, *, streams: bool) -> VllmRequest:
-    """A request of Triton's generate extension as one for completions.
+    """Convert a request of Triton's generate extension into a request for completions.
 
     Raises:
         BadRequest: a field is wrong.
@@ -202,7 +203,8 @@ def from_generate(model: str, request: GenerateRequest, *, streams: bool) -> Vll
 
 
 def _with_parameters(tool: object) -> object:
-    """A tool of a chat or of a response; a function that declares no parameters takes no arguments."""
+    """A tool of a chat or responses request. Adds an empty parameter schema to a function that declares no
+    parameters."""
     if not isinstance(tool, dict) or tool.get("type") != "function":
         return tool
     function = tool.get("function", tool)
@@ -213,7 +215,7 @@ def _with_parameters(tool: object) -> object:
 
 
 def _check_prompts(prompt: object, n: int) -> None:
-    """One request must not be thousands: several prompts are texts, or arrays of token ids."""
+    """Limit the number of sequences of a request. A list of integers is a single prompt of token ids."""
     count = len(prompt) if isinstance(prompt, list) and not all(isinstance(one, int) for one in prompt) else 1
     if count * n > MAX_SEQUENCES:
         raise at("prompt", None, f"expected at most {MAX_SEQUENCES} answers in all, got {count} prompts x {n}")
@@ -234,7 +236,7 @@ def _seconds(value: object) -> float | None:
 
 
 def _urls(path: str, value: object) -> Iterator[tuple[str, str]]:
-    """The URLs in messages that are to be fetched, each with its field."""
+    """The URLs in messages that would have to be fetched, each with the path of its field."""
     left = [(path, value)]
     while left:
         path, value = left.pop()

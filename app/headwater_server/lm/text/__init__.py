@@ -1,4 +1,5 @@
-"""The text work of language models in the gateway: chat template, tokens, text out of a token stream, stop strings.
+"""Text processing of language models in the gateway: chat templates, tokenizers, detokenizing of token streams, stop
+strings, and tool calls.
 
-Plain synchronous code that knows nothing of HTTP: it can be called off the event loop.
+The code is synchronous and independent of HTTP, so it can be called in threads outside the event loop.
 """

@@ -1,4 +1,4 @@
-"""Text of an answer that arrives in pieces, read by generators that wait for more."""
+"""An answer's text that arrives in pieces, and generators that read it and wait for more text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final, TypeAlias, TypeVar
 __all__ = ["SPACE", "CallSource", "NoCall", "Reading"]
 
 MAX_DEPTH: Final = 128
-"""Objects and arrays within each other in a call; one that has more is content."""
+"""Maximum nesting depth of objects and arrays in a call. A deeper call is treated as content."""
 
 SPACE: Final = " \t\r\n"
 _SPACES: Final = re.compile(f"[{SPACE}]*")
@@ -18,15 +18,15 @@ _INSIDE: Final = re.compile(r'["\\]')
 
 _T = TypeVar("_T")
 Reading: TypeAlias = Generator[None, None, _T]
-"""Yields whenever it needs more text."""
+"""A generator that yields whenever it needs more text."""
 
 
 class NoCall(Exception):
-    """The text that has been read is no call."""
+    """The text that has been read is not a call."""
 
 
 class CallSource:
-    """Text of which more may come, and the place up to which it has been read."""
+    """Text that may still grow, and the index up to which it has been read."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -37,17 +37,17 @@ class CallSource:
         """Wait for more text.
 
         Raises:
-            NoCall: there is none.
+            NoCall: the text is complete.
         """
         if self.is_done:
             raise NoCall
         yield
 
     def skip_space(self) -> Reading[bool]:
-        """Whether anything follows the whitespace here."""
+        """Skip whitespace. Returns whether any text follows."""
         while True:
             found = _SPACES.match(self.text, self.place)
-            assert found is not None  # it may be empty
+            assert found is not None  # the match may be empty
             self.place = found.end()
             if self.place < len(self.text):
                 return True
@@ -56,7 +56,7 @@ class CallSource:
             yield
 
     def accept(self, word: str) -> Reading[bool]:
-        """Whether this word is next, after whitespace; if so, it has been read."""
+        """Read this word if it follows, after optional whitespace. Returns whether it followed."""
         yield from self.skip_space()
         while not (is_next := self.text.startswith(word, self.place)):
             if self.is_done or not word.startswith(self.text[self.place :]):
@@ -66,10 +66,10 @@ class CallSource:
         return is_next
 
     def expect(self, *words: str) -> Reading[None]:
-        """Read one of these words.
+        """Read any of these words, after optional whitespace.
 
         Raises:
-            NoCall: none of them is next.
+            NoCall: no such word follows.
         """
         for word in words:
             if (yield from self.accept(word)):
@@ -77,13 +77,14 @@ class CallSource:
         raise NoCall
 
     def read_object(self, on_part: Callable[[str], None] | None = None) -> Reading[str]:
-        """The text of a JSON object that is next, after whitespace: up to its last bracket, and not checked further.
+        """Read a JSON object, after optional whitespace, and return its text up to the closing bracket. Only the
+        brackets are checked.
 
         Args:
-            on_part: called with each part of it.
+            on_part: called with each part of the object's text as it arrives.
 
         Raises:
-            NoCall: there is none, or it has no end.
+            NoCall: no object follows, or the object has no end or is nested too deeply.
         """
         yield from self.expect("{")
         start = passed = self.place - 1
@@ -91,7 +92,7 @@ class CallSource:
         while depth:
             found = (_INSIDE if is_inside else _OUTSIDE).search(self.text, self.place)
             if found is None:
-                self.place = max(self.place, len(self.text))  # it may lie behind a backslash that is last
+                self.place = max(self.place, len(self.text))  # an escape may end behind the text
                 if on_part is not None:
                     on_part(self.text[passed:])
                     passed = len(self.text)

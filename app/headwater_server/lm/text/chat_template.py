@@ -1,9 +1,9 @@
 """Renders conversations with a model's chat template.
 
-The operator chooses the template, though others often wrote it; the messages are the clients'. Jinja's sandbox limits a
-template to the values it is given, but not what it does with them. So loops, calls and output are counted here, and a
-conversation that takes too long, or gets too long, is refused, and so is a call or filter before it makes a string that
-is too long (`headwater_server.lm.text.template_growth`).
+The operator chooses the template, which often has another author; the messages come from clients. Jinja's sandbox
+restricts a template to the values that it is given, but does not limit its time and memory. So loops, calls and output
+are counted here. A conversation is refused if rendering it takes too long or its text gets too long. A call or filter
+whose result would be too long is refused before it runs (`headwater_server.lm.text.template_growth`).
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from headwater_server.lm.text.template_environment import Refused, TemplateEnvir
 __all__ = ["ChatTemplate"]
 
 MAX_CHARACTERS: Final = 16 << 20
-"""The limit of a rendering, macros and blocks included: about four times a context of a million tokens."""
+"""Maximum number of characters of a rendering, including macros and blocks: about four times a context of a million
+tokens."""
 MAX_SECONDS: Final = 10.0
-"""The limit of a rendering, in the thread's own CPU time, so that a busy machine refuses nobody."""
+"""Maximum duration of a rendering, in CPU time of its thread, so that load on the machine doesn't cause refusals."""
 
 _FAULTS: Final = (
     jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError,
     ValueError,
 )  # fmt: skip
-"""What a template's expressions raise for messages that it wasn't written for."""
+"""Exceptions that a template's expressions raise for messages that the template wasn't written for."""
 
 _REASONING_FIELDS: Final = ("reasoning_content", "thinking", "reasoning")
 
@@ -38,11 +39,11 @@ class ChatTemplate:
 
     Args:
         templates: Jinja templates by name: ``default``, and perhaps ``tool_use`` for conversations with tools.
-        special_tokens: the templates' variables ``bos_token``, ``eos_token`` and so on.
+        special_tokens: the values of the template variables ``bos_token``, ``eos_token`` and so on.
         max_characters, max_seconds: the limits of a rendering.
 
     Raises:
-        ConfigError: a template isn't Jinja, or there is no ``default``; the message says where.
+        ConfigError: a template isn't valid Jinja, or there is no ``default`` template; the message says where.
     """
 
     def __init__(
@@ -69,17 +70,17 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The conversation's text, which includes its special tokens.
+        """Render a conversation as text, including special tokens.
 
         Args:
-            messages: what `headwater_server.lm.text.messages.checked_messages` returned.
+            messages: the result of `headwater_server.lm.text.messages.checked_messages`.
             add_generation_prompt: whether the text ends with the beginning of the model's answer.
             tools: OpenAI's ``tools``.
             variables: further variables of the template, such as ``enable_thinking``.
 
         Raises:
-            BadRequest: the template refuses the conversation (the message is its own) or can't render it, or a limit
-                is exceeded.
+            BadRequest: the template refuses the conversation (the error has the template's message) or can't render it,
+                or a limit is exceeded.
         """
         template = self._templates.get("tool_use") if tools is not None else None
         values = {
@@ -100,9 +101,11 @@ class ChatTemplate:
                 raise _bad_template(f"the model's chat template can't render the conversation: {reason}") from error
 
     def _for_template(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """A message without nulls, which templates would print, and its reasoning under the names that templates use.
+        """Remove nulls from a message, because templates would print them, and set its reasoning under the names that
+        templates use.
 
-        A developer's message is a system's, as OpenAI had it before, for templates that don't know the newer role.
+        If the templates don't mention the role ``developer``, it becomes ``system``, the older name of this role in
+        OpenAI's API.
         """
         present = {name: value for name, value in message.items() if value is not None}
         if present["role"] == "developer" and not self._knows_developers:

@@ -1,9 +1,10 @@
-"""Decodes a stream of token ids: exactly the text of the whole decode, and each piece as soon as it is final.
+"""Decodes a stream of token ids: into exactly the text that decoding all ids at once gives, and each piece as soon as
+it is final.
 
-Decoding a moving window of the last tokens, as `tokenizers`' ``DecodeStream`` does, isn't exact. It takes a text that
-ends in U+FFFD for unfinished, so it holds a true U+FFFD back (at the end for good, as it can't be flushed). In a run of
-byte-fallback tokens it emits characters that a later invalid byte turns into U+FFFD, and then raises. So the decoder's
-own rules are applied token by token, which also costs less.
+Decoding a moving window of the last tokens, as `tokenizers`' ``DecodeStream`` does, isn't exact. It treats a text that
+ends with U+FFFD as unfinished, so it holds back a real U+FFFD (at the end of a text it loses it, since there is no
+flush). In a run of byte-fallback tokens it emits characters that a later invalid byte changes into U+FFFD, and then
+raises an exception. So this module applies the decoder's rules token by token, which is also faster.
 """
 
 from __future__ import annotations
@@ -12,29 +13,30 @@ import codecs
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, Protocol
 
-if TYPE_CHECKING:  # importing tokenizers takes memory: only workers with a language model do
+if TYPE_CHECKING:  # importing tokenizers takes memory: only workers with a language model import it
     from headwater_server.lm.text.token_texts import TokenTexts
 
 __all__ = ["Detokenizer", "offsets_in"]
 
 _CHARACTER_BYTES: Final = 4
-"""The longest character in UTF-8: earlier bytes don't affect what follows."""
+"""Maximum number of bytes of a character in UTF-8. Earlier bytes don't affect the text that follows."""
 
 
 class Detokenizer:
-    """The text of one sequence, piece by piece. One thread at a time.
+    """The text of a sequence, piece by piece. Only a single thread may use it at a time.
 
-    The pieces together are the whole decode of prompt and answer without the decode of the prompt alone, so the answer
-    begins with a space if its first word follows one of the prompt. (If the prompt ends within a character, the answer
-    begins where the two decodes differ.)
+    The joined pieces are the decoded text of prompt and answer together, minus the decoded text of the prompt alone. So
+    the answer begins with a space if its first word follows a word of the prompt. (If the prompt ends within a
+    character, the answer begins where the two texts differ.)
 
-    A run of byte-fallback tokens is one piece, because its last byte can still change all of it.
+    A run of byte-fallback tokens becomes a single piece, because its last byte can still change the text of the whole
+    run.
 
     Args:
-        texts: the tokenizer's.
-        prompt_ids: the ids before the first generated one; only the last few matter.
-        skip_special_tokens: leave special tokens out, as decoding with this option does.
-        kept_ids: special tokens that are not left out.
+        texts: the texts of the tokenizer's ids.
+        prompt_ids: the ids before the first generated id. Only the last few matter.
+        skip_special_tokens: omit special tokens, as the tokenizer's `decode` does with this option.
+        kept_ids: special tokens that are never omitted.
     """
 
     def __init__(
@@ -49,7 +51,7 @@ class Detokenizer:
         tail = _deciding(texts, prompt_ids, skipped)
         self._text = _open(texts, skipped)
         final = self._text.push(tail)
-        # The part of the prompt's text that isn't final yet: removed from the beginning of the answer.
+        # The part of the prompt's text that isn't final yet. It is removed from the beginning of the answer.
         self._prompt_rest = _decode(texts, skipped, tail)[len(final) :]
 
     def push(self, ids: Sequence[int]) -> str:
@@ -61,11 +63,11 @@ class Detokenizer:
         return self._answer(self._text.push(ids))
 
     def finish(self) -> str:
-        """The text that was held back; the last call."""
+        """The text that was held back. Must be the last call."""
         return self._answer(self._text.finish())
 
     def _answer(self, text: str) -> str:
-        """The text without the prompt's part."""
+        """Remove the rest of the prompt from the beginning of the text."""
         if not self._prompt_rest or not text:
             return text
         common = 0
@@ -79,19 +81,19 @@ class Detokenizer:
 
 
 def offsets_in(text: str, ids: Sequence[int], texts: TokenTexts) -> list[int]:
-    """Where each token's own text begins in the text of them all, as `TokenTexts.begin_of`. Special tokens that the
-    text doesn't show have no text."""
+    """The offset in `text` at which each token's text begins, as in `TokenTexts.begin_of`. Special tokens that don't
+    appear in `text` have no text."""
     shown = frozenset(token for token in texts.special_ids.intersection(ids) if texts.shown(token)[0] in text)
     detokenizer = Detokenizer(texts, kept_ids=shown)
     offsets, read = [], 0
     for token in ids:
         before, read = read, read + len(detokenizer.push((token,)))
-        offsets.append(min(texts.begin_of(token, before, read), len(text)))  # a tokenizer may lengthen a text
+        offsets.append(min(texts.begin_of(token, before, read), len(text)))  # a tokenizer may lengthen the text
     return offsets
 
 
 class _Text(Protocol):
-    """A sequence's text as it becomes final."""
+    """Decodes ids, and returns the text that is final."""
 
     def push(self, ids: Sequence[int]) -> str: ...
 
@@ -109,7 +111,7 @@ def _decode(texts: TokenTexts, skipped: frozenset[int], ids: Sequence[int]) -> s
 
 
 def _deciding(texts: TokenTexts, ids: Sequence[int], skipped: frozenset[int]) -> Sequence[int]:
-    """The last ids of a prompt, as far back as they affect the text that follows."""
+    """The last ids of a prompt: all that affect the text that follows."""
     size_bytes = 0
     for start in range(len(ids) - 1, -1, -1):
         if ids[start] in skipped:
@@ -117,7 +119,8 @@ def _deciding(texts: TokenTexts, ids: Sequence[int], skipped: frozenset[int]) ->
         if texts.family == "bytes":
             held = texts.bytes_of[ids[start]]
             size_bytes += len(held)
-            # After a byte that isn't the stripped character, nothing is at the text's beginning any more.
+            # After a byte that isn't the stripped character, the beginning of the text is over: later text isn't
+            # stripped.
             if size_bytes >= _CHARACTER_BYTES and held.strip(texts.strip[0].encode() or b" "):
                 return ids[start:]
         else:
@@ -128,7 +131,8 @@ def _deciding(texts: TokenTexts, ids: Sequence[int], skipped: frozenset[int]) ->
 
 
 class _ByteText:
-    """The tokens' bytes as one UTF-8 text, with U+FFFD for each longest invalid beginning of a character."""
+    """Decodes the joined bytes of all tokens as UTF-8, with U+FFFD for each longest invalid beginning of a
+    character."""
 
     def __init__(self, texts: TokenTexts, skipped: frozenset[int]) -> None:
         self._texts = texts
@@ -152,7 +156,7 @@ class _PieceText:
         self._is_first = True
         self._run = bytearray()
         self._held: tuple[int, bool] | None = None
-        """The last token and whether it is the first, for decoders to which being the last matters."""
+        """The last token, and whether it is also the first. Used for decoders that treat the last token specially."""
 
     def push(self, ids: Sequence[int]) -> str:
         out: list[str] = []
@@ -185,7 +189,7 @@ class _PieceText:
         return self._texts.text(token_id, first=first, last=last)
 
     def _end_run(self) -> str:
-        """A run's text; if the run isn't valid UTF-8, a U+FFFD for every byte."""
+        """The text of a run of byte tokens. If the run isn't valid UTF-8, the text has a U+FFFD for every byte."""
         try:
             elements = [self._run.decode()]
         except UnicodeDecodeError:
@@ -197,7 +201,7 @@ class _PieceText:
 
 
 class _Stripped:
-    """A text without some of one character at its very beginning."""
+    """Removes up to `count` occurrences of a character from the beginning of a text."""
 
     def __init__(self, text: _Text, character: str, count: int) -> None:
         self._text = text

@@ -21,8 +21,8 @@ class LanguageText:
 
     Args:
         folder: the model's Hugging Face folder.
-        tool_parser: the format of its tool calls; None for that of its chat template.
-        sampling: how tokens are chosen where a request doesn't say it.
+        tool_parser: the format of the model's tool calls; `None` to detect it from the chat template.
+        sampling: defaults for sampling fields that are absent from a request.
 
     Raises:
         ConfigError: a file is missing or wrong; the message names it.
@@ -32,21 +32,21 @@ class LanguageText:
         self,
         folder: Path,
         tool_parser: ToolParser | None = None,
-        sampling: Sampling = Sampling(),  # noqa: B008  frozen
+        sampling: Sampling = Sampling(),  # noqa: B008  it is immutable
     ) -> None:
         self.sampling = sampling
         self.tokenizer = Tokenizer(folder)
         templates = self.tokenizer.chat_templates
         self.template = ChatTemplate(templates, self.tokenizer.special_tokens) if templates else None
-        """None if the model has none, and so takes no conversations."""
+        """`None` if the model has no chat template. Conversations are then refused."""
         self.tool_format = call_format("\n".join(templates.values()), tool_parser)
-        """How the model writes tool calls; None if that isn't known."""
+        """The format of the model's tool calls; `None` if it isn't known."""
 
     def encode_text(self, text: str, field: str = "prompt") -> list[int]:
         """The token ids of a text, with the special tokens that the model wants around it.
 
         Raises:
-            BadRequest: the text, in this field of the request, is no Unicode text.
+            BadRequest: the text isn't valid Unicode. The error names `field`.
         """
         return self.tokenizer.encode(text, add_special_tokens=True, field=field)
 
@@ -58,13 +58,13 @@ class LanguageText:
         *,
         add_generation_prompt: bool = True,
     ) -> str:
-        """A conversation as text, up to where the model's answer begins.
+        """Render a conversation as text, up to the beginning of the model's answer.
 
         Args:
-            messages: what `headwater_server.lm.text.messages.checked_messages` returned.
+            messages: the result of `headwater_server.lm.text.messages.checked_messages`.
             variables: further variables of the chat template.
-            tools: what `headwater_server.lm.tools.checked_tools` returned; None if the model shall not know of any.
-            add_generation_prompt: whether it ends with the beginning of the model's answer.
+            tools: the result of `headwater_server.lm.tools.checked_tools`; `None` if the prompt must not mention tools.
+            add_generation_prompt: whether the text ends with the beginning of the model's answer.
 
         Raises:
             BadRequest: the model has no chat template, or the template refuses the messages.
@@ -77,5 +77,5 @@ class LanguageText:
         )
 
     def encode_chat(self, text: str) -> list[int]:
-        """The token ids of what `chat_text` returned, which includes the special tokens."""
+        """The token ids of a text from `chat_text`, which already includes the special tokens."""
         return self.tokenizer.encode(text, add_special_tokens=False, field="messages")

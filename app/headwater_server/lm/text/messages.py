@@ -12,19 +12,19 @@ from headwater_server.errors import BadRequest
 __all__ = ["ROLES", "checked_messages"]
 
 ROLES: Final = ("developer", "system", "user", "assistant", "tool", "function")
-"""OpenAI's."""
+"""The roles of OpenAI's API."""
 _BETWEEN_PARTS: Final = "\n"
-"""Joins a message's text parts: OpenAI doesn't say how; vLLM and llama.cpp put a newline."""
+"""Separator between a message's text parts. OpenAI's API doesn't specify it; vLLM and llama.cpp use a newline."""
 
 
 def checked_messages(messages: object, context_length: int) -> list[dict[str, Any]]:
-    """The messages, each content one text: an array of text parts becomes their texts, one a line.
+    """Check the messages, and convert them: an array of text parts becomes a single text, with each part on a line.
 
-    The arguments of tool calls become objects, as chat templates take them.
+    The arguments of tool calls become objects, as chat templates expect.
 
     Args:
-        messages: the request's field, as JSON has it.
-        context_length: the model's, in tokens; a message takes at least one.
+        messages: the decoded JSON of the request's field.
+        context_length: the model's context length in tokens. A message takes at least one token.
 
     Raises:
         BadRequest: a message is wrong, or has a field that no model supports; the error names the field, such as
@@ -61,7 +61,7 @@ def _checked(message: object, path: str) -> dict[str, Any]:
 
 
 def _tool_calls(message: dict[str, Any], path: str) -> dict[str, Any]:
-    """The message's ``tool_calls``, if any, their arguments as the objects that chat templates take."""
+    """Check the message's ``tool_calls``, if any, and return them as a field of the message."""
     if message.get("tool_call_id") is not None and not isinstance(message["tool_call_id"], str):
         raise _wrong(f"{path}.tool_call_id", "a string", message["tool_call_id"])
     calls = message.get("tool_calls")
@@ -93,8 +93,8 @@ def _tool_call(call: object, path: str) -> dict[str, Any]:
 
 
 def _decode_arguments(messages: list[dict[str, Any]]) -> None:
-    """Make the arguments of all calls objects. Together they may have as much in them as a body: their JSON is within
-    strings of the body's, where nothing of it was counted."""
+    """Decode the arguments of all calls into objects. All arguments together have the same size limits as a request
+    body: they are JSON within strings, so the check of the body didn't count their values."""
     functions = {
         f"messages[{n}].tool_calls[{number}].function.arguments": call["function"]
         for n, message in enumerate(messages)

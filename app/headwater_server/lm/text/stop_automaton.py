@@ -1,7 +1,7 @@
 """The automaton that finds several strings in one pass over a text (Aho and Corasick 1975, doi:10.1145/360825.360855).
 
-The library pyahocorasick continues over a stream, too, but does not say how much of the text may still become a match,
-which decides how much must be held back.
+The library pyahocorasick can also search a stream, but doesn't report how much of the text's end may still become a
+match, which must be held back.
 """
 
 from __future__ import annotations
@@ -12,36 +12,38 @@ from typing import Final
 __all__ = ["StopAutomaton"]
 
 _CODE_BITS: Final = 21
-"""Of a character's code."""
+"""Number of bits of a character's code point."""
 
 
 class StopAutomaton:
-    """Stop strings as a trie with failure links. It does not change, so sequences and threads may share it.
+    """Stop strings as a trie with failure links. Immutable, so sequences and threads may share it.
 
-    A state is a beginning of a stop string, and numbered; state 0 is the empty one. After each character of a text the
-    automaton is in the state of the longest beginning that the text ends with. Time and memory of the construction are
-    linear in the characters of the stop strings.
+    Each state is a number and stands for a beginning of a stop string; state 0 stands for the empty string. After each
+    character of a text, the automaton is in the state of the longest beginning that the text ends with. Time and memory
+    of the construction are linear in the total length of the stop strings.
 
     Args:
-        stops: the stop strings; their places in this sequence are their ranks.
+        stops: the stop strings. The index of a stop string is its rank.
     """
 
     depth: Final[list[int]]
-    """Characters of each state."""
+    """Number of characters of each state's string."""
     found: Final[list[int | None]]
-    """The rank of the longest stop string that a text in this state ends with."""
+    """For each state the rank of the longest stop string that a text in this state ends with; `None` without such a
+    stop string."""
     open: Final[list[int]]
-    """The longest beginning that may still become a (longer) stop string, as a state."""
+    """For each state the state of the longest beginning at the text's end that may still become a (longer) stop
+    string."""
     open_rank: Final[list[int]]
-    """The lowest rank of the stop strings that a state is a beginning of, without the state itself; their number if
-    there is none."""
+    """For each state the lowest rank of the longer stop strings that begin with it; the number of all stop strings if
+    no longer stop string begins with it."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.stops = tuple(stops)
         self._next: dict[int, int] = {}
-        """The state after another one and a character."""
+        """The next state, by state and character."""
         self._shorter = [0]
-        """The longest other state that each state ends with."""
+        """The failure links: for each state the state of the longest shorter beginning that it ends with."""
         self.depth = [0]
         self.found = [None]
         self.open = [0]
@@ -50,7 +52,7 @@ class StopAutomaton:
         self._link(paths)
 
     def after(self, state: int, character: str) -> int:
-        """The state after a character: in constant time, averaged over a text."""
+        """The state after a character. Takes constant time, averaged over a text."""
         step, shorter, code = self._next, self._shorter, ord(character)
         while (found := step.get(state << _CODE_BITS | code)) is None:
             if not state:
@@ -76,7 +78,7 @@ class StopAutomaton:
         return path
 
     def _link(self, paths: Sequence[Sequence[int]]) -> None:
-        """Link each state with the longest other one that it ends with, shorter states first."""
+        """Set the failure links, for shorter states first."""
         self._shorter.extend([0] * (len(self.depth) - 1))
         self.open.extend([0] * (len(self.depth) - 1))
         for place in range(max(map(len, paths), default=0)):

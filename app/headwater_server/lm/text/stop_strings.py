@@ -1,4 +1,4 @@
-"""Finds stop strings in a text that comes in pieces."""
+"""Finds stop strings in a text that arrives in pieces."""
 
 from __future__ import annotations
 
@@ -11,24 +11,26 @@ from headwater_server.lm.text.stop_automaton import StopAutomaton
 __all__ = ["Emitted", "StopFinder", "StopString", "StopStrings"]
 
 StopString: TypeAlias = Annotated[str, Meta(min_length=1, max_length=1024)]
-"""Bounded, because so much may be held back."""
+"""The length is limited, because text of this length may be held back."""
 StopStrings: TypeAlias = Annotated[list[StopString], Meta(max_length=16, extra={"expected": "at most 16 strings"})]
 """OpenAI allows 4."""
 
 
 class Emitted(NamedTuple):
-    """Text that can be sent, and the stop string that ends it, if one was found."""
+    """Text that can be sent, and the stop string that ends the text, if a stop string was found."""
 
     text: str
     stop: str | None
 
 
 class StopFinder:
-    """Ends a text at its first stop string, and holds back what could still become one. One thread at a time.
+    """Ends a text at its first stop string, and holds back text that may still become a stop string. Only a single
+    thread may use it at a time.
 
-    The first one is that which begins first in the whole text, or of several that begin there is listed first, however
-    the text is cut into pieces. At most the length of the longest stop string less one character is held back. The work
-    for a character depends neither on what is held back nor on the stop strings.
+    The first stop string is the stop string that begins first in the whole text, or, if several begin at the same
+    place, the stop string that is listed first. It doesn't depend on how the text is divided into pieces. The held-back
+    text is always shorter than the longest stop string. The time per character depends neither on the length of the
+    held-back text nor on the stop strings.
 
     Args:
         automaton: the stop strings.
@@ -41,13 +43,13 @@ class StopFinder:
         self._state = 0
         self._held = ""
         self._read = 0
-        """Characters so far."""
+        """Number of characters so far."""
         self._first: tuple[int, int] | None = None
-        """Of the complete stop strings so far the first one: where it begins, and its rank."""
+        """Begin and rank of the first complete stop string so far."""
         self._found: str | None = None
 
     def push(self, text: str) -> Emitted:
-        """Add text; after a stop string was found, none is sent."""
+        """Add text. After a stop string was found, returns no more text."""
         if self._found is not None:
             return Emitted("", self._found)
         automaton, state = self._automaton, self._state
@@ -62,7 +64,8 @@ class StopFinder:
         return Emitted(self._released(), None)
 
     def skip(self, text: str) -> str:
-        """Add text in which no stop string ends, though one may begin. Returns what can be sent."""
+        """Add text. Stop strings that end within it are ignored, but a stop string may begin within it. Returns the
+        text that can be sent."""
         state = self._state
         for character in text:
             state = self._automaton.after(state, character)
@@ -70,7 +73,8 @@ class StopFinder:
         return self._released()
 
     def finish(self) -> Emitted:
-        """End the text; returns what was held back, up to a stop string that the beginning of another one delayed."""
+        """End the text, and return the held-back text. If it contains a complete stop string, which was held back
+        because a stop string that takes precedence had begun, the text ends at the complete stop string."""
         if self._found is not None:
             return Emitted("", self._found)
         return Emitted(self._held, None) if self._first is None else self._stop(*self._first)
@@ -82,18 +86,18 @@ class StopFinder:
 
     @property
     def _open(self) -> int:
-        """Characters at the text's end with which a stop string begins that is not complete."""
+        """Number of characters at the text's end that may be the beginning of an incomplete stop string."""
         return self._automaton.depth[self._automaton.open[self._state]]
 
     def _is_settled(self, begin: int, rank: int) -> bool:
-        """Whether no other stop string has begun that would precede this complete one."""
+        """Whether no incomplete stop string could still take precedence over this complete stop string."""
         earlier = self._read - self._open
-        if earlier == begin:  # then the rank decides
+        if earlier == begin:  # the rank decides between stop strings with the same begin
             return self._automaton.open_rank[self._automaton.open[self._state]] > rank
         return earlier > begin
 
     def _released(self) -> str:
-        """Take what can't become a part of a stop string."""
+        """Remove the text that can't become part of a stop string from the held-back text, and return it."""
         safe = len(self._held) - self._open
         released, self._held = self._held[:safe], self._held[safe:]
         return released

@@ -1,4 +1,4 @@
-"""Jinja with transformers' settings for chat templates, and limits on loops, calls and output."""
+"""A Jinja environment with transformers' settings for chat templates, and with limits on loops, calls and output."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["Refused", "TemplateEnvironment"]
 
 _ITEMS: Final = "counted items"
 _JOIN: Final = "counted join"
-"""Names that a template can't contain."""
+"""Names of internal filters. A template can't use them, because they contain a space."""
 
 
 class Refused(jinja2.TemplateError):
@@ -35,7 +35,7 @@ class Refused(jinja2.TemplateError):
 
 
 class _Budget(threading.local):
-    """The limits of the rendering in this thread."""
+    """The limits of a rendering. Each thread has separate counters."""
 
     def __init__(self, max_characters: int, max_seconds: float) -> None:
         self._max_characters = max_characters
@@ -67,7 +67,7 @@ class _Budget(threading.local):
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
-    """The environment of a chat template. Renderings happen in ``with environment.budget:``."""
+    """The environment of a chat template. Templates must be rendered within ``with environment.budget:``."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
@@ -93,7 +93,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             budget.check(len(text))
             return text
 
-        # It takes a context, so that Jinja calls it at rendering for constants, too.
+        # With the context as a parameter, Jinja calls it at rendering time for constants, too.
         self.finalize = counted_output
         self.filters |= {"tojson": _tojson, _ITEMS: counted_items, _JOIN: counted_join}
         self.filters |= {name: self._bounded(name, self.filters[name]) for name in GROWING_FILTERS}
@@ -106,10 +106,10 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         }
 
     def compiled(self, name: str, source: str) -> jinja2.Template:
-        """The template, rewritten so that loops and output are counted.
+        """Compile a template, with counters for loops and output.
 
         Raises:
-            ConfigError: the source isn't Jinja.
+            ConfigError: the source isn't valid Jinja.
         """
         try:
             tree = _Counting().visit(self.parse(source))
@@ -119,7 +119,8 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             raise ConfigError(f"{where}: expected a Jinja template, got this: {error.message}") from error
 
     def handle_exception(self, source: str | None = None) -> NoReturn:
-        """Raise the exception as it is: Jinja would make a cycle of its traceback, which would keep the messages."""
+        """Raise the exception unchanged: Jinja's handling would create a reference cycle through the traceback, which
+        would keep the messages in memory."""
         raise
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
@@ -157,13 +158,13 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return result
 
     def _bounded(self, name: str, apply: Callable[..., Any]) -> Callable[..., Any]:
-        """A filter that is not applied if its result would be too long."""
+        """Wrap a filter so that a call is refused if its result could be too long."""
 
         @functools.wraps(apply)
         def bounded(*args: Any, **named: Any) -> Any:
             own = args[1:] if hasattr(apply, "jinja_pass_arg") else args
             value, *rest = own
-            if name == "join":  # here the separator is the argument
+            if name == "join":  # the separator is the argument that is repeated
                 text = str(rest[0] if rest else named.get("d", ""))
                 self.budget.check(growth(name, text, [value], {}))
             else:
@@ -176,7 +177,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _Counting(NodeTransformer):
-    """Adds a counter to every loop, all text and every ``~``."""
+    """Adds counters to all loops, all text and every ``~`` operator."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
@@ -196,7 +197,7 @@ def _filtered(node: nodes.Expr, name: str, lineno: int) -> nodes.Filter:
 
 
 class _Generation(Extension):
-    """``{% generation %}``, which marks the assistant's text for training, and has no effect here."""
+    """The tag ``{% generation %}``, which marks the assistant's text for training. It has no effect here."""
 
     tags = {"generation"}  # noqa: RUF012  as in the class that it extends
 
@@ -206,7 +207,7 @@ class _Generation(Extension):
 
 
 class _Dict:
-    """``dict`` without the attributes of a class."""
+    """The template's ``dict``, without the attributes of a class."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -216,7 +217,7 @@ class _Dict:
 
 
 class _Namespace(Namespace):
-    """``namespace`` without names that begin with an underscore."""
+    """The template's ``namespace``, without names that begin with an underscore."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name.startswith("_"):
@@ -235,5 +236,5 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Jinja's own escapes what HTML would take for markup.
+    # Jinja's filter of this name escapes characters that are markup in HTML.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -1,8 +1,8 @@
-"""How long the result of one call in a chat template can be, known before the call is made: characters of a string, or
+"""Bounds of the length of a call's result in a chat template, computed before the call: in characters of a string, or
 elements of a list.
 
-Loops and output are counted while a template runs; a single call such as ``"".ljust(10 ** 10)`` takes its memory at
-once.
+Loops and output are counted while a template runs, but a single call such as ``"".ljust(10 ** 10)`` would allocate its
+memory at once.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ ENDLESS: Final = 10**20
 _PADDING: Final = ("batch", "center", "ljust", "rjust", "slice", "zfill")
 _TAB: Final = 8
 _LINES: Final = 1024
-"""Lines of JSON that an indentation is counted for."""
+"""Number of lines of JSON that the bound assumes for an indentation."""
 _DIGITS: Final = 20
 _NESTED: Final = re.compile(r"\{[^{}]*\{")
-"""A field of a format whose width is another value."""
+"""A field of a format string with a nested field, which takes its width from another value."""
 _NUMBER: Final = re.compile(r"\d+", re.ASCII)
 
 
 def growth(name: str, text: str, args: Sequence[Any], named: Mapping[str, Any]) -> int:
-    """A bound on the characters or elements that a method of `str`, or a filter, makes beyond its arguments' own; 0 if
-    it makes none.
+    """A bound on the number of characters or elements that a method of `str`, or a filter, adds to the size of its
+    arguments; 0 if it adds nothing.
 
     Args:
-        name: of the method or filter; ``format`` also for `str.format_map` and the operator ``%``.
-        text: the string that it is called on, if any.
-        args, named: what it is called with.
+        name: name of the method or filter; ``format`` also for `str.format_map` and the operator ``%``.
+        text: the string that the method or filter is called on, if any.
+        args, named: the arguments of the call.
     """
     values = [*args, *named.values()]
     most = max((abs(value) for value in values if isinstance(value, int)), default=0)
@@ -57,7 +57,7 @@ def growth(name: str, text: str, args: Sequence[Any], named: Mapping[str, Any]) 
         return text.count(old) * len(new)
     if name == "format":
         if _NESTED.search(text) and not all(isinstance(value, (int, str)) for value in values):
-            return ENDLESS  # a width within another value
+            return ENDLESS  # the width could come from within a container
         fields = text.count("{") + text.count("%")
         own = sum(int(number) if len(number) < _DIGITS else ENDLESS for number in _NUMBER.findall(text))
         return own + fields * most
@@ -65,18 +65,19 @@ def growth(name: str, text: str, args: Sequence[Any], named: Mapping[str, Any]) 
 
 
 def size_of(value: object) -> int:
-    """The characters that a value has at least as text: what is in it several times counts as often."""
+    """A lower bound of the number of characters of a value as text. A part that the value contains several times is
+    counted each time."""
     return _size_of(value, {})
 
 
 def _size_of(value: object, sizes: dict[int, int]) -> int:
-    """The same; ``sizes`` has known ones, by identity."""
+    """Like `size_of`. ``sizes`` caches the sizes of containers, by identity."""
     if isinstance(value, str):
         return len(value)
     if not isinstance(value, (dict, list, tuple)):
         return 1
     if id(value) not in sizes:
-        sizes[id(value)] = 0  # while it is counted: a value may contain itself
+        sizes[id(value)] = 0  # a placeholder during the count: a value may contain itself
         parts = (*value.keys(), *value.values()) if isinstance(value, dict) else value
         sizes[id(value)] = sum(_size_of(part, sizes) for part in parts)
     return sizes[id(value)]

@@ -1,12 +1,13 @@
-"""What each token id contributes to a text: the tokenizer's decoder, split into steps that work token by token.
+"""The text or bytes that each token id contributes to a decoded text. The tokenizer's decoder is split into steps that
+work token by token.
 
-A decoder of `tokenizers` is a chain of steps over the list of all tokens. Most steps depend only on a token and whether
-it is the first; these are left to the library. For the others a stream must hold text back; they come in one of three
-families:
+A decoder of `tokenizers` is a chain of steps over the list of all tokens. Most steps depend only on a token and on
+whether it is the first, and are left to the library. The steps that combine several tokens require a stream to hold
+text back. By these steps, tokenizers fall into three families:
 
-- bytes: ``ByteLevel`` (GPT-2, Llama 3, Qwen) makes bytes of every token and decodes them as one UTF-8 text;
-- byte fallback: ``ByteFallback`` (Llama 2, Gemma) does so for each run of tokens like ``<0xE2>``, and if a run isn't
-  valid as a whole, every byte of it becomes U+FFFD, the valid ones too;
+- bytes: ``ByteLevel`` (GPT-2, Llama 3, Qwen) converts every token to bytes and decodes all bytes together as UTF-8;
+- byte fallback: ``ByteFallback`` (Llama 2, Gemma) does the same for each run of tokens like ``<0xE2>``. If a run isn't
+  valid as a whole, each of its bytes becomes U+FFFD, even valid bytes;
 - neither: ``Metaspace`` (T5), ``WordPiece`` (BERT), ``BPEDecoder`` (GPT-1), or no decoder.
 """
 
@@ -28,19 +29,20 @@ Family = Literal["bytes", "byte_fallback", "texts"]
 
 _ONE_BY_ONE: Final = ("Replace", "Metaspace", "WordPiece", "BPEDecoder", "Strip")
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f+][0-9A-Fa-f])>\Z")
-"""As Rust reads a byte of two hexadecimal digits: ``+A`` is one."""
+"""Two hexadecimal digits as Rust parses them. Rust also accepts ``+A``."""
 
 _NEIGHBOUR: Final = "\ue000"
-"""A token that no step changes: a character for private use."""
+"""A token that no step changes: a private-use character."""
 
 _Step: TypeAlias = dict[str, Any]
 _T = TypeVar("_T")
 
 
 class _Table(dict[int, _T]):
-    """A dictionary that computes missing values by a method of its owner. Two threads may compute the same value.
+    """A dictionary that computes missing values with a method of its owner. Two threads may compute the same value.
 
-    The method is referenced weakly: a cycle would keep the tokenizer, about a megabyte, until the collector runs.
+    The reference to the method is weak: a reference cycle would keep the tokenizer, about a megabyte, until the garbage
+    collector runs.
     """
 
     def __init__(self, compute: Callable[[int], _T]) -> None:
@@ -55,12 +57,12 @@ class _Table(dict[int, _T]):
 
 
 class TokenTexts:
-    """What each id of a tokenizer contributes to the decoded text. Threads may share it.
+    """The text or bytes that each id of a tokenizer contributes to the decoded text. Threads may share it.
 
     Args:
-        tokenizer: the tokenizer, whose vocabulary must not change any more.
-        decoder: the decoder's JSON in ``tokenizer.json``; None if the tokens are joined with spaces.
-        name: names the decoder in errors.
+        tokenizer: the tokenizer. Its vocabulary must not change afterwards.
+        decoder: the decoder's JSON in ``tokenizer.json``; `None` if tokens are joined with spaces.
+        name: the decoder's name in error messages.
 
     Raises:
         ConfigError: the decoder can't decode a stream.
@@ -68,13 +70,14 @@ class TokenTexts:
 
     family: Final[Family]
     strip: Final[tuple[str, int]]
-    """A character, and how many of it are removed from the beginning of the text."""
+    """A character, and the maximum number of its occurrences to remove from the beginning of the text."""
     holds_last: Final[bool]
-    """Whether the last token's text depends on being the last."""
+    """Whether a token's text differs if it is the last token."""
     bytes_of: Final[Mapping[int, bytes]]
-    """Family "bytes": each id's bytes; empty for unknown ids."""
+    """In the family "bytes": each id's bytes; empty for unknown ids."""
     pieces: Final[Mapping[int, str | int | None]]
-    """Other families: each id's text where it isn't first, or its byte as a number; None for unknown ids."""
+    """In the other families: each id's text if it isn't the first token, or its byte as an integer; `None` for unknown
+    ids."""
     special_ids: Final[frozenset[int]]
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, decoder: object, name: str = "tokenizer.json: decoder") -> None:
@@ -94,16 +97,16 @@ class TokenTexts:
         self.pieces = _Table(self._piece)
 
     def special_id(self, token: str) -> int | None:
-        """The id of a special token; None for any other text."""
+        """The id of a special token; `None` for any other text."""
         token_id = self.id_of(token)
         return token_id if token_id in self.special_ids else None
 
     def id_of(self, token: str) -> int | None:
-        """The id of a token; None if the vocabulary lacks it."""
+        """The id of a token; `None` if it is not in the vocabulary."""
         return self._tokenizer.token_to_id(token)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of a token, with its leading space; none for an id that the vocabulary lacks."""
+        """The bytes of a token, including its leading space; empty for an id that is not in the vocabulary."""
         if self.family == "bytes":
             return self.bytes_of[token_id]
         piece = self.pieces[token_id]
@@ -112,9 +115,11 @@ class TokenTexts:
         return piece.encode() if piece else b""
 
     def shown(self, token_id: int) -> tuple[str, bytes]:
-        """The token's text and bytes as ``logprobs`` shows them; both empty for an id that the vocabulary lacks.
+        """The token's text and bytes as ``logprobs`` shows them; both are empty for an id that is not in the
+        vocabulary.
 
-        Bytes that are no text, as of a part of a character, look like ``bytes:\\xe2\\x96``, printable ASCII as it is.
+        Bytes that are not valid UTF-8, such as a part of a character, are shown like ``bytes:\\xe2\\x96``, with
+        printable ASCII unescaped.
         """
         raw = self.token_bytes(token_id)
         try:
@@ -123,11 +128,12 @@ class TokenTexts:
             return "bytes:" + "".join(chr(byte) if 0x20 <= byte < 0x7F else f"\\x{byte:02x}" for byte in raw), raw
 
     def begin_of(self, token_id: int, before: int, after: int) -> int:
-        """Where a token's own text begins, in characters; for a part of a character, where the character begins.
+        """The offset in characters at which a token's text begins. If the token is only part of a character: the offset
+        of this character.
 
         Args:
             token_id: the token.
-            before, after: how many characters a detokenizer has given, before and after it was given the token.
+            before, after: number of characters that a detokenizer had returned before and after it received the token.
         """
         if self.holds_last:
             return after
@@ -135,7 +141,7 @@ class TokenTexts:
         return max(before, after - len(piece)) if isinstance(piece, str) else before
 
     def text(self, token_id: int, *, first: bool, last: bool = False) -> str:
-        """The text of a token that isn't a byte, at its place in the sequence; empty for unknown ids."""
+        """The text of a token that isn't a byte, depending on its position in the sequence; empty for unknown ids."""
         token = self._tokenizer.id_to_token(token_id)
         if token is None:
             return ""
@@ -144,7 +150,7 @@ class TokenTexts:
         return self.element(_apply(self._head, token, first, last), first=first)
 
     def element(self, text: str, *, first: bool) -> str:
-        """Apply the steps after ``ByteFallback`` to one of the texts that it gives."""
+        """Apply the steps after ``ByteFallback`` to a text that this step returned."""
         return _apply(self._body, text, first, False)
 
     def _bytes_of(self, token_id: int) -> bytes:
@@ -167,7 +173,8 @@ class TokenTexts:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's characters for the 256 bytes: printable Latin-1 stands for itself, the others count up from U+0100."""
+    """GPT-2's characters for the 256 bytes: printable Latin-1 characters stand for themselves, and all other bytes are
+    numbered from U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = (byte for byte in range(256) if byte not in printable)
     return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
@@ -195,7 +202,8 @@ def _flat(decoder: object, name: str) -> list[_Step]:
 
 
 def _split(steps: list[_Step]) -> tuple[list[_Step], str | None, list[_Step], list[_Step]]:
-    """The one-by-one steps, the step that works on bytes, more one-by-one steps, and the steps after fusing."""
+    """Split a decoder's steps into four parts: steps that work on single tokens, the step that works on bytes, more
+    steps that work on single tokens, and the steps after fusing."""
     kinds = [step["type"] for step in steps]
     start = next((n for n, kind in enumerate(kinds) if kind not in _ONE_BY_ONE), len(kinds))
     joint = kinds[start] if start < len(kinds) and kinds[start] != "Fuse" else None
@@ -207,7 +215,7 @@ def _split(steps: list[_Step]) -> tuple[list[_Step], str | None, list[_Step], li
 
 
 def _check_order(head: Sequence[str], joint: str | None, body: Sequence[str], name: str) -> None:
-    """Refuse orders that no tokenizer has, or that would need more state."""
+    """Refuse orders of steps that no tokenizer has, or that would need more state."""
     if joint is not None and "BPEDecoder" in (*head, *body):
         raise ConfigError(f"{name}: expected BPEDecoder without {joint}, got both")
     if joint == "ByteLevel" and {"Metaspace", "WordPiece"} & set(head):
@@ -215,7 +223,7 @@ def _check_order(head: Sequence[str], joint: str | None, body: Sequence[str], na
 
 
 def _strip(rest: Sequence[_Step], name: str) -> tuple[str, int]:
-    """The character and count of the only step that may follow fusing: to strip the text's beginning."""
+    """The character and count of the only step that may follow fusing: ``Strip`` of the text's beginning."""
     strips = [step for step in rest if step["type"] != "Fuse"]
     if not strips:
         return "", 0
@@ -230,7 +238,7 @@ def _strip(rest: Sequence[_Step], name: str) -> tuple[str, int]:
 
 
 def _library_decoder(steps: Sequence[_Step]) -> tokenizers.decoders.Decoder | None:
-    """The library's decoder of some steps; None if there are none."""
+    """The library's decoder for these steps; `None` if there are no steps."""
     if not steps:
         return None
     empty = {"version": "1.0", "model": {"type": "WordLevel", "vocab": {}, "unk_token": ""}}
@@ -240,7 +248,8 @@ def _library_decoder(steps: Sequence[_Step]) -> tokenizers.decoders.Decoder | No
 
 
 def _apply(decoder: tokenizers.decoders.Decoder | None, token: str, first: bool, last: bool) -> str:
-    """Apply one-by-one steps to a token at the beginning, at the end, or between others."""
+    """Apply steps that work on single tokens to a token. `first` and `last` say whether it is the first or last
+    token."""
     if decoder is None:
         return token
     whole = decoder.decode([*([] if first else [_NEIGHBOUR]), token, *([] if last else [_NEIGHBOUR])])

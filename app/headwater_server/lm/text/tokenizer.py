@@ -19,37 +19,39 @@ _NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad
 
 
 class _TokenizerFile(msgspec.Struct):
-    """The only part of ``tokenizer.json`` that is read here and not by the library."""
+    """The only part of ``tokenizer.json`` that this module reads itself. The library reads the file as a whole."""
 
     decoder: Any = None
 
 
 class Tokenizer:
-    """Text to ids and back, as transformers' ``AutoTokenizer`` does it. Threads may share it.
+    """Converts text to ids and back, like transformers' ``AutoTokenizer``. Threads may share it.
 
     As in transformers 5, ``tokenizer.json`` decides where special tokens are added, and ``add_bos_token`` of
-    ``tokenizer_config.json`` does nothing; decoded text isn't cleaned up (``clean_up_tokenization_spaces=False``).
+    ``tokenizer_config.json`` has no effect; decoded text isn't cleaned up (``clean_up_tokenization_spaces=False``).
 
     Args:
-        folder: has ``tokenizer.json``; may have ``tokenizer_config.json``, ``special_tokens_map.json``,
-            ``chat_template.jinja`` and ``additional_chat_templates/*.jinja``.
+        folder: the model's folder. It must contain ``tokenizer.json``, and may contain ``tokenizer_config.json``,
+            ``special_tokens_map.json``, ``chat_template.jinja`` and ``additional_chat_templates/*.jinja``.
 
     Raises:
         ConfigError: a file is missing, unreadable or wrong; the message names it.
     """
 
     special_tokens: Final[Mapping[str, str]]
-    """The model's ``bos_token``, ``eos_token``, ``unk_token``, ``pad_token`` and the like."""
+    """The texts of the model's ``bos_token``, ``eos_token``, ``unk_token``, ``pad_token`` and similar tokens, by these
+    names."""
     chat_templates: Final[Mapping[str, str]]
-    """Jinja templates by name; the only template of a model is ``default``. Empty if the model has none."""
+    """Jinja templates by name. If a model has only one template, its name is ``default``. Empty if the model has no
+    template."""
     texts: Final[TokenTexts]
-    """What each id contributes to a text."""
+    """The text that each id contributes to a decoded text."""
 
     def __init__(self, folder: Path) -> None:
         path = folder / "tokenizer.json"
         config = _object(folder / "tokenizer_config.json")
         self._tokenizer, decoder = _load(path)
-        # The file's settings of these are for training; a prompt is never truncated or padded.
+        # The file's settings for truncation and padding are for training. A prompt is never truncated or padded.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = config.get("split_special_tokens") is True
@@ -60,31 +62,31 @@ class Tokenizer:
         self.texts = TokenTexts(self._tokenizer, decoder, f"{path}: decoder")
 
     def encode(self, text: str, *, add_special_tokens: bool, field: str = "prompt") -> list[int]:
-        """The text's ids, with or without the special tokens that the model wants around a text.
+        """The text's ids, with or without the special tokens that the model expects around a text.
 
         Raises:
-            BadRequest: the text, in this field of the request, has a lone surrogate, and so is no Unicode text.
+            BadRequest: the text has a lone surrogate, so it isn't valid Unicode. The error names `field`.
         """
         try:
-            # A batch of one: it releases the interpreter's lock, which `encode` holds for a second a megabyte.
+            # `encode` would hold the interpreter's lock for about a second per megabyte. The batch method releases it.
             (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
             return encoding.ids
         except TypeError as error:
             raise at(field, None, "expected Unicode text, got text with a lone surrogate") from error
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """The text of a whole sequence; ids that the vocabulary lacks contribute none."""
-        # A batch of one: it releases the interpreter's lock, which `decode` holds for a second a million ids.
+        """The text of a whole sequence. Ids that are not in the vocabulary contribute no text."""
+        # `decode` would hold the interpreter's lock for about a second per million ids. The batch method releases it.
         (text,) = self._tokenizer.decode_batch([ids], skip_special_tokens=skip_special_tokens)
         return text
 
     def entries(self, ids: Sequence[int]) -> list[str | None]:
-        """The vocabulary's own spelling of each id, such as ``Ġthe``; None for ids that it lacks."""
+        """The vocabulary's entry of each id, such as ``Ġthe``; `None` for ids that are not in the vocabulary."""
         return [self._tokenizer.id_to_token(id) for id in ids]
 
 
 class _Tokens(NamedTuple):
-    """The tokens that ``tokenizer_config.json`` adds to those of ``tokenizer.json``."""
+    """The tokens that ``tokenizer_config.json`` adds to the tokens of ``tokenizer.json``."""
 
     added: dict[int, tokenizers.AddedToken]
     named: dict[str, tokenizers.AddedToken | str]
@@ -92,7 +94,7 @@ class _Tokens(NamedTuple):
 
 
 def _load(path: Path) -> tuple[tokenizers.Tokenizer, object]:
-    """The library's tokenizer, and the decoder's JSON."""
+    """Load the library's tokenizer, and the decoder's JSON."""
     text = _text(path)
     if text is None:
         raise ConfigError(
@@ -105,12 +107,12 @@ def _load(path: Path) -> tuple[tokenizers.Tokenizer, object]:
         raise ConfigError(f"{path}: expected a tokenizer in JSON, got this: {error}") from error
     try:
         return tokenizers.Tokenizer.from_str(text), decoder
-    except Exception as error:  # the library has no exception class of its own
+    except Exception as error:  # the library raises plain `Exception`
         raise ConfigError(f"{path}: expected a tokenizer of the `tokenizers` library, got this: {error}") from error
 
 
 def _text(path: Path) -> str | None:
-    """A file's text; None if there is no such file."""
+    """A file's text; `None` if there is no such file."""
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -137,7 +139,7 @@ def _tokens(folder: Path, config: Mapping[str, Any], known: Mapping[int, tokeniz
     if (listed := config.get("added_tokens_decoder")) is not None:
         added = _listed(listed, f"{path}: added_tokens_decoder")
     else:
-        # For folders that transformers wrote before version 4.34.
+        # Folders written by transformers before version 4.34.
         merged |= {key: value for key, value in _object(folder / "special_tokens_map.json").items() if value}
     extra = merged.get("extra_special_tokens") or merged.get("additional_special_tokens") or []
     if isinstance(extra, dict):
@@ -148,7 +150,7 @@ def _tokens(folder: Path, config: Mapping[str, Any], known: Mapping[int, tokeniz
     of_text = {token.content: token for token in added.values()}
     named = {}
     for key in dict.fromkeys((*_NAMED_TOKENS, *merged)):
-        # The type excludes `add_bos_token` and the like, which are no tokens.
+        # The type check excludes flags such as `add_bos_token`, which aren't tokens.
         if key.endswith("_token") and isinstance(value := merged.get(key), (str, dict)):
             token = _token(value, f"{path}: {key}")
             named[key] = of_text.get(str(token), token)
@@ -181,7 +183,7 @@ def _token(value: object, name: str) -> tokenizers.AddedToken | str:
 
 
 def _add(tokenizer: tokenizers.Tokenizer, tokens: _Tokens) -> None:
-    """Add the tokens in transformers' order: new ones get new ids. Named ones are special."""
+    """Add the tokens in transformers' order, in which new tokens get new ids. Named tokens become special."""
     ordered: list[tokenizers.AddedToken | str] = [token for _, token in sorted(tokens.added.items())]
     texts = {str(token) for token in (*ordered, *tokenizer.get_added_tokens_decoder().values())}
     for token in (*tokens.named.values(), *tokens.extra):

@@ -1,15 +1,15 @@
 """Finds tool calls in a model's answer as its text arrives.
 
-A model writes calls as it was trained to; these are the formats that are read here:
+Each model writes calls in the format that it was trained on. This module reads these formats:
 
-- ``hermes`` (Hermes, Qwen): ``<tool_call>{"name": "f", "arguments": {...}}</tool_call>``, as often as there are calls;
-- ``llama3`` (Llama 3.1 and later): ``{"name": "f", "parameters": {...}}`` where an answer begins, or after
-  ``<|python_tag|>``; further calls after ``;``;
+- ``hermes`` (Hermes, Qwen): ``<tool_call>{"name": "f", "arguments": {...}}</tool_call>``, repeated for each call;
+- ``llama3`` (Llama 3.1 and later): ``{"name": "f", "parameters": {...}}`` at the beginning of an answer, or after
+  ``<|python_tag|>``; further calls follow after ``;``;
 - ``mistral``: ``[TOOL_CALLS][{"name": "f", "arguments": {...}}, ...]``, in later models ``[TOOL_CALLS]f[ARGS]{...}``.
 
-Text outside of calls is the answer's content, and so is whatever only looks like a call. A model's reasoning,
-``<think>...</think>`` (of some Mistral models ``[THINK]...[/THINK]``), is content, too: it is separated before calls
-are looked for, because a call within it is only a thought.
+Text outside of calls is the answer's content, including text that only looks like a call. A model's reasoning,
+``<think>...</think>`` (``[THINK]...[/THINK]`` in some Mistral models), is content, too. It is separated before the
+search for calls, because a call within the reasoning is only a thought.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ from headwater_server.lm.text.call_source import SPACE, CallSource, NoCall, Read
 __all__ = ["FORMATS", "CallFinder", "CallFormat", "CallPart", "ToolUse", "call_format"]
 
 _MAX_HEAD: Final = 256
-"""Characters between ``[TOOL_CALLS]`` and the arguments."""
+"""Maximum number of characters between ``[TOOL_CALLS]`` and the arguments."""
 
 _HEAD: Final = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*(?:\w+\s*)?)?(?:\[ARGS\]\s*)?", re.ASCII)
 
 
 class CallFormat(NamedTuple):
-    """How a model writes calls."""
+    """A format of tool calls."""
 
     name: ToolParser
     opening: str
-    """Opens one or more calls wherever it stands; often a special token."""
+    """The mark before one or more calls, anywhere in the answer. Often a special token."""
     call_marks: tuple[str, ...]
-    """What may be special tokens, and must not be left out of the text."""
+    """Marks of calls that may be special tokens. The text must not omit them."""
     is_bare: bool = False
-    """Whether a call may also stand at the answer's beginning without the opening."""
+    """Whether a call at the answer's beginning may lack the opening."""
     has_names: bool = False
-    """Whether the function's name stands before an object of arguments, and each call has an opening."""
+    """Whether each call consists of the opening, the function's name and an object of arguments."""
     reasoning: tuple[str, str] = ("<think>", "</think>")
-    """What stands before and after the model's reasoning."""
+    """The marks before and after the model's reasoning."""
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """What may be special tokens, and must not be left out of a text that is searched for calls."""
+        """All marks that may be special tokens. A text that is searched for calls must not omit them."""
         return self.call_marks + self.reasoning
 
     def new_id(self) -> str:
-        """An id for a call. Mistral's templates take nine letters and digits, and nothing else."""
+        """A new id for a call. Mistral's templates accept only ids of nine letters and digits."""
         return secrets.token_hex(5)[:9] if self.name == "mistral" else f"call_{secrets.token_hex(12)}"
 
 
@@ -67,11 +67,11 @@ FORMATS: Final[Mapping[ToolParser, CallFormat]] = {
 
 
 def call_format(template: str, parser: ToolParser | None = None) -> CallFormat | None:
-    """The format that a chat template writes calls in; None if it has none of these.
+    """The format in which a chat template writes calls; `None` if it doesn't use any supported format.
 
     Args:
         template: the template's source.
-        parser: the format's name, if that is known.
+        parser: the name of the format, if it is configured.
     """
     if parser == "mistral" or (parser is None and "[TOOL_CALLS]" in template):
         found = FORMATS["mistral"]._replace(has_names="[ARGS]" in template)
@@ -79,7 +79,7 @@ def call_format(template: str, parser: ToolParser | None = None) -> CallFormat |
     if parser is not None:
         return FORMATS[parser]
     if "<tool_call>" in template:
-        # Qwen3-Coder and GLM have the same tags around XML.
+        # Qwen3-Coder and GLM use the same tags around XML, which is not supported.
         return None if "<function=" in template or "<arg_key>" in template else FORMATS["hermes"]
     if "<|python_tag|>" in template or '"parameters": dictionary of argument' in template:
         return FORMATS["llama3"]
@@ -90,11 +90,11 @@ class CallPart(NamedTuple):
     """A part of a call."""
 
     number: int
-    """The call's place among those of its answer, from 0."""
+    """The call's index among the calls of its answer."""
     name: str
-    """The function's, in a call's first part; in the others empty."""
+    """The function's name in the first part of a call; empty in later parts."""
     arguments: str
-    """The next characters of the arguments' JSON; none in the first part."""
+    """The next characters of the arguments' JSON; empty in the first part."""
 
 
 class ToolUse(NamedTuple):
@@ -102,29 +102,31 @@ class ToolUse(NamedTuple):
 
     format: CallFormat
     names: frozenset[str]
-    """The functions that may be called; a call of another one is content."""
+    """The functions that may be called. A call of another function is content."""
     is_constrained: bool = False
-    """Whether a grammar lets the model write nothing but sound calls: their arguments need not wait for their end, and
-    all other text is the rest of a call that was cut, and left out."""
+    """Whether a grammar restricts the model to valid calls. Their arguments can then be streamed before their end, and
+    any other text is the rest of a truncated call, and is omitted."""
     only_first: bool = False
-    """Whether further calls are left out."""
+    """Whether calls after the first are omitted."""
     is_reasoning: bool = False
-    """Whether an answer begins within the model's reasoning."""
+    """Whether answers begin within the model's reasoning."""
 
     def after(self, prompt: str) -> ToolUse:
-        """The same for answers to this prompt, at whose end some chat templates begin the model's reasoning."""
+        """The tool use for answers to this prompt. Some chat templates begin the model's reasoning at the end of the
+        prompt."""
         return self._replace(is_reasoning=prompt.rstrip(SPACE).endswith(self.format.reasoning[0]))
 
     def finder(self) -> CallFinder:
-        """For one answer."""
+        """A new finder for a single answer."""
         return CallFinder(self)
 
 
 class CallFinder:
-    """Separates one answer's content and calls. How the answer is cut into pieces affects only how these are cut.
+    """Separates the content and the calls of an answer. The division of the answer into pieces affects only the
+    division of content and calls into parts.
 
-    Whitespace around calls is no content, unless text follows. A call's parts come when it is complete and known to be
-    sound, or as the text comes if a grammar makes it so.
+    Whitespace around calls is not content, unless text follows. The parts of a call are returned once the call is
+    complete and known to be valid, or as the text arrives if a grammar guarantees a valid call.
     """
 
     def __init__(self, use: ToolUse) -> None:
@@ -135,29 +137,29 @@ class CallFinder:
 
     @property
     def has_calls(self) -> bool:
-        """Whether there was a call so far."""
+        """Whether the answer has had a call so far."""
         return self._out.calls > 0
 
     def push(self, text: str) -> list[str | CallPart]:
-        """Add text; returns the content and parts of calls that it completes."""
+        """Add text. Returns the content and the parts of calls that the text completes."""
         self._source.text += text
         next(self._reading, None)
         return self._out.taken()
 
     def read(self, text: str, *, is_last: bool) -> list[str | CallPart]:
-        """`push`, and if it is the answer's last text, `finish`."""
+        """Call `push`, and after the answer's last text also `finish`."""
         found = self.push(text)
         return found + self.finish() if is_last else found
 
     def finish(self) -> list[str | CallPart]:
-        """End the answer; returns what was held back."""
+        """End the answer. Returns the held-back content and parts of calls."""
         self._source.is_done = True
         next(self._reading, None)
         return self._out.taken()
 
 
 class _Output:
-    """Content and calls in order."""
+    """Collects content and calls in order."""
 
     def __init__(self, use: ToolUse) -> None:
         self._use = use
@@ -199,7 +201,7 @@ class _Output:
 
 
 class _Call(msgspec.Struct):
-    """A call as JSON."""
+    """The JSON object of a call."""
 
     name: str
     arguments: msgspec.Raw = msgspec.Raw()
@@ -207,19 +209,19 @@ class _Call(msgspec.Struct):
 
 
 class _Reader:
-    """Reads an answer in one format."""
+    """Parses an answer in a given format."""
 
     def __init__(self, source: CallSource, out: _Output, use: ToolUse) -> None:
         self._source = source
         self._out = out
         self._use = use
         self._begin = 0
-        """Where the text begins that has been read, and is neither content nor a call yet."""
+        """Index where the text begins that has been read, but not yet classified as content or a call."""
         marks = (use.format.opening,) if use.is_constrained else (use.format.opening, use.format.reasoning[0])
         self._marks = marks
         self._mark = re.compile("|".join(map(re.escape, marks)))
         self._may_be_bare = use.format.is_bare
-        """Whether an object that is next may be a call without the opening."""
+        """Whether an object that follows may be a call without the opening."""
 
     def read(self) -> Reading[None]:
         source = self._source
@@ -255,9 +257,9 @@ class _Reader:
             yield from self._named_call()
 
     def _find_mark(self) -> Reading[str]:
-        """Read content up to where calls or reasoning begin, and the mark there.
+        """Read content up to the mark of calls or reasoning, and read the mark.
 
-        Returns the mark: the opening also for a call without it, and an empty string at the answer's end.
+        Returns the mark. For a call without an opening, returns the opening; at the answer's end, an empty string.
         """
         source = self._source
         if self._may_be_bare:
@@ -275,7 +277,8 @@ class _Reader:
         return found[0]
 
     def _skip_reasoning(self, closing: str) -> Reading[None]:
-        """Read the rest of the model's reasoning, which is content. One without an end takes the whole answer."""
+        """Read the rest of the model's reasoning, which is content. Reasoning without an end extends to the answer's
+        end."""
         source = self._source
         may_be_bare = self._may_be_bare
         while (found := source.text.find(closing, source.place)) < 0:
@@ -289,7 +292,7 @@ class _Reader:
         self._may_be_bare = may_be_bare
 
     def _pass_on(self, *marks: str) -> None:
-        """Add the unread text as content, up to where one of these marks may begin at its end."""
+        """Add the unread text as content, except an end of the text that may be the beginning of a mark."""
         source = self._source
         rest = source.text[source.place :]
         held = 0 if source.is_done else max(_overlap(rest, mark) for mark in marks)
@@ -306,7 +309,7 @@ class _Reader:
             yield from self._call()
 
     def _call(self, closing: str = "") -> Reading[None]:
-        """Read a call in one object."""
+        """Read a call that is a single object."""
         source = self._source
         if self._use.is_constrained:
             name = yield from self._constrained_name()
@@ -327,7 +330,7 @@ class _Reader:
         self._begin = source.place
 
     def _constrained_name(self) -> Reading[str]:
-        """Read an object up to its arguments, written as a grammar has it."""
+        """Read an object up to its arguments, as the grammar lets the model write it. Returns the function's name."""
         source = self._source
         for word in ("{", '"name"', ":", '"'):
             yield from source.expect(word)
@@ -341,7 +344,7 @@ class _Reader:
         return name
 
     def _stream_arguments(self, name: str) -> Reading[None]:
-        """Pass a call on while its arguments are being read."""
+        """Add a call to the output while its arguments are being read."""
         source = self._source
         if name not in self._use.names or not (yield from source.skip_space()) or source.text[source.place] != "{":
             raise NoCall
@@ -352,7 +355,7 @@ class _Reader:
             self._begin = source.place
 
     def _named_call(self) -> Reading[None]:
-        """Read a call as Mistral's later models write it: a name, and an object of arguments."""
+        """Read a call as Mistral's later models write it: a function's name, and an object of arguments."""
         source = self._source
         yield from source.skip_space()
         if source.text.startswith("{", source.place):
@@ -372,10 +375,10 @@ class _Reader:
         self._begin = source.place
 
     def _add_call(self, name: str, arguments: str) -> None:
-        """Add a call that is complete.
+        """Add a complete call to the output.
 
         Raises:
-            NoCall: there is no such function, or the arguments are no JSON object.
+            NoCall: there is no such function, or the arguments are not a JSON object.
         """
         try:
             is_sound = name in self._use.names and isinstance(orjson.loads(arguments), dict)
@@ -388,7 +391,7 @@ class _Reader:
 
 
 def _overlap(text: str, word: str) -> int:
-    """The most characters at the text's end with which the word begins, but not all of it."""
+    """Length of the longest end of `text` that is a beginning of `word`, but not the whole word."""
     start = text.find(word[0], max(0, len(text) - len(word) + 1))
     while start >= 0 and not word.startswith(text[start:]):
         start = text.find(word[0], start + 1)
