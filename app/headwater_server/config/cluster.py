@@ -15,14 +15,14 @@ __all__ = ["Cluster", "placement_of"]
 
 
 class Cluster(Section):
-    """Where replicas run. It is read apart from what is served, which is the same on one machine and on many."""
+    """Where replicas run. It is read separately from `Config`, which is the same for one machine and for many."""
 
     engine: Literal["ray"]
     address: Annotated[str, Field(min_length=1)] = "auto"
-    """Of Ray's head, ``HOST:PORT``; ``auto``: the Ray that this machine belongs to."""
+    """Address of Ray's head, ``HOST:PORT``; ``auto``: the Ray cluster that this machine belongs to."""
     host: str | None = None
-    """The address that replicas' ports listen on, on every node. Default: each node's own address in Ray with ``tls``,
-    and without it 127.0.0.1, which only gateways on the same machine reach."""
+    """The address that replicas' ports listen on, on every node. Default: with ``tls`` each node's address in Ray;
+    without it 127.0.0.1, which only gateways on the same machine reach."""
     tls: Annotated[Path, AfterValidator(Path.expanduser), AfterValidator(Path.absolute)] | None = None
     """The folder with ``ca.crt``, ``tls.crt`` and ``tls.key``; the same path on every node."""
 
@@ -35,14 +35,14 @@ class Cluster(Section):
 
 
 def placement_of(device: str | tuple[str, ...] | NodePlacement, gpus: int) -> NodePlacement:
-    """What a deployment's ``device`` means in a cluster.
+    """The placement that a deployment's ``device`` means in a cluster.
 
     Args:
-        device: the field.
-        gpus: those that one replica is spread over, if it computes on GPUs.
+        device: the field's value.
+        gpus: the number of GPUs that a replica is spread over, if it computes on GPUs.
 
     Raises:
-        ValueError: it names GPUs of a machine, which Ray is to choose.
+        ValueError: the field names GPUs of a machine, but in a cluster Ray chooses the GPUs.
     """
     if isinstance(device, NodePlacement):
         return device

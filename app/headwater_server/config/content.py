@@ -1,4 +1,4 @@
-"""Turns sections back into what a file could have held: for messages between processes, as JSON."""
+"""Turns sections back into plain values, as a YAML file would hold them; processes exchange them as JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def config_content(config: Config) -> dict[str, Any]:
 
 def content(value: Any) -> Any:
     """The fields set in a section, as plain values."""
-    if isinstance(value, BaseModel):  # not its dump, which pydantic gets wrong where a validator is plain
+    if isinstance(value, BaseModel):  # not `model_dump`: pydantic gets it wrong for a field with a plain validator
         return {name: content(item) for name, item in value if name in value.model_fields_set}
     if isinstance(value, dict):
         return {str(name): content(item) for name, item in value.items()}

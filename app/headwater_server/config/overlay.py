@@ -1,4 +1,4 @@
-"""The configuration that a load or reload may bring: a section, merged into the deployment's in the server's file."""
+"""A deployment's section that a load or reload may bring, and that is merged into the section in the server's file."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from headwater_server.errors import BadRequest, ConfigError, Forbidden
 __all__ = ["CODE_FIELDS", "FIELD", "MAX_CONFIG_BYTES", "check_allowed", "lay_over", "parse_overlay"]
 
 FIELD: Final = "parameters.config"
-"""Its place in a request's body."""
+"""The field of a request's body that contains the section."""
 MAX_CONFIG_BYTES: Final = 256 * 1024
 MAX_DEPTH: Final = 32
 MAX_KEYS: Final = 1000
-"""Fields of all levels together, without the content of ``options``: each field that the schema checks takes 0.3 ms."""
+"""The most fields on all levels, without the content of ``options``: the schema needs 0.3 ms to check a field."""
 MAX_MESSAGE_CHARACTERS: Final = 2000
-"""Bounds an error's message, which names every invalid field that the client sent."""
+"""The most characters of an error message, which would otherwise name every invalid field that the client sent."""
 CODE_FIELDS: Final = frozenset({"model", "pipeline", "options", "versions", "environment", "python"})
-"""Fields of a deployment that choose code, its arguments or weights: anyone who sets them decides what is run."""
+"""Fields of a deployment that choose code, its arguments or weights: setting them means choosing the executed code."""
 
 
 def parse_overlay(text: object) -> dict[str, Any]:
     """Parse the text of a deployment's section.
 
     Raises:
-        BadRequest: the text isn't one.
+        BadRequest: the text isn't such a section.
     """
     if not isinstance(text, str):
         raise _wrong(f"expected a deployment's section as JSON text, got {_kind(text)}")
@@ -53,7 +53,7 @@ def check_allowed(config: Config, name: str, fields: dict[str, Any]) -> None:
         config: the configuration that the server was started with.
 
     Raises:
-        Forbidden: they are not permitted.
+        Forbidden: the fields are not permitted.
     """
     allowed = config.server.allow_load
     if allowed == "never":
@@ -87,12 +87,13 @@ def lay_over(
     Sections are merged, other values replaced; null restores a field's default.
 
     Args:
-        first: the configuration that the server was started with, whose section gets the fields, if it has one.
+        first: the configuration that the server was started with. The fields are merged into its section of the
+            deployment, if there is such a section.
         now: the present configuration, for all other deployments.
-        base: gets the fields in place of that section.
+        base: a section to merge the fields into, instead of the section in ``first``.
 
     Raises:
-        BadRequest: a field is invalid; the message is as for a file.
+        BadRequest: a field is invalid; the message is the same as for a file.
     """
     if base is None:
         base = given(first.deployments[name]) if name in first.deployments else {}
@@ -131,7 +132,7 @@ def _check_depth(value: object, left: int) -> None:
 
 
 def _count_keys(value: object) -> int:
-    """How many fields a section has on all levels, without what is in ``options``."""
+    """The number of a section's fields on all levels, without the content of ``options``."""
     if isinstance(value, list):
         return sum(map(_count_keys, value))
     if not isinstance(value, dict):

@@ -20,25 +20,27 @@ __all__ = ["EmbeddingMap", "Pipeline", "Step"]
 TRUNK = "trunk"
 
 _STEP_FIELDS = {"model", "deployment", "options", "inputs", "timeout_s", "on_error"}
-"""Fields of a step that are not settings of its own replicas."""
+"""Fields of a step that are not settings of its replicas."""
 _STEP_NAME = re.compile(r"[A-Za-z0-9_-]{1,50}\Z")
 
 
 class Step(Section):
-    """One step: a model of its own, or another deployment of the configuration."""
+    """A step of a pipeline: a model, or the name of another deployment in the configuration."""
 
     model: sections.ModelReference | None = None
     deployment: str | None = None
-    """The name of another deployment, whose replicas are shared (placement ``graph`` only)."""
+    """The name of another deployment; the step shares its replicas (placement ``graph`` only)."""
     options: dict[str, Any] = Field(default_factory=dict)
     inputs: dict[str, str] = Field(default_factory=dict)
-    """Sources of inputs: ``STEP.OUTPUT``, or ``input.NAME`` for the pipeline's own. Others are matched by name."""
+    """Sources of inputs by input: ``STEP.OUTPUT``, or ``input.NAME`` for an input of the pipeline. Inputs that are not
+    listed are matched by name."""
     timeout_s: sections.PositiveSeconds | None = None
-    """A head's deadline, counted like the request's."""
+    """A head's deadline in seconds, counted from the same moment as the request's deadline."""
     on_error: Literal["fail", "omit"] = "fail"
     """Whether a head's failure fails the request, or omits the head's outputs and reports it."""
 
-    # For a step with its own model in placement `graph`, `cache` in any; the defaults are the pipeline's deployment's.
+    # These fields apply to a step with `model` in placement `graph`; `cache` applies in both placements. Their defaults
+    # are the settings of the pipeline's deployment.
     batching: sections.Batching | None = None
     replicas: sections.Replicas | None = None
     scaling: sections.Scaling | None = None
@@ -51,8 +53,8 @@ class Step(Section):
     load_timeout_s: sections.PositiveSeconds | None = None
     max_compute_s: sections.PositiveSeconds | None = None
     cache: sections.Cache | None = None
-    """Keeps its outputs; in placement ``fused`` its replica does, on its device. Not the pipeline's own by default,
-    which keeps whole answers."""
+    """Keeps the step's outputs; in placement ``fused`` the replica keeps them, on its device. The default is no cache:
+    the deployment's ``cache`` is not inherited, because it keeps whole answers."""
     python: sections.PythonPath | None = None
 
     def _faults(self) -> Iterator[str]:
@@ -65,7 +67,7 @@ class Step(Section):
             yield f"{', '.join(names)}: expected in the deployment `{self.deployment}`, not in the step"
 
     def own_settings(self) -> dict[str, Any]:
-        """The settings of its own replicas."""
+        """The step's settings for its replicas."""
         return {name: value for name, value in self if name not in _STEP_FIELDS and value is not None}
 
 
@@ -74,7 +76,7 @@ def _kept(cache: sections.Cache) -> FeatureCacheSpec:
 
 
 class EmbeddingMap(Section):
-    """How a pipeline answers ``/v1/embeddings``; the fields are those of `headwater.Embedding`, less ``dimensions``."""
+    """How a pipeline answers ``/v1/embeddings``; the fields of `headwater.Embedding` without ``dimensions``."""
 
     input: str
     output: str
@@ -89,20 +91,20 @@ class Pipeline(Section):
     """Steps joined by their tensors: ``trunk`` and ``heads``, or ``steps`` and the names of the heads among them."""
 
     placement: Literal["fused", "graph"] = "fused"
-    """``fused``: one replica computes all steps. ``graph``: each step is a deployment of its own."""
+    """``fused``: each replica computes all steps. ``graph``: each step is a separate deployment."""
     trunk: Step | None = None
-    """The step whose inputs are the pipeline's."""
+    """The step that takes the pipeline's inputs."""
     steps: Annotated[dict[str, Step], Field(min_length=1)] | None = None
     heads: dict[str, Step] | tuple[str, ...]
-    """With ``trunk``: the steps that read its outputs. With ``steps``: the names of the steps whose outputs are
-    returned."""
+    """With ``trunk``: the steps that read the trunk's outputs. With ``steps``: the names of the steps that return
+    outputs to clients."""
     embedding: EmbeddingMap | None = None
     """Set it to serve the pipeline at ``/v1/embeddings`` too."""
 
     @field_validator("heads", mode="plain")
     @classmethod
     def _check_heads(cls, value: object) -> dict[str, Step] | tuple[str, ...]:
-        # Validated as one form or the other: for a union, pydantic would report the faults of both.
+        # Only one of the two forms is validated: for a union, pydantic would report the faults of both forms.
         if isinstance(value, dict):
             return _STEPS.validate_python(value)
         if isinstance(value, (list, tuple)):
@@ -155,7 +157,7 @@ class Pipeline(Section):
         return self.steps or {}
 
     def spec(self) -> PipelineSpec:
-        """The same for `headwater`."""
+        """The pipeline as the `PipelineSpec` of the package `headwater`."""
         return PipelineSpec(
             steps=tuple(
                 StepSpec(

@@ -1,4 +1,4 @@
-"""The configuration: one YAML file, overridden by the environment, overridden by flags."""
+"""The configuration: a YAML file. Environment variables override the file, and flags override both."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ __all__ = [
 
 ENVIRONMENT_PREFIX = "HEADWATER_"
 PLACEHOLDER: Final = "none:None"
-"""The model of a placeholder, for a configuration without deployments, which must have at least one."""
+"""The model of a placeholder deployment. A `Config` must have a deployment, so it stands in if there are none."""
 
 _FLAG = re.compile(r'(?:"[^"]+"|[^".]+)(?:\.(?:"[^"]+"|[^".]+))*\Z')
 _FLAG_PART = re.compile(r'"[^"]+"|[^".]+')
@@ -46,7 +46,7 @@ _FLAG_PART = re.compile(r'"[^"]+"|[^".]+')
 DEFAULT_MEMORY_PART: Final = 0.8
 
 EXPANDED_CHARACTERS: Final = 256 * 1024
-"""The most characters of a YAML document without its aliases, unless its own text has more."""
+"""The most characters of a YAML document with its aliases expanded, unless its text is already longer."""
 
 FORMER_FIELDS: Final = {
     "body_timeout_s": "it is `client_timeout_s` now",
@@ -63,67 +63,67 @@ FORMER_FIELDS: Final = {
     "worker_timeout_s": "it is fixed now, at 10 s",
     "write_timeout_s": "it is `client_timeout_s` now",
 }
-"""What became of fields that earlier versions had."""
+"""Messages for fields that earlier versions had: the replacement of each field."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}\Z")
 _VERSION = re.compile(r"[A-Za-z0-9_-]{1,50}\Z")
 
 
 class Deployment(Section):
-    """One served name."""
+    """A served name: a model, a language model, a pipeline, or versions of these."""
 
     model: sections.ModelReference | None = None
     """``module:Class`` of an `headwater.Model`, ``module:function``, a kind and a path such as ``onnx:PATH``
     (`headwater.reference.PATH_KINDS`), ``lm:PATH`` or ``lm:PACKAGE:PATH`` of a language model's folder, ``vllm:PATH``
-    or ``vllm:PACKAGE:PATH`` of one that vLLM computes. Either this or ``pipeline``."""
+    or ``vllm:PACKAGE:PATH`` of a folder that vLLM computes. Set either ``model`` or ``pipeline``."""
     pipeline: Pipeline | None = None
     options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the class's constructor, or of a language model's engine; a function's tensors; for vLLM
-    `VllmOptions`."""
+    """Keyword arguments of the class's constructor or of a language model's engine; for a function, its tensors; for
+    vLLM, the fields of `VllmOptions`."""
     versions: sections.Versions = Field(default_factory=dict)
-    """Versions by name, each with fields that are laid over the deployment's own; each has replicas of its own."""
+    """Versions by name, each with fields that are laid over the deployment's fields; each version has its replicas."""
     traffic: sections.Traffic | None = None
-    """The share of requests that each version answers, such as ``{"1": 0.95, "2": 0.05}``, and `sections.Traffic`'s
-    other fields. Default: the first version answers all."""
+    """The share of requests that each version answers, such as ``{"1": 0.95, "2": 0.05}``, and the other fields of
+    `sections.Traffic`. Default: the first version answers all requests."""
     batching: sections.Batching = Field(default_factory=sections.Batching)
     timeout_s: sections.PositiveSeconds = 30
-    """A request's deadline, queueing included; a request may ask for less."""
+    """A request's deadline in seconds, queueing included; a request may ask for a shorter deadline."""
     replicas: sections.Replicas = ReplicaBounds(min=1, max=1)
     """A number, or ``{min, max}`` to scale with load; see ``scaling``."""
     scaling: sections.Scaling = Field(default_factory=sections.Scaling)
     device: sections.Device = "auto"
-    """``cpu``, ``cuda``, ``cuda:N`` or ``auto``: the first GPU if there is one. Or several, such as
-    ``[cuda:0, cuda:1]``, over which its replicas are placed."""
+    """``cpu``, ``cuda``, ``cuda:N``, or ``auto``, the first GPU if the machine has a GPU; or several devices over which
+    replicas are placed, such as ``[cuda:0, cuda:1]``; or a `sections.NodePlacement` in a cluster."""
     memory: sections.MemorySize | None = None
-    """The most that one replica uses of its device's memory; default: as measured on its replicas."""
+    """The most bytes that a replica uses of its device's memory; default: measured on the replicas."""
     instances: sections.Instances = 1
-    """Threads in each replica that compute at once, on one copy of the model, which must be thread-safe."""
+    """Threads in each replica that compute at once; they share a copy of the model, which must be thread-safe."""
     threads: sections.Threads | None = None
     """Threads of torch and its math libraries; default: the machine's cores."""
     environment: sections.Environment = Field(default_factory=dict)
-    """Variables that the replica gets besides the supervisor's own."""
+    """Environment variables of the replica, in addition to the supervisor's environment."""
     warmup_batch_sizes: sections.WarmupBatchSizes | None = None
     """Batch sizes to warm up; default: powers of two up to ``max_batch_size``. Empty: no warm-up."""
     load_timeout_s: sections.PositiveSeconds = 600
-    """How long a replica may take from its start to ready."""
+    """Seconds that a replica may take from its start to ready."""
     max_compute_s: sections.PositiveSeconds | None = None
-    """How long one call of the user's code, or one step of a stream, may take before the replica counts as hanging and
+    """Seconds that a call of the user's code, or a step of a stream, may take before the replica counts as hanging and
     is replaced. Default: no limit."""
     max_crashes: sections.PositiveInt = 10
-    """After so many losses of replicas that served, within five minutes, an API key that caused them is refused, or
-    lost replicas are replaced slowly."""
+    """Number of losses of replicas that served, within five minutes, after which an API key that caused them is
+    refused, or lost replicas are replaced slowly."""
     quarantine_s: Annotated[float, Field(ge=0, le=86_400)] = 600
-    """For how long a request that took two replicas down is refused; 0: never refused."""
+    """Seconds for which a request that took two replicas down is refused; 0: never refused."""
     drain_timeout_s: sections.PositiveSeconds = 30
-    """How long requests in flight may take to finish when the deployment is unloaded or reloaded."""
+    """Seconds that requests in flight may take to finish when the deployment is unloaded or reloaded."""
     cache: sections.Cache | None = None
-    """Keeps whole answers, for models that answer equal requests equally; default: none are kept."""
+    """Keeps whole answers, for models that give identical answers to identical requests; default: no cache."""
     strategy: Literal["beside", "recreate"] = "beside"
-    """How to reload: ``beside`` starts the new replicas while the old ones serve; ``recreate`` starts them after the
-    old ones have ended, for memory that holds only one set."""
+    """How to reload: ``beside`` starts the new replicas while the old replicas serve; ``recreate`` starts them after
+    the old replicas have ended, if the memory holds only one set of replicas."""
     python: sections.PythonPath | None = None
-    """The Python interpreter that runs the model, with msgspec and numpy, or with vLLM; ``own`` is Headwater's.
-    Default: that of the configuration."""
+    """The Python interpreter that runs the model; it needs msgspec and numpy, or vLLM. ``own`` is the interpreter that
+    runs Headwater. Default: `Config.python`."""
 
     def _faults(self) -> Iterator[str]:
         if self.versions:
@@ -191,39 +191,39 @@ class Deployment(Section):
                 yield f"traffic.shadow: {expected}; remove it"
 
     def version(self, name: str) -> Deployment:
-        """The deployment of one of its `versions`.
+        """The deployment of the version ``name``: the version's fields laid over this deployment's fields.
 
         Raises:
-            ValidationError: its fields are invalid.
+            ValidationError: the version's fields are invalid.
         """
         own = {field: value for field, value in sections.given(self).items() if field not in ("versions", "traffic")}
         return Deployment.model_validate(sections.laid_over(own, self.versions[name]))
 
     @property
     def shared_traffic(self) -> sections.Traffic:
-        """``traffic`` with its defaults: a share of each version, and the default version."""
+        """``traffic`` with defaults filled in: a share for each version, and the name of the default version."""
         first = next(iter(self.versions))
         return (self.traffic or sections.Traffic.model_validate({first: 1.0})).of(self.versions)
 
     def with_traffic(self, traffic: sections.Traffic) -> Deployment:
-        """The same with other shares of its versions."""
+        """A copy with other shares of the versions."""
         return self.model_copy(update={"traffic": traffic})
 
     @property
     def max_in_flight(self) -> int:
-        """Calls that a replica may have at once; by default, one more than it can compute."""
+        """Calls that a replica may have at once; by default, at least one more than it computes at once."""
         if "max_in_flight" in self.batching.model_fields_set:
             return self.batching.max_in_flight
         return max(self.batching.max_in_flight, self.instances + 1)
 
     @property
     def interpreter(self) -> Path | None:
-        """The Python that runs the model; None: Headwater's own."""
+        """The Python interpreter that runs the model; None for the interpreter that runs Headwater."""
         return None if self.python == sections.OWN_PYTHON else self.python
 
     @property
     def is_graph(self) -> bool:
-        """Whether it is a pipeline whose steps are deployments of their own."""
+        """Whether it is a pipeline in which each step is a separate deployment."""
         return self.pipeline is not None and self.pipeline.placement == "graph"
 
     @property
@@ -242,34 +242,34 @@ class Deployment(Section):
         return dict(self.options.get("adapters") or {}) if self.is_vllm else {}
 
     def with_adapters(self, adapters: Mapping[str, str]) -> Deployment:
-        """The same with other adapters."""
+        """A copy with other adapters."""
         return self.model_copy(update={"options": {**self.options, "adapters": dict(adapters)}})
 
     @property
     def checked_options(self) -> dict[str, Any]:
-        """``options``; vLLM's with their defaults."""
+        """``options``; for a deployment that vLLM computes, with the defaults filled in."""
         if not self.is_vllm:
             return self.options
         return VllmOptions.model_validate(self.options).model_dump(mode="json")
 
     @property
     def placements(self) -> tuple[str, ...]:
-        """The devices that its replicas may be placed on."""
+        """The devices that the replicas may be placed on."""
         if isinstance(self.device, sections.NodePlacement):
             return ("cuda" if self.device.gpus else "cpu",)
         return (self.device,) if isinstance(self.device, str) else self.device
 
     def on(self, device: str) -> Deployment:
-        """The same on one of its `placements`."""
+        """A copy pinned to one of the devices in `placements`."""
         return self if isinstance(self.device, sections.NodePlacement) else self.model_copy(update={"device": device})
 
     @property
     def node_placement(self) -> sections.NodePlacement:
-        """What a replica takes of a cluster's node; raises as `placement_of`."""
+        """The resources that a replica takes of a cluster's node; raises the errors of `placement_of`."""
         return placement_of(self.device, self.checked_options["tensor_parallel_size"] if self.is_vllm else 1)
 
     def step(self, name: str) -> Deployment:
-        """The deployment of a step with its own model, for a pipeline in placement ``graph``."""
+        """The deployment of a step that has a ``model``, for a pipeline in placement ``graph``."""
         assert self.pipeline is not None
         step = self.pipeline.all_steps()[name]
         own = {"cache": None, **step.own_settings()}
@@ -278,24 +278,25 @@ class Deployment(Section):
         return self.model_copy(update={"model": step.model, "pipeline": None, "options": step.options, **own})
 
     def part(self, name: str) -> Deployment:
-        """The deployment of one of its versions, or of a step; see `with_replicas`."""
+        """The deployment of the version or step ``name``; see `with_replicas`."""
         return self.version(name) if self.versions else self.step(name)
 
     @property
     def feature_bytes(self) -> int:
-        """What one replica may keep of its steps' outputs."""
+        """The most bytes of steps' outputs that a replica keeps in the caches of its steps."""
         if self.pipeline is None or self.is_graph:
             return 0
         return sum(step.cache.max_bytes for step in self.pipeline.all_steps().values() if step.cache is not None)
 
     @property
     def is_composite(self) -> bool:
-        """Whether it has no replicas itself: those that answer belong to its versions, or to a graph's steps."""
+        """Whether it has no replicas itself, because the replicas belong to its versions, or to a graph's steps."""
         return bool(self.versions) or self.is_graph
 
     def with_replicas(self, name: str) -> dict[str, Deployment]:
-        """What has replicas of its own under this deployment's name: itself, its versions, each named
-        ``DEPLOYMENT.VERSION``, or a graph's steps with their own models, each named ``PIPELINE.STEP``."""
+        """The deployments with replicas that this deployment consists of, by name: the deployment itself; or its
+        versions, named ``DEPLOYMENT.VERSION``; or the steps of a graph that have a ``model``, named
+        ``PIPELINE.STEP``."""
         if self.versions:
             return {f"{name}.{version}": self.version(version) for version in self.versions}
         if self.pipeline is None or not self.is_graph:
@@ -305,50 +306,50 @@ class Deployment(Section):
 
 
 class Server(Section):
-    """The gateway and the supervisor."""
+    """Settings of the gateway and the supervisor."""
 
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65_535)] = 8000
-    """0: any free port."""
+    """The port to listen on; 0: any free port."""
     workers: Annotated[int, Field(ge=1, le=64)] = 1
     """Gateway processes. Limits in this file are totals; each worker has an equal share."""
     max_connections: Annotated[int, Field(ge=1, le=1_000_000)] = 10_000
-    """Client connections. Beyond this, a new one replaces the one that has been without a complete request longest, if
-    there is such a one; else only health checks are answered."""
+    """The most client connections. At this number, a new connection replaces the connection that has been without a
+    complete request longest. If every connection has a request, new connections are answered only for health checks."""
     tls: sections.Tls | None = None
     """The certificate and private key for HTTPS; default: HTTP."""
     max_body_bytes: Annotated[int, Field(ge=1_000)] = 64 * 1024 * 1024
-    """Size of a request's body, also after decompression."""
+    """The most bytes of a request's body, before and after decompression."""
     max_queue_size: Annotated[int, Field(ge=1)] = 8192
-    """Rows that may wait over all deployments, each of which is guaranteed an equal part."""
+    """Rows that may wait in all deployments together; each deployment is guaranteed an equal part."""
     max_queue_bytes: Annotated[int, Field(ge=1_000)] = 1024 * 1024 * 1024
-    """Likewise, of the tensors of requests that wait."""
+    """Bytes of waiting requests' tensors in all deployments together; each deployment is guaranteed an equal part."""
     client_timeout_s: sections.PositiveSeconds = 30
-    """How long a client may keep the server waiting: a request's head and its body each may take so long to arrive, and
-    a stream waits so long for a client that doesn't read; then it is cut off."""
+    """Seconds that a client may keep the server waiting, before it is cut off: for a request's head, for its body, and
+    while a stream waits for a client that doesn't read."""
     shutdown_timeout_s: sections.PositiveSeconds = 30
-    """How long requests in flight may take to finish after SIGTERM."""
+    """Seconds that requests in flight may take to finish after SIGTERM."""
     drain_delay_s: Annotated[float, Field(ge=0, le=86_400)] = 0
-    """How long the server says after SIGTERM that it is not ready, but still takes requests, before it drains: so long
-    may load balancers take to notice."""
+    """Seconds after SIGTERM in which the server reports that it is not ready, but still accepts requests; then it
+    drains. Choose the time that load balancers need to notice."""
     runtime_dir: Path | None = None
     """Where Headwater creates its folder for sockets, workspaces and temporary files. The file system must allow
     execution. Default: the system's folder for temporary files."""
     access_log: sections.AccessLogging = True
-    """Whether to log each request; ``full``: with error messages that may quote a client's data or a callable's."""
+    """Whether to log each request; ``full``: with error messages, which may quote data of a client or a callable."""
     log_format: sections.LogFormat = "auto"
     """``human``, ``json``, or ``auto``: text on a terminal, JSON otherwise."""
     tracing: sections.TracingSection | None = None
     """Sends a trace of each request to an OpenTelemetry collector; needs the extra ``otel``."""
     pages: Annotated[tuple[Literal["ui", "metrics"], ...], Field(max_length=2)] = ("ui", "metrics")
-    """What is served besides the API: ``ui``, the status page and the playground at ``/``; ``metrics``, at
+    """Pages that are served besides the API: ``ui``, the status page and the playground at ``/``; ``metrics``, at
     ``/metrics``."""
     memory_limit: sections.MemoryLimit = DEFAULT_MEMORY_PART
-    """What replicas may take together: a part of the memory of the machine, and of each GPU; or so many bytes of the
-    machine's, and the default part of each GPU's."""
+    """The most memory of all replicas together: a fraction of the machine's memory and of each GPU's memory; or a
+    number of bytes of the machine's memory, with the default fraction of each GPU's memory."""
     allow_load: Literal["settings", "any", "never"] = "settings"
-    """What a load or reload may bring: ``settings``, fields that choose no code, for models that the configuration
-    names; ``any``, everything, for any model; ``never``, nothing."""
+    """Fields that a load or reload may set: ``settings``, only fields that choose no code, and only for models that the
+    configuration names; ``any``, all fields, for any model; ``never``, no fields."""
 
 
 class Config(Section):
@@ -357,18 +358,18 @@ class Config(Section):
     server: Server = Field(default_factory=Server)
     security: sections.SecuritySection = Field(default_factory=sections.SecuritySection)
     python: sections.PythonPath | None = None
-    """The interpreter of deployments that name none, except of those that vLLM computes. Default: see
+    """The interpreter of deployments without ``python``, except deployments that vLLM computes. Default: see
     `headwater_server.cli.default_python`."""
     deployments: Annotated[dict[str, Deployment], Field(min_length=1)]
     _cluster: Cluster | None = PrivateAttr(None)
 
     @property
     def cluster(self) -> Cluster | None:
-        """The section ``cluster``; None: replicas run on this machine."""
+        """The section ``cluster``; None if replicas run on this machine."""
         return self._cluster
 
     def with_cluster(self, cluster: Cluster | None) -> Config:
-        """The same with another section ``cluster``."""
+        """A copy with another section ``cluster``."""
         config = self.model_copy()
         config._cluster = cluster
         return config
@@ -424,7 +425,7 @@ class Config(Section):
         return self
 
     def _step_faults(self, name: str, deployment: Deployment, pipeline: Pipeline) -> Iterator[str]:
-        """Faults of a pipeline's steps with regard to other deployments."""
+        """Messages about a pipeline's steps that contradict other deployments."""
         for step_name, step in pipeline.all_steps().items():
             where = f"deployments.{name}.pipeline, step `{step_name}`"
             if step.model is not None:
@@ -453,7 +454,7 @@ class Config(Section):
                 yield f"{where}: a language model can't be a step, got the deployment `{step.deployment}`"
 
     def all_deployments(self) -> dict[str, Deployment]:
-        """The deployments that have replicas of their own; see `Deployment.with_replicas`."""
+        """All deployments that have replicas, by name; see `Deployment.with_replicas`."""
         found: dict[str, Deployment] = {}
         for name, deployment in self.deployments.items():
             found.update(deployment.with_replicas(name))
@@ -461,10 +462,10 @@ class Config(Section):
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """Refuses duplicate keys, of which YAML would silently take the last."""
+    """Refuses duplicate keys; PyYAML would silently use the last."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """See `yaml.SafeLoader`. Merge keys (``<<``) are not yet resolved, so a mapping may override what it merges."""
+        """See `yaml.SafeLoader`. Merge keys (``<<``) are not resolved yet, so a mapping may override merged keys."""
         node = super().compose_mapping_node(anchor)
         seen: set[str] = set()
         for key, _ in node.value:
@@ -475,7 +476,7 @@ class _UniqueKeys(yaml.SafeLoader):
         return node
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """See `yaml.SafeLoader`. Of pairs that a mapping merges several times it keeps the last."""
+        """See `yaml.SafeLoader`. If a mapping merges a key several times, the last pair is kept."""
         super().flatten_mapping(node)
         last = {key.value if isinstance(key, yaml.ScalarNode) else id(key): (key, value) for key, value in node.value}
         node.value = list(last.values())
@@ -491,9 +492,9 @@ def load_config(path: Path, *, environment: Mapping[str, str] | None = None, fla
 
 
 def load_what(what: str, *, flags: Mapping[str, Any]) -> tuple[Config, tuple[str, ...]]:
-    """Read the configuration that a command names: a YAML file, or one model such as ``my.models:Scale``.
+    """Read the configuration that a command's argument names: a YAML file, or a model such as ``my.models:Scale``.
 
-    Returns the configuration, and the folders of the user's modules. Raises as `load_config`.
+    Returns the configuration, and the folders of the user's modules. Raises the errors of `load_config`.
     """
     here = os.getcwd()
     if is_model_reference(what):
@@ -507,7 +508,7 @@ def load_what(what: str, *, flags: Mapping[str, Any]) -> tuple[Config, tuple[str
 
 
 def _instead(path: Path) -> str:
-    """How a model is named whose file or folder was given in place of a configuration; empty: it may be one."""
+    """A hint on how to name a model, if its file or folder was given in place of a configuration; else empty."""
     if path.is_dir():
         return f"write hf:{path} for a Hugging Face folder, lm:{path} if it has a language model"
     if path.suffix == ".py":
@@ -527,7 +528,7 @@ def _name(model: str) -> str:
     if is_language_model(model):
         return Path(last).absolute().name
     kind, path = kind_and_path(model)
-    if kind == "hf":  # a folder, whose name may have a dot
+    if kind == "hf":  # a folder; its name may contain a dot
         return Path(path).absolute().name
     return Path(path).absolute().stem if path else last.lower()
 
@@ -560,10 +561,10 @@ def _parse_yaml(text: str, *, where: str) -> Any:
 
 
 def _check_expanded(content: Any, limit: int, where: str) -> None:
-    """Check how large a YAML document is with each alias (``*name``) replaced by what it stands for.
+    """Check the size of a YAML document with each alias (``*name``) replaced by the content of its anchor.
 
     Raises:
-        ConfigError: it has more characters than the limit.
+        ConfigError: the document has more characters than the limit.
         RecursionError: an anchor contains itself.
     """
     sizes: dict[int, int] = {}
@@ -585,7 +586,7 @@ def _check_expanded(content: Any, limit: int, where: str) -> None:
 
 
 def _expanded_size(value: Any, sizes: dict[int, int]) -> int:
-    """The characters that a value has at least, written without aliases; ``sizes`` has known ones, by identity."""
+    """A lower bound of a value's characters when written without aliases; ``sizes`` caches sizes by identity."""
     if isinstance(value, str):
         return 1 + len(value)
     if not isinstance(value, (dict, list)):
@@ -607,15 +608,15 @@ def read_config(
 
     Args:
         content: the content of the YAML file.
-        source: named in messages.
-        environment: variables such as ``HEADWATER_SERVER__PORT=9000``: a field's path, in capitals or as it is, its
-            parts joined by two underscores, with one underscore for any character other than letters and digits.
-            Values are parsed as YAML. Default: the process's environment.
+        source: the name of the configuration in messages.
+        environment: variables such as ``HEADWATER_SERVER__PORT=9000``: a field's path, in capitals or unchanged. The
+            path's parts are joined by two underscores; within a part, a run of characters other than letters and digits
+            is written as a single underscore. Values are parsed as YAML. Default: the process's environment.
         flags: values by dotted path, such as ``{"server.port": 9000}``; a name with a dot is put in double quotes.
             `Unparsed` values are parsed as YAML.
 
     Raises:
-        ConfigError: a field is invalid; the message names it, what was expected and what was found.
+        ConfigError: a field is invalid; the message says the field, the expected and the actual value.
     """
     if not isinstance(content, dict):
         raise ConfigError(f"{source}: expected a mapping with `deployments`, got {type(content).__name__}")
@@ -657,7 +658,7 @@ def read_config(
 
 
 def _placement_faults(config: Config) -> Iterator[str]:
-    """Devices that don't fit where replicas run."""
+    """Messages about devices that don't match ``cluster``: nodes without a cluster, or GPUs by number in a cluster."""
     for name, deployment in config.all_deployments().items():
         if config.cluster is None:
             if isinstance(deployment.device, sections.NodePlacement):
@@ -673,8 +674,8 @@ def _placement_faults(config: Config) -> Iterator[str]:
 class InvalidConfig(ConfigError):
     """Fields of a configuration are invalid; each problem names its field.
 
-    ``rest`` is a configuration of the valid deployments and sections, if they make one; if no deployment is valid, it
-    has one of `PLACEHOLDER`.
+    ``rest`` is the configuration without the invalid deployments and fields; None if it is still invalid. If no
+    deployment is valid, ``rest`` has a placeholder deployment with the model `PLACEHOLDER`.
     """
 
     def __init__(self, source: str, problems: Sequence[str], rest: Config | None) -> None:
@@ -685,7 +686,8 @@ class InvalidConfig(ConfigError):
 
 
 def _without_faults(tree: dict[str, Any], error: ValidationError) -> Config | None:
-    """The configuration without its invalid deployments and fields of other sections; None if the rest is invalid."""
+    """The configuration without invalid deployments and without invalid fields of other sections; None if it is still
+    invalid."""
     for detail in error.errors(include_url=False):
         section, *below = detail["loc"] or ("deployments",)
         fault = detail.get("ctx", {}).get("error")
@@ -707,7 +709,7 @@ def _copy(value: Any) -> Any:
 
 
 def _set(tree: dict[str, Any], path: list[str], value: object, *, where: str) -> tuple[str, ...]:
-    """Set a nested field. Returns the field's path as it is in the tree."""
+    """Set a nested field. Returns the field's path, with the keys as the tree spells them."""
     matched = []
     for part in path[:-1]:
         part = _match(tree, part, where=where)
@@ -726,8 +728,9 @@ def _set(tree: dict[str, Any], path: list[str], value: object, *, where: str) ->
 def _match(tree: Mapping[str, Any], part: str, *, where: str) -> str:
     """The key that a part of a path refers to.
 
-    A quoted part is taken literally. Any other refers to the key that is equal, equal ignoring case, or equal with
-    underscores for everything but letters and digits; if there is none, to the part in lower case.
+    A quoted part is taken literally. An unquoted part refers to the key that is equal to it, else equal when case is
+    ignored, else equal with underscores for all characters except letters and digits. If no key matches, the result is
+    the part in lower case.
     """
     if part.startswith('"'):
         return part[1:-1]
@@ -751,7 +754,7 @@ def _describe(detail: Any, overrides: Mapping[tuple[str, ...], str]) -> Iterator
     where = ".".join(location)
     outside = ""
     for path, source in overrides.items():
-        # The fault is in what came from outside the file, or a sibling of that is missing.
+        # The fault is in a value that overrides the file, or in a sibling of such a value.
         if path[: len(location)] == location != () or path[: len(location) - 1] == location[:-1] != ():
             outside = f" ({source} overrides the file)"
             break
@@ -769,7 +772,7 @@ def _text(detail: Any, where: str, location: tuple[str, ...]) -> str:
         return f"`{where}`: required, but missing"
     message = str(detail["msg"])
     message = message[:1].lower() + message[1:]
-    if not where:  # the message is about several fields, and names them
+    if not where:  # the message is about several fields and names them
         return message
     if detail["type"] == "value_error" and (", got " in message or isinstance(detail["input"], dict)):
         return f"`{where}`: {message}"
@@ -778,7 +781,7 @@ def _text(detail: Any, where: str, location: tuple[str, ...]) -> str:
 
 
 def _fields_beside(location: tuple[str, ...]) -> list[str]:
-    """The fields of the section that contains the last part of a path."""
+    """Names of the fields of the section that contains the last part of a path."""
     kinds: list[Any] = [Config]
     for part in location[:-1]:
         below: list[Any] = []

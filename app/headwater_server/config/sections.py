@@ -1,4 +1,4 @@
-"""The types and smaller sections that the configuration consists of."""
+"""The field types and the smaller sections of the configuration."""
 
 from __future__ import annotations
 
@@ -71,17 +71,18 @@ class Section(BaseModel):
         return self
 
     def _faults(self) -> Iterable[str]:
-        """Messages about fields that don't fit together."""
+        """Messages about fields that contradict each other."""
         return ()
 
 
 def given(section: Section) -> dict[str, Any]:
-    """The fields set in a section; sections within it stay objects."""
+    """The fields set in a section; nested sections stay objects."""
     return {name: value for name, value in section if name in section.model_fields_set}
 
 
 def laid_over(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields with others laid over them: sections are merged, other values replaced; None restores a default."""
+    """``base`` with the fields of ``over`` laid over it: sections are merged, other values are replaced, and None
+    restores a field's default."""
     merged = dict(base)
     for name, value in over.items():
         before = merged.get(name)
@@ -100,8 +101,8 @@ class Faults(ValueError):
     """Several faults of a section; the exception's arguments are messages.
 
     Args:
-        messages: one for each fault.
-        deployments: the deployments at fault, for the configuration as a whole.
+        messages: a message for each fault.
+        deployments: names of the deployments at fault, if the faults were found in the configuration as a whole.
     """
 
     def __init__(self, messages: Sequence[str], deployments: Collection[str] = ()) -> None:
@@ -109,12 +110,12 @@ class Faults(ValueError):
         self.deployments = deployments
 
     def __str__(self) -> str:
-        """All messages."""
+        """All messages, separated by semicolons."""
         return "; ".join(map(str, self.args))
 
 
 def _check_model_reference(value: str) -> str:
-    """Check that a text has one of the forms of a reference."""
+    """Check that a text is a valid reference to a model."""
     kind, path = kind_and_path(value)
     if is_language_model(value):
         parse_reference(value)
@@ -130,21 +131,21 @@ def _check_model_reference(value: str) -> str:
 
 
 class Value(BaseModel):
-    """One field's value, of parts that mean something only together: a file or a flag sets all of it."""
+    """A field's value whose parts belong together: a file, flag or overlay replaces the whole value."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class NodePlacement(Value):
-    """What a replica takes of a node of the cluster, and which nodes will do."""
+    """The resources that a replica takes of a cluster's node, and which nodes are suitable."""
 
     gpus: Annotated[float, Field(ge=0, le=64)] = 0
-    """GPUs; a fraction shares one, several must be whole."""
+    """GPUs: a fraction below 1 shares a GPU; above 1 it must be a whole number."""
     cpus: Annotated[float, Field(ge=0, le=1024)] = 1
     labels: dict[str, str] = {}
     """Labels that a node must have; Ray's label selectors, such as ``in(a,b)`` and ``!a``, may be values."""
     pack: bool = False
-    """Whether to fill one node before the next; otherwise replicas are spread."""
+    """Whether to fill a node before using the next; otherwise replicas are spread over the nodes."""
 
     @model_validator(mode="after")
     def _check(self) -> NodePlacement:
@@ -225,7 +226,7 @@ def _stringify(value: object) -> object:
 
 
 def _keyed_by_text(value: object) -> object:
-    """A mapping whose numbers among the keys are text: YAML reads an unquoted version as a number."""
+    """A mapping with its keys as text: YAML reads an unquoted version as a number."""
     return {str(key): item for key, item in value.items()} if isinstance(value, dict) else value
 
 
@@ -234,69 +235,69 @@ PositiveSeconds = Annotated[float, Field(gt=0, le=86_400)]
 Instances = Annotated[int, Field(ge=1, le=64)]
 AccessLogging = Annotated[bool | Literal["full"], PlainValidator(_read_access_log)]
 MemoryLimit = Annotated[float | int, PlainValidator(_read_limit)]
-"""A part, which is a float up to 1, or bytes."""
+"""A float up to 1 is a fraction of the memory; an integer is a number of bytes."""
 MemorySize = Annotated[int, BeforeValidator(_parse_size), Field(ge=1)]
 Threads = Annotated[int, Field(ge=1, le=1024)]
 ModelReference = Annotated[str, AfterValidator(_check_model_reference)]
 Device = Annotated[str | tuple[str, ...] | NodePlacement, PlainValidator(_read_device)]
-"""One, several over which replicas are placed, or what a replica takes of a cluster's node."""
+"""A device, several devices over which replicas are placed, or a replica's placement on nodes of a cluster."""
 Environment = Annotated[dict[str, str], BeforeValidator(_stringify)]
 WarmupBatchSizes = tuple[PositiveInt, ...]
 _Weights = dict[Annotated[int, Field(ge=1, le=10)], Annotated[int, Field(ge=1, le=1_000_000)]]
 PythonPath = Annotated[Path, AfterValidator(Path.expanduser)]
 OWN_PYTHON = Path("own")
-"""In place of an interpreter's path: Headwater's own."""
+"""The value of ``python`` that stands for the interpreter that runs Headwater."""
 
 
 class Batching(Section):
     """How the gateway coalesces rows of concurrent requests."""
 
     max_batch_size: PositiveInt = 32
-    """Rows in one call to the model, at most."""
+    """The most rows in one call to the model."""
     max_queue_delay_ms: Annotated[float, Field(ge=0, le=60_000)] = 0
-    """How long rows may wait for more rows while a replica is idle."""
+    """Milliseconds that rows may wait for more rows while a replica is idle."""
     max_queue_size: PositiveInt = 1024
     """Rows that may wait; more are refused with 429."""
     priority_weights: Annotated[_Weights, Field(min_length=1)] | None = None
-    """Weights of classes of requests, by priority: the share of rows that each gets while all have rows waiting. A
-    priority not named here belongs to the next less urgent class that is. Default: each priority is a class, with twice
-    the weight of the next."""
+    """Weights of priority classes, by priority: while all classes have rows waiting, they get rows in proportion to
+    their weights. A priority without a weight belongs to the next less urgent class, or to the last class if there is
+    no such class. Default: each priority is a class, with twice the weight of the next less urgent priority."""
     max_padding: Annotated[float, Field(ge=0.01, le=0.9)] | None = None
     """The fraction of a batch that may be padding, for models that pad texts to the longest: only rows of similar
     length then share a batch. Measured in bytes of BYTES inputs. Default: rows are batched in order, of any lengths."""
     max_in_flight: PositiveInt = 2
-    """Calls that a replica may have at once: one computes, the others are on their way."""
+    """Calls that a replica may have at once: it computes a call while further calls and answers travel."""
 
 
 class Cache(BaseModel):
-    """How answers are kept, to answer equal requests without the model."""
+    """How answers are kept, so that identical requests are answered without the model."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     max_bytes: MemorySize
-    """What the answers may take, bookkeeping included; those not asked for longest go first."""
+    """The most bytes of all answers, bookkeeping included; the least recently used answers are evicted first."""
     ttl_s: PositiveSeconds | None = None
-    """How long an answer is used; default: until a reload."""
+    """Seconds for which an answer is used; default: until a reload."""
     per_key: bool = False
-    """Whether an answer is used only for the API key with whose request it was computed."""
+    """Whether an answer is used only for requests with the API key of the request that it was computed for."""
 
 
 class TracingSection(Section):
-    """Where traces go."""
+    """Where traces are sent."""
 
     endpoint: Annotated[str, Field(pattern=r"^https?://[^/\s]+(/\S*)?$")]
-    """A collector that takes OTLP over HTTP, such as ``http://127.0.0.1:4318``."""
+    """URL of a collector that accepts OTLP over HTTP, such as ``http://127.0.0.1:4318``."""
 
     @property
     def traces_url(self) -> str:
-        """The endpoint, with the protocol's default path unless it has one."""
+        """The endpoint; a URL without a path gets the protocol's default path."""
         scheme, _, rest = self.endpoint.partition("://")
         host, _, path = rest.partition("/")
         return f"{scheme}://{host}/{path or 'v1/traces'}"
 
 
 class ReplicaBounds(Section):
-    """Bounds on a deployment's number of replicas, between which its load decides."""
+    """Bounds on a deployment's number of replicas; within them the number follows the load."""
 
     min: Annotated[int, Field(ge=1, le=MAX_REPLICAS)] = 1
     max: Annotated[int, Field(ge=1, le=MAX_REPLICAS)]
@@ -333,36 +334,36 @@ Share = Annotated[float, PlainValidator(_read_share)]
 
 
 class RollbackRule(Value):
-    """When a version loses its share of the requests by itself; see `headwater_server.supervisor.canary`."""
+    """When a version loses its share of the requests automatically; see `headwater_server.supervisor.canary`."""
 
     errors: Annotated[float, Field(ge=1)] = 2
-    """How many times as often as the default version's its requests may fail."""
+    """The greatest permitted ratio of the version's error rate to the default version's."""
     p99: Annotated[float, Field(ge=1)] = 2
-    """How many times as long as with the default version the 99th percentile of their time may be."""
+    """The greatest permitted ratio of the version's 99th percentile of latency to the default version's."""
     min_requests: PositiveInt = 200
-    """Requests that both must have had within the window."""
+    """Requests that each of both versions must have had within the window."""
 
 
 class Traffic(Value):
-    """The share of requests that each version of a deployment answers, by the version's name, and what goes with it."""
+    """The share of requests that each version of a deployment answers, by the version's name, and related settings."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
     __pydantic_extra__: dict[str, Share]
 
     default: str = ""
-    """The version that the others are compared with, and that answers in place of one that isn't ready. Default: the
-    first of those with the greatest share."""
+    """The version that other versions are compared with, and that answers in place of a version that isn't ready.
+    Default: the first version with the greatest share."""
     sticky: Annotated[str, Field(pattern=r"^([A-Za-z0-9-]{1,100})?$")] = ""
-    """A request header: requests with the same value of it get the same version."""
+    """Name of a request header: requests with the same value of this header get the same version."""
     rollback: RollbackRule | None = None
-    """When other versions than the default lose their shares; default: never by themselves."""
+    """When versions other than the default lose their shares; default: never automatically."""
     shadow: str = ""
-    """A version without a share that gets copies of the requests that others answered; its answers are compared with
-    theirs, and sent to nobody."""
+    """A version without a share that gets copies of the requests that other versions answered. Its answers are compared
+    with the answers of those versions, and sent to no client."""
 
     @property
     def shares(self) -> dict[str, float]:
-        """The shares that are given."""
+        """The shares that the configuration gives."""
         return dict(self.__pydantic_extra__)
 
     @model_validator(mode="before")
@@ -386,18 +387,18 @@ class Traffic(Value):
         return self
 
     def of(self, versions: Collection[str]) -> Traffic:
-        """The same with a share of each of these versions, in their order, and with its default."""
+        """A copy that has a share for each of these versions, in their order, and names the default version."""
         shares = {version: self.shares.get(version, 0.0) for version in versions}
         default = self.default or max(shares, key=shares.__getitem__)
         return Traffic.model_validate({**self.settings, **shares, "default": default})
 
     @property
     def settings(self) -> dict[str, Any]:
-        """All but the shares."""
+        """The fields that are set, without the shares."""
         return {name: getattr(self, name) for name in type(self).model_fields if name in self.model_fields_set}
 
     def faults(self, versions: Collection[str]) -> Iterator[str]:
-        """Messages about versions that are named here and don't exist."""
+        """Messages about fields that name versions which don't exist."""
         known = ", ".join(f"`{version}`" for version in versions)
         for version in self.shares:
             if version not in versions:
@@ -412,11 +413,11 @@ class Scaling(Section):
     """When a deployment with ``replicas: {min, max}`` gains or loses a replica."""
 
     queue_wait_ms: Annotated[float, Field(gt=0, le=3_600_000)] = 100
-    """How long rows should wait at most, in addition to ``max_queue_delay_ms``."""
+    """Milliseconds that rows should wait at most, in addition to ``max_queue_delay_ms``."""
     up_after_s: PositiveSeconds = 5
-    """How long the load must be too high before a replica is added."""
+    """Seconds for which the load must be too high before a replica is added."""
     down_after_s: PositiveSeconds = 60
-    """For how long there must be too little to do before one ends."""
+    """Seconds for which the load must be too low before a replica ends."""
 
 
 _ORIGIN = re.compile(r"https?://[a-z0-9.\-]+(:\d{1,5})?\Z|https?://\[[0-9a-f:.]+\](:\d{1,5})?\Z")
@@ -430,7 +431,8 @@ def _check_origin(value: str) -> str:
 
 
 OwnPath = Annotated[Path, AfterValidator(Path.expanduser), AfterValidator(Path.absolute)]
-"""A path made absolute: a relative one starts where Headwater was started, but gateway workers run elsewhere."""
+"""A path that is made absolute. A relative path is relative to the folder where Headwater was started, but gateway
+workers run in another folder."""
 Origin = Annotated[str, AfterValidator(_check_origin)]
 
 
@@ -441,11 +443,11 @@ class SecuritySection(Section):
     """The file with API keys; see `headwater_server.security.keys`. Without it, and without HEADWATER_KEYS in the
     environment, anyone who can reach the server may infer."""
     cors_origins: tuple[Origin, ...] = ()
-    """Origins of web pages whose scripts may send requests; ``*``: all. Default: only the server's own."""
+    """Origins of web pages that may send requests from scripts; ``*``: all. Default: only pages of this server."""
 
 
 class Tls(Value):
-    """HTTPS: a certificate and its key, neither of which is of use without the other."""
+    """HTTPS: a certificate and its private key, which are only useful together."""
 
     certificate: OwnPath
     """PEM: the server's certificate, followed by its intermediate certificates."""

@@ -1,4 +1,4 @@
-"""The ``options`` of a deployment that vLLM computes: those of its engine that may be set, checked before a start."""
+"""The ``options`` of a deployment that vLLM computes: permitted options of vLLM's engine, checked before a start."""
 
 from __future__ import annotations
 
@@ -22,24 +22,25 @@ def _flag_of_generation_config(value: str) -> str:
 
 
 class VllmOptions(Section):
-    """Options of vLLM's engine, under the names of its flags, and three of our own. See docs/vllm.md.
+    """Options of vLLM's engine, under the names of its flags, and Headwater's options ``adapters``, ``kv_cache_gib``,
+    ``max_step_s`` and ``prefix_affinity``. See docs/vllm.md.
 
-    Left out are those that would open another way in (host, port, API keys, middleware), run code of a model's folder,
-    or change what the gateway relies on.
+    Options of vLLM are left out if they would let clients bypass the gateway (host, port, API keys, middleware), run
+    code of a model's folder, or change behaviour that the gateway relies on.
     """
 
     runner: Literal["auto", "generate", "pooling"] = "auto"
-    """Whether the model generates text, or pools what it has read to embeddings; ``auto``: as vLLM finds in its folder.
+    """Whether the model generates text, or pools its input to embeddings; ``auto``: vLLM decides by the model's folder.
     """
     max_model_len: PositiveInt | None = None
-    """The most tokens of a prompt and its answer together; default: what the model was made for."""
+    """The most tokens of a prompt and its answer together; default: the model's limit."""
     max_num_seqs: Annotated[int, Field(ge=1, le=4096)] = 256
     """Sequences computed together."""
     max_num_batched_tokens: PositiveInt | None = None
     """Tokens computed in one step; default: vLLM's."""
     max_num_queued_reqs: Annotated[int, Field(ge=1, le=100_000)] = 1024
-    """Sequences, of an embedding model inputs, that one replica has, computed and waiting; requests beyond that are
-    refused with 429."""
+    """Sequences (of an embedding model: inputs) that a replica may have, computed and waiting together; further
+    requests are refused with 429."""
     gpu_memory_utilization: _Fraction | None = None
     """The fraction of a GPU's memory that one replica takes; default: vLLM's, 0.92."""
     kv_cache_gib: Annotated[int, Field(ge=1, le=4096)] | None = None
@@ -49,27 +50,28 @@ class VllmOptions(Section):
     dtype: Literal["auto", "half", "float16", "bfloat16", "float", "float32"] = "auto"
     """Data type of weights and activations."""
     quantization: _Word | None = None
-    """How the weights are quantized; default: as the model's folder says."""
+    """How the weights are quantized; default: read from the model's folder."""
     tensor_parallel_size: Annotated[int, Field(ge=1, le=64)] = 1
-    """GPUs that one replica is spread over, from its ``device`` on."""
+    """GPUs that a replica is spread over, starting with its ``device``."""
     enforce_eager: bool = False
     """Whether to compute without CUDA graphs, which saves memory and start-up time."""
     enable_prefix_caching: bool | None = None
-    """Whether prompts that begin as earlier ones reuse their keys and values; default: if the model can."""
+    """Whether prompts that share a prefix with earlier prompts reuse their keys and values; default: if the model
+    supports it."""
     seed: Annotated[int, Field(ge=0, le=2**31)] = 0
-    """Of sampling, for requests without a seed."""
+    """Seed of sampling, for requests without a seed."""
     max_logprobs: Annotated[int, Field(ge=0, le=100)] = 20
     """The most alternatives that a request may ask for at each token."""
     generation_config: Annotated[Literal["auto", "none", "vllm"], AfterValidator(_flag_of_generation_config)] = "auto"
-    """``auto``: sampling defaults come from the folder's ``generation_config.json``; ``none``, or vLLM's own name of it
+    """``auto``: sampling defaults come from the folder's ``generation_config.json``; ``none``, which vLLM calls
     ``vllm``: from OpenAI's API."""
     adapters: dict[str, Annotated[str, Field(min_length=1)]] = Field(default_factory=dict)
     """Folders of LoRA adapters of the model, by the names that they are served under."""
     max_loras: Annotated[int, Field(ge=1, le=256)] | None = None
-    """The most LoRA adapters whose requests are computed together; default: as many as ``adapters`` has at the start.
-    Set it where there are none at the start, to load some later."""
+    """The most LoRA adapters that may be used together in a step; default: the number of ``adapters`` at the start.
+    Set it to load adapters later if there are none at the start."""
     max_lora_rank: Literal[8, 16, 32, 64, 128, 256, 320, 512] | None = None
-    """The highest rank of an adapter; default: the lowest of these that fits those at the start."""
+    """The highest rank of an adapter; default: the lowest permitted value that fits all adapters at the start."""
     chat_template: Annotated[Path, AfterValidator(Path.expanduser), AfterValidator(Path.absolute)] | None = None
     """The file with the chat template; default: the model's."""
     tool_call_parser: _Word | None = None
@@ -77,10 +79,10 @@ class VllmOptions(Section):
     reasoning_parser: _Word | None = None
     """vLLM's parser for the model's reasoning, such as ``deepseek_r1``."""
     max_step_s: PositiveSeconds = 60
-    """How long the engine may make no progress with requests under way before the replica is replaced."""
+    """Seconds that the engine may go without progress while it has requests, before the replica is replaced."""
     prefix_affinity: Annotated[float, Field(ge=0, le=100)] = 2
-    """With several replicas: a request goes to the one that had its prefix, while that has at most so many times the
-    requests of the least busy one; 0: always to the least busy one."""
+    """With several replicas: a request goes to the replica that had its prefix, if that replica has at most this many
+    times the requests of the least busy replica; 0: always to the least busy replica."""
 
     def _faults(self) -> Iterator[str]:
         if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
@@ -103,7 +105,7 @@ FORBIDDEN = {
 
 
 def option_faults(options: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with a deployment's ``options``; each message names the field."""
+    """Messages about faults in a deployment's ``options``; each message names the field."""
     try:
         VllmOptions.model_validate(dict(options))
     except ValidationError as error:

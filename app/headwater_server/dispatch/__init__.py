@@ -1,1 +1,1 @@
-"""Which replica computes which rows when: queue, admission, calls, losses, graphs."""
+"""Decides when rows leave the queue and which replica computes them: queue, admission, calls, losses, graphs."""

@@ -1,4 +1,4 @@
-"""Admits requests: the limits of a deployment's queue and of all queues of a worker, and how fast a queue drains."""
+"""Admits requests within the limits of a deployment's queue and of all queues in a worker; measures the drain rate."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headwater_server.errors import BadRequest, BodyTooLarge, QueueFull
 __all__ = ["Admission", "DrainRate", "FinishRate", "QueueBudget"]
 
 MEMORY_S = 5.0
-"""The time constant of the drain rate's average."""
+"""Time constant of the drain rate's exponential average, in seconds."""
 
 RETRY_AFTER_LIMIT_S: Final = 60
 ROWS_OF_ALL: Final = "server.max_queue_size"
@@ -22,19 +22,19 @@ GAVE_WAY: Final = "; the request gave way to one whose class or model has less t
 
 
 class DrainRate:
-    """The rows per second that leave a queue while others wait behind them: what all replicas together can do.
+    """Rows per second that leave a queue while further rows wait: the throughput of all replicas together.
 
-    A queue that runs empty doesn't count: it lets out no more than came in.
+    Time in which the queue is empty doesn't count, because then arrivals limit the rate and not the replicas.
     """
 
     def __init__(self) -> None:
         self._rows = 0.0
         self._seconds = 0.0
         self._last_s: float | None = None
-        """The time at which rows last left; None if none have waited since."""
+        """Time at which rows last left; None if no rows waited afterwards."""
 
     def note(self, rows: int, now_s: float, *, others_wait: bool) -> None:
-        """Record that rows left."""
+        """Record that rows left; ``others_wait``: whether further rows wait in the queue."""
         if self._last_s is not None:
             took_s = now_s - self._last_s
             kept = math.exp(-took_s / MEMORY_S)
@@ -43,19 +43,19 @@ class DrainRate:
         self._last_s = now_s if others_wait else None
 
     def note_empty(self) -> None:
-        """Record that the queue is empty without rows having left for a replica."""
+        """Record that the queue became empty although no replica took its rows: they expired or were cancelled."""
         self._last_s = None
 
     def seconds_for(self, rows: float) -> float | None:
-        """How long so many rows take to leave; None if that is unknown yet."""
+        """Seconds until this number of rows has left; None if the rate is not known yet."""
         return rows * self._seconds / self._rows if self._rows and self._seconds else None
 
 
 class QueueBudget:
-    """How much may wait in a gateway worker, in the queues of all deployments.
+    """Limits the rows and bytes that wait in the queues of all deployments of a gateway worker.
 
-    Each deployment is guaranteed an equal share, or its own limit if that is less. Beyond its share it may use what
-    the others don't, and gives it back when they need it.
+    Each deployment is guaranteed an equal share, or its ``max_queue_size`` if that is less. It may use the unused
+    shares of other deployments, until those deployments need them.
 
     Args:
         max_rows: this worker's part of `server.max_queue_size`.
@@ -69,16 +69,16 @@ class QueueBudget:
         self.members: list[Admission[Any]] = []
 
     def share(self) -> tuple[int, int]:
-        """The rows and bytes that each deployment is guaranteed."""
+        """The guaranteed share of each deployment: rows, bytes."""
         count = len(self.members)
         return self.max_rows // count, self.max_bytes // count
 
     def drop_copies(self) -> bool:
-        """Remove everything that no client waits for from all queues. Returns whether there was anything."""
+        """Remove shadow copies from all queues. Returns whether there were any."""
         return sum([member.drop_copies() for member in self.members]) > 0
 
     def reclaim(self, member: Admission[Any], rows: int, held_bytes: int) -> None:
-        """Remove what others have beyond their shares, as far as a request of this deployment needs it."""
+        """Remove items of other deployments that exceed their shares, until a request of this deployment fits."""
         share_rows, share_bytes = self.share()
         waiting = self.waiting
         others = [one for one in self.members if one is not member]
@@ -96,9 +96,9 @@ class Admission(Generic[T]):
     """Admits requests to one deployment's queue.
 
     Args:
-        name: the deployment's.
-        budget: limits what may wait in all deployments together.
-        drop: fails the request that an item belongs to, and removes all its items from the queue.
+        name: the deployment's name.
+        budget: limits the rows and bytes that wait in all deployments together.
+        drop: fails the request that an item belongs to, and removes all items of that request from the queue.
     """
 
     def __init__(self, name: str, budget: QueueBudget, drop: Callable[[T, QueueFull], None]) -> None:
@@ -108,9 +108,9 @@ class Admission(Generic[T]):
         self.queue: BatchQueue[T] = BatchQueue(1, total=budget.waiting)
         self.rate = DrainRate()
         self.limit = 1
-        """The number of the deployment's rows that may wait."""
+        """Rows of the deployment that may wait."""
         self._copies: list[T] = []
-        """Items that no client waits for; some of them no longer wait."""
+        """Items of shadow copies; some have already left the queue."""
         budget.members.append(self)
 
     def close(self) -> None:
@@ -119,17 +119,17 @@ class Admission(Generic[T]):
             self._budget.members.remove(self)
 
     def check(self, rows: int, held_bytes: int, priority: int) -> None:
-        """Refuse a request that does not fit; make others give way if they exceed their shares.
+        """Refuse a request that does not fit, after removing waiting requests that exceed their shares.
 
         Args:
-            rows: the request's.
-            held_bytes: the size of its tensors while they wait.
+            rows: rows of the request.
+            held_bytes: bytes that the request's tensors hold while they wait.
             priority: 1 is the most urgent; 0 stands for the default.
 
         Raises:
-            BadRequest: it has more rows than could ever fit.
-            BodyTooLarge: it has more bytes than could ever fit.
-            QueueFull: it does not fit now.
+            BadRequest: the request has more rows than could ever fit.
+            BodyTooLarge: the request has more bytes than could ever fit.
+            QueueFull: the request does not fit now.
         """
         queue, budget = self.queue, self._budget
         if not queue.rows:
@@ -153,20 +153,20 @@ class Admission(Generic[T]):
         budget.reclaim(self, rows, held_bytes)
 
     def check_copy(self, rows: int, held_bytes: int) -> None:
-        """Refuse a request that no client waits for, unless it fits without making others give way.
+        """Refuse a shadow copy unless there is capacity for it; no waiting request is removed for a copy.
 
         Raises:
-            QueueFull: it does not.
+            QueueFull: there is no capacity.
         """
         if not self._has_capacity(rows, held_bytes):
             raise self._full()
 
     def add_copy(self, item: T) -> None:
-        """Note an item that no client waits for: if a request doesn't fit, it gives way before anything else."""
+        """Note an item of a shadow copy. When a client's request doesn't fit, copies are removed first."""
         self._copies = [*(one for one in self._copies if one.alive), item]
 
     def drop_copies(self) -> bool:
-        """Remove these items. Returns whether any of them waited."""
+        """Remove the shadow copies that wait. Returns whether there were any."""
         copies, self._copies = [item for item in self._copies if item.alive], []
         self.displace(copies, None)
         return bool(copies)
@@ -180,14 +180,14 @@ class Admission(Generic[T]):
         )
 
     def displace(self, items: list[T], bound: str | None) -> None:
-        """Fail the requests that these waiting items belong to with 429.
+        """Fail the requests that these waiting items belong to with status 429.
 
         Args:
             items: the items.
-            bound: the configuration's field that limits them; None: the deployment's own.
+            bound: the configuration field of the limit that was reached; None for the deployment's ``max_queue_size``.
         """
         for item in items:
-            if item.alive:  # not removed with another item of its request
+            if item.alive:  # unless it was already removed with another item of the same request
                 self._drop(item, self._full(bound, GAVE_WAY))
 
     def _full(self, bound: str | None = None, note: str = "") -> QueueFull:
@@ -200,7 +200,7 @@ class Admission(Generic[T]):
         else:
             waiting = f"{budget.waiting.held_bytes} of {budget.max_bytes} bytes wait"
             what = f"the server's queues are full: {waiting} ({bound}), {queue.held_bytes} of them here"
-        # The same for every class: a request is refused only if its class has its share of the queue.
+        # Retry-After is the same for every priority class: a class is refused only once it has its share of the queue.
         retry_after_s = _retry_after_s(self.rate.seconds_for(queue.rows) or 0.0)
         return QueueFull(f"model `{self._name}`: {what}{note}", retry_after_s=retry_after_s)
 
@@ -225,10 +225,10 @@ def _retry_after_s(wait_s: float) -> int:
 
 
 FINISHES: Final = 64
-"""The number of last finishes that a rate is computed from."""
+"""Number of recent finishes from which the rate is computed."""
 
 RECENT_S: Final = 120.0
-"""Older finishes don't count."""
+"""Age in seconds beyond which a finish no longer counts."""
 
 
 class FinishRate:
@@ -238,14 +238,14 @@ class FinishRate:
         self._finished_s: deque[float] = deque(maxlen=FINISHES)
 
     def note(self, now_s: float) -> None:
-        """Record that a sequence has ended, for whatever reason, and made place for another."""
+        """Record that a sequence has ended, for any reason, so that another sequence can start."""
         self._finished_s.append(now_s)
 
     def wait_s(self, waiting: int, now_s: float, share: float = 1.0) -> int:
-        """The time until so many more have ended, in whole seconds from 1 to 60.
+        """Seconds until ``waiting`` more sequences have ended, as a whole number from 1 to 60.
 
         Args:
-            waiting: their number.
+            waiting: the number of sequences that must end first.
             now_s: the loop's time.
             share: the fraction of all sequences whose ends are recorded here.
         """
@@ -254,5 +254,5 @@ class FinishRate:
             finished_s.popleft()
         if len(finished_s) < 2:
             return 1
-        each_s = (finished_s[-1] - finished_s[0]) / (len(finished_s) - 1)  # not until now: it may have been idle since
+        each_s = (finished_s[-1] - finished_s[0]) / (len(finished_s) - 1)  # up to the last finish, not up to now
         return _retry_after_s(waiting * each_s * share)

@@ -1,4 +1,4 @@
-"""Answers that a gateway worker keeps of one deployment, by what was asked: the least recently used go first."""
+"""A gateway worker's cache of a deployment's answers, by request; the least recently used answers are evicted first."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["AnswerCache"]
 
 ENTRY_BYTES: Final = 1024
 TENSOR_BYTES: Final = 512
-"""What Python takes for an entry without its tensors, and for a tensor without its data: at most so much."""
+"""`ENTRY_BYTES` bounds the memory of an entry without its tensors, `TENSOR_BYTES` that of a tensor without its data."""
 
 
 class _Entry(NamedTuple):
@@ -26,20 +26,20 @@ class _Entry(NamedTuple):
 
 
 class AnswerCache:
-    """Keeps answers within a number of bytes.
+    """Keeps answers up to a number of bytes.
 
     Args:
-        share: the worker's share of what the deployment may keep.
+        share: the worker's share of the deployment's cache.
         meter: counts evictions.
     """
 
     def __init__(self, share: CacheShare, meter: CacheMeter) -> None:
         self.size_bytes = 0
-        """Of all entries, bookkeeping included."""
+        """Bytes of all entries, bookkeeping included."""
         self._share = share
         self._meter = meter
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
-        """The least recently used first."""
+        """Entries by key, the least recently used first."""
         self._secret = secrets.token_bytes(hashlib.blake2b.MAX_KEY_SIZE)
 
     def limit(self, share: CacheShare) -> None:
@@ -50,9 +50,10 @@ class AnswerCache:
         self._evict()
 
     def key(self, request: InferRequest) -> bytes:
-        """What stands for all that a request's answer depends on; 1 ms or so for each MiB of its inputs.
+        """A digest of everything that a request's answer depends on; takes about 1 ms for each MiB of inputs.
 
-        A digest with a secret key: whoever could make two requests with the same one would read another's answer.
+        The digest has a secret key: a client that could make two requests with the same digest could read another
+        client's answer.
         """
         inputs = sorted(request.inputs.items())
         head = repr((
@@ -71,7 +72,7 @@ class AnswerCache:
         return digest.digest()
 
     def get(self, key: bytes) -> Outputs | None:
-        """The outputs that are kept under a key, if any; they must not be changed."""
+        """The outputs that are kept under a key; None if there are none. The caller must not change them."""
         entry = self._entries.get(key)
         if entry is None:
             return None
@@ -82,8 +83,8 @@ class AnswerCache:
         return entry.outputs
 
     def put(self, key: bytes, outputs: Outputs) -> None:
-        """Keep outputs, unless they are larger than all that may be kept. Their data is copied if it is part of a
-        larger piece of memory."""
+        """Keep outputs, unless they are larger than the whole cache. Their data is copied if it is part of a larger
+        piece of memory."""
         self._drop(key)
         size_bytes = ENTRY_BYTES + sum([TENSOR_BYTES + len(name) + len(one.data) for name, one in outputs.items()])
         if size_bytes > self._share.max_bytes:
@@ -95,7 +96,7 @@ class AnswerCache:
         self._evict()
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all entries."""
         self._entries.clear()
         self.size_bytes = 0
 

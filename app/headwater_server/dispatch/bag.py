@@ -1,4 +1,4 @@
-"""A set whose members can be drawn at random, in constant time whatever their number."""
+"""A set from which random members are drawn in constant time."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ T = TypeVar("T")
 
 
 class Bag(Collection[T], Generic[T]):
-    """Adds, removes and draws members, which are compared by hash, in constant time."""
+    """Adds, removes and draws members in constant time; members must be hashable."""
 
     def __init__(self) -> None:
         self._members: list[T] = []
         self._places: dict[T, int] = {}
-        """Each member's index."""
+        """Index of each member in ``_members``."""
 
     def __len__(self) -> int:
         return len(self._members)
@@ -28,13 +28,13 @@ class Bag(Collection[T], Generic[T]):
         return member in self._places
 
     def add(self, member: T) -> None:
-        """Add a member, unless it is one."""
+        """Add a member, unless the bag has it already."""
         if member not in self._places:
             self._places[member] = len(self._members)
             self._members.append(member)
 
     def discard(self, member: T) -> None:
-        """Remove a member if it is one; the last one takes its place."""
+        """Remove a member if the bag has it; the last member takes its place."""
         place = self._places.pop(member, None)
         if place is None:
             return
@@ -44,9 +44,9 @@ class Bag(Collection[T], Generic[T]):
             self._places[last] = place
 
     def draw(self, chance: Callable[[], float]) -> T:
-        """A random member, which stays one; there must be one.
+        """A random member, which stays in the bag. The bag must not be empty.
 
         Args:
-            chance: gives numbers from 0 to below 1.
+            chance: returns random numbers from 0 to below 1.
         """
         return self._members[int(chance() * len(self._members))]

@@ -1,4 +1,4 @@
-"""The calls of one deployment's replicas in flight, and the way of their answers back to the requests."""
+"""Calls a deployment's replicas, and passes their answers to the requests."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ logger = logging.getLogger("headwater.dispatch")
 
 
 class Calls:
-    """Makes calls. An error in a call fails the rows that it has not answered.
+    """Makes calls. An error in a call fails the rows that the call has not answered.
 
-    Rows of a lost replica go to ``losses``, and rows that a replica never had to ``on_unsent``.
+    ``losses`` takes the rows of a lost replica. ``on_unsent`` is called with rows that never reached their replica.
     """
 
     def __init__(self, name: str, meter: DeploymentMeter, losses: Losses, on_unsent: Callable[[Part], None]) -> None:
@@ -40,9 +40,9 @@ class Calls:
         self.on_end: Callable[[], None] = lambda: None
         """Called after each call."""
         self.on_change: Callable[[ReplicaCalls], None] = lambda replica: None
-        """Called with a replica whose calls have changed."""
+        """Called with a replica when its number of calls or its report has changed."""
         self.keep_apart = False
-        """Whether a replica must not merge calls that wait there."""
+        """Whether replicas must not merge waiting calls into one batch."""
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._segments = Segments()
@@ -53,7 +53,7 @@ class Calls:
 
         Args:
             replica: the replica.
-            batch: rows that may share a call.
+            batch: parts that may share a call.
             gathered_ns: the present reading of the deployment's `headwater_server.dispatch.policy.GatherClock`.
         """
         rows = 0
@@ -74,7 +74,8 @@ class Calls:
         task.add_done_callback(self._tasks.discard)
 
     async def _call(self, replica: ReplicaCalls, parts: list[Part], rows: int, own: int) -> None:
-        """Make a call; ``own`` and the rows started in the meantime are those of this worker that the replica had."""
+        """Make a call. ``own`` plus the replica's ``started_rows`` when the call ends is the number of this worker's
+        rows that the replica had during the call."""
         try:
             if replica.route.grpc_address:
                 held = await self._answer_in_frames(replica, parts, rows)
@@ -84,7 +85,7 @@ class Calls:
             replica.heard_s = self._loop.time()
             if not replica.is_lost:
                 replica.losses = 0
-            if parts[0].losses and not replica.is_lost:  # the part was alone there, so another one ended the replica
+            if parts[0].losses and not replica.is_lost:  # a retry runs alone, so its request is not to blame
                 self._losses.quarantine.clear(parts[0].pending.fingerprint)
         except ReplicaUnreachable:
             self._losses.lose(replica, parts)
@@ -95,7 +96,7 @@ class Calls:
             for part in parts:
                 self._losses.take(part, replica, error)
         except SharedMemoryFull as error:
-            for part in parts:  # each may fit alone
+            for part in parts:  # a part may fit alone
                 if len(parts) > 1 and part.pending.signature.idempotent:
                     self._losses.retries.push(part)
                 else:
@@ -116,7 +117,7 @@ class Calls:
             self.on_end()
 
     async def _answer_whole(self, replica: ReplicaCalls, parts: list[Part], rows: int) -> int:
-        """Make one call of a model that answers its batch whole. Returns the rows that the replica had meanwhile."""
+        """Call a model that answers its batch whole. Returns the rows that the replica had during the call."""
         client = cast(ReplicaClient, replica.client)
         started_ns = time.perf_counter_ns()
         signature = parts[0].pending.signature
@@ -153,12 +154,12 @@ class Calls:
         return held
 
     async def _answer_in_frames(self, replica: ReplicaCalls, parts: list[Part], rows: int) -> int:
-        """Make one call of a pipeline, or of a model that streams. Returns the rows that the replica had at its end."""
+        """Call a pipeline or a model that streams. Returns the rows that the replica had at the end of the call."""
         pending = parts[0].pending
         is_stream = pending.signature.streams
-        if is_stream and pending.collector.is_done:  # its client left just now
+        if is_stream and pending.collector.is_done:  # the client has just left
             return 0
-        # A stream would keep files open as long as it lasts, here and in the replica.
+        # A stream's inputs go inline: a segment would stay open in gateway and replica for as long as the stream lasts.
         segments = (self._remote if replica.is_remote else self._segments) if replica.is_sharing else None
         call = FrameCall(parts, None if is_stream else segments)
         try:
@@ -179,7 +180,7 @@ class Calls:
         return call.held_rows
 
     async def _read(self, replica: ReplicaCalls, call: FrameCall, pending: Pending, rows: int) -> None:
-        """Pass a call's frames to its requests, as long as these want them."""
+        """Pass a call's frames to its requests, until no request wants more."""
         client = cast(FrameReplicaClient, replica.client)
         is_stream = pending.signature.streams
         if is_stream:
@@ -188,7 +189,7 @@ class Calls:
             async for raw in frames:
                 call.take(raw, self._meter)
                 size_bytes = len(raw)
-                del raw  # the next one may take long
+                del raw  # frees its memory: the next frame may take long
                 if call.unshared:
                     return
                 if is_stream:
@@ -201,7 +202,7 @@ class Calls:
                     continue
                 await _wait_for_reader(pending, size_bytes)
                 if pending.collector.is_done and not pending.collector.succeeded:
-                    # Nobody wants the rest. A slow reader may not have noticed.
+                    # The request failed or was cancelled, but a slow reader may not have cancelled the stream yet.
                     if pending.stream is not None:
                         client.cancel(call.name)
                     break
@@ -218,9 +219,9 @@ class Calls:
 
 
 async def _wait_for_reader(pending: Pending, size_bytes: int) -> None:
-    """Wait for a stream's slow reader; its last frame had ``size_bytes``, and probably the next one has, too.
+    """Wait for a stream's slow reader. The last frame had ``size_bytes``; the next frame is expected to be as large.
 
-    The replica computes no further than what is taken here.
+    The replica pauses when too many frames are not yet taken from the connection.
     """
     limit = max(1, min(PIECES_LIMIT, PIECES_LIMIT_BYTES // size_bytes))
     if pending.collector.is_full(limit):

@@ -1,9 +1,10 @@
-"""Which replica gets the next call: the one that has least to do, found in constant time whatever their number.
+"""Chooses the least loaded replica for the next call, in a time that doesn't depend on the number of replicas.
 
-Few replicas are all looked at. Many are kept in bags by how much they are expected to have to do, and a bag's lighter
-one of two drawn at random is chosen: nearly as good as the lightest of all (Mitzenmacher, "The Power of Two Choices in
-Randomized Load Balancing", 2001). A worker sees only its own calls; replicas that are idle for it may have those of
-other workers. So those whose last answer reported no rows of others come first (Lu et al., "Join-Idle-Queue", 2011).
+With up to `FEW` replicas all are compared. More replicas are kept in bags by expected load: of two replicas drawn at
+random from a bag the less loaded is chosen, which is nearly as good as the least loaded of all (Mitzenmacher, "The
+Power of Two Choices in Randomized Load Balancing", 2001). A worker sees only the calls that it made; a replica that
+looks idle may be computing calls of other workers. So replicas whose last answer reported no rows of other workers come
+first (Lu et al., "Join-Idle-Queue", 2011).
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from headwater_server.dispatch.pool import FEW, ReplicaCalls
 __all__ = ["Choice"]
 
 REPORT_FRESH_S: Final = 1.0
-"""How long the rows of other workers that a replica reported count."""
+"""Seconds for which a replica's report of other workers' rows counts."""
 
 
 class Choice:
     """Chooses among the replicas of one deployment.
 
     Args:
-        replicas: the connected ones, by id; the same object throughout.
-        chance: gives numbers from 0 to below 1; tests pass their own.
+        replicas: the connected replicas, by id; the caller updates this mapping in place.
+        chance: returns random numbers from 0 to below 1; tests replace it.
     """
 
     def __init__(self, replicas: Mapping[str, ReplicaCalls], chance: Callable[[], float] = random.random) -> None:
@@ -36,31 +37,31 @@ class Choice:
         self._loop = asyncio.get_running_loop()
         self._max_in_flight = self._instances = 1
         self._without: ReplicaCalls | None = None
-        """The one that is in no bag although it is eligible."""
+        """An eligible replica held out of the bags: it is kept for retries."""
         self._free = Bag[ReplicaCalls]()
-        """Those without calls, whose last answer reported no rows of other workers."""
+        """Replicas without calls whose last answer reported no rows of other workers."""
         self._shared = Bag[ReplicaCalls]()
-        """Those without calls that reported others' rows, or nothing yet."""
+        """Replicas without calls that reported rows of other workers, or have reported nothing yet."""
         self._partly = Bag[ReplicaCalls]()
-        """Those with calls and an idle instance."""
+        """Replicas with calls and an idle instance."""
         self._busy = Bag[ReplicaCalls]()
-        """Those that may have another call, but no instance is idle."""
+        """Replicas that may have another call, although all instances are busy."""
         self._full = Bag[ReplicaCalls]()
-        """Those that may have no other call."""
+        """Replicas that may have no further call."""
         self._bags: dict[ReplicaCalls, Bag[ReplicaCalls]] = {}
-        """The bag of each replica that is in one."""
+        """The bag of each replica that is in a bag."""
         self._is_sorted = False
-        """Whether replicas are kept in bags: not before there were more than a few."""
+        """Whether replicas are kept in bags; set once there are more than `FEW` replicas."""
 
     def bound(self, max_in_flight: int, instances: int) -> None:
-        """Set how many calls a replica may have, and how many of these it computes at once."""
+        """Set how many calls a replica may have, and how many calls it computes at once."""
         if (max_in_flight, instances) != (self._max_in_flight, self._instances):
             self._max_in_flight, self._instances = max_in_flight, instances
             if self._is_sorted:
                 self._sort(self._replicas.values())
 
     def note(self, replica: ReplicaCalls) -> None:
-        """Take in that a replica's calls, its report or its eligibility has changed."""
+        """Update the bags after a change of a replica's calls, report or eligibility."""
         if self._is_sorted:
             self._sort((replica,))
         elif len(self._replicas) > FEW:
@@ -68,10 +69,10 @@ class Choice:
             self._sort(self._replicas.values())
 
     def best(self, without: ReplicaCalls | None = None) -> ReplicaCalls | None:
-        """The replica for another call, if any may have one: one with an idle instance if there is any.
+        """The replica for the next call, with an idle instance if possible; None if no replica may have another call.
 
         Args:
-            without: not this one.
+            without: a replica that must not be chosen.
         """
         if len(self._replicas) > FEW:
             self._keep_out(without)
@@ -87,7 +88,7 @@ class Choice:
         return best
 
     def least(self) -> ReplicaCalls | None:
-        """The replica that has least to do, even if it may have no other call; one without calls if there is any."""
+        """The least loaded replica, without calls if possible, even if it may have no further call."""
         if len(self._replicas) > FEW:
             self._keep_out(None)
             return self._lighter(self._free, self._shared, self._partly, self._busy, self._full)
@@ -95,25 +96,25 @@ class Choice:
         return min(eligible, key=lambda one: (one.calls, one.rows), default=None)
 
     def weight(self, replica: ReplicaCalls) -> tuple[bool, int]:
-        """What a replica is expected to have to do: whether no instance is idle, and rows."""
+        """A replica's expected load: whether all instances are busy, and the number of rows."""
         rows = replica.rows
         if replica.others and self._loop.time() < replica.heard_s + REPORT_FRESH_S:
             rows += replica.others
         return replica.calls >= self._instances, rows
 
     def _lighter(self, *bags: Bag[ReplicaCalls]) -> ReplicaCalls | None:
-        """The lighter one of two members of the first bag that has any."""
+        """The less loaded of two random members of the first bag that isn't empty."""
         for bag in bags:
             if bag:
                 one = bag.draw(self._chance)
-                if bag is self._free or len(bag) == 1:  # all of them have nothing
+                if bag is self._free or len(bag) == 1:  # all members of `_free` have no load
                     return one
                 other = bag.draw(self._chance)
                 return one if self.weight(one) <= self.weight(other) else other
         return None
 
     def _keep_out(self, without: ReplicaCalls | None) -> None:
-        """Keep one replica out of the bags, and put the one back that was."""
+        """Keep this replica out of the bags, and put the replica that was kept out before back into its bag."""
         before = self._without
         if without is not before:
             self._without = without

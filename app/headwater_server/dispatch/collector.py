@@ -1,4 +1,4 @@
-"""Collects the pieces of a request's answer: one result of each head, or any number of a stream."""
+"""Collects the pieces of a request's answer: a result from each head, or any number of pieces of a stream."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ WHOLE: Final = ""
 """The name of the only head of a model without heads."""
 
 PIECES_LIMIT: Final = 16
-"""The number of a stream's pieces that may wait for its reader before no more are requested."""
+"""Pieces of a stream that may wait for their reader; then no more are requested from the replica."""
 
 PIECES_LIMIT_BYTES: Final = 1024 * 1024
-"""The same in bytes; a larger piece waits alone."""
+"""Bytes of a stream's pieces that may wait for their reader; a larger piece waits alone."""
 
 PLAIN: Final = {WHOLE: HeadSpec(WHOLE, ())}
 """The heads of a model without heads."""
 
 
 def wanted_heads(request: InferRequest, signature: Signature) -> Mapping[str, HeadSpec]:
-    """The heads that a request wants, by name; of a model without heads `WHOLE`."""
+    """The heads that a request wants, by name; for a model without heads, `WHOLE`."""
     if not signature.heads:
         return PLAIN
     return {head.name: head for head in signature.heads if head.name in request.heads}
@@ -38,8 +38,8 @@ class Collector:
 
     Args:
         heads: the wanted heads.
-        is_stream: whether pieces are read as they come; then a head's failure is a piece, not the end.
-        meter: counts what becomes of the heads of a pipeline.
+        is_stream: whether pieces are read as they arrive; then a head's failure is a piece and doesn't end the request.
+        meter: counts results and failures of a pipeline's heads.
     """
 
     __slots__ = (
@@ -51,7 +51,7 @@ class Collector:
         self._meter = meter
         self.loop = asyncio.get_running_loop()
         self.started_s = self.loop.time()
-        self._answers: list[HeadAnswer] = []  # not a deque, which takes ten times the memory; it is seldom long
+        self._answers: list[HeadAnswer] = []  # a deque takes ten times the memory, and the list is short
         self._has_answer = False
         self._has_error = False
         self._reader: asyncio.Future[None] | None = None
@@ -61,18 +61,18 @@ class Collector:
         self.heads = heads
         self.is_stream = is_stream
         self.undecided = dict(heads)
-        """Heads with more to come."""
+        """Heads that will send more outputs."""
         self.future: asyncio.Future[None] = self.loop.create_future()
-        """Done once nothing more is to come, or the request has failed as a whole."""
+        """Done once all heads have answered, or the request has failed as a whole."""
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing more is to come."""
+        """Whether all heads have answered, or the request has ended otherwise."""
         return self.future.done()
 
     @property
     def error(self) -> BaseException | None:
-        """The error with which the request failed as a whole; a client that disconnects is none."""
+        """The error with which the request failed as a whole; None otherwise, also if its client disconnected."""
         return None if not self.future.done() or self.future.cancelled() else self.future.exception()
 
     @property
@@ -85,12 +85,12 @@ class Collector:
 
     @property
     def failed(self) -> bool:
-        """Whether the request ended with an error; one that was cancelled did not."""
+        """Whether the request ended with an error. A cancelled request has not failed."""
         ended = self.future.done() and not self.future.cancelled()
         return ended and not self.succeeded and not isinstance(self.error, Cancelled)
 
     def decide(self, head: str, outputs: Outputs | None = None, error: HeadwaterError | None = None) -> None:
-        """Take a head's last outputs, or its error; whatever follows is ignored."""
+        """Take a head's last outputs, or its error; later calls for the head are ignored."""
         spec = self.undecided.pop(head, None)
         if spec is None or self.future.done():
             return
@@ -108,7 +108,7 @@ class Collector:
             _wake(self._writer)
 
     def add(self, head: str, outputs: Outputs) -> None:
-        """Take outputs of a head that has more to come."""
+        """Take outputs of a head that will send more outputs."""
         if head in self.undecided and not self.is_done:
             self._append(HeadAnswer(head, outputs, None, self._took_ms()))
 
@@ -130,11 +130,11 @@ class Collector:
         return True
 
     def is_full(self, limit: int = PIECES_LIMIT) -> bool:
-        """Whether so many pieces of a stream wait for its reader, and more are to come."""
+        """Whether ``limit`` or more pieces of a stream wait for its reader, and the stream has not ended."""
         return len(self._answers) >= limit and not self.future.done()
 
     async def wait_for_capacity(self, limit: int = PIECES_LIMIT) -> None:
-        """Wait until fewer pieces wait for the reader, or for the end."""
+        """Wait until fewer than ``limit`` pieces wait for the reader, or the stream has ended."""
         while self.is_full(limit):
             self._writer = self.loop.create_future()
             try:
@@ -146,7 +146,7 @@ class Collector:
         """Wait for the whole answer.
 
         Raises:
-            HeadwaterError: the request failed, or a head with ``on_error: fail``, or every head.
+            HeadwaterError: the request failed, or a head with ``on_error: fail`` failed, or every head failed.
         """
         await self.future
         answers = self._answers
@@ -163,7 +163,7 @@ class Collector:
         return Answer(outputs, omitted)
 
     async def next_piece(self) -> HeadAnswer | None:
-        """Wait for the next piece; None after the last one.
+        """Wait for the next piece; returns None after the last piece.
 
         Raises:
             HeadwaterError: the request failed as a whole.
@@ -182,7 +182,7 @@ class Collector:
         return answer
 
     def close(self) -> None:
-        """End the collection: nobody waits for the answer any more."""
+        """End the collection: no client waits for the answer any more."""
         if self._meter is not None and (not self.is_done or self.future.cancelled()):
             for head in self.undecided:
                 self._meter.leave_head(head)
@@ -208,7 +208,7 @@ def _wake(waiter: asyncio.Future[None] | None) -> None:
 
 
 def no_rows(signature: Signature, request: InferRequest) -> Outputs:
-    """The answer to a request without rows, for which no model is called."""
+    """The answer to a request without rows: outputs of zero rows. No model is called."""
     wanted = {wish.name for wish in request.outputs}
     return {
         spec.name: RawTensor(spec.datatype, (0, *(max(dim, 0) for dim in spec.shape)), b"")
@@ -218,7 +218,7 @@ def no_rows(signature: Signature, request: InferRequest) -> Outputs:
 
 
 def no_rows_by_head(signature: Signature, request: InferRequest) -> Iterator[HeadAnswer]:
-    """The same in pieces, one of each wanted head."""
+    """The answer to a request without rows in pieces, one for each wanted head."""
     outputs = no_rows(signature, request)
     for name, spec in wanted_heads(request, signature).items():
         yield HeadAnswer(name, {one: outputs[one] for one in spec.outputs or outputs if one in outputs})

@@ -1,4 +1,4 @@
-"""The deadlines of one request: its own, and those of the heads that it wants."""
+"""The deadlines of one request and of the heads that it wants."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Deadlines:
 
     Args:
         collector: collects the request's answer.
-        timeout_s: the deployment's.
-        timeout_us: the client's own, in microseconds; 0: none.
-        where: what the request is doing, for messages.
+        timeout_s: the deployment's timeout.
+        timeout_us: the client's timeout in microseconds; 0 if the client set no timeout.
+        where: returns the request's present state for messages, such as "while it was computed".
         is_idle_limit: whether the request's deadline starts anew with each piece of its stream.
-        on_head: called with a head at its own deadline or the request's.
+        on_head: called with a head when the head's deadline or the request's passes.
     """
 
     __slots__ = (
@@ -48,10 +48,10 @@ class Deadlines:
         self._timeout_s = min(timeout_s, timeout_us / 1e6) if timeout_us else timeout_s
         self._start_s = self._loop.time()
         self._piece_s: float | None = None
-        """The time of the last piece of a stream."""
+        """Loop time at which the stream's last piece arrived; None before the first piece."""
         self._is_held = False
         self._timers = [self._loop.call_later(self._timeout_s, self._expire)]
-        if WHOLE in collector.heads:  # the only one
+        if WHOLE in collector.heads:  # the model has no heads, so only the request has a deadline
             return
         for head in collector.heads.values():
             if head.timeout_s is not None and (is_idle_limit or head.timeout_s < self._timeout_s):
@@ -59,7 +59,7 @@ class Deadlines:
                 self._timers.append(self._loop.call_later(head.timeout_s, expire))
 
     def left_s(self, head: str) -> float:
-        """The time until a head's own deadline or the request's; 0 if it has passed."""
+        """Seconds until the earlier of the head's deadline and the request's; 0 if that deadline has passed."""
         limit_s = self._collector.heads[head].timeout_s
         until_s = self._timeout_s if limit_s is None else min(limit_s, self._timeout_s)
         return max(0.0, self._start_s + until_s - self._loop.time())
@@ -70,7 +70,7 @@ class Deadlines:
         self._is_held = False
 
     def hold(self) -> None:
-        """Record that the stream waits for its reader: until `note_piece` its silence isn't the replica's."""
+        """Record that the stream waits for its reader: until `note_piece` a pause doesn't count against the replica."""
         self._is_held = True
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""How two answers to the same request differ, output by output."""
+"""Compares two answers to the same request, output by output."""
 
 from __future__ import annotations
 
@@ -14,28 +14,29 @@ from headwater_server.codecs.tensors import RawTensor
 __all__ = ["Difference", "difference"]
 
 _CHUNK: Final = 1 << 16
-"""Elements that are compared at once, as FP64."""
+"""Elements that are converted to FP64 and compared at once."""
 
 
 class Difference(NamedTuple):
-    """How one output differs."""
+    """How two values of an output differ."""
 
     greatest: float | None
-    """The greatest absolute difference of two numbers, infinite where only one of them is; None: nothing to measure."""
+    """The greatest absolute difference of two elements, infinite if only one element is finite; None if there are no
+    numbers to compare."""
     rows: int = 0
     """Rows that disagree."""
     kind: Literal["value", "form"] = "value"
-    """In what: the greatest label or the texts; or shape and datatype."""
+    """Kind of disagreement: ``value``, in the greatest label or the text; ``form``, in shape or datatype."""
 
 
 def difference(spec: TensorSpec, other_spec: TensorSpec, answer: RawTensor, other: RawTensor | None) -> Difference:
     """Compare an output.
 
     Args:
-        spec: of the output of which ``answer`` is, with labels or without.
-        other_spec: the same of the version that is compared; its labels may stand in another order.
-        answer: what the client got.
-        other: what the other version gave; None: it left the output out.
+        spec: the output's declaration in the version that answered the client, with or without labels.
+        other_spec: the output's declaration in the other version; its labels may be in another order.
+        answer: the output that the client got.
+        other: the output of the other version; None if that version omitted the output.
     """
     rows = answer.shape[0]
     if other is None or (other.datatype, other.shape) != (answer.datatype, answer.shape):
@@ -62,13 +63,13 @@ def _numbers(tensor: RawTensor) -> npt.NDArray[Any]:
 
 
 def _greatest(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> float:
-    """The greatest difference; what is NaN, or the same infinity, in both is equal."""
+    """The greatest absolute difference. Two NaN count as equal, and so do two equal infinities."""
     is_same = one == other
     one, other = one.astype(np.float64), other.astype(np.float64)
     is_same |= np.isnan(one) & np.isnan(other)
     with np.errstate(invalid="ignore", over="ignore"):
         gaps = np.abs(one - other)
     gaps[np.isnan(gaps)] = np.inf
-    gaps = np.maximum(gaps, np.finfo(np.float64).tiny)  # large integers may be equal only as floats
+    gaps = np.maximum(gaps, np.finfo(np.float64).tiny)  # different large integers may become equal floats
     gaps[is_same] = 0
     return float(gaps.max())

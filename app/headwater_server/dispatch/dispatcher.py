@@ -1,4 +1,4 @@
-"""One model in a gateway worker: admission, batching, and which replica has which call."""
+"""One model in a gateway worker: admits requests, batches their rows and sends the batches to replicas."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ __all__ = ["ModelDispatcher"]
 
 
 class ModelDispatcher(TensorDispatcher[Pending]):
-    """Takes requests for one model, and answers them through its replicas, in batches.
+    """Takes requests for one model, and has its replicas answer them in batches.
 
     Args:
         route: the deployment.
-        connect: makes a replica's client; tests and other engines pass their own.
+        connect: makes a replica's client; tests and other engines replace it.
         on_quarantined: called with the fingerprint of a request that took two replicas down.
-        budget: limits what may wait in all deployments together; None: this is the only one.
-        on_lost: called with each replica that is lost, and again if it turns out which request ended it.
+        budget: limits the rows and bytes that wait in all deployments together; None if there is a single deployment.
+        on_lost: called with the report of each lost replica, and again once it is known which request ended it.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class ModelDispatcher(TensorDispatcher[Pending]):
 
     @property
     def queued_rows(self) -> int:
-        """Rows waiting."""
+        """Rows that wait, including rows that wait to be retried."""
         return self._queue.rows + self._retries.rows
 
     @property
@@ -145,7 +145,7 @@ class ModelDispatcher(TensorDispatcher[Pending]):
             return super().under_way(None)
         batches = [batch for one in self._pool.held(replicas) for batch in one.batches.values()]
         found = {part.pending for batch in batches for part in batch}
-        # A request that is answered may still be read, which needs no replica.
+        # A stream's client may still be reading after the last outputs arrived; that needs no replica.
         return [one.collector.fail for one in found if not one.collector.is_done]
 
     def quarantine(self, fingerprint: bytes) -> None:
@@ -214,11 +214,11 @@ class ModelDispatcher(TensorDispatcher[Pending]):
     def _enqueue(self, pending: Pending, size_bytes: int) -> None:
         request = pending.request
         key: Hashable = (
-            # A stream goes alone: its steps depend on what it yields.
+            # A stream never shares a call: when it ends depends on its outputs.
             id(pending if pending.signature.streams else pending.signature),
             tuple([(name, tensor.shape[1:]) for name, tensor in request.inputs.items()]),
             tuple(request.batch_parameters.items()),
-            request.is_copy,  # what a copy does to a replica is no fault of a client's request
+            request.is_copy,  # a client's request must not be blamed if a copy ends the replica
         )
         losses = 1 if pending.fingerprint else 0
         whole = Part(pending, key, 0, request.rows, request.inputs, set(pending.collector.heads), size_bytes, losses)
@@ -238,13 +238,13 @@ class ModelDispatcher(TensorDispatcher[Pending]):
             self._admission.add_copy(part)
 
     def _displace(self, part: Part, error: QueueFull) -> None:
-        """Fail a request that gives way to one with a better claim to its place in the queue."""
+        """Fail a waiting request because its place in the queue goes to a request that has priority over it."""
         for other in part.pending.parts:
             self._queue.remove(other)
         part.pending.collector.fail(error)
 
     def _cut_waiting(self) -> None:
-        """Cut waiting parts to the present size of batches."""
+        """Cut waiting parts that are larger than the present batch size."""
         for pending in self._requests:
             for part in list(pending.parts):
                 if part.alive and part.rows > self._queue.max_batch_size:
@@ -253,11 +253,11 @@ class ModelDispatcher(TensorDispatcher[Pending]):
                         self._push(piece)
 
     def _fitting(self, part: Part) -> list[Part]:
-        """A part, which is in no queue, cut to the present size of batches."""
+        """Cut a part, which must be in no queue, into pieces of at most the present batch size."""
         size = self._queue.max_batch_size
         if part.rows <= size:
             return [part]
-        if part.pending.signature.streams:  # it can't be cut
+        if part.pending.signature.streams:  # a stream can't be cut
             part.fail(self._too_many(part.rows, size))
             return []
         return part.pending.cut(part, size)
@@ -270,8 +270,9 @@ class ModelDispatcher(TensorDispatcher[Pending]):
         )
 
     def _take_back(self, part: Part) -> None:
-        """Queue rows again that a replica never had. Without another replica they wait for the table's next state."""
-        if not self.route.replicas:  # the table has it already
+        """Queue rows again that never reached their replica. They wait for the next routing table if no replica is
+        eligible now."""
+        if not self.route.replicas:  # the table already says that no replica is left
             part.fail(unavailable(self.route))
         elif not part.pending.collector.is_done:
             pieces = self._fitting(part)

@@ -1,4 +1,4 @@
-"""Equal requests at the same time are computed once, and answers that are kept answer later ones."""
+"""Computes identical concurrent requests once, and answers later identical requests from the cache."""
 
 from __future__ import annotations
 
@@ -20,25 +20,26 @@ from headwater_server.telemetry.recorder import CacheMeter
 __all__ = ["Flights", "Waiter"]
 
 THREAD_BYTES: Final = 256 * 1024
-"""Inputs from this size on are hashed in a thread: it takes a quarter of a millisecond."""
+"""Inputs of at least this size are hashed in a thread: hashing this size takes a quarter of a millisecond."""
 
 _OWN_ENDS: Final = (asyncio.CancelledError, Cancelled, DeadlineExceeded, QueueFull)
-"""How a request may end for reasons of its own, which says nothing about equal ones."""
+"""Errors with a cause in the request's client, deadline or priority: an identical request may still succeed."""
 
 
 class Waiter:
-    """A request that waits for the answer to an equal one.
+    """A request that waits for the answer to an identical request.
 
     Args:
         request: the request.
-        timeout_s: the deployment's.
+        timeout_s: the deployment's timeout.
     """
 
     def __init__(self, request: InferRequest, timeout_s: float) -> None:
         self.request = request
         self.collector = Collector(PLAIN, is_stream=False)
         self.turn: Literal["take", "compute", "alone"] = "take"
-        """Once it is decided: whether it has the answer, computes it for those that wait on, or for itself."""
+        """The decision that ended the wait: ``take`` the shared answer, ``compute`` it for all requests that still
+        wait, or compute it ``alone`` for this request only."""
         self._deadlines = Deadlines(
             self.collector, timeout_s, request.timeout_us, where=lambda: "while an equal request was computed"
         )
@@ -50,31 +51,32 @@ class Waiter:
             self.collector.decide(WHOLE, outputs or {})
 
     def close(self) -> None:
-        """Leave the request only the time that is left, in case it is computed now."""
+        """Reduce the request's timeout to the remaining time, in case the request is computed now."""
         self.request.timeout_us = max(1, int(1e6 * self._deadlines.left_s(WHOLE)))
         self._deadlines.close()
 
 
 class _Flight:
-    """A computation, and those that wait for its answer, in the order of their arrival."""
+    """A computation, and the requests that wait for its answer, in the order of their arrival."""
 
     def __init__(self) -> None:
         self.waiters: dict[Waiter, None] = {}
         self.computing: list[InferRequest] = []
-        """The requests that are computed: more than one if a later request was more urgent than those before it."""
+        """The requests being computed; several if a later request was more urgent than the earlier requests."""
 
     def land(self, outputs: Outputs) -> None:
-        """Give all the answer."""
+        """Give all waiting requests the answer."""
         for waiter in self.waiters:
             waiter.decide("take", outputs)
 
     def dissolve(self) -> None:
-        """Have each compute its own answer."""
+        """Have each waiting request be computed separately."""
         for waiter in self.waiters:
             waiter.decide("alone")
 
     def hand_on(self) -> bool:
-        """Have the most urgent one compute, the first of several. Returns whether there is one."""
+        """Have the most urgent waiting request be computed, among equally urgent requests the first. Returns whether a
+        request was waiting."""
         waiting = [waiter for waiter in self.waiters if not waiter.collector.is_done]
         if waiting:
             min(waiting, key=lambda waiter: _urgency(waiter.request)).decide("compute")
@@ -82,18 +84,18 @@ class _Flight:
 
 
 class Flights:
-    """Answers one deployment's requests with what is kept, with what is being computed, or by computing.
+    """Answers one deployment's requests from the cache, from a computation in flight, or by a new computation.
 
-    If a computation's client leaves, or its own deadline passes, the next request that waits for it computes. If it
-    fails otherwise, each computes for itself, as without a cache: they go in one batch, and the failure may be one that
-    the model or its replica had by chance. A request that is more urgent than those that are computed doesn't wait in
-    the queue with them: it is computed, too, and whichever ends first answers all that wait.
+    If the client of a computed request leaves or its deadline passes, the next waiting request is computed. If the
+    computation fails otherwise, each waiting request is computed separately, as without a cache: they share a batch,
+    and the failure of the model or its replica may not repeat. A request that is more urgent than the requests being
+    computed, while those still wait in the queue, is computed too; the first answer goes to all waiting requests.
 
     Args:
-        cache: what is kept.
-        meter: counts.
-        waiting: the requests that wait for an equal one; kept up to date here.
-        version: identifies what computes now; answers of another version are not used.
+        cache: the answers that are kept.
+        meter: counts hits, misses and shared answers.
+        waiting: the requests that wait for an identical request; this object adds and removes them.
+        version: identifies the model that computes now; answers of another version are not used.
         is_queued: whether a request that is to be computed may still wait in a queue.
     """
 
@@ -114,7 +116,7 @@ class Flights:
         self._flights: dict[bytes, _Flight] = {}
 
     def clear(self) -> None:
-        """Forget all answers, those of computations under way included."""
+        """Forget all answers, including the answers of computations in flight."""
         self.cache.clear()
         self._flights = {}
 
@@ -123,11 +125,11 @@ class Flights:
 
         Args:
             request: the request.
-            timeout_s: the deployment's.
+            timeout_s: the deployment's timeout.
             compute: computes the answer.
 
         Raises:
-            HeadwaterError: as ``compute``; `DeadlineExceeded` while it waits for an equal request.
+            HeadwaterError: the errors of ``compute``; `DeadlineExceeded` while it waits for an identical request.
         """
         if held_bytes(request.inputs) < THREAD_BYTES:
             key = self.cache.key(request)
@@ -155,8 +157,9 @@ class Flights:
         return await self._compute(key, flight if waiter.turn == "compute" else _Flight(), request, compute)
 
     def _overtakes(self, request: InferRequest, flight: _Flight) -> bool:
-        """Whether a request would be computed before all that a flight computes, which still wait in a queue."""
-        computing = flight.computing  # empty while one that waited is about to compute
+        """Whether a request is more urgent than all requests that a flight computes, and these still wait in a
+        queue."""
+        computing = flight.computing  # empty while a request that waited is about to be computed
         most = min(map(_urgency, computing), default=0)
         return _urgency(request) < most and all(map(self._is_queued, computing))
 
@@ -166,7 +169,7 @@ class Flights:
         try:
             return await waiter.collector.whole()
         except BaseException:
-            if waiter.turn == "compute":  # its client left just as it was to compute
+            if waiter.turn == "compute":  # the client left just before the computation
                 self._hand_on(key, flight)
             raise
         finally:
@@ -204,7 +207,7 @@ class Flights:
             self._end(key, flight)
 
     def _end(self, key: bytes, flight: _Flight) -> bool:
-        """End a flight. Returns whether it was of the present version, and open to others."""
+        """End a flight. Returns whether it was registered under the key: it is of the present version and shared."""
         if self._flights.get(key) is not flight:
             return False
         del self._flights[key]

@@ -1,4 +1,4 @@
-"""One call that is answered in frames: which request wants which head, and the way of each piece to its requests."""
+"""A call that is answered in frames: records which request wants which head, and passes each piece to its requests."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _WORKER = uuid.uuid4().hex[:12]
 """Makes the names of calls unique among gateway workers."""
 _WHOLE_ONLY: Final = frozenset((WHOLE,))
 _NOTHING: Final = FrameRequest([], CallNote())
-"""In the place of a request that isn't needed any more."""
+"""Replaces a request that is no longer needed."""
 
 
 class FrameCall:
     """Rows of several requests in one call.
 
     Args:
-        parts: the rows, which may share a call. The call asks for the heads that they await and that are undecided.
-        segments: where large inputs go; None: all go inline.
+        parts: the rows, which may share a call. The call asks for the heads that the parts await and are undecided.
+        segments: memory for large inputs; None to send all inputs inline.
     """
 
     __slots__ = (
@@ -49,9 +49,9 @@ class FrameCall:
         self._asked = [_WHOLE_ONLY if part.awaited == _WHOLE_ONLY else frozenset(part.awaited) for part in parts]
         signature = parts[0].pending.signature
         self.lost: HeadwaterError | None = None
-        """Set once the replica has reported that it can't go on."""
+        """Set once the replica has reported that it can't continue."""
         self.unshared = ""
-        """Why the replica can't open the segment with the inputs; then it ran nothing."""
+        """Why the replica can't open the segment with the inputs; it then has computed nothing."""
         self._has_heads = bool(signature.heads)
         self._unanswered = set[str]().union(*self._asked)
         names = [head.name for head in signature.heads] or [WHOLE]
@@ -71,19 +71,19 @@ class FrameCall:
             note.left_s = {head or signature.name: left_s for head, left_s in self._left_s().items()}
         self._started_ns = time.perf_counter_ns()
         self.compute_ns = 0
-        """Time in the callable so far."""
+        """Nanoseconds in the callable so far."""
         self.held_rows = 0
-        """Rows of all gateway workers that the replica had, as it last said."""
+        """Rows of all gateway workers that the replica had, by its last report."""
 
     def tell_path(self, path: str) -> None:
-        """Note where the replica's port has put the segment."""
+        """Note the path at which the replica's port stored the segment."""
         assert self.request.note.shared is not None
         self.request.note.shared.path = path
 
     def _patience_s(self) -> float:
-        """How long one head's answer may wait for the others', if no request can use it alone.
+        """Seconds that a head's answer may wait for the other heads; 0 if a request can use it before they answer.
 
-        At most half of the time until the first deadline, so that a late head is known by then.
+        At most half of the time until the earliest deadline, so that a late head is noticed before the deadline.
         """
         if not self._has_heads or len(set(self._asked)) != 1:
             return 0
@@ -95,7 +95,7 @@ class FrameCall:
         return min(left_s, default=0.0) / 2
 
     def _left_s(self) -> dict[str, float]:
-        """By head, how long the last of the requests that want it waits for it."""
+        """By head, the seconds until the latest deadline among the requests that want the head."""
         left_s: dict[str, float] = {}
         for part, asked in zip(self._parts, self._asked, strict=True):
             for head in asked:
@@ -104,11 +104,11 @@ class FrameCall:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all heads have answered. The call ends later, with an empty answer of Triton's."""
+        """Whether all heads have answered. The call itself ends later, with an empty response from Triton."""
         return not self._unanswered
 
     def take(self, raw: bytes, meter: DeploymentMeter) -> None:
-        """Count one of the call's frames, and pass it to the requests."""
+        """Count a frame of the call, and pass its pieces to the requests."""
         frame, pieces = decode_frame(raw)
         self.held_rows = frame.held_rows
         for count in frame.counts:
@@ -128,7 +128,7 @@ class FrameCall:
         if self.segment is not None and piece.failures and piece.failures[0][1] == Status.UNSHARED:
             self.unshared = piece.failures[0][2]
             return
-        if not self._has_heads:  # only in its replica is a plain model a pipeline, of one step
+        if not self._has_heads:  # the replica runs a plain model as a pipeline of one step
             piece.head = WHOLE
         if piece.is_last:
             self._unanswered.discard(piece.head)
@@ -152,14 +152,14 @@ class FrameCall:
         hand_out(wanting, piece.head, outputs, reports, is_last=piece.is_last)
 
     def release(self) -> None:
-        """Drop the inputs of a stream that has begun: they may be large, and it is never retried."""
+        """Drop the inputs of a stream that has begun: they may be large, and a stream is never retried."""
         self.request = _NOTHING
         for part in self._parts:
             part.inputs = {}
             part.pending.request.inputs.clear()
 
     def end(self) -> None:
-        """Fail the heads that the complete answer did not have."""
+        """Fail the heads that have not answered when the call has ended."""
         for part in self._parts:
             for head in sorted(part.awaited):
                 part.decide(head, error=CallableFailed(f"head `{head}`: the replica ended its answer without it"))

@@ -1,4 +1,5 @@
-"""A pipeline whose steps are deployments of their own: each step is called once, and its bytes travel undecoded."""
+"""A pipeline with separate deployments for its steps: each step is called once, and tensors pass between steps
+undecoded."""
 
 from __future__ import annotations
 
@@ -36,14 +37,15 @@ _BAD_OUTPUT: Final = re.compile(
     r"(?:row \d+: )?output '(?P<name>[^']+)': expected \w+ \[(?P<asked>\d+)(?:[^]\d][^]]*)?\], "
     r"got (?P<datatype>\w+) \[(?P<rows>\d+)(?P<shape>(?:[^]\d][^]]*)?)\](?:: \d+ rows went in)?\Z"
 )
-"""The words of `headwater.wire.arrays.wire` for an output that isn't as declared, perhaps of some of the rows only."""
+"""Matches the message of `headwater.wire.arrays.wire` about an output that doesn't match its declaration. The message
+may be about a part of the request's rows."""
 
 
 class GraphDispatcher(TensorDispatcher["_Run"]):
     """Takes requests for one pipeline, and answers them through its steps' deployments.
 
-    A step runs as soon as its inputs are there, at the same time as others that don't depend on it. A step that is
-    slow, fails or is lost delays and harms only those that depend on it.
+    A step runs as soon as its inputs are available, concurrently with steps that don't depend on it. A step that is
+    slow, fails or is lost affects only the steps that depend on it.
 
     Args:
         route: the pipeline.
@@ -59,13 +61,13 @@ class GraphDispatcher(TensorDispatcher["_Run"]):
 
     @property
     def version(self) -> Hashable:
-        """See `TensorDispatcher.version`: its steps' versions."""
+        """See `TensorDispatcher.version`: the versions of all steps."""
         steps = self.route.plan.steps if self.route.plan is not None else ()
         found = (self._find(step.spec.deployment or f"{self.route.name}.{step.name}") for step in steps)
         return self.route.signature, *(one and (one.route.generation, one.route.signature) for one in found)
 
     def check_ready(self, *, is_step: bool = False) -> Signature:
-        """See `Dispatcher.check_ready`: requests are accepted as long as enough of the steps accept them."""
+        """See `Dispatcher.check_ready`: requests are accepted while enough steps accept requests."""
         if self.is_draining and not is_step:
             raise Unavailable("the server is stopping", retry_after_s=RETRY_AFTER_LOST_S)
         route = self.route
@@ -76,7 +78,7 @@ class GraphDispatcher(TensorDispatcher["_Run"]):
     def _start(self, request: InferRequest, signature: Signature, *, is_stream: bool) -> _Run:
         limit = self.route.max_queue_size
         if self._rows and self._rows + request.rows > limit:
-            # Before the trunk computes what its heads would refuse.
+            # Refused here, so that the trunk doesn't compute rows that its heads would refuse.
             raise QueueFull(
                 f"model `{self.route.name}`: the queue is full: {self._rows} of {limit} rows are under way",
                 retry_after_s=1,
@@ -98,7 +100,7 @@ class GraphDispatcher(TensorDispatcher["_Run"]):
 
 
 class _Run:
-    """One request on its way through the steps."""
+    """A request in flight through the steps."""
 
     def __init__(
         self,
@@ -130,7 +132,7 @@ class _Run:
         self._tasks = {}
 
     def _give_up(self, head: str) -> None:
-        """Cancel the steps that no undecided head needs, as one has reached its deadline."""
+        """Cancel the steps that no undecided head needs; called when a head reaches its deadline."""
         wanted = self._plan.needed(self.collector.undecided)
         for step in self._steps:
             if step.name not in wanted:
@@ -150,10 +152,10 @@ class _Run:
         self.collector.decide(step, error=error.again())
 
     async def _step(self, step: PlannedStep) -> Outputs:
-        """Call one step as soon as its inputs are there."""
+        """Call a step as soon as its inputs are available."""
         tasks = self._tasks  # `end` may replace it
         for parent in step.parents:
-            # Not awaited itself: a step that others need isn't cancelled with one of them.
+            # `asyncio.wait` doesn't cancel the parent's task when this step is cancelled: other steps may need it.
             await asyncio.wait({tasks[parent]})
         inputs: dict[str, RawTensor] = {}
         for wire in step.wires:
@@ -175,11 +177,12 @@ class _Run:
             raise error.again(f"step `{step.name}`: {error.message}") from error
 
     def _made(self, step: PlannedStep, wire: Wire) -> Outputs:
-        """A parent's outputs. Its failure is this step's too; that of a wrong output names this step's input."""
+        """A parent's outputs. A parent's failure fails this step too; if the parent's output doesn't match its
+        declaration, the error names this step's input."""
         try:
             return self._tasks[wire.step].result()
         except HeadwaterError as error:
-            # A copy: one exception raised in several tasks gathers the tracebacks of all.
+            # Raise a copy: an exception that is raised in several tasks collects the tracebacks of them all.
             found = _BAD_OUTPUT.match(error.message.removeprefix(f"step `{wire.step}`: "))
             if found is None or found["name"] != wire.output:
                 raise error.again() from None
@@ -188,7 +191,8 @@ class _Run:
             raise _mismatch(step, wire, self.request.rows, got) from error
 
     def _request(self, step: PlannedStep, inputs: dict[str, RawTensor], *, is_kept: bool) -> InferRequest:
-        """The request to a step; one whose answers are kept is asked for all that any head may need."""
+        """The request to a step. If the step's answers are cached, all its outputs are requested, so that the answer
+        suits requests for any heads."""
         signature = step.signature
         wanted = {wish.name for wish in self.request.outputs} if step.name in self.collector.heads else set()
         wanted |= {wire.output for other in self._steps for wire in other.wires if wire.step == step.name}
@@ -202,15 +206,15 @@ class _Run:
             row_parameters={name: one for name, one in self.request.row_parameters.items() if name in own},
             priority=self.request.priority,
             owner=self.request.owner,
-            # Without the pipeline's deadline, at which the step is cancelled: it must not fail just before.
+            # No `timeout_us`: the step is cancelled at the pipeline's deadline, and must not fail just before.
         )
 
 
 def _checked(tensor: RawTensor | None, step: PlannedStep, wire: Wire, rows: int) -> RawTensor:
-    """Check that a tensor is what an input expects.
+    """Check that a tensor is present and has the datatype, shape and size that an input expects.
 
     Raises:
-        CallableFailed: it is missing, or differs in datatype, shape or size.
+        CallableFailed: the tensor is missing, or has another datatype, shape or size.
     """
     if tensor is None:
         raise _mismatch(step, wire, rows, "nothing")

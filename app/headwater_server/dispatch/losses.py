@@ -23,7 +23,7 @@ __all__ = ["LIMIT", "Losses", "Quarantine", "Retries", "fingerprint", "keys_of"]
 logger = logging.getLogger("headwater.dispatch")
 
 LIMIT: Final = 1024
-"""How many suspects, and how many refused requests, are remembered."""
+"""The most suspects, and the most refused requests, that are remembered."""
 
 FINGERPRINT_BYTES: Final = 16
 
@@ -31,56 +31,56 @@ RETRY_AFTER_TWICE_S: Final = 60
 
 
 def fingerprint(request: InferRequest) -> bytes:
-    """The hash of a request's inputs, parameters and heads: a model computes the same for requests with equal ones."""
+    """Hash of a request's inputs, parameters and heads, which determine the model's answer."""
     parameters = (sorted(request.batch_parameters.items()), sorted(request.row_parameters.items()))
     digest = hashlib.blake2b(msgspec.json.encode((parameters, request.heads)), digest_size=FINGERPRINT_BYTES)
     for name, tensor in sorted(request.inputs.items()):
-        # The length separates tensors whose concatenated bytes are equal.
+        # The length of each tensor keeps different tensors apart that have the same concatenated bytes.
         digest.update(msgspec.json.encode((name, tensor.datatype, tensor.shape, len(tensor.data))))
         digest.update(tensor.data)
     return digest.digest()
 
 
 def keys_of(replica: ReplicaCalls, unsent: list[Part] | None = None) -> set[str]:
-    """The names of the API keys whose requests a replica has, apart from a batch that never reached it."""
+    """Names of the API keys that sent the requests of a replica's calls, without a batch that never reached it."""
     return {part.pending.request.owner for batch in replica.batches.values() if batch is not unsent for part in batch}
 
 
 class Quarantine:
-    """The suspects and the refused requests of one deployment, by fingerprint. It has no clock of its own.
+    """The suspects and the refused requests of one deployment, by fingerprint. Callers pass the present time.
 
-    A request is a suspect once a replica was lost while it had the request, perhaps with others; it should be computed
-    alone. It is refused once another replica was lost while it computed the request alone.
+    A request is a suspect once a replica was lost while it had the request, perhaps together with other requests; a
+    suspect should be computed alone. It is refused once another replica was lost while it computed the request alone.
 
     Args:
-        for_s: how long either is remembered; 0: not at all.
+        for_s: seconds for which suspects and refused requests are remembered; 0 disables both.
     """
 
     def __init__(self, for_s: float) -> None:
         self.for_s = for_s
         self._suspected: dict[bytes, float] = {}
-        """The time at which each expires; the earliest first."""
+        """The time at which each fingerprint expires; the earliest first."""
         self._refused: dict[bytes, float] = {}
 
     def __len__(self) -> int:
-        """The number of fingerprints; while there are none, no request needs hashing."""
+        """The number of fingerprints; while it is 0, no request needs hashing."""
         return len(self._suspected) + len(self._refused)
 
     def suspect(self, fingerprint: bytes, now_s: float) -> None:
-        """A replica was lost with the request."""
+        """Note that a replica was lost with the request."""
         self._add(self._suspected, fingerprint, now_s)
 
     def refuse(self, fingerprint: bytes, now_s: float) -> None:
-        """Two replicas were lost with the request."""
+        """Refuse the request from now on: two replicas were lost with it."""
         self.clear(fingerprint)
         self._add(self._refused, fingerprint, now_s)
 
     def clear(self, fingerprint: bytes) -> None:
-        """The request was answered: another one ended the replica."""
+        """Drop the suspicion: the request was answered, so another request ended the replica."""
         self._suspected.pop(fingerprint, None)
 
     def lift(self) -> None:
-        """Forget all, because the model was reloaded."""
+        """Forget all fingerprints, because the model was reloaded."""
         self._suspected.clear()
         self._refused.clear()
 
@@ -90,7 +90,7 @@ class Quarantine:
         return fingerprint in self._suspected
 
     def refused_s(self, fingerprint: bytes, now_s: float) -> float:
-        """For how long the request is still refused; 0 if it isn't."""
+        """Seconds for which the request is still refused; 0 if it isn't refused."""
         _drop_expired(self._refused, now_s)
         return self._refused.get(fingerprint, now_s) - now_s
 
@@ -112,14 +112,14 @@ def _drop_expired(table: dict[bytes, float], now_s: float) -> None:
 class Retries:
     """The parts of one deployment that wait to be retried.
 
-    One replica at a time is set aside for them. It has one call at a time, and batches of other requests get every
-    second turn there, so that neither waits for the other's end.
+    One replica at a time is set aside for retries. It computes one call at a time: retries and batches of other
+    requests take turns there, so that neither kind waits until the other has ended.
     """
 
     def __init__(self) -> None:
         self._waiting: deque[Part] = deque()
         self.aside: ReplicaCalls | None = None
-        """The replica that is set aside."""
+        """The replica that is set aside; None if no replica is."""
         self._is_alone = False
         """Whether that replica computes a retry now."""
         self._is_others_turn = False
@@ -139,7 +139,7 @@ class Retries:
         self._waiting.append(part)
 
     def push_back(self, parts: list[Part]) -> None:
-        """Put back what `next` gave and no replica has had; `next` gives it before any other."""
+        """Put back parts that `next` returned and that never reached a replica; `next` returns them first."""
         for part in reversed(parts):
             part.is_retry = True
             self._waiting.appendleft(part)
@@ -150,7 +150,7 @@ class Retries:
         part.is_retry = False
 
     def drain(self) -> list[Part]:
-        """Remove everything."""
+        """Remove and return all parts."""
         return [self._pop() for _ in range(len(self._waiting))]
 
     def _pop(self) -> Part:
@@ -161,11 +161,11 @@ class Retries:
     def next(
         self, least: Callable[[], ReplicaCalls | None], *, has_others: bool
     ) -> tuple[ReplicaCalls, Part] | None:  # fmt: skip
-        """The part to be computed now, and its replica. Sets one aside if there is none.
+        """The part to be computed now, and its replica. Sets a replica aside if none is set aside.
 
         Args:
-            least: finds the eligible replica with the least to do, one without calls if there is any.
-            has_others: whether rows of other requests wait; then their batches have their turns.
+            least: finds the least loaded eligible replica, without calls if possible.
+            has_others: whether rows of other requests wait; their batches then take turns with retries.
         """
         while self._waiting and self._waiting[0].pending.collector.is_done:
             self._pop()
@@ -177,7 +177,7 @@ class Retries:
             return None
         if self.aside is None or (self.aside.calls and not self._is_alone):
             best = least()
-            # Only an idle replica is worth a change: a busy one may take long.
+            # Change the replica only for an idle replica: another busy replica may take long.
             if best is not None and (self.aside is None or not best.calls):
                 self._release()
                 self.aside = best
@@ -191,11 +191,11 @@ class Retries:
         return replica is not self.aside or (self._is_others_turn and not replica.calls)
 
     def note_batch(self) -> None:
-        """The replica that is set aside gets a batch of other requests."""
+        """Note that the replica that is set aside gets a batch of other requests."""
         self._is_others_turn = False
 
     def note_end(self, replica: ReplicaCalls) -> None:
-        """A replica's call has ended, and no longer counts."""
+        """Note that a replica's call has ended; the replica's ``calls`` must not include it any more."""
         if replica is not self.aside:
             return
         self._is_others_turn = self._is_alone
@@ -210,10 +210,10 @@ class Retries:
 
 
 class Losses:
-    """Decides what becomes of the rows that one deployment's lost replicas had.
+    """Retries or fails the rows of one deployment's lost replicas.
 
-    ``on_quarantined`` is called with the fingerprint of a request that took two replicas down, and ``on_lost`` with
-    its key.
+    When a request took two replicas down, ``on_quarantined`` is called with its fingerprint, and ``on_lost`` with a
+    report that names its API key.
     """
 
     def __init__(
@@ -230,7 +230,7 @@ class Losses:
         self._on_quarantined = on_quarantined
         self._on_lost = on_lost
         self._accused: dict[str, list[tuple[Part, str]]] = {}
-        """Parts that were computed when their second replica was lost, and their first one, by the second."""
+        """By the id of a part's second lost replica: the part, and the id of its first lost replica."""
         self._loop = asyncio.get_running_loop()
         self.retries = Retries()
         self.quarantine = Quarantine(0)
@@ -238,20 +238,20 @@ class Losses:
         """Whether replicas are lost because the worker ends."""
 
     def lose(self, replica: ReplicaCalls, unsent: list[Part] | None = None) -> None:
-        """Give a lost replica nothing more; the batch ``unsent`` never reached it."""
+        """Give a lost replica no new calls; the batch ``unsent`` never reached it."""
         self._pool.lose(replica, keys_of(replica, unsent))
         self.fail_stranded()
 
     def fail_stranded(self) -> None:
-        """Fail what waits to be retried if no replica is left for it."""
+        """Fail the parts that wait to be retried, if no eligible replica is left."""
         if self.retries and not self._pool.eligible():
             for part in self.retries.drain():
                 part.fail(ReplicaLost("the replica ended while it had the request", retry_after_s=RETRY_AFTER_LOST_S))
 
     def take(self, part: Part, replica: ReplicaCalls, error: ReplicaLost) -> None:
-        """Retry a lost replica's rows on another one, once and alone, for the heads that have not answered.
+        """Retry a lost replica's rows on another replica, once and alone, for the heads that have not answered.
 
-        ``error`` fails them if they can't be retried.
+        Rows that can't be retried fail with ``error``.
         """
         pending = part.pending
         if pending.collector.is_done or part.awaited.isdisjoint(pending.collector.undecided):
@@ -266,7 +266,7 @@ class Losses:
         id = replica.route.id
         if part.losses > 1:
             self._accused.setdefault(id, []).append((part, part.lost_with))
-            if replica.losses > 1:  # it was out of order before it had the request, and the supervisor ends it for that
+            if replica.losses > 1:  # it failed before it had the request, so the supervisor will end it anyway
                 self._acquit(id)
                 return
             self._loop.call_later(LOST_RETRY_S, self._acquit, id)
@@ -281,7 +281,7 @@ class Losses:
         self.retries.push(part)
 
     def judge(self) -> None:
-        """Quarantine requests whose second replica is no longer in the table, and so has ended."""
+        """Quarantine requests whose second lost replica has left the routing table, which means that it has ended."""
         for id in [id for id in self._accused if id not in self._pool.connected]:
             for part, earlier in self._accused.pop(id):
                 self._convict(part, id, earlier)
@@ -298,23 +298,24 @@ class Losses:
         part.fail(ReplicaLost(text, retry_after_s=RETRY_AFTER_TWICE_S))
 
     def _acquit(self, replica: str) -> None:
-        """Fail requests whose second replica is still in the table: it is out of order, whatever it computes."""
+        """Fail requests whose second lost replica is still in the routing table: the replica is broken, and the request
+        is not to blame."""
         for part, _ in self._accused.pop(replica, ()):
             text = f"model `{self._name}`: two replicas could not answer the request"
             part.fail(ReplicaLost(text, retry_after_s=RETRY_AFTER_LOST_S))
 
     def close(self) -> None:
-        """Lose replicas without retries: the worker ends."""
+        """Stop retries, because the worker ends and closes all replicas."""
         self.is_closed = True
         for replica in list(self._accused):
             self._acquit(replica)
 
     def examine(self, request: InferRequest, max_rows: int) -> bytes:
-        """The fingerprint of a new request that must be computed alone; empty for others.
+        """The fingerprint of a new request if it must be computed alone, else empty.
 
         Raises:
             Quarantined: the same request took two replicas down.
-            QueueFull: with it more than ``max_rows`` would wait to be computed alone.
+            QueueFull: more than ``max_rows`` rows, including this request's, would wait to be computed alone.
         """
         found = fingerprint(request)
         now_s = self._loop.time()

@@ -1,4 +1,4 @@
-"""A request in flight, and the parts of it that wait and travel to replicas."""
+"""A request in flight, and its parts, which wait in the queue and travel to replicas."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ class Pending:
 
     Args:
         request: the request.
-        signature: the one that it was checked against; the model may have another one before the request is answered.
+        signature: the signature that the request was checked against; a reload may change the model's signature before
+            the request is answered.
         collector: collects its answer.
-        timeout_s: the deployment's.
+        timeout_s: the deployment's timeout.
     """
 
     __slots__ = (
@@ -42,23 +43,23 @@ class Pending:
         self.arrived_ns = time.perf_counter_ns()
         self.parts: list[Part] = []
         self.stream: tuple[FrameReplicaClient, str] | None = None
-        """The client that receives a stream, and the stream's name there, until its last frame."""
+        """The client that receives the stream, and the stream's name in that client; None after the last frame."""
         self.queue_ns = 0
-        """Time until its last call began."""
+        """Nanoseconds from arrival to the start of the last call."""
         self.compute_ns = 0
-        """Time in the callable in its last call, so far."""
+        """Nanoseconds in the callable during the last call, so far."""
         self.gathered_ns = 0
-        """The reading of the deployment's `headwater_server.dispatch.policy.GatherClock` at its arrival."""
+        """The reading of the deployment's `headwater_server.dispatch.policy.GatherClock` when the request arrived."""
         self.batch_wait_ns = 0
-        """The part of ``queue_ns`` in which a replica was free, and more rows were awaited."""
+        """The part of ``queue_ns`` in which a replica was free, but the batch waited for more rows."""
         self.trace: ModelTrace | None = None
         self.fingerprint = b""
         """Set once the request is suspected of having ended a replica."""
         self._results: dict[str, dict[Part, Outputs]] = {}
-        """Of a request in several parts: the outputs of each head for the parts that it has answered."""
+        """By head, the outputs of the parts that are answered; used only if the request has several parts."""
 
     def where(self) -> str:
-        """What the request is doing, for messages."""
+        """The request's present state in words, for messages."""
         is_waiting = any(part.alive or part.is_retry for part in self.parts)
         return "while it waited in the queue" if is_waiting else "while it was computed"
 
@@ -69,17 +70,17 @@ class Pending:
         self._results = {}
 
     def note_call(self, started_ns: int, compute_ns: int) -> None:
-        """Record when a call of it began, and the time in the callable so far."""
+        """Record when its call began, and the time in the callable so far."""
         self.queue_ns, self.compute_ns = started_ns - self.arrived_ns, compute_ns
 
     def transport_ns(self) -> int | None:
-        """The time since its arrival without waiting and computing; None for a stream, which waits for its reader."""
+        """Nanoseconds since arrival, less queueing and computing; None for a stream, which may wait for its reader."""
         if self.collector.is_stream:
             return None
         return max(0, time.perf_counter_ns() - self.arrived_ns - self.queue_ns - self.compute_ns)
 
     def join(self, part: Part, head: str, outputs: Outputs) -> None:
-        """Take a head's outputs for a part; the last part's complete the head."""
+        """Take a head's outputs for a part; the outputs of the last missing part complete the head."""
         whole = outputs
         if len(self.parts) > 1:
             results = self._results.setdefault(head, {})
@@ -92,11 +93,11 @@ class Pending:
             except CallableFailed as failure:
                 self.collector.decide(head, error=failure)
                 return
-        # The end of a stream's pieces is none itself.
+        # The end of a stream carries no outputs.
         self.collector.decide(head, whole if whole or not self.signature.streams else None)
 
     def cut(self, part: Part, max_batch_size: int) -> list[Part]:
-        """Replace a waiting part by smaller ones, as batches became smaller. Returns these."""
+        """Replace a waiting part by smaller parts, because batches became smaller. Returns the smaller parts."""
         pieces = part.pieces(max_batch_size)
         at = self.parts.index(part)
         self.parts[at : at + 1] = pieces
@@ -112,7 +113,7 @@ class Part(Item):
 
     Args:
         pending: the request.
-        key: see `Item`, as for ``rows`` and ``held_bytes``.
+        key: see `Item`, also for ``rows`` and ``held_bytes``.
         start: the index of the first row in the request.
         inputs: the rows' tensors.
         awaited: the heads that haven't answered these rows.
@@ -139,17 +140,17 @@ class Part(Item):
         self.awaited = awaited
         self.losses = losses
         self.lost_with = ""
-        """The first replica that was lost, by its id; empty: it is not known."""
+        """Id of the first replica that was lost with these rows; empty if it is not known."""
         self.is_retry = False
         """Whether it waits in `headwater_server.dispatch.losses.Retries`."""
 
     def add(self, head: str, outputs: Outputs) -> None:
-        """Take outputs of a head that has more to come."""
+        """Take outputs of a head that will send more outputs."""
         if head in self.awaited:
             self.pending.collector.add(head, outputs)
 
     def decide(self, head: str, outputs: Outputs | None = None, error: HeadwaterError | None = None) -> None:
-        """Take a head's last outputs for these rows, or its error; whatever follows is ignored."""
+        """Take a head's last outputs for these rows, or its error; later calls for the head are ignored."""
         if head not in self.awaited:
             return
         self.awaited.discard(head)
@@ -159,12 +160,12 @@ class Part(Item):
             self.pending.join(self, head, outputs or {})
 
     def fail(self, error: HeadwaterError) -> None:
-        """Fail the heads that haven't answered these rows, and with them perhaps the request."""
+        """Fail the heads that haven't answered these rows, which may fail the whole request."""
         for head in [head for head in self.pending.collector.heads if head in self.awaited]:
             self.decide(head, error=error.again())
 
     def pieces(self, max_batch_size: int) -> list[Part]:
-        """Cut the rows into parts of at most so many; the part itself if it has no more."""
+        """Cut the part into parts of at most ``max_batch_size`` rows; returns the part itself if it is small enough."""
         if self.rows <= max_batch_size:
             return [self]
         sliced = {name: SlicedTensor(tensor) for name, tensor in self.inputs.items()}
@@ -195,14 +196,16 @@ def held_bytes(inputs: dict[str, RawTensor]) -> int:
 def hand_out(
     parts: Sequence[Part], head: str, outputs: dict[str, SlicedTensor], reports: Sequence[RowReport], *, is_last: bool
 ) -> None:
-    """Give each part its rows of what a head answered, except those whose replica can't go on (`replica_loss`).
+    """Cut a head's outputs by rows, and give each part its rows.
+
+    A part whose rows report that the replica can't continue (`replica_loss`) gets no outputs: the caller retries it.
 
     Args:
-        parts: all parts of whose rows the outputs consist, in order.
+        parts: the parts that the outputs' rows belong to, in the order of the rows.
         head: the head.
-        outputs: by name.
-        reports: one for each row; none: all rows are good.
-        is_last: whether the head has no more to come for these parts.
+        outputs: the outputs of all parts by name.
+        reports: a report for each row; empty if all rows succeeded.
+        is_last: whether these are the head's last outputs for these parts.
     """
     start = 0
     for part in parts:

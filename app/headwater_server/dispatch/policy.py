@@ -1,8 +1,8 @@
-"""When waiting rows leave, to which replica, and which of them may share a batch.
+"""Decides when waiting rows leave, which replica they go to, and which rows may share a batch.
 
-A model that pads computes a batch as if each row were as long as the longest. Each length class therefore reaches from
-a length to ``1 / (1 - max_padding)`` times it, so that at most ``max_padding`` of a batch of one class is padding:
-"bucketing by sequence length".
+A model that pads computes a batch as if each row were as long as the longest row. Each length class therefore reaches
+from a length to ``1 / (1 - max_padding)`` times that length, so that at most ``max_padding`` of a batch of one class is
+padding: "bucketing by sequence length".
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from headwater_server.dispatch.pool import ReplicaCalls
 __all__ = ["Batching", "GatherClock", "length_class"]
 
 GOOD_PART: Final = 4
-"""A busy replica gets no call of fewer rows than a batch divided by this,"""
+"""A busy replica gets no call with fewer rows than ``max_batch_size`` divided by this number."""
 
 GOOD_ROWS: Final = 8
-"""nor of fewer rows than this, so that small batches are filled."""
+"""A busy replica gets no call with fewer rows than this, so that small batches are filled."""
 
 
 class Batching:
-    """Decides when waiting rows become a call, and of which replica.
+    """Decides when waiting rows become a call, and to which replica.
 
-    If a replica is idle, rows leave at once; otherwise they gather until a call comes back. ``fitting`` cuts a part,
-    which is in no queue, to the present size of batches.
+    If a replica is idle, rows leave at once; otherwise they gather until a call returns. ``fitting`` cuts a part, which
+    must be in no queue, into pieces of at most the present batch size.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Batching:
         self._choice.bound(route.max_in_flight, self._at_once)
 
     def note(self, replica: ReplicaCalls) -> None:
-        """Take in that a replica's calls, its report or its eligibility has changed."""
+        """Update the choice of replicas after a change of a replica's calls, report or eligibility."""
         self._choice.note(replica)
 
     def close(self) -> None:
@@ -87,11 +87,11 @@ class Batching:
         if self._retries:
             self._start_alone()
         self._start_batches()
-        if self._retries and not self._queue.rows:  # it was the others' turn, but they went elsewhere
+        if self._retries and not self._queue.rows:  # batches had the turn, but left for another replica
             self._start_alone()
 
     def _start_alone(self) -> None:
-        """Give the next retry to the replica that is set aside, if it is the retries' turn."""
+        """Give the next retry to the replica that is set aside for retries, if it is the retries' turn."""
         found = self._retries.next(self._choice.least, has_others=self._queue.rows > 0)
         if found is None:
             return
@@ -123,7 +123,7 @@ class Batching:
         self.clock.stop()
 
     def _choose(self) -> ReplicaCalls | None:
-        """The replica with the least to do among those that may have another call, idle instances first."""
+        """The least loaded replica that may have another call; replicas with an idle instance come first."""
         aside, choice = self._retries.aside, self._choice
         best = choice.best(aside)
         if aside is None or not aside.is_eligible or not self._retries.admits(aside):
@@ -133,14 +133,15 @@ class Batching:
     def _worth_a_call(self, replica: ReplicaCalls) -> int:
         """The rows that make a call to a busy replica worthwhile: as many as it has, and a good part of a batch.
 
-        When as many connections as a batch has rows send requests without pause, one half is computed while the other
-        half's answers and next requests are on their way. If calls waited for full batches, both would take turns.
+        Suppose that as many connections as a batch has rows send requests without pause. Then half of the rows are
+        computed while the answers and next requests of the other half travel. If calls waited for full batches,
+        computing and travelling would alternate.
         """
         full = self._queue.max_batch_size
         return min(full, max(full // GOOD_PART, GOOD_ROWS, replica.rows))
 
     def _delay_is_over(self) -> bool:
-        """Whether the first rows have waited for others as long as they should; if not, sets the timer for that."""
+        """Whether the oldest rows have waited ``max_queue_delay_ms`` or fill a batch; if not, sets a timer for that."""
         left_s = self._queue.oldest_s() + self.route.max_queue_delay_ms / 1000 - self._loop.time()
         if left_s < TIMER_RESOLUTION_S or self._queue.next_has(self._queue.max_batch_size):
             return True
@@ -156,14 +157,14 @@ class Batching:
 class GatherClock:
     """Runs while rows gather: a replica could have a call, but the batching policy waits for more rows.
 
-    The difference between two readings is how long a row that waited from one to the other has gathered; the rest of
-    the time no replica was free.
+    For a row that waited between two readings, their difference is the time that it spent gathering; for the rest of
+    its wait no replica was free.
     """
 
     def __init__(self) -> None:
         self._total_ns = 0
         self._since_ns = 0
-        """0: the clock is stopped."""
+        """Time at which the clock was started; 0 if it is stopped."""
 
     def run(self) -> None:
         """Start the clock if it is stopped."""
@@ -182,10 +183,10 @@ class GatherClock:
 
 
 def length_class(inputs: Mapping[str, RawTensor], max_padding: float) -> int:
-    """The class of a request's rows by the longest one's BYTES elements; 0 if no input varies in length.
+    """The length class of a request's rows: by the BYTES elements of the longest row; 0 if no input varies in length.
 
-    A length includes the four bytes in front of each element. A model pads to tokens, which are unknown here; texts of
-    one kind have similar numbers of bytes per token.
+    A length includes the four bytes in front of each element. A model pads by tokens, which are unknown in the gateway;
+    texts of the same kind have similar numbers of bytes per token.
     """
     length = 0
     for tensor in inputs.values():

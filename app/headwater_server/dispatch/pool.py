@@ -22,25 +22,25 @@ __all__ = ["FEW", "Connect", "Replica", "ReplicaCalls", "ReplicaPool", "connect"
 logger = logging.getLogger("headwater.dispatch")
 
 FEW: Final = 8
-"""So many replicas are all looked at when one is chosen."""
+"""Up to this number of replicas, a choice compares them all."""
 
 LOST_RETRY_S = 2.0
-"""Within this time a replica that ended is removed from the table."""
+"""Seconds within which a replica that ended is removed from the routing table."""
 
 Connect = Callable[[str, ReplicaRoute], ReplicaClient | FrameReplicaClient]
-"""Makes the client of a replica, for the name of its deployment."""
+"""Makes the client of a replica, from the deployment's name and the replica's route."""
 
 
 def connect(name: str, route: ReplicaRoute, tls: PeerTls | None = None) -> ReplicaClient | FrameReplicaClient:
     """The client for a replica's protocol.
 
     Args:
-        name: the deployment's.
-        route: the replica's.
-        tls: the cluster's, for replicas on other machines.
+        name: the deployment's name.
+        route: the replica's route.
+        tls: the cluster's TLS settings, for replicas on other machines.
     """
     if route.grpc_address:
-        from headwater_server.transport.frames import FrameClient  # only if it is needed: gRPC takes memory
+        from headwater_server.transport.frames import FrameClient  # imported only when needed: gRPC takes memory
 
         return FrameClient(name, route.grpc_address, route.token, tls)
     return TritonClient(name, route.http_address, route.token, tls)
@@ -50,7 +50,7 @@ class Client(Protocol):
     """A connection to a replica."""
 
     def close(self) -> None:
-        """End it, and with it all calls."""
+        """Close the connection, which ends all calls."""
         ...
 
 
@@ -61,19 +61,19 @@ class Replica:
     route: ReplicaRoute
     client: Client
     is_retiring: bool = False
-    """Whether it gets nothing new, and finishes what it has: others have replaced it, or it is out of reach for now."""
+    """Whether it gets no new calls and finishes the calls that it has: it was replaced, or is out of reach for now."""
     is_lost: bool = False
-    """Whether it failed as a whole: it gets nothing new, and the supervisor will remove it from the table."""
+    """Whether it failed as a whole: it gets no new calls, and the supervisor will remove it from the table."""
     losses: int = 0
-    """How often it was lost in a row, without an answer in between."""
+    """Times that it was lost in a row, without an answer in between."""
 
     @property
     def is_eligible(self) -> bool:
-        """Whether it may get anything new."""
+        """Whether it may get new calls."""
         return not self.is_lost and not self.is_retiring
 
     def close(self, reason: str) -> None:
-        """End the connection, and with it all calls."""
+        """Close the connection, which ends all calls."""
         self.client.close()
 
 
@@ -85,17 +85,17 @@ class ReplicaCalls(Replica):
     calls: int = 0
     rows: int = 0
     started_rows: int = 0
-    """Those of all calls ever."""
+    """Rows of all calls that were ever started."""
     others: int = 0
-    """Rows of other workers that it had, as it last reported,"""
+    """Rows of other workers in the replica's last report."""
     heard_s: float = 0.0
-    """and when, by the loop's time; 0: it has reported nothing."""
+    """Loop time of that report; 0 if there was no report."""
     batches: dict[int, list[Part]] = field(default_factory=dict)
-    """Those of the calls, by identity."""
+    """Batches of the calls in flight, by the identity of their lists."""
     is_sharing: bool = True
-    """Whether it can open the memory of this worker, or of its port."""
+    """Whether it can open memory segments of this worker or, if it is remote, of its port."""
     is_remote: bool = False
-    """Whether it is reached over its port."""
+    """Whether it is on another machine and is reached through its port."""
 
     def __post_init__(self) -> None:
         self.is_remote = not is_local(self.route.http_address)
@@ -108,13 +108,13 @@ class ReplicaPool(Generic[R]):
     """Connections to the replicas that the routing table has for one deployment.
 
     Args:
-        name: the deployment's.
+        name: the deployment's name.
         open: connects to a replica.
         on_back: called when a lost replica becomes eligible again.
-        on_change: called with a replica that is new, or whose eligibility has changed.
-        chance: gives numbers from 0 to below 1; tests pass their own.
-        on_lost: called with each replica that is lost.
-        keys_of: the names of the API keys whose requests a replica has; "" for a request without a key.
+        on_change: called with each new replica and with each replica that became eligible or ineligible.
+        chance: returns random numbers from 0 to below 1; tests replace it.
+        on_lost: called with the report of each lost replica.
+        keys_of: returns the names of the API keys that sent a replica's requests; "" for a request without a key.
     """
 
     def __init__(
@@ -128,10 +128,10 @@ class ReplicaPool(Generic[R]):
         keys_of: Callable[[R], set[str]] = lambda replica: set(),
     ) -> None:
         self.connected: dict[str, R] = {}
-        """By id."""
+        """Connected replicas by id."""
         self._eligible: Bag[R] = Bag()
         self._table: tuple[tuple[ReplicaRoute, ...], tuple[ReplicaRoute, ...]] = (), ()
-        """The replicas of the last route, and its retiring ones."""
+        """The replicas and the retiring replicas of the last route."""
         self._name = name
         self._open = open
         self._on_back = on_back
@@ -142,9 +142,9 @@ class ReplicaPool(Generic[R]):
         self._loop = asyncio.get_running_loop()
 
     def update(self, route: DeploymentRoute) -> None:
-        """Connect to a route's new replicas, and close the connections to those that it no longer has."""
+        """Connect to a route's new replicas, and close the connections to replicas that the route no longer has."""
         table = route.replicas, route.retiring
-        if table[0] is self._table[0] and table[1] is self._table[1]:  # as in most changes of the routing table
+        if table[0] is self._table[0] and table[1] is self._table[1]:  # most changes concern another deployment
             return
         self._table = table
         wanted = {one.id: one for one in (*route.replicas, *route.retiring)}
@@ -161,7 +161,7 @@ class ReplicaPool(Generic[R]):
 
     def close(self) -> None:
         """Close all connections."""
-        # All are removed first: what one of them never had must not go to another that is about to be closed.
+        # All are marked lost first: rows that never reached a closed replica must not go to a replica that closes next.
         gone = list(self.connected.values())
         self.connected.clear()
         for replica in gone:
@@ -171,25 +171,25 @@ class ReplicaPool(Generic[R]):
             replica.close("the server is stopping")
 
     def held(self, ids: Iterable[str]) -> list[R]:
-        """The connected ones among these replicas."""
+        """The replicas with these ids that are connected."""
         return [self.connected[id] for id in ids if id in self.connected]
 
     def eligible(self) -> Collection[R]:
-        """The replicas that may get something new."""
+        """The replicas that may get new calls."""
         return self._eligible
 
     def candidates(self) -> list[R]:
-        """Replicas that may get something new: all if they are few, otherwise some at random, perhaps one twice."""
+        """Replicas that may get new calls: all if there are few, else a random sample that may repeat a replica."""
         if len(self._eligible) <= FEW:
             return list(self._eligible)
         return [self._eligible.draw(self._chance) for _ in range(FEW)]
 
     def lose(self, replica: R, keys: set[str] | None = None) -> None:
-        """Give a replica nothing new; if it is still in the table after `LOST_RETRY_S`, try it again.
+        """Give a replica no new calls; if it is still in the table after `LOST_RETRY_S`, try it again.
 
         Args:
             replica: the replica.
-            keys: the keys whose requests it had; None: as ``keys_of`` says.
+            keys: names of the API keys that sent its requests; None to ask ``keys_of``.
         """
         if not replica.is_lost:
             replica.is_lost = True
@@ -206,7 +206,7 @@ class ReplicaPool(Generic[R]):
         self._note(replica)
 
     def _note(self, replica: R) -> None:
-        """Take in whether a replica is eligible."""
+        """Update the bag of eligible replicas after a replica's state changed."""
         if replica.is_eligible:
             self._eligible.add(replica)
         else:
@@ -225,11 +225,11 @@ class ReplicaPool(Generic[R]):
         route = replica.route
         if self.connected.get(route.id) is not replica:
             return
-        if replica.is_retiring:  # perhaps only out of reach
+        if replica.is_retiring:  # it may only be out of reach
             self._loop.call_later(LOST_RETRY_S, self._try_again, replica)
             return
         logger.warning("model %s: replica %s was lost, but is still there: trying it again", self._name, route.id)
-        if route.grpc_address:  # all its calls went over the connection that is gone
+        if route.grpc_address:  # all its calls shared the gRPC connection, which is broken
             replica.client.close()
             self._connect(route)
             self.connected[route.id].losses = replica.losses

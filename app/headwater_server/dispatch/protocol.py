@@ -1,4 +1,4 @@
-"""What a gateway worker asks of a deployment, whichever kind of model it is."""
+"""The interface of a deployment in a gateway worker, for every kind of model."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Dispatcher(Protocol):
     route: DeploymentRoute
     """The deployment's state."""
     is_draining: bool = False
-    """Whether new requests are refused; those in flight are still answered."""
+    """Whether new requests are refused; requests in flight are still answered."""
 
     @property
     def signature(self) -> Signature | None:
@@ -51,9 +51,9 @@ class Dispatcher(Protocol):
         ...
 
     def update(self, route: DeploymentRoute) -> None:
-        """Adopt a new state of the deployment: other replicas, another signature."""
+        """Adopt a new state of the deployment, such as other replicas or another signature."""
         if route.signature is not None and route.signature == self.route.signature:
-            # The same object, so that what was made for it stays valid.
+            # Keep the same object: batch keys contain its identity.
             route = msgspec.structs.replace(route, signature=self.route.signature)
         self.route = route
 
@@ -65,7 +65,7 @@ class Dispatcher(Protocol):
         """For each request that isn't answered yet, the function that ends it.
 
         Args:
-            replicas: only requests that replicas with these ids have; None: all, those in a queue included.
+            replicas: only requests that replicas with these ids have; None for all requests, including queued requests.
         """
         ...
 
@@ -78,10 +78,11 @@ class Dispatcher(Protocol):
         return {}
 
     def check_ready(self, *, is_step: bool = False) -> Signature:
-        """The signature, if requests are accepted now.
+        """Check that requests are accepted now. Returns the signature.
 
         Args:
-            is_step: whether for a step of a pipeline's request, which is answered even while the server is stopping.
+            is_step: whether the request is a step of a pipeline's request, which is answered even while the server is
+                stopping.
 
         Raises:
             Unavailable: no requests are accepted now.
@@ -91,7 +92,7 @@ class Dispatcher(Protocol):
         route = self.route
         if route.signature is None or not route.replicas:
             raise unavailable(route)
-        # A step's pipeline is drained first, and still needs it.
+        # A pipeline is drained before its steps, and its requests still need the steps.
         if route.state is State.DRAINING and not (is_step and route.part_of is not None):
             raise unavailable(route)
         return route.signature
@@ -101,7 +102,7 @@ class Dispatcher(Protocol):
 
         Raises:
             Unavailable: no requests are accepted now.
-            BadRequest: it answers with a stream of results, or with text.
+            BadRequest: the model answers with a stream of results, or with text.
         """
         if self.check_ready().streams:
             name = self.route.name
@@ -115,9 +116,9 @@ class Dispatcher(Protocol):
             is_step: see `check_ready`.
 
         Raises:
-            Unavailable: no replica is ready, or the one that had the request ended.
+            Unavailable: no replica is ready, or the replica that had the request ended.
             QueueFull: the queue is full.
-            DeadlineExceeded: it took too long; rows not yet sent are never computed.
+            DeadlineExceeded: the deadline passed; rows not yet sent are never computed.
             BadRequest: the callable reported that the rows are wrong, or the model takes no tensors.
             CallableFailed: the callable raised, or broke its declaration.
         """
@@ -127,7 +128,7 @@ class Dispatcher(Protocol):
         """Answer a request piece by piece, each as soon as it is ready.
 
         Raises:
-            HeadwaterError: as `infer`; after the first piece too.
+            HeadwaterError: the same errors as `infer`, also after the first piece.
         """
         ...
 
@@ -137,7 +138,7 @@ class Dispatcher(Protocol):
         return 0
 
     def quarantine(self, fingerprint: bytes) -> None:
-        """Refuse requests with this fingerprint: another worker saw one end two replicas of a model."""
+        """Refuse requests with this fingerprint: in another worker such a request took two replicas down."""
         return
 
 
@@ -157,20 +158,20 @@ class TensorDispatcher(Dispatcher, Generic[R]):
     def __init__(self, route: DeploymentRoute) -> None:
         self.route = route
         self._requests: set[R] = set()
-        """Those in flight, less those that wait for an equal one."""
+        """Requests being computed. Requests that wait for an identical request are in `_waiting`."""
         self._waiting: set[Waiter] = set()
         self._flights: Flights | None = None
         self.shadow: Shadow | None = None
-        """Gets copies of the requests that are computed here."""
+        """Receives copies of the requests that this dispatcher computes."""
         self._adopt_cache()
 
     @abstractmethod
     def _start(self, request: InferRequest, signature: Signature, *, is_stream: bool) -> R:
-        """Admit a request, begin with it and add it to ``_requests``."""
+        """Admit a request, start it and add it to ``_requests``."""
 
     @abstractmethod
     def _end(self, run: R) -> None:
-        """Remove a request that was answered, failed, or lost its client."""
+        """Remove a request that was answered, that failed, or whose client left."""
 
     @property
     def in_flight(self) -> int:
@@ -183,7 +184,7 @@ class TensorDispatcher(Dispatcher, Generic[R]):
         return False
 
     def _is_queued(self, request: InferRequest) -> bool:
-        """Whether a request in flight may still wait in a queue, where a more urgent one would go first."""
+        """Whether a request in flight may still wait in a queue, where a more urgent request would overtake it."""
         return True
 
     def update(self, route: DeploymentRoute) -> None:
@@ -199,11 +200,11 @@ class TensorDispatcher(Dispatcher, Generic[R]):
 
     @property
     def version(self) -> Hashable:
-        """Identifies what computes its answers: another one after a reload."""
+        """Identifies the model that computes the answers; changes with each reload."""
         return self.route.generation, self.route.signature
 
     def _adopt_cache(self) -> None:
-        """Keep answers as the route says."""
+        """Create, resize or remove the cache of answers to match the route."""
         share = self.route.cache
         if share is None:
             self._flights = None
@@ -249,7 +250,7 @@ class TensorDispatcher(Dispatcher, Generic[R]):
         return answer
 
     async def compute(self, request: InferRequest) -> Answer:
-        """Answer a request whole, as `infer`, but never with a kept answer, and without a copy for a shadow."""
+        """Answer a request whole like `infer`, but never from the cache and without a copy for a shadow."""
         return await self._compute(request, self.check_ready())
 
     async def _compute(self, request: InferRequest, signature: Signature) -> Answer:
@@ -272,13 +273,13 @@ class TensorDispatcher(Dispatcher, Generic[R]):
         try:
             while (one := await run.collector.next_piece()) is not None:
                 yield one
-                del one  # the next one may take long
+                del one  # frees its memory: the next piece may take long
         finally:
             self._end(run)
 
 
 async def drain(under_way: Callable[[], list[Fail]], timeout_s: float, error: HeadwaterError) -> Drained:
-    """Wait until requests in flight are answered; after ``timeout_s`` end the rest with this error."""
+    """Wait until requests in flight are answered; after ``timeout_s`` fail the remaining requests with ``error``."""
     loop = asyncio.get_running_loop()
     deadline_s = loop.time() + timeout_s
     before = len(under_way())

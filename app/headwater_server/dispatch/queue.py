@@ -1,9 +1,9 @@
-"""The batching policy's queue: which rows share a batch, and which batch is next. It needs no clock and no event loop.
+"""The batching policy's queue: which rows share a batch, and which batch is next. It uses no clock and no event loop.
 
 Priority classes are ordered by start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996), with rows in place of
 bits: each class has a virtual time, which advances by its rows divided by its weight, and the class with the earliest
-is next. A class that had nothing waiting starts at the present virtual time, so it has saved nothing up. Within a class
-the order is that of arrival.
+virtual time is next. A class without waiting rows saves up no credit: when rows arrive, it starts at the present
+virtual time. Within a class, items leave in order of arrival.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LAST_PRIORITY = 10
 DEFAULT_WEIGHTS: Mapping[int, int] = MappingProxyType(
     {priority: 2 ** (LAST_PRIORITY - priority) for priority in range(1, LAST_PRIORITY + 1)}
 )
-"""Each priority weighs twice as much as the next."""
+"""By priority: each priority has twice the weight of the next less urgent priority."""
 REMOVED_LIMIT = 16
 
 
@@ -32,10 +32,10 @@ class Item:
 
     Args:
         key: only rows with equal keys may share a batch.
-        rows: at most the queue's ``max_batch_size``.
+        rows: the number of rows, at most the queue's ``max_batch_size``.
         arrived_s: the time of arrival, on any steady clock.
         priority: 1 is the most urgent; 0 stands for the default.
-        held_bytes: the size of the rows' data, which stay in memory while they wait.
+        held_bytes: bytes of the rows' data, which stay in memory while the rows wait.
     """
 
     __slots__ = ("alive", "arrived_s", "held_bytes", "key", "place", "priority", "rows")
@@ -47,9 +47,9 @@ class Item:
         self.arrived_s = arrived_s
         self.priority = min(priority or DEFAULT_PRIORITY, LAST_PRIORITY)
         self.place = -1
-        """Its number in the order of arrival, once it has been pushed."""
+        """Its number in the order of arrival; -1 before the first push."""
         self.alive = False
-        """Whether it waits in the queue: it was pushed, and neither taken nor removed since."""
+        """Whether it waits in the queue: it was pushed, and was not taken or removed afterwards."""
 
 
 T = TypeVar("T", bound=Item)
@@ -57,7 +57,7 @@ T = TypeVar("T", bound=Item)
 
 @dataclass
 class Waiting:
-    """How much waits in several queues together."""
+    """Rows and bytes that wait in several queues together."""
 
     rows: int = 0
     held_bytes: int = 0
@@ -66,23 +66,24 @@ class Waiting:
 class _PriorityClass(Generic[T]):
     """The waiting items of one class.
 
-    ``next_start`` is the virtual time at which its next rows start. ``start`` is that of its first item; it stays while
-    later items of the class are taken before that one, in batches of another class's rows.
+    ``next_start`` is the virtual time at which the class's next rows start. ``start`` is the virtual time at which its
+    first item starts. ``start`` doesn't change while later items of the class leave before the first item, to fill
+    batches that another class started.
     """
 
     def __init__(self, priority: int, weight: int) -> None:
         self.priority = priority
         self.weight = weight
         self.cost = 1 / weight
-        """The virtual time that a row takes."""
+        """Virtual time that a row takes."""
         self.rows = 0
         self.start = 0.0
         self.next_start = 0.0
         self.arrivals: deque[T] = deque()
-        """In order; some of them no longer wait."""
+        """Items in order of arrival; some have already left the queue."""
 
     def pass_over(self) -> None:
-        """Drop the first items that no longer wait."""
+        """Drop items at the front that have already left the queue."""
         arrivals = self.arrivals
         while arrivals and not arrivals[0].alive:
             arrivals.popleft()
@@ -90,7 +91,7 @@ class _PriorityClass(Generic[T]):
 
 
 class _Lane(Generic[T]):
-    """The items of one key, by class; some of them no longer wait."""
+    """The items of one key, by priority class; some have already left the queue."""
 
     def __init__(self) -> None:
         self.rows = 0
@@ -105,18 +106,19 @@ _place = attrgetter("place")
 class BatchQueue(Generic[T]):
     """Rows waiting for one deployment.
 
-    Invariants: an item comes out at most once, and never after it was removed; a batch has one key and at most
-    ``max_batch_size`` rows; the first item in order is in the next batch, so none waits for ever. Classes that always
-    have something waiting get rows in proportion to their weights, as far as keys allow.
+    Invariants: an item leaves at most once, and never after it was removed; a batch has a single key and at most
+    ``max_batch_size`` rows; the first item in order is in the next batch, so no item waits for ever. Classes that
+    always have rows waiting get rows in proportion to their weights, as far as keys allow.
 
-    Bound on waiting: each batch before an item's own begins with an item that precedes it, and takes the next of that
-    item's key, never a younger one before an older one. So an item that p items of one row each precede, of k keys,
-    comes out within p / max_batch_size + k + 1 batches, whatever comes after it.
+    Bound on waiting: every batch that leaves before an item X starts with an item that precedes X, and continues with
+    items of the same key from the oldest to the youngest. So if p items of one row each precede X, with k different
+    keys, X leaves within p / max_batch_size + k + 1 batches, whatever arrives after X.
 
     Args:
-        max_batch_size: rows of a batch.
-        weights: by priority; any other priority belongs to the class of the next less urgent one named, or to the last.
-        total: also counts what waits here.
+        max_batch_size: the most rows of a batch.
+        weights: by priority. A priority without a weight belongs to the class of the next less urgent priority that has
+            a weight, or to the least urgent class.
+        total: a counter shared with other queues, which also counts the rows and bytes of this queue.
     """
 
     def __init__(
@@ -127,17 +129,17 @@ class BatchQueue(Generic[T]):
         self.rows = 0
         """Rows waiting."""
         self.held_bytes = 0
-        """Bytes of these rows."""
+        """Bytes of the waiting rows."""
         self._total = total or Waiting()
         self._classes: list[_PriorityClass[T]] = _classes(weights)
-        """By priority."""
+        """The class of each priority, by index."""
         self._active: list[_PriorityClass[T]] = []
         """The classes with waiting items, the most urgent first."""
         self._lanes: dict[Hashable, _Lane[T]] = {}
         self._spare: _Lane[T] | None = None
-        """An empty lane to reuse: at low load every request would make one."""
+        """An empty lane to reuse: at low load every request would otherwise create a lane."""
         self._virtual = 0.0
-        """The present virtual time: the earliest start of a waiting item, or the latest ever while nothing waits."""
+        """The present virtual time: the earliest start of a waiting item, or `_latest` while the queue is empty."""
         self._latest = 0.0
         self._items = 0
         """Items waiting."""
@@ -146,7 +148,7 @@ class BatchQueue(Generic[T]):
         self._arrivals = itertools.count()
 
     def push(self, item: T) -> None:
-        """Add an item. One that was taken may be pushed again, and keeps its place in the order."""
+        """Add an item. An item that was taken may be pushed again, and keeps its place in the order."""
         one = self._classes[item.priority]
         lane = self._lanes.get(item.key)
         if lane is None:
@@ -178,7 +180,7 @@ class BatchQueue(Generic[T]):
         self._count(rows, item.held_bytes, 1)
 
     def remove(self, item: T) -> bool:
-        """Take out an item that expired, was cancelled or gave way. Returns whether it was still waiting."""
+        """Remove an item that expired, was cancelled or was displaced. Returns whether it was still waiting."""
         if not item.alive:
             return False
         item.alive = False
@@ -189,13 +191,13 @@ class BatchQueue(Generic[T]):
         self._take_from(one, item.rows)
         self._count(-item.rows, -item.held_bytes, -1)
         self._removed += 1
-        # A removed item holds its rows in memory until its lane reaches it, which a busy replica may delay without end.
+        # A removed item keeps its rows in memory until its lane reaches it, which a busy replica may delay without end.
         if self._removed > REMOVED_LIMIT and self._removed > self._items:
             self._compact()
         return True
 
     def pop(self) -> list[T]:
-        """Take out the next batch: the first item in order, and others that may share its batch."""
+        """Take the next batch: the first item in order, and further items that may share its batch."""
         active = self._active
         if not active:
             return []
@@ -222,8 +224,9 @@ class BatchQueue(Generic[T]):
                 self._take_from(other, item.rows)
             for other in classes:
                 other.pass_over()
-                # Rows that went before their turn filled capacity that nobody else needed. Beyond a batch they cost
-                # nothing, or the first of the class would wait without end while others of it join another class's.
+                # Rows that left before their turn filled capacity that would have been lost. A class is charged for at
+                # most a batch of them: else its first item would wait without end while later items of the class leave
+                # in batches of another class.
                 other.next_start = min(other.next_start, other.start + self.max_batch_size * other.cost)
         self._leave(first.key, lane, rows)
         self._count(-rows, -sum([item.held_bytes for item in batch]), -len(batch))
@@ -234,7 +237,7 @@ class BatchQueue(Generic[T]):
         return batch
 
     def drain(self) -> list[T]:
-        """Take out everything, in order of arrival."""
+        """Take all items, in order of arrival."""
         items = sorted((item for one in self._active for item in one.arrivals if item.alive), key=_place)
         for item in items:
             item.alive = False
@@ -259,7 +262,7 @@ class BatchQueue(Generic[T]):
             self.push(item)
 
     def next_has(self, rows: int) -> bool:
-        """Whether the next batch would have so many rows, at most ``max_batch_size``."""
+        """Whether the next batch would have this number of rows, at most ``max_batch_size``."""
         if self.rows < rows:
             return False
         one = self._active[0] if len(self._active) == 1 else min(self._active, key=_start)
@@ -275,15 +278,17 @@ class BatchQueue(Generic[T]):
     def giving_way(self, priority: int, rows: int, limit: int) -> list[T] | None:
         """Choose items to remove so that a request fits: the youngest of the least urgent classes beyond their shares.
 
-        A class's share is ``limit`` divided by weight among the classes with waiting items and the request's own.
+        ``limit`` is divided by weight among the classes with waiting items and the request's class; a class's part is
+        its share.
 
         Args:
-            priority: the request's.
-            rows: the request's.
+            priority: priority of the request.
+            rows: rows of the request.
             limit: rows that may wait.
 
         Returns:
-            None if the request would put its own class beyond its share, which is a row at least.
+            The items; None if the request's class would exceed its share, which is at least a row, or if the items
+            would not free enough rows.
         """
         one = self._classes[min(priority or DEFAULT_PRIORITY, LAST_PRIORITY)]
         of_all = sum(other.weight for other in self._active) + (0 if one.rows else one.weight)
@@ -305,7 +310,8 @@ class BatchQueue(Generic[T]):
         return found if missing <= 0 else None
 
     def last_to_go(self, rows: int, held_bytes: int) -> list[T]:
-        """The youngest items of the least urgent classes, until they have so many rows and bytes, or all items."""
+        """The youngest items of the least urgent classes that together have this number of rows and bytes, or all items
+        if the queue has less."""
         found: list[T] = []
         for one in reversed(self._active):
             for item in reversed(one.arrivals):
@@ -353,7 +359,7 @@ class BatchQueue(Generic[T]):
                 lane.queues[other] = deque(item for item in queue if item.alive)
 
     def _take_next(self, queue: deque[T]) -> list[T]:
-        """Take items in order until the next doesn't fit: small ones never overtake a large one."""
+        """Take items in order until the next item doesn't fit: small items never overtake a large item."""
         free = self.max_batch_size
         taken = []
         while free and queue:
@@ -368,7 +374,8 @@ class BatchQueue(Generic[T]):
         return taken
 
     def _take_in_turn(self, lane: _Lane[T], classes: list[_PriorityClass[T]], first: _PriorityClass[T]) -> list[T]:
-        """The same with several classes: the first item is ``first``'s, then each class has its turn."""
+        """Take a batch from several classes: starts with an item of ``first``, then picks the class with the earliest
+        virtual time for each item, until the next item doesn't fit."""
         taken: list[T] = []
         free = self.max_batch_size
         starts = {one: one.next_start for one in classes}
@@ -392,14 +399,14 @@ class BatchQueue(Generic[T]):
 
 
 def _classes(weights: Mapping[int, int]) -> list[_PriorityClass[T]]:
-    """The class of each priority."""
+    """The class of each priority; priorities without a weight share a class with a priority that has a weight."""
     known: dict[int, _PriorityClass[T]] = {one: _PriorityClass(one, weight) for one, weight in weights.items()}
     named = sorted(known)
     return [known[next((one for one in named if one >= priority), named[-1])] for priority in range(LAST_PRIORITY + 1)]
 
 
 def _put_back(queue: deque[T], item: T) -> None:
-    """Insert an item where it was, which is near the beginning, since it has been taken before."""
+    """Insert an item at its former place, which is near the beginning, since it has been taken before."""
     for index, other in enumerate(queue):
         if other.place >= item.place:
             if other is not item:

@@ -1,7 +1,7 @@
-"""Copies of requests for a version whose answers are compared with those that clients got, and sent to nobody.
+"""Sends copies of requests to a shadow version, and compares its answers with the answers that clients got.
 
-A copy is made when the client's answer is known, and only if there is capacity for it; nothing waits for it, and if a
-client's request doesn't fit in a queue, copies leave the queues before anything else gives way.
+The shadow's answers go to no client. A copy is made when the client's answer is known, and only if there is capacity
+for it. No client waits for a copy, and if a client's request doesn't fit in a queue, copies are removed first.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ __all__ = ["COPIES_LIMIT", "HELD_LIMIT_BYTES", "Shadow", "Target"]
 logger = logging.getLogger("headwater.dispatch")
 
 COPIES_LIMIT: Final = 64
-"""Copies of one shadow in flight in a gateway worker."""
+"""The most copies of a shadow in flight in a gateway worker."""
 HELD_LIMIT_BYTES: Final = 16 * 1024 * 1024
-"""What these may hold: inputs, and the answers that theirs are compared with."""
+"""The most bytes held by the copies in flight: their inputs, and the client's answers to compare with."""
 _LARGE_BYTES: Final = 256 * 1024
-"""Answers of this size are compared in a thread."""
+"""Answers of at least this size are compared in a thread."""
 _MOST: Final = 1e4
-"""What a greater difference counts as in the sum of a histogram."""
+"""Differences above this, including infinite differences, count as this in the sum of a histogram."""
 _Both = tuple[Signature, Signature]
 """The signatures of the version that answered, and of the shadow."""
 
@@ -62,7 +62,7 @@ class Shadow:
 
     Args:
         name: the version's deployment.
-        find: finds it; None: it is gone.
+        find: finds the version's dispatcher; returns None if the version is gone.
     """
 
     def __init__(self, name: str, find: Callable[[], Target | None]) -> None:
@@ -71,7 +71,7 @@ class Shadow:
         self._meter = recorder().shadow(name)
         self._tasks: set[asyncio.Task[None]] = set()
         self.held_bytes = 0
-        """What the copies in flight hold."""
+        """Bytes that the copies in flight hold."""
 
     @property
     def in_flight(self) -> int:
@@ -85,10 +85,10 @@ class Shadow:
 
         Args:
             request: the request.
-            answer: what the client gets.
-            signature: of the version that answered.
-            took_s: how long it took.
-            is_crowded: whether more rows wait there than its next call takes.
+            answer: the client's answer.
+            signature: the signature of the version that answered.
+            took_s: seconds that the answer took.
+            is_crowded: whether more rows wait for that version than its next call takes.
         """
         size_bytes = _size_bytes(request.inputs) + _size_bytes(answer.outputs)
         if self.in_flight >= COPIES_LIMIT:
@@ -121,7 +121,7 @@ class Shadow:
         self, target: Target, copy: InferRequest, outputs: Outputs, signatures: _Both, took_s: float, size_bytes: int
     ) -> None:
         self.held_bytes += size_bytes
-        # In a context of its own, since the request's trace ends without it.
+        # An empty context keeps the copy out of the request's trace, which ends without it.
         task = contextvars.Context().run(asyncio.create_task, self._compare(target, copy, outputs, signatures, took_s))
         self._tasks.add(task)
 
@@ -134,7 +134,7 @@ class Shadow:
         task.add_done_callback(end)
 
     def drop(self, reason: ShadowDrop) -> None:
-        """Count a request of which no copy is sent, or whose copy is given up."""
+        """Count a request that is not copied, or a copy that is given up."""
         self._meter.dropped(reason).add()
 
     def cancel(self) -> None:
@@ -179,7 +179,7 @@ class Shadow:
 
 
 def _takes_the_same(one: Signature, other: Signature) -> bool:
-    """Whether a request for one version may be sent to another."""
+    """Whether a version with the other signature accepts the same requests."""
     if one.streams or (one.inputs, one.parameters) != (other.inputs, other.parameters):
         return False
     return [head.name for head in one.heads] == [head.name for head in other.heads]

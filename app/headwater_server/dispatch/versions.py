@@ -1,4 +1,4 @@
-"""A deployment with versions: each request is given one of them, by the versions' shares."""
+"""A deployment with versions: each request goes to a version, chosen by the versions' shares."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DIGEST_BYTES: Final = 8
 
 
 class VersionsDispatcher(Dispatcher):
-    """Knows which version a request is for. Requests are in flight, and counted, at their versions.
+    """Chooses the version for a request. The dispatcher of that version computes the request and counts it.
 
     Args:
         route: the deployment.
@@ -30,7 +30,7 @@ class VersionsDispatcher(Dispatcher):
         self.route = route
         self._find = find
         self.shadow: Shadow | None = None
-        """Sends copies of requests to the version that gets them."""
+        """Sends copies of requests to the version ``traffic.shadow``; None if there is no such version."""
         self._adopt_shadow()
 
     def update(self, route: DeploymentRoute) -> None:
@@ -45,7 +45,7 @@ class VersionsDispatcher(Dispatcher):
             self.shadow.cancel()
 
     def shadow_of(self, version: str) -> Shadow | None:
-        """What gets copies of the requests that a version answers."""
+        """The shadow that receives copies of a version's requests; None for the shadow version itself."""
         return None if version == self.traffic.shadow else self.shadow
 
     def _adopt_shadow(self) -> None:
@@ -62,7 +62,7 @@ class VersionsDispatcher(Dispatcher):
 
     @property
     def traffic(self) -> TrafficRoute:
-        """How requests are shared."""
+        """The versions' shares of the requests, and the shadow."""
         assert self.route.traffic is not None
         return self.route.traffic
 
@@ -87,7 +87,7 @@ class VersionsDispatcher(Dispatcher):
         """The version for a request.
 
         Args:
-            key: decides; requests with the same key get the same version as long as its share isn't reduced.
+            key: requests with the same key get the same version as long as that version's share isn't reduced.
 
         Raises:
             Unavailable: no requests are accepted now.
@@ -101,11 +101,11 @@ class VersionsDispatcher(Dispatcher):
         return version
 
     async def infer(self, request: InferRequest, *, is_step: bool = False) -> Answer:
-        """See `Dispatcher.infer`; the default version answers a request that was given none."""
+        """See `Dispatcher.infer`; the default version answers, since no version was chosen for the request."""
         return await self._default.infer(request, is_step=is_step)
 
     def stream(self, request: InferRequest) -> AsyncIterator[HeadAnswer]:
-        """See `Dispatcher.stream`; likewise."""
+        """See `Dispatcher.stream`; the default version answers, since no version was chosen for the request."""
         return self._default.stream(request)
 
     @property
@@ -117,10 +117,10 @@ class VersionsDispatcher(Dispatcher):
 
 
 def version_for(key: str, shares: dict[str, float]) -> str:
-    """The version whose part of [0, 1) holds the key's hash.
+    """The version whose part of the interval [0, 1) contains the key's hash.
 
-    The parts are in the order of the versions: with two of them, a key that has the second keeps it while its share
-    grows.
+    The parts are in the order of the versions. With two versions, a key that is on the second version stays on it while
+    the second version's share grows.
     """
     at = int.from_bytes(blake2b(key.encode(), digest_size=_DIGEST_BYTES).digest(), "big") / 2 ** (8 * _DIGEST_BYTES)
     having = [version for version, share in shares.items() if share]

@@ -14,8 +14,8 @@ POLL_S: Final = 0.25
 
 
 class FileWatch:
-    """Polls some files. A poll costs microseconds, and works where notifications don't, such as on network file systems
-    and behind the links through which Kubernetes mounts secrets.
+    """Polls files for changes. A poll costs microseconds, and works where notifications don't, such as on network file
+    systems and behind the symbolic links with which Kubernetes mounts secrets.
 
     Args:
         paths: the files; construct the watch before reading them for the first time.
@@ -34,8 +34,8 @@ class FileWatch:
         return bool(self.changed())
 
     def watch(self, paths: Iterable[Path], since_s: float) -> None:
-        """Watch these files instead. Changes of those that were watched already are not lost; another one counts as
-        changed if it was after ``since_s``, on the clock of `time.time`."""
+        """Watch these files instead. Changes of files that were watched before are not lost. A file that was not
+        watched before counts as changed if it changed after ``since_s``, on the clock of `time.time`."""
         self._seen = {path: self._seen.get(path) or _state_since(path, since_s) for path in paths}
 
     async def run(self, on_change: Callable[[], None]) -> None:
@@ -47,7 +47,7 @@ class FileWatch:
 
 
 def _state_since(path: Path, since_s: float) -> tuple[int, ...]:
-    """A file's state; that of no file if it changed later."""
+    """A file's state; if the file changed after ``since_s``, a value that differs from every state."""
     state = _state(path)
     return () if len(state) > 1 and state[-1] > since_s * 1e9 else state
 
@@ -57,5 +57,5 @@ def _state(path: Path) -> tuple[int, ...]:
         found = os.stat(path)
     except OSError as error:
         return (error.errno or 0,)
-    # The change time too: it shows a change of mode, and a file that others may write is refused.
+    # Includes the inode's change time, which shows a change of mode: a file that other users may write is refused.
     return found.st_ino, found.st_dev, found.st_size, found.st_mtime_ns, found.st_ctime_ns

@@ -16,7 +16,7 @@ __all__ = ["KeptFiles"]
 
 
 class KeptFiles:
-    """Some files as they last were usable together. The copies are never on a disk.
+    """Copies of the last version of some files that was usable together. The copies are never on a disk.
 
     Args:
         paths: the files.
@@ -28,21 +28,22 @@ class KeptFiles:
         self._check = check
         self._watch = FileWatch(paths)
         self._kept: list[int] = []
-        """Descriptors of the copies."""
+        """File descriptors of the copies, in the files' order."""
         self._take()
 
     @property
     def copies(self) -> list[Path]:
-        """The paths at which this user's processes read the copies while this process runs, in the files' order."""
+        """Paths of the copies, in the files' order; processes of the same user can read them while this process
+        runs."""
         return _under_proc(self._kept)
 
     def renew(self) -> None:
-        """Copy files that have changed, if they are usable."""
+        """Copy the files again if a file has changed and the files are usable together."""
         if self._watch.has_changed():
             self._take()
 
     def _take(self) -> None:
-        with contextlib.ExitStack() as stack, contextlib.suppress(ConfigError, OSError):  # those that read them say why
+        with contextlib.ExitStack() as stack, contextlib.suppress(ConfigError, OSError):  # readers log the reason
             new = []
             for path in self._paths:
                 new.append(os.memfd_create(path.name, os.MFD_CLOEXEC))
@@ -56,7 +57,7 @@ class KeptFiles:
                 weakref.finalize(self, stack.pop_all().close)
             for fd, kept in zip(new, self._kept, strict=True):
                 if fd != kept:
-                    os.dup2(fd, kept, inheritable=False)  # the paths stay
+                    os.dup2(fd, kept, inheritable=False)  # keeps the copies' paths
 
 
 def _under_proc(fds: Sequence[int]) -> list[Path]:

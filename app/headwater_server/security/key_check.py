@@ -1,4 +1,4 @@
-"""Admits requests whose API key has the scope that their route requires; absent where no keys are configured."""
+"""Admits requests if their API key has a scope that the route requires; not used if no keys are configured."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ UNKNOWN: Final = (
     "API key: expected `Authorization: Bearer KEY` or `X-API-Key: KEY` with a key of this server, got no key or an "
     "unknown one"
 )
-"""The same message for every reason, so that it doesn't reveal whether a key exists."""
+"""The message is the same for every reason, so that it doesn't reveal whether a key exists."""
 
 
 class KeyRing:
@@ -28,7 +28,7 @@ class KeyRing:
 
     Args:
         read: reads the keys; called again by `renew`.
-        limits: the limits of all keys that have some.
+        limits: the limits of all keys that have limits.
     """
 
     def __init__(self, read: Callable[[], Iterable[Key]], limits: LimitFiles) -> None:
@@ -38,11 +38,11 @@ class KeyRing:
         self._limits_of: dict[str, KeyLimits | None] = {}
         try:
             self._take()
-        except (ConfigError, OSError) as error:  # they were valid when the server started
+        except (ConfigError, OSError) as error:  # the keys were valid when the server started
             logger.error("no API key is valid until this is fixed: %s", error)
 
     def renew(self) -> None:
-        """Read the keys again; if that fails, keep the present ones."""
+        """Read the keys again; if that fails, keep the present keys."""
         try:
             names = self._take()
         except (ConfigError, OSError) as error:
@@ -59,9 +59,9 @@ class KeyRing:
     def admit(self, scope: Scope) -> None:
         """Find a request's key, and admit the request if the key has the right scope and is within its limits.
 
-        ``scope["state"]`` then has ``key``, the key's name, which the access log shows, and ``key_limits``, its limits
-        if it has some, which the caller leaves when the request ends. A route that requires no key gets ``key`` from a
-        request that shows a valid one, and no limits.
+        Afterwards ``scope["state"]`` has ``key``, the key's name, which the access log shows. If the key has limits,
+        ``scope["state"]`` also has ``key_limits``; the caller must call their `KeyLimits.leave` when the request ends.
+        On a route that requires no key, a request with a valid key sets ``key`` but no ``key_limits``.
 
         Raises:
             Unauthorized, ScopeMissing, RateLimited: the request isn't admitted.
@@ -89,10 +89,10 @@ class KeyRing:
 
 
 def shown_key(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
-    """The key that a request sends, in ``X-API-Key`` or else as bearer token in ``Authorization``. None: it sends none,
-    or two different ones in the same header.
+    """The key that a request sends in ``X-API-Key``, or else as bearer token in ``Authorization``. None if the request
+    sends no key, or sends a header twice with different values.
 
-    ``X-API-Key`` takes precedence, since a proxy in front of the server may use ``Authorization`` for itself.
+    ``X-API-Key`` takes precedence, because a proxy in front of the server may use ``Authorization`` itself.
     """
     bare: bytes | None = None
     bearer: bytes | None = None
@@ -113,7 +113,7 @@ def shown_key(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
 
 
 def owned_id(state: Mapping[str, Any], request_id: str) -> str:
-    """The id by which a request is cancelled. With keys it includes the key's name, which has no colon: clients choose
-    ids that others can guess, and must not cancel each other's requests."""
+    """The id by which a request is cancelled. If the request has a key, the id includes the key's name, which contains
+    no colon: clients choose ids that other clients can guess, and must not cancel each other's requests."""
     key = state.get("key")
     return request_id if key is None else f"{key}:{request_id}"

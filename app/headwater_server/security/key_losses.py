@@ -1,4 +1,4 @@
-"""Replicas that were lost with one API key's requests: they count against that key, not against the model."""
+"""Counts replicas that were lost with requests of a single API key against that key, and not against the model."""
 
 from __future__ import annotations
 
@@ -8,39 +8,40 @@ from typing import Final
 __all__ = ["KeyLosses"]
 
 REPLICAS: Final = 1024
-"""Of so many lost replicas it is remembered whose requests they had."""
+"""The most lost replicas for which the keys of their requests are remembered."""
 
 
 class KeyLosses:
-    """Decides for one deployment which key a lost replica counts against, and which keys have lost too many.
+    """Decides for one deployment which key a lost replica counts against, and which keys have lost too many replicas.
 
-    It has no clock of its own; times are in seconds, on any one clock.
+    Callers pass the present time in seconds, always from the same clock.
 
     Args:
-        window_s: how long a loss counts.
+        window_s: seconds for which a loss counts.
     """
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
         self._had: dict[str, set[str]] = {}
-        """By replica: the keys whose requests it had when it was lost, "" for a request without a key."""
+        """By replica, the keys of the requests that it had when it was lost; "" for a request without a key."""
         self._losses: dict[str, list[float]] = {}
-        """When replicas were lost that count against a key."""
+        """By key, the times of the losses that count against the key."""
 
     def note(self, replica: str, keys: Iterable[str]) -> None:
-        """A gateway worker lost a replica while it had requests of these keys."""
+        """Note that a gateway worker lost a replica while the replica had requests of these keys."""
         self._had.setdefault(replica, set()).update(keys)
         if len(self._had) > REPLICAS:
             del self._had[next(iter(self._had))]
 
     def convict(self, replicas: Collection[str], key: str) -> None:
-        """These replicas were lost with a request of the key, of which the last computed nothing else."""
+        """Note that these replicas were lost with a request of the key, and that the last replica computed only that
+        request."""
         for replica in replicas:
             self._had[replica] = {key}
 
     def charge(self, replica: str, now_s: float) -> str:
-        """Count a replica that has ended against the key whose requests alone it had. Returns that key; empty: it
-        had requests of several keys, of none, or without a key."""
+        """Count a replica that has ended against a key, if all its requests were of that key. Returns the key; empty if
+        the replica had requests of several keys, a request without a key, or no requests."""
         keys = self._had.get(replica, set())
         if len(keys) != 1 or "" in keys:
             return ""
@@ -49,7 +50,7 @@ class KeyLosses:
         return key
 
     def barred(self, limit: int, now_s: float) -> dict[str, float]:
-        """The keys with at least so many losses within the window, and until when each has."""
+        """The keys with at least ``limit`` losses within the window, each with the time until which that holds."""
         found: dict[str, float] = {}
         for key, losses in list(self._losses.items()):
             recent = self._losses[key] = [at_s for at_s in losses if at_s > now_s - self._window_s]

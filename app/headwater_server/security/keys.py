@@ -1,7 +1,7 @@
-"""API keys: what the server knows of each, how it finds a request's key, and which scopes a route requires.
+"""API keys: the stored data of a key, how the server finds a request's key, and the scopes that a route requires.
 
 A key has 256 random bits, so a fast hash keeps it safe. Slow hashes such as bcrypt are for passwords, which can be
-guessed; here each wrong guess would cost the server as much as the guesser.
+guessed; for keys, each wrong guess would cost the server as much time as the attacker.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from headwater_server.security.scopes import SCOPES, Scope
 __all__ = ["OPEN", "Key", "Keys", "is_health_check", "make_key", "read_keys", "scopes_for"]
 
 MAX_KEY_BYTES: Final = 512
-"""A longer text is refused without hashing it."""
+"""A text longer than this is refused without hashing it."""
 MAX_KEYS: Final = 1000
 PREFIX: Final = "hw_"
 """Starts every key that Headwater makes, so that secret scanners recognise it."""
@@ -31,16 +31,16 @@ OPEN: Final[tuple[Scope, ...]] = ()
 """No key is required."""
 _HEALTH: Final = re.compile(r"/(health(/ready)?|v2/health/(live|ready)|v2/models/[^/]+(/versions/[^/]+)?/ready)\Z")
 _PAGES: Final = ("/", "/docs")
-"""Pages that fetch what they show with the reader's key."""
+"""Pages without data: their scripts fetch data with the reader's key."""
 _FILES: Final = ("/static/", "/docs/assets/")
 _UNDER_THE_ROOT: Final = ("/tokenize", "/detokenize", "/rerank", "/v2/rerank")
-"""Routes of other servers' APIs."""
+"""Inference routes without the prefix ``/v1/``, for compatibility with other servers' APIs."""
 PerSecond = Annotated[float, msgspec.Meta(gt=0, le=1_000_000)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=1_000_000_000)]
 
 
 class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What the server knows of a key; not the key itself."""
+    """A key's stored data, which doesn't include the key itself."""
 
     name: str
     """Identifies the key in logs and messages."""
@@ -51,7 +51,7 @@ class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
     concurrent: Count | None = None
     """Requests in flight at once."""
     tokens_per_minute: Count | None = None
-    """Tokens of language models: prompts and generated ones together."""
+    """Tokens of language models: prompt tokens and generated tokens together."""
     created: str = ""
     """Date of creation, for people."""
 
@@ -69,8 +69,8 @@ def read_keys(content: object, source: str, *, is_text: bool = False) -> tuple[K
     """Check the content of a file of keys.
 
     Args:
-        content: ``{"keys": [...]}``, each with the fields of `Key`.
-        source: named in messages.
+        content: ``{"keys": [...]}``; each item has the fields of `Key`.
+        source: the name of the source in messages.
         is_text: whether numbers and ``null`` are given as strings.
 
     Raises:
@@ -107,7 +107,7 @@ def read_keys(content: object, source: str, *, is_text: bool = False) -> tuple[K
 
 
 def make_key() -> tuple[str, str]:
-    """A new key and its hash."""
+    """Make a new key. Returns the key and its SHA-256 in hexadecimal digits."""
     text = PREFIX + secrets.token_urlsafe(32)
     return text, hashlib.sha256(text.encode()).hexdigest()
 
@@ -115,8 +115,8 @@ def make_key() -> tuple[str, str]:
 class Keys:
     """Finds a key by its text.
 
-    The lookup uses a part of the hash, which reveals nothing about matching texts; the whole hash is compared in
-    constant time, for unknown texts too.
+    The lookup uses the first 8 bytes of the hash; its timing reveals nothing about the text of a key. The whole hash is
+    compared in constant time, also for unknown texts.
     """
 
     def __init__(self, keys: Iterable[Key] = ()) -> None:
@@ -136,12 +136,12 @@ class Keys:
 
 
 def scopes_for(method: str, path: str) -> tuple[Scope, ...]:
-    """The scopes one of which a request's key must have; `OPEN`: no key is required. A route not named here requires a
-    key of any scope.
+    """The scopes of which a request's key must have at least one; `OPEN` if no key is required. A route that is not
+    named in this function requires a key of any scope.
 
     Args:
         method: the request's method.
-        path: as the router sees it, percent signs decoded.
+        path: the path as the router sees it, with percent-encoding decoded.
     """
     if method == "POST":
         if path.startswith(("/v2/models/", "/v1/", "/v2/requests/")) or path in _UNDER_THE_ROOT:
@@ -156,5 +156,5 @@ def scopes_for(method: str, path: str) -> tuple[Scope, ...]:
 
 
 def is_health_check(method: str, path: str) -> bool:
-    """Whether a request asks for the health of server or model; takes the arguments of `scopes_for`."""
+    """Whether a request asks for the health of the server or a model; takes the arguments of `scopes_for`."""
     return method in ("GET", "HEAD") and _HEALTH.match(path) is not None

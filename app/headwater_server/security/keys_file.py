@@ -1,4 +1,4 @@
-"""The file of keys: read by servers, changed by ``headwater keys``."""
+"""The file of API keys: servers read it, and the command ``headwater keys`` changes it."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ ENVIRONMENT_NAME = "HEADWATER_KEYS"
 
 
 def keys_are_wanted(path: Path | None, environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether keys are configured, even if there are none yet; takes the arguments of `known_keys`."""
+    """Whether API keys are configured, even if the file has no keys yet; takes the arguments of `known_keys`."""
     return path is not None or ENVIRONMENT_NAME in environment
 
 
 def known_keys(path: Path | None, environment: Mapping[str, str] = os.environ) -> tuple[Key, ...]:
-    """The keys of a server, from its file, if any, and its environment.
+    """The keys of a server, from its environment and its file (if it has one).
 
     Raises:
         ConfigError: the keys can't be read, or are invalid.
@@ -43,7 +43,7 @@ def known_keys(path: Path | None, environment: Mapping[str, str] = os.environ) -
     if path is not None:
         keys += read_file(path)
         sources.append(f"security.keys_file: {path}")
-    # Together, to find names that are in both.
+    # Check all keys together, to find names that occur in both sources.
     return read_keys({"keys": msgspec.to_builtins(keys)}, " and ".join(sources))
 
 
@@ -51,7 +51,7 @@ def read_file(path: Path) -> tuple[Key, ...]:
     """The keys in a file.
 
     Raises:
-        ConfigError: the file can't be read, is writable by others, or is invalid.
+        ConfigError: the file can't be read, users other than its owner may write it, or it is invalid.
     """
     where = f"security.keys_file: {path}"
     try:
@@ -74,11 +74,11 @@ def read_file(path: Path) -> tuple[Key, ...]:
 
 
 def change_file(path: Path, change: Callable[[Sequence[Key]], Sequence[Key]]) -> None:
-    """Change or create a file of keys; a server that reads it meanwhile sees either the old or the new content.
+    """Change or create a file of keys. A server that reads it meanwhile gets either the old or the new content.
 
     Args:
         path: the file; it becomes JSON, readable by its owner only.
-        change: takes the present keys, and returns the new ones.
+        change: takes the present keys, and returns the new keys.
 
     Raises:
         ConfigError: the file can't be read or written, or is invalid before or after the change.
@@ -101,7 +101,7 @@ def _parsed(text: str, source: str) -> tuple[Key, ...]:
         # Every scalar stays text: YAML would turn `created` into a date, and fail at an impossible one.
         content = yaml.load(text, yaml.BaseLoader)
     except yaml.YAMLError as error:
-        # The error's text is left out: it quotes the line.
+        # The error's text is left out, because it quotes the line.
         position = getattr(error, "problem_mark", None)
         place = "" if position is None else f" at line {position.line + 1}"
         raise ConfigError(f"{source}: expected JSON or YAML, got something else{place}") from None
@@ -112,7 +112,8 @@ def _parsed(text: str, source: str) -> tuple[Key, ...]:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Keep concurrent commands from undoing each other. The folder is locked, since the file itself is replaced."""
+    """Prevent concurrent commands from overwriting each other's changes. The folder is locked, because the file itself
+    is replaced."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)

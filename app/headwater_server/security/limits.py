@@ -1,7 +1,7 @@
 """Rate limits of API keys over all gateway workers: requests per second, requests at once, tokens per minute.
 
-Each key with limits has a small file that all workers map. A client with a single connection, and so a single worker,
-thereby gets all that its key allows; with a share per worker it would get that share only.
+Each key with limits has a small file that all workers map into memory. So a client with a single connection, which
+reaches a single worker, gets everything that its key allows, and not only a worker's share of it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from headwater_server.security.keys import Key
 __all__ = ["KeyLimits", "LimitFiles"]
 
 LOCK_TRIES: Final = 200
-"""About 100 µs: a process that holds the lock for longer is stopped, and requests don't wait for it."""
+"""Tries to lock a file, about 100 µs in all. A process that holds the lock for longer has been stopped (SIGSTOP), and
+requests must not wait for it."""
 _REQUESTS_FULL, _TOKENS_FULL, _FIRST_WORKER = 0, 1, 2
-"""Cells of a file. The first two hold the time at which a bucket will be full, on the monotonic clock, which is a
-bucket's whole state; the others hold the number of requests each worker has in flight."""
+"""Indexes of a file's cells. The first two cells hold the times, on the monotonic clock, at which the buckets will be
+full; a bucket has no other state. Each further cell holds a worker's number of requests in flight."""
 
 
 class KeyLimits:
@@ -33,14 +34,14 @@ class KeyLimits:
 
     A request is admitted with `enter`, and ends with `leave`. There are two token buckets: one second's worth of
     requests, and one minute's worth of language-model tokens. Tokens are counted after use, since an answer's length
-    is not known before: the bucket may be overdrawn, and then admits nothing until it has recovered.
+    is not known before: the bucket may be overdrawn, and then no request is admitted until it has recovered.
 
     Args:
         key: the key.
         path: the key's file; created if missing.
         worker: this worker's index.
         workers: the number of workers.
-        clock: the time in seconds, the same in all workers.
+        clock: returns the time in seconds; all workers must use the same clock.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class KeyLimits:
         if os.fstat(self._handle).st_size < size:
             os.ftruncate(self._handle, size)
         self._cells = memoryview(mmap.mmap(self._handle, size)).cast("d")
-        self._cells[self._own] = 0  # drops the count of a former worker with this index
+        self._cells[self._own] = 0  # discard the count of an earlier worker with this index
 
     def enter(self) -> None:
         """Admit a request.
@@ -92,7 +93,7 @@ class KeyLimits:
         """Check that tokens are left.
 
         Raises:
-            RateLimited: none are left; the error says when to retry.
+            RateLimited: no tokens are left; the error says when to retry.
         """
         per_minute = self.key.tokens_per_minute
         if per_minute is None:
@@ -115,7 +116,7 @@ class KeyLimits:
                 fcntl.flock(self._handle, fcntl.LOCK_UN)
 
     def _lock(self) -> bool:
-        """Lock the file. False: a stopped process holds the lock; a request beyond the limit may then pass."""
+        """Lock the file. Returns False if a stopped process holds the lock; then a request may exceed the limit."""
         for _ in range(LOCK_TRIES):
             try:
                 fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -126,10 +127,10 @@ class KeyLimits:
 
 
 class LimitFiles:
-    """The limits of all keys that have some.
+    """The limits of all keys that have limits.
 
     Args:
-        folder: for the files, shared by all workers of the server.
+        folder: the folder of the files, shared by all workers of the server.
         worker: this worker's index.
         workers: the number of workers.
     """
@@ -139,11 +140,12 @@ class LimitFiles:
         self._folder = folder
         self._worker = worker
         self._workers = workers
-        # Requests in flight keep their key's limits: a key that is removed and added again must find them counted.
+        # Requests in flight hold references to their key's limits, so a key that is removed and added again still has
+        # their count.
         self._open: weakref.WeakValueDictionary[str, KeyLimits] = weakref.WeakValueDictionary()
 
     def of(self, key: Key) -> KeyLimits | None:
-        """The limits of a key; None if it has none."""
+        """The limits of a key; None if the key is unlimited."""
         if not key.is_limited:
             return None
         found = self._open.get(key.sha256)

@@ -1,4 +1,4 @@
-"""Guards the operator's commands: only a local user or an admin key may load and unload models, never a web page."""
+"""Guards operators' commands: only a local user or an admin key may load and unload models, and no web page may."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FORWARDED: Final = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-
 
 
 def is_loopback(address: Any) -> bool:
-    """Whether a socket's address, as from `socket.socket.getsockname`, can be reached from its own machine only."""
+    """Whether a socket's address, as from `socket.socket.getsockname`, is reachable only from the same machine."""
     try:
         return ipaddress.ip_address(address[0]).is_loopback
     except (ValueError, IndexError, TypeError):
@@ -26,11 +26,11 @@ def is_loopback(address: Any) -> bool:
 
 
 def warn_if_exposed(address: Any) -> None:
-    """Warn if a server without API keys can be reached from other machines: who may use it, and that nobody commands
-    it.
+    """Log a warning if a server without API keys is reachable from other machines: anyone may use its models, and
+    operators' commands are refused.
 
     Args:
-        address: of the server's socket, as from `socket.socket.getsockname`.
+        address: the address of the server's socket, as from `socket.socket.getsockname`.
     """
     if not is_loopback(address):
         text = "other machines reach %s; without API keys, anyone may use every model, and commands such as load are "
@@ -43,8 +43,8 @@ class OperatorGuard:
     With API keys, `headwater_server.security.key_check` has already checked for scope ``admin``. Without keys, the
     operator must be on this machine.
 
-    A web page can send requests to a loopback address too: with the page's ``Origin``, or, once its own name resolves
-    to this machine, with that name as ``Host``.
+    A web page can send requests to a loopback address too. Such a request has the page's ``Origin``. If the page's host
+    name resolves to this machine (DNS rebinding), the request has that name as ``Host`` instead.
 
     Args:
         is_local: whether the server listens on a loopback address only.
@@ -56,10 +56,10 @@ class OperatorGuard:
         self._has_keys = has_keys
 
     def check(self, headers: Mapping[str, str]) -> None:
-        """Check by its headers, whose lookup ignores case, that a request may command the server.
+        """Check by a request's headers that it may command the server; lookups in ``headers`` must ignore case.
 
         Raises:
-            Forbidden: it may not; the message says why.
+            Forbidden: the request may not command the server; the message says why.
         """
         host = headers.get("host", "")
         if not self._has_keys:

@@ -1,4 +1,4 @@
-"""The TLS between the machines of a cluster: each proves to the other that it belongs to it."""
+"""Mutual TLS between the machines of a cluster: both sides present a certificate of the cluster."""
 
 from __future__ import annotations
 
@@ -17,23 +17,22 @@ logger = logging.getLogger("headwater")
 
 FIELD: Final = "cluster.tls"
 AUTHORITY, CERTIFICATE, KEY = "ca.crt", "tls.crt", "tls.key"
-"""As Kubernetes mounts a secret of the type ``kubernetes.io/tls``."""
+"""Names of the files, as Kubernetes mounts a secret of the type ``kubernetes.io/tls``."""
 
 
 class PeerTls:
     """TLS 1.3 with certificates of both sides, from a folder with ``ca.crt``, ``tls.crt`` and ``tls.key``.
 
-    Whoever has a certificate that this authority signed for the name `server_name` belongs to the cluster; no other
-    names are compared, because replicas are reached under the addresses of any machine. To change the authority, have
-    both the old and the new one in ``ca.crt`` meanwhile.
+    A peer belongs to the cluster if it has a certificate that this authority signed for the name `server_name`. No
+    other names are compared, because a replica may be on any machine, at any address. To change the authority, put both
+    the old and the new authority into ``ca.crt`` during the change.
 
     Args:
-        folder: with the three files.
-        kept: copies of the files as they last were usable, in the order of `paths`, which are read if the files can't
-            be used.
+        folder: the folder with the three files.
+        kept: copies of the last usable files, in the order of `paths`; they are read if the files can't be used.
 
     Raises:
-        ConfigError: a file can't be read, others may read the key, or peers would refuse the certificate.
+        ConfigError: a file can't be read, other users may read the key, or peers would refuse the certificate.
     """
 
     server_name: Final = "headwater"
@@ -41,7 +40,7 @@ class PeerTls:
 
     def __init__(self, folder: Path, kept: Sequence[Path] = ()) -> None:
         self.paths = peer_files(folder)
-        """The files, for a `FileWatch`."""
+        """Paths of the files, for a `FileWatch`."""
         try:
             self._loaded = _Loaded(self.paths)
         except ConfigError as error:
@@ -51,7 +50,7 @@ class PeerTls:
             self._loaded = _Loaded(kept)
 
     def renew(self) -> None:
-        """Read the files again, for new connections; if they are unusable, keep what was read before."""
+        """Read the files again, for new connections; if they are unusable, keep the previous content."""
         try:
             self._loaded = _Loaded(self.paths)
         except ConfigError as error:
@@ -60,32 +59,32 @@ class PeerTls:
             logger.info("reloaded the cluster's certificate")
 
     def server_context(self) -> ssl.SSLContext:
-        """For connections that others open; `is_peer` must then be asked."""
+        """The context for incoming connections; the caller must also check the client's certificate with `is_peer`."""
         return self._loaded.server
 
     def client_context(self) -> ssl.SSLContext:
-        """For connections to others, which must be opened for `server_name`."""
+        """The context for outgoing connections, which must use `server_name` as the server's name."""
         return self._loaded.client
 
     def channel_credentials(self) -> Any:
-        """The same for gRPC."""
-        import grpc  # only if it is needed: it takes memory
+        """The credentials for outgoing gRPC connections."""
+        import grpc  # imported only when needed: it takes memory
 
         authority, certificate, key = self._loaded.raw
         return grpc.ssl_channel_credentials(authority, key, certificate)
 
     def is_peer(self, certificate: Mapping[str, Any] | None) -> bool:
-        """Whether the certificate of a client, as `ssl` describes it, has the name."""
+        """Whether a client's certificate, in the form of `ssl.SSLSocket.getpeercert`, has the name `server_name`."""
         return certificate is not None and ("DNS", self.server_name) in certificate.get("subjectAltName", ())
 
 
 def peer_files(folder: Path) -> list[Path]:
-    """The certificate of the authority, the peer's, and its key."""
+    """Paths of the authority's certificate, the peer's certificate, and the peer's private key."""
     return [folder / name for name in (AUTHORITY, CERTIFICATE, KEY)]
 
 
 def check_peer_files(paths: Sequence[Path]) -> None:
-    """Check such files.
+    """Check the files of `peer_files`.
 
     Raises:
         ConfigError: see `PeerTls`.
@@ -94,7 +93,7 @@ def check_peer_files(paths: Sequence[Path]) -> None:
 
 
 class _Loaded:
-    """The files' content, once they have been found good."""
+    """The content of the files, after a check."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         authority, certificate, key = paths
@@ -111,11 +110,11 @@ class _Loaded:
         self._try(authority, certificate)
         try:
             self.raw = tuple(path.read_bytes() for path in paths)
-        except OSError as error:  # replaced just now
+        except OSError as error:  # replaced since `load_pair` read it
             raise ConfigError(f"{FIELD}: {error.filename}: can't be read: {error.strerror}") from error
 
     def _try(self, authority: Path, certificate: Path) -> None:
-        """Let the certificate be checked as peers will."""
+        """Check the certificate as peers will: with a handshake between the server and the client context."""
         to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
         sides = [
             self.client.wrap_bio(to_client, to_server, server_hostname=PeerTls.server_name),

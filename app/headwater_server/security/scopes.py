@@ -1,4 +1,4 @@
-"""What an API key may be allowed to do."""
+"""The scopes of API keys: the kinds of request that a key may permit."""
 
 from __future__ import annotations
 

@@ -16,14 +16,14 @@ logger = logging.getLogger("headwater")
 
 
 class Certificate:
-    """A certificate with its key, and the TLS context that uses them.
+    """A certificate with its private key, and the TLS context that uses them.
 
     Args:
-        section: names the files.
-        kept: copies of the files as they last were usable, which are read if the files can't be used.
+        section: the section of the configuration with the paths of the files.
+        kept: copies of the last usable files; they are read if the files can't be used.
 
     Raises:
-        ConfigError: a file can't be read, others may read the key, or certificate and key don't match.
+        ConfigError: a file can't be read, other users may read the key, or certificate and key don't match.
     """
 
     def __init__(self, section: Tls, kept: Tls | None = None) -> None:
@@ -31,7 +31,7 @@ class Certificate:
         self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self.context.minimum_version = ssl.TLSVersion.TLSv1_2
         try:
-            _load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), section)  # a try: a failure may spoil a context
+            _load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), section)  # scratch: failure may spoil a context
         except ConfigError as error:
             if kept is None:
                 raise
@@ -40,9 +40,9 @@ class Certificate:
         _load(self.context, section)
 
     def renew(self) -> None:
-        """Read the files again, for new connections; if they are unusable, keep the present certificate."""
+        """Read the files again, for new connections; if they are unusable, keep the previous certificate."""
         try:
-            _load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), self._section)  # a try, as above
+            _load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), self._section)  # scratch, as above
             _load(self.context, self._section)
         except ConfigError as error:
             logger.error("can't reload the certificate, keeping the previous one: %s", error)
@@ -55,15 +55,15 @@ def _load(context: ssl.SSLContext, section: Tls) -> None:
 
 
 def load_pair(context: ssl.SSLContext, certificate: tuple[str, Path], key: tuple[str, Path]) -> None:
-    """Have a context use a certificate and its key.
+    """Load a certificate and its private key into a context.
 
     Args:
-        context: of a server or a client.
-        certificate: the field of the configuration that names the file, and the file.
-        key: the same of the key.
+        context: the context of a server or a client.
+        certificate: the configuration field of the certificate's file, for messages, and the file's path.
+        key: the configuration field of the private key's file, for messages, and the file's path.
 
     Raises:
-        ConfigError: a file can't be read, others may read the key, or certificate and key don't match.
+        ConfigError: a file can't be read, other users may read the key, or certificate and key don't match.
     """
     require_regular(*certificate)
     mode = require_regular(*key)
@@ -90,14 +90,14 @@ def load_pair(context: ssl.SSLContext, certificate: tuple[str, Path], key: tuple
 
 
 def require_regular(field: str, path: Path) -> int:
-    """See that a path is a regular file that can be read. Returns its mode bits.
+    """Check that a path is a regular file that can be read. Returns the file's mode bits.
 
     Args:
-        field: of the configuration, which names the file.
+        field: the configuration field that names the file, for messages.
         path: the file.
 
     Raises:
-        ConfigError: it can't be read, or is no regular file.
+        ConfigError: the file can't be read, or isn't a regular file.
     """
     try:
         content, mode = read_regular(path)
