@@ -7,11 +7,11 @@ __version__ = "0.1.0"
 
 
 def is_compiled() -> bool:
-    """Whether the modules that every request passes are compiled (`make wheel`)."""
+    """Whether the modules on the path of every request are compiled (`make wheel`)."""
     spec = importlib.util.find_spec("headwater_server.codecs.tensors")
     return spec is not None and isinstance(spec.loader, ExtensionFileLoader)
 
 
 def version_text() -> str:
-    """What ``headwater --version`` prints."""
+    """The output of ``headwater --version``."""
     return f"headwater {__version__}{', compiled' if is_compiled() else ''}"

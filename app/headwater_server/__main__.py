@@ -16,11 +16,12 @@ IMPORTED = (
     "sse_starlette", "starlette", "tokenizers", "tritonclient", "typing_extensions", "typing_inspect",
     "typing_inspection", "uvicorn", "uvloop", "wrapt", "yaml", "yarl", "zmq", "zope",
 )  # fmt: skip
-"""Modules of other packages that Headwater's own processes import, Triton's among them."""
+"""Third-party modules that Headwater's processes and Triton's stubs import."""
 
 
 def main() -> None:
-    """Run the command, unless another `headwater` than ours, or another module that it imports, hides ours."""
+    """Run the command. Exit with a message if a foreign package `headwater`, or a module on PYTHONPATH, hides a module
+    that Headwater needs."""
     version = getattr(headwater, "__version__", None)
     if version != __version__:
         where = headwater.__file__ or ", ".join(headwater.__path__)
@@ -30,7 +31,7 @@ def main() -> None:
             f"{fix}, or remove its folder from PYTHONPATH"
         )
     _refuse_hidden()
-    if sys.argv[1:] == ["--version"]:  # without what the commands import
+    if sys.argv[1:] == ["--version"]:  # without the imports of the commands
         print(version_text())
         return
     from headwater_server.cli.main import main as run
@@ -39,7 +40,7 @@ def main() -> None:
 
 
 def _refuse_hidden() -> None:
-    """End if a folder of PYTHONPATH hides a module of Headwater's own environment, which may be another version."""
+    """Exit if a folder of PYTHONPATH hides a module of Headwater's environment: it may have another version."""
     named = {os.path.abspath(folder) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder}
     theirs, ours = ([folder for folder in sys.path if (folder in named) is is_theirs] for is_theirs in (True, False))
     for name in IMPORTED if theirs else ():

@@ -4,10 +4,10 @@
 
     HeadwaterError                 status, message
     ├── BadRequest                 400  the request's content is wrong; the message names the field
-    │   └── ContextTooLong              prompt, or prompt and answer, exceed what the model takes
-    ├── Unauthorized               401  no API key, or none that is good here
-    ├── Forbidden                  403  not allowed to this client
-    │   └── ScopeMissing                its API key is good, but not for this
+    │   └── ContextTooLong              prompt, or prompt and answer together, exceed the context length
+    ├── Unauthorized               401  no API key, or the key is not valid
+    ├── Forbidden                  403  this client may not do this, or the configuration forbids it
+    │   └── ScopeMissing                its API key is valid, but lacks the scope for this request
     ├── NotFound                   404  unknown model or route
     ├── MethodNotAllowed           405
     ├── BodyTooSlow                408
@@ -16,21 +16,21 @@
     ├── Cancelled                  409  someone cancelled the request by its id
     ├── BodyTooLarge               413
     ├── UnsupportedMediaType       415  content type or encoding
-    ├── Quarantined                422  the same request took two replicas down
-    ├── QueueFull                  429  the queue of the deployment, or of all, is full; Retry-After
-    ├── RateLimited                429  the API key's own limit is reached; Retry-After
+    ├── Quarantined                422  two replicas were lost while they computed the same request
+    ├── QueueFull                  429  the queue of the deployment, or of all together, is full; Retry-After
+    ├── RateLimited                429  a limit of the API key is reached; Retry-After
     ├── HeadersTooLarge            431
     ├── ClientGone                 499  logs and metrics only
-    ├── CallableFailed             500  the user's callable raised, or broke its declaration
+    ├── CallableFailed             500  the user's callable raised, or its output contradicts its declaration
     │   ├── ContractBroken              an engine's tokens are not in sequence
     │   └── OutOfMemory                 the device's memory does not suffice for the request
-    ├── SharedMemoryFull           503  /dev/shm has no room for the call's tensors; Retry-After
+    ├── SharedMemoryFull           503  /dev/shm has no capacity for the call's tensors; Retry-After
     ├── Unavailable                503  loading, draining or crashed; Retry-After
     │   └── ReplicaLost                 the replica ended while it had the request
-    │       └── ReplicaUnreachable      the replica ended before it had it
+    │       └── ReplicaUnreachable      the replica ended before it received the request
     ├── UnknownCoding              501  a transfer coding other than chunked
-    ├── DeadlineExceeded           504  queueing included
-    └── VersionNotSupported        505  another HTTP than 1.0 and 1.1
+    ├── DeadlineExceeded           504  time in the queue counts
+    └── VersionNotSupported        505  a version of HTTP other than 1.0 and 1.1
 
     ConfigError                    for the operator: the configuration is wrong; names the field
     StartError                     for the operator: a process can't start
@@ -79,21 +79,22 @@ __all__ = [
 ]
 
 RETRY_AFTER_LOST_S: Final = 2
-"""``Retry-After`` when a replica was lost: about the time until another one has capacity for its requests."""
+"""``Retry-After`` after the loss of a replica: about the time until another replica has capacity for its requests."""
 
 
 class HeadwaterError(Exception):
     """Base of the errors that an HTTP client sees.
 
-    A subclass gives its HTTP status, whether it may quote, and its code as keywords, or inherits them.
+    A subclass sets ``status``, ``may_quote`` and ``code`` with class keywords, or inherits them.
     """
 
     status: ClassVar[int] = 500
     may_quote: ClassVar[bool] = True
-    """Whether the message may hold what a client sent or a callable said: then it is logged only if asked for."""
+    """Whether the message may quote a client's input or a callable's output: such a message is logged only on
+    request."""
 
     code: ClassVar[str | None] = None
-    """OpenAI's ``code``: a word for programs, OpenAI's own where that API has one."""
+    """OpenAI's ``code``: a word for programs. Where OpenAI's API defines a word for the error, it is that word."""
 
     def __init_subclass__(
         cls, status: int | None = None, *, may_quote: bool | None = None, code: str | None = None
@@ -106,12 +107,12 @@ class HeadwaterError(Exception):
         super().__init__(message)
         self.message = message
         self.field = field
-        """The request's field at fault: OpenAI's ``param``."""
+        """The request field at fault: OpenAI's ``param``."""
         self.retry_after_s = retry_after_s
 
     def again(self, message: str | None = None) -> HeadwaterError:
-        """A new error like this one, maybe with another message: one object raised in several tasks gathers the
-        tracebacks of all."""
+        """Return a copy of this error, optionally with another message. Needed because an exception object that is
+        raised in several tasks collects the tracebacks of all of them."""
         text = self.message if message is None else message
         return type(self)(text, field=self.field, retry_after_s=self.retry_after_s)
 
@@ -121,19 +122,20 @@ class BadRequest(HeadwaterError, status=400):
 
 
 class ContextTooLong(BadRequest, code="context_length_exceeded"):
-    """Prompt, or prompt and answer, exceed what the model takes."""
+    """The prompt, or prompt and answer together, exceed the model's context length."""
 
 
 class Unauthorized(HeadwaterError, status=401, may_quote=False, code="invalid_api_key"):
-    """No API key, or none that is good here."""
+    """The request has no API key, or its key is not valid."""
 
 
 class Forbidden(HeadwaterError, status=403, may_quote=False):
-    """Only an operator may do this, and the client could be anybody."""
+    """The configuration forbids the operation, or reserves it to operators and the client is not known to be an
+    operator."""
 
 
 class ScopeMissing(Forbidden):
-    """The API key is good, but not for this."""
+    """The API key is valid, but lacks the scope for this request."""
 
 
 class NotFound(HeadwaterError, status=404):
@@ -149,7 +151,7 @@ class BodyTooSlow(HeadwaterError, status=408, may_quote=False):
 
 
 class Conflict(HeadwaterError, status=409, may_quote=False):
-    """The deployment's state doesn't allow it."""
+    """The deployment's state doesn't allow the command."""
 
 
 class MemoryBudgetExceeded(Conflict):
@@ -161,23 +163,23 @@ class Cancelled(HeadwaterError, status=409, may_quote=False, code="cancelled"):
 
 
 class BodyTooLarge(HeadwaterError, status=413, may_quote=False):
-    """The body, or what it unpacks to, is over the configured limit."""
+    """The body, compressed or decompressed, is over the configured limit."""
 
 
 class UnsupportedMediaType(HeadwaterError, status=415):
-    """Content type or content encoding that the route doesn't take."""
+    """The route doesn't accept this content type or content encoding."""
 
 
 class Quarantined(HeadwaterError, status=422, may_quote=False, code="quarantined"):
-    """The same request took two replicas down a while ago."""
+    """Two replicas were lost earlier while they computed the same request."""
 
 
 class QueueFull(HeadwaterError, status=429, may_quote=False, code="rate_limit_exceeded"):
-    """The queue of the deployment, or of all, is full."""
+    """The queue of the deployment, or the queue of all deployments together, is full."""
 
 
 class RateLimited(HeadwaterError, status=429, may_quote=False, code="rate_limit_exceeded"):
-    """The limit of the API key is reached, whatever the server could do."""
+    """A limit of the API key is reached; the server itself may have capacity."""
 
 
 class HeadersTooLarge(HeadwaterError, status=431, may_quote=False):
@@ -185,23 +187,24 @@ class HeadersTooLarge(HeadwaterError, status=431, may_quote=False):
 
 
 class ClientGone(HeadwaterError, status=499, may_quote=False):
-    """The client went away before its answer; seen in logs and metrics only."""
+    """The client disconnected before its answer; seen in logs and metrics only."""
 
 
 class CallableFailed(HeadwaterError, status=500, code="failed"):
-    """The user's callable raised, or broke its own declaration."""
+    """The user's callable raised, or its output contradicts its declaration."""
 
 
 class ContractBroken(CallableFailed):
-    """An engine repeated a token, left one out, or went on after the end: its output can't be trusted."""
+    """An engine repeated a token, skipped a token, or sent tokens after the end: its output can't be trusted."""
 
 
 class OutOfMemory(CallableFailed, code="out_of_memory"):
-    """The memory of the replica's device does not suffice for the request, even alone; the replica goes on."""
+    """The memory of the replica's device does not suffice for the request, even if it is computed alone; the replica
+    keeps serving."""
 
 
 class SharedMemoryFull(HeadwaterError, status=503, may_quote=False, code="unavailable"):
-    """/dev/shm has no room for the tensors of the call; the replica goes on."""
+    """/dev/shm has no capacity for the tensors of the call; the replica keeps serving."""
 
 
 class Unavailable(HeadwaterError, status=503, may_quote=False, code="unavailable"):
@@ -213,11 +216,11 @@ class ReplicaLost(Unavailable):
 
 
 class ReplicaUnreachable(ReplicaLost):
-    """The replica ended before it had the request: nothing of it was computed."""
+    """The replica ended before it received the request: nothing of the request was computed."""
 
 
 class DeadlineExceeded(HeadwaterError, status=504, may_quote=False, code="timeout"):
-    """The request's deadline passed, queueing included."""
+    """The request's deadline was exceeded; time in the queue counts."""
 
 
 class UnknownCoding(HeadwaterError, status=501):
@@ -229,7 +232,7 @@ class VersionNotSupported(HeadwaterError, status=505):
 
 
 class ConfigError(Exception):
-    """The configuration is wrong; the message names the field, what was expected and what came."""
+    """The configuration is wrong; the message names the field, the expected value and the given value."""
 
 
 class StartError(Exception):
@@ -237,11 +240,11 @@ class StartError(Exception):
 
 
 class CommandError(Exception):
-    """A running server refused a command or failed at it, or can't be reached; the message says why."""
+    """A running server refused or failed a command, or can't be reached; the message says why."""
 
 
 def openai_error(error: HeadwaterError) -> dict[str, object]:
-    """The body of an error in the form of OpenAI's API."""
+    """The body of an error response in the format of OpenAI's API."""
     kind = "server_error" if error.status >= 500 else "invalid_request_error"
     kind = "rate_limit_error" if error.status == 429 else kind
     is_model = isinstance(error, NotFound) and error.field == "model"

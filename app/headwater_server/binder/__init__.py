@@ -1,1 +1,1 @@
-"""Has PyTriton bind a model, becomes its Triton, and warms it up; see `headwater_server.binder.__main__`."""
+"""Binds a model with PyTriton, becomes its Triton, and warms it up; see `headwater_server.binder.__main__`."""

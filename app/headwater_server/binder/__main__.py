@@ -1,9 +1,9 @@
 """A replica's binder: binds its model to an embedded Triton, becomes that Triton, and warms it up.
 
-``python -m headwater_server.binder FOLDER FD``, under Headwater's own Python and in the supervisor's environment, a
-child of the replica's host (`headwater.replica`), which runs the model and imports nothing of PyTriton's. The host asks
-over the socket FD; see `headwater.wire.handshake`. What becomes Triton can't warm it up: before that, it forks a
-process that does, and ends::
+``python -m headwater_server.binder FOLDER FD``, under Headwater's Python and in the supervisor's environment, is a
+child of the replica's host (`headwater.replica`), which runs the model and imports nothing from PyTriton. The host
+sends its requests over the socket FD; see `headwater.wire.handshake`. The process that becomes Triton can't warm Triton
+up, so it first forks a process that does the warm-up and then ends::
 
     guardian ── host ── binder, executes tritonserver ── stubs
         └──── adopts ──── warm-up, forked by the binder
@@ -39,7 +39,7 @@ PR_SET_PDEATHSIG: Final = 1
 
 
 def main() -> None:
-    """Do what the host asks for. It never returns."""
+    """Serve the host's requests. Never returns."""
     _end_with_host(signal.SIGKILL)
     directory, link = Path(sys.argv[1]), Link(int(sys.argv[2]))
     _or_fail(link, lambda: _become_triton(directory, link))
@@ -48,7 +48,7 @@ def main() -> None:
 def _become_triton(directory: Path, link: Link) -> None:
     require()
     leave_out_clients()
-    # Heavy imports come after the check of the environment, whose message is clearer than an import error.
+    # Heavy imports come after the check of the environment, since the check's message is clearer than an import error.
     try:
         from headwater_server.binder.triton import OUTPUT_FILE, EmbeddedTriton
     except ImportError as error:
@@ -66,9 +66,9 @@ def _become_triton(directory: Path, link: Link) -> None:
     output = os.open(directory / OUTPUT_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and a program would inherit that
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these signals, and Triton would inherit that
         signal.signal(number, signal.SIG_DFL)
-    _end_with_host(signal.SIGTERM)  # so that Triton removes its folders in /tmp
+    _end_with_host(signal.SIGTERM)  # SIGTERM, so that Triton removes its folders in /tmp
     os.execve(command[0], command, environment)
 
 
@@ -80,7 +80,7 @@ def _warm_up(triton: EmbeddedTriton, pid: int, spec: ReplicaSpec, link: Link) ->
 
     triton.wait(pid, spec.load_timeout_s)
     request = link.receive(WarmUpRequest)
-    triton.wait(pid, spec.load_timeout_s)  # it may have ended since
+    triton.wait(pid, spec.load_timeout_s)  # Triton may have ended since
     if spec.is_language_model:
         warmup_lm.warm_up(request.signature, triton, spec, progress)
     else:
@@ -91,7 +91,8 @@ def _warm_up(triton: EmbeddedTriton, pid: int, spec: ReplicaSpec, link: Link) ->
 
 
 def _or_fail(link: Link, run: Callable[[], None]) -> None:
-    """Run what ends this process or makes it another program; if it raises, tell the host and end."""
+    """Run a function that ends this process or executes another program; if it raises, send the error to the host and
+    exit."""
     try:
         run()
     except Exception as error:
@@ -106,10 +107,11 @@ def _or_fail(link: Link, run: Callable[[], None]) -> None:
 
 
 def _fork_orphan(run: Callable[[], None]) -> None:
-    """Run something in a process that isn't this one's child: Triton, which this one becomes, reaps none.
+    """Run a function in a process that is not a child of this process: this process becomes Triton, which reaps no
+    children.
 
     Raises:
-        OSError: the machine lacks processes.
+        OSError: the process can't be forked, for example because the machine has too many processes.
     """
     if not (child := os.fork()):
         status = 0
@@ -125,7 +127,7 @@ def _fork_orphan(run: Callable[[], None]) -> None:
 
 
 def _end_with_host(number: int) -> None:
-    """Have the kernel send this process a signal once its parent has ended; executing another program keeps it."""
+    """Have the kernel send this process a signal once its parent has ended; the setting survives execve."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 

@@ -1,8 +1,8 @@
-"""Checks that the machine and Headwater's own Python can run what a binder needs: PyTriton, and Triton with its stub.
+"""Checks that the machine and Headwater's Python can run PyTriton, and Triton with its stub, as a binder must.
 
 ``python -m headwater_server.binder.environment`` prints ``{"versions": {...}, "problems": [...]}`` as JSON, for
-processes that don't import PyTriton. Nor does this module: it reads metadata, and asks the dynamic loader what
-PyTriton's stub would load.
+processes that don't import PyTriton. This module doesn't import PyTriton either: it reads package metadata, and asks
+the dynamic loader which libraries PyTriton's stub would load.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _LOADER_CACHE: Final = Path("/etc/ld.so.cache")
 def library_path(environ: Mapping[str, str]) -> str:
     """The ``LD_LIBRARY_PATH`` under which Triton must run, given its environment.
 
-    PyTriton's stub loads ``libpython3.x.so.1.0`` by name. The folders of this interpreter's own library (``LIBDIR``,
-    and ``lib`` of the base installation, in case Python was moved after it was built, and of this environment, where
-    `make offline` puts one) come before the present value, so that a system library of another patch version doesn't
-    take precedence.
+    PyTriton's stub loads ``libpython3.x.so.1.0`` by name. The folders that may have this interpreter's library come
+    before the present value, so that a system library of another patch version doesn't take precedence: ``LIBDIR``;
+    ``lib`` of the base installation, in case Python was moved after it was built; and ``lib`` of this environment,
+    where `make offline` puts the library.
     """
     own = [sysconfig.get_config_var("LIBDIR"), f"{sys.base_prefix}/lib", f"{sys.prefix}/lib"]
     # An empty element would mean the current folder.
@@ -46,7 +46,8 @@ def library_path(environ: Mapping[str, str]) -> str:
 
 
 def without_other_libraries(fix: str) -> str:
-    """A fix for what can't be loaded, preceded by a nearer one where variables name other libraries."""
+    """The fix for a library that can't be loaded. Where environment variables name other libraries, it first suggests
+    to start without these variables."""
     names = [name for name in ("LD_PRELOAD", "LD_LIBRARY_PATH") if os.environ.get(name)]
     return f"start headwater without {' and '.join(names)}; if that doesn't help, {fix}" if names else fix
 
@@ -55,14 +56,14 @@ def require() -> None:
     """Check, in a few milliseconds and without starting a process, that Triton can run here.
 
     Raises:
-        EnvironmentUnfit: it can't; the message says why and how to fix it.
+        EnvironmentUnfit: Triton can't run; the message says why and how to fix it.
     """
     for problem in problems():
         raise EnvironmentUnfit(str(problem))
 
 
 def problems(*, deep: bool = False, path: str | None = None) -> list[Problem]:
-    """What keeps Triton from running here.
+    """The problems that keep Triton from running here.
 
     Args:
         deep: also start PyTriton's stub, and check the version of the libpython that it would load.
@@ -79,7 +80,7 @@ def problems(*, deep: bool = False, path: str | None = None) -> list[Problem]:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of what Triton needs, by name; None where missing or unknown."""
+    """Versions of the packages and libraries that Triton needs, by name; None where missing or unknown."""
     stub = _stub()
     return {
         "python": f"{platform.python_version()} ({sys.executable})",
@@ -153,7 +154,7 @@ def _library_problems(path: str) -> Iterable[Problem]:
 
 
 def _deep_library_problems(stub: Path, path: str) -> Iterable[Problem]:
-    # Started without arguments, a stub that could be loaded complains about them and ends.
+    # A stub that can be loaded, started without arguments, complains about the missing arguments and ends.
     status, output = run_command([str(stub)], {"LD_LIBRARY_PATH": path})
     loaded = status == 1 and "arguments" in output
     if not loaded and _LIBPYTHON in output and "cannot open shared object file" in output:
@@ -211,14 +212,14 @@ def _triton_version() -> str | None:
         return None
     libraries = [folder.parent / "nvidia_pytriton.libs", folder / "tritonserver" / "external_libs"]
     for library in (found for place in libraries for found in place.glob("libtritonserver*.so")):
-        # Triton needs no GPU for this, and would allocate memory on each.
+        # Triton needs no GPU to report its version, and would allocate memory on each GPU.
         hidden = {"CUDA_VISIBLE_DEVICES": "", "LD_LIBRARY_PATH": str(library.parent)}
         output = run_python(_ASK_TRITON, str(library), changes=hidden)
         return output.strip() or None if output else None
     return None
 
 
-# The binary neither contains its version as text nor has an option to print it; its C API gives it in 0.1 s.
+# The binary neither contains its version as text nor has an option to print it; its C API returns the version in 0.1 s.
 _ASK_TRITON: Final = """
 import ctypes, json, os, sys, tempfile
 library = ctypes.CDLL(sys.argv[1])

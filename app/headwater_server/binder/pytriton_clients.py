@@ -1,6 +1,6 @@
 """Keeps PyTriton from importing its clients, which takes half the time of importing PyTriton.
 
-PyTriton's `Triton` uses a client only where `headwater_server.binder.triton` does the work in another way.
+PyTriton's `Triton` uses a client only in methods that `headwater_server.binder.triton` replaces.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ __all__ = ["leave_out_clients"]
 
 
 def leave_out_clients() -> None:
-    """Put modules without any code in the places of ``pytriton.client`` and ``tritonclient.http``.
+    """Put empty modules in place of ``pytriton.client`` and ``tritonclient.http``.
 
-    For a process that has imported neither. The modules in ``pytriton.client``, with PyTriton's address and its
-    exceptions, stay as they are.
+    Call it before either of them is imported. The submodules of ``pytriton.client``, such as PyTriton's parser of
+    addresses and its exceptions, can still be imported.
     """
     import tritonclient
 

@@ -1,19 +1,20 @@
 """PyTriton's embedded Triton, listening on unix sockets only.
 
-What differs from `pytriton.triton.Triton`, and why:
+Differences from `pytriton.triton.Triton`, with reasons:
 
-- HTTP, gRPC and metrics listen on unix sockets in the replica's own folder (0700), so no other user can reach them.
-  PyTriton's own clients can't dial such an address, so the wait that uses one is replaced here.
-- Models are in a local model store that Triton loads as it starts, rather than being sent through its load API: this
-  leaves no temporary ``/tmp/folder*`` per model behind, and avoids polling at intervals of a second.
-- Triton completes no configuration: PyTriton's is complete, and for each model it would start Python once more to ask.
-- Triton starts while the model loads: all that it needs is the signature.
-- Triton sees no GPU: it holds no tensors there, but would allocate memory pools and a context on each.
-- The process that binds becomes Triton (`headwater_server.binder`), and its output goes to a file: PyTriton starts
-  Triton as a child, whose output it reads in a thread.
-- Calls reach the callables by a shorter way (`headwater.wire.bridge`), and no process of PyTriton's keeps tensors.
+- HTTP, gRPC and metrics listen on unix sockets in the replica's folder (0700), so no other user can reach them.
+  PyTriton's clients can't connect to such an address, so the wait that uses such a client is replaced here.
+- Triton loads models from a local model store when it starts, rather than through its load API: no temporary
+  ``/tmp/folder*`` per model stays behind, and nothing polls at intervals of a second.
+- Triton completes no configuration: PyTriton's configuration is complete, and Triton would start another Python process
+  for each model to complete it.
+- Triton starts while the model loads: it needs only the signature.
+- Triton sees no GPU: it holds no tensors on GPUs, but would allocate memory pools and a context on each GPU.
+- The process that binds the model becomes Triton (`headwater_server.binder`), and Triton's output goes to a file.
+  PyTriton would start Triton as a child and read its output in a thread.
+- Calls reach the callables by a shorter path (`headwater.wire.bridge`), so no process of PyTriton holds tensors.
 
-All use of private parts of PyTriton is here; tests/app/binder/test_triton.py names the parts.
+Only this module uses private parts of PyTriton; tests/app/binder/test_triton.py names these parts.
 """
 
 from __future__ import annotations
@@ -48,21 +49,21 @@ __all__ = ["EmbeddedTriton", "UnixConnection", "telling_lines"]
 
 LOG_FILE = "triton.log"
 OUTPUT_FILE = "triton.out"
-"""What it prints besides its log."""
+"""File with Triton's stdout and stderr, apart from its log."""
 STUCK_S = 10.0
-"""After so long without getting on, Triton waits for a thread that it could not start."""
+"""Time without progress after which Triton counts as stuck: it waits for a thread that it could not start."""
 STUCK_CPU_NS = 10_000_000
-"""What waiting threads need in that time, at most."""
+"""Maximum CPU time of threads that only wait, within `STUCK_S`."""
 LOOK_EVERY_S = 0.5
 REPORTED_LINES = 15
-"""Of the log of a Triton that did not start."""
-# PyTriton waits for readiness without its token, so `health` alone can't be restricted; it discloses nothing.
+"""Maximum number of log lines that an error quotes when Triton did not start."""
+# `health` is missing: it is polled without the token, by PyTriton as well as here, and discloses nothing.
 _RESTRICTED = [
     "metadata", "inference", "shared-memory", "model-config", "model-repository", "statistics", "trace", "logging",
 ]  # fmt: skip
 _ERROR = re.compile(r"[EF]\d{4} |error: ")
 _NO_GPU = "CudaDriverHelper has not been initialized"
-"""Logged on every machine without a GPU."""
+"""Part of an error that Triton logs on every machine without a GPU."""
 
 
 class UnixConnection(http.client.HTTPConnection):
@@ -79,13 +80,13 @@ class UnixConnection(http.client.HTTPConnection):
         self.sock.connect(str(self._path))
 
 
-class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
-    """One Triton server for one model.
+class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton has no type annotations
+    """A Triton server for a single model.
 
     Args:
         directory: the replica's folder; sockets ``h`` (HTTP), ``g:1`` (gRPC) and ``m`` (metrics), the workspace and
             the log appear in it.
-        token: what every request but health must carry as ``triton-access-token``.
+        token: the token that every request except health checks must carry as ``triton-access-token``.
     """
 
     def __init__(self, directory: Path, token: str) -> None:
@@ -94,13 +95,13 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
         self.grpc_socket = directory / "g:1"
         super().__init__(
             config=TritonConfig(
-                allow_http=False,  # keeps PyTriton's own clients off it; switched on below
+                allow_http=False,  # so that PyTriton's clients don't use HTTP; switched on below
                 grpc_address=f"unix:{directory}/g",
                 grpc_port=1,
                 allow_metrics=True,
                 allow_gpu_metrics=False,
                 allow_cpu_metrics=False,
-                allow_vertex_ai=False,  # which Triton serves by itself where AIP_MODE is PREDICTION
+                allow_vertex_ai=False,  # Triton would serve it where the variable AIP_MODE is PREDICTION
                 log_file=directory / LOG_FILE,
                 exit_timeout_secs=1,
             ),
@@ -110,20 +111,20 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
         )
 
     def bind(self, model_name: str, **about: Any) -> None:
-        """As PyTriton's, but for the way of the calls."""
+        """Bind a model as PyTriton does, but with the shorter path for calls (`headwater.wire.bridge`)."""
         super().bind(model_name=model_name, **about)
         install(self._workspace.model_store_path / model_name / "1" / "model.py")
 
     def bind_signature(self, signature: Signature, *, instances: int = 1, is_language_model: bool = False) -> None:
-        """Bind a model under the signature's name; `headwater.replica.callee` has what computes it.
+        """Bind a model under the signature's name; the host computes its calls (`headwater.replica.callee`).
 
-        A framed one answers each request with any number of frames (`headwater.wire.frame`, or for a language model
-        `headwater.wire.lm`); any other has the hidden report output beside its own.
+        A framed model answers each request with any number of frames (`headwater.wire.frame`, or for a language model
+        `headwater.wire.lm`). Any other model gets a hidden output, the report, besides its declared outputs.
 
         Args:
-            signature: its declarations.
-            instances: of which each gets a thread; one that answers in frames has one.
-            is_language_model: whether it takes control messages in place of the signature's inputs.
+            signature: the model's declared inputs and outputs.
+            instances: number of instances; each gets a thread. A framed model has one instance.
+            is_language_model: whether the model takes control messages in place of the signature's inputs.
         """
         inputs, outputs = [_tensor(spec) for spec in signature.inputs], [_tensor(spec) for spec in signature.outputs]
         hidden = {name: Tensor(name=name, dtype=np.uint8, shape=(-1,)) for name in (REPORT, FRAME, CONTROL)}
@@ -133,8 +134,8 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
             infer_func=[_later] * instances,
             inputs=[hidden[CONTROL]] if is_language_model else inputs,
             outputs=[hidden[FRAME]] if is_framed else [*outputs, hidden[REPORT]],
-            # Frames without Triton's batcher: merged requests would have to end together, and one may stay open for
-            # hours.
+            # A framed model gets no batcher: merged requests would have to end together, and a request may stay open
+            # for hours.
             config=ModelConfig(
                 max_batch_size=signature.max_batch_size,
                 batcher=None if is_framed else DynamicBatcher(),
@@ -143,7 +144,7 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
         )
 
     def command(self) -> tuple[list[str], dict[str, str]]:
-        """The command line of a Triton that serves what is bound, and its environment; for `os.execve`."""
+        """The command line and environment of a Triton that serves the bound model, for `os.execve`."""
         os.environ["LD_LIBRARY_PATH"] = library_path(os.environ)
         self._initialize_server()
         server = self._triton_server
@@ -154,8 +155,8 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
         """Wait until Triton serves the model.
 
         Args:
-            pid: its process.
-            timeout_s: how long.
+            pid: Triton's process id.
+            timeout_s: the maximum time to wait.
 
         Raises:
             ReplicaError: Triton ended or was not ready in time; the message includes the relevant lines of its log.
@@ -164,7 +165,7 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
         deadline = time.monotonic() + timeout_s
         progress = Progress(pid)
         while not self._is_ready():
-            # The log says so at once, while Triton may take its time to end.
+            # The log reports the failure at once, while Triton may take long to end.
             if "Failed to create instance" in "".join(lines := self._log_lines()):
                 raise _not_started("an instance failed", lines)
             has_ended = _stat(pid)[:1] in ("", "Z", "X")
@@ -182,11 +183,13 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
         self._triton_server_config["allow-http"] = True
         self._triton_server_config["http-address"] = f"unix:{self.http_socket}"
         self._triton_server_config["metrics-address"] = f"unix:{self.directory}/m"
-        # The older name of disable-auto-complete-config, which takes no value; PyTriton gives every option one.
+        # The older name of disable-auto-complete-config. The new option takes no value, and PyTriton gives every option
+        # a value.
         self._triton_server_config["strict-model-config"] = True
 
     def _shm_prefix(self) -> str:
-        # PyTriton's has this process's id, while the sweep (`headwater_server.process.sweep`) knows the group's.
+        # PyTriton's prefix has this process's id, while the sweep (`headwater_server.process.sweep`) knows only the
+        # group's id.
         return f"headwater-{os.getpgrp()}-{secrets.token_hex(8)}"
 
     def _is_ready(self) -> bool:
@@ -205,10 +208,10 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton carries no types
 
 
 class Progress:
-    """Sees whether a Triton and its stubs get on.
+    """Observes whether Triton and its stubs make progress.
 
     Args:
-        pid: Triton's process.
+        pid: Triton's process id.
     """
 
     def __init__(self, pid: int) -> None:
@@ -217,7 +220,8 @@ class Progress:
         self._ran_ns = -STUCK_CPU_NS
 
     def is_stuck(self, now_s: float) -> bool:
-        """Whether all their threads have slept for `STUCK_S`; waiting for a processor or a disk is no sleep."""
+        """Whether all threads of Triton and its stubs have slept for `STUCK_S`. Waiting for a CPU or a disk is not
+        sleep."""
         if now_s < self._next_look_s:
             return False
         self._next_look_s = now_s + LOOK_EVERY_S
@@ -230,7 +234,7 @@ class Progress:
 
 
 def _ran_ns(pid: int) -> int | None:
-    """How long a process and its children have run; None: one of them doesn't sleep, or it can't be seen."""
+    """CPU time of a process and its children; None if any of their threads doesn't sleep, or if they can't be read."""
     total_ns = 0
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or (int(entry.name) != pid and _stat(int(entry.name)).split()[1:2] != [str(pid)]):
@@ -246,7 +250,7 @@ def _ran_ns(pid: int) -> int | None:
 
 
 def _stat(pid: int) -> str:
-    """A process's state, its parent, and more (proc(5)); empty: it is gone."""
+    """The state, parent and further fields of a process (proc(5)); empty if the process is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2]
     except OSError:
@@ -254,10 +258,10 @@ def _stat(pid: int) -> str:
 
 
 def _check_threads() -> None:
-    """Check that a thread can be started: a Triton that can't start any may wait for it for ever.
+    """Check that a thread can be started: a Triton that can't start a thread may wait for it for ever.
 
     Raises:
-        Shortage: it can't.
+        Shortage: the machine can't start a thread.
     """
     try:
         threading.Thread(target=lambda: None, daemon=True).start()
@@ -281,7 +285,8 @@ def telling_lines(lines: Sequence[str]) -> list[str]:
 
 
 def _later(requests: list[Any]) -> list[Any]:
-    """Stands for what computes a model, which calls reach by another way."""
+    """Placeholder for the callable that PyTriton requires; calls reach the host by another path
+    (`headwater.wire.bridge`)."""
     raise NotImplementedError
 
 

@@ -1,4 +1,4 @@
-"""Warm-up: real calls through the replica's own Triton, so that no part of the path is cold for the first client."""
+"""Warm-up: real calls through the replica's Triton, so that no part of the path is cold for the first client."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from headwater_server.binder.triton import EmbeddedTriton, UnixConnection
 __all__ = ["grpc_outputs", "warm_up"]
 
 _RAISED = re.compile(r"(?:(?:step|model) `[^`]*`: )?(\w+)(?::|\Z)")
-"""Begins the message of a row whose call raised: the exception's class."""
+"""Matches the exception's class at the beginning of the message of a row whose call raised."""
 
 Input = tuple[TensorSpec, bytes, list[int]]
 """A tensor's declaration, bytes and shape with the batch axis."""
@@ -48,10 +48,10 @@ def warm_up(
     sizes: Sequence[int],
     progress: Callable[[str], None],
 ) -> None:
-    """Call the model once with each of these numbers of rows; a pipeline with all its heads.
+    """Call the model once with each of these numbers of rows. A pipeline is called with all its heads.
 
     Raises:
-        ReplicaError: a call failed; the message includes the callable's own. `ModelUnfit`: it would fail again.
+        ReplicaError: a call failed; the message includes the callable's message. `ModelUnfit`: it would fail again.
     """
     row = signature.example_row()
     call = _call_over_grpc if signature.is_framed else _call_over_http
@@ -70,7 +70,8 @@ def warm_up(
 
 
 def _is_permanent(report: RowReport) -> bool:
-    """Whether a model would fail again with the same row: its errors of memory and of the device are other ones."""
+    """Whether the model would fail again with the same row. Errors of memory and of the device have other classes; such
+    causes may disappear."""
     if report.status is not Status.RAISED:
         return report.status in (Status.BAD_INPUT, Status.BAD_OUTPUT)
     raised = _RAISED.match(report.message)
@@ -80,7 +81,8 @@ def _is_permanent(report: RowReport) -> bool:
 def _call_over_http(
     signature: Signature, triton: EmbeddedTriton, spec: ReplicaSpec, inputs: Sequence[Input], rows: int
 ) -> list[RowReport]:
-    """Call a model that answers whole, with large tensors in shared memory, and return its report.
+    """Call a model that is not framed (`Signature.is_framed`), with large tensors in shared memory, and return its
+    report.
 
     Raises:
         ReplicaError: there was no answer.
@@ -121,7 +123,8 @@ def _said(error: str) -> str:
 def _share(
     stack: contextlib.ExitStack, signature: Signature, inputs: Sequence[Input], rows: int
 ) -> SharedCall | None:  # fmt: skip
-    """Leave the large inputs where a gateway would; None if there are none, and the answer hasn't large ones either."""
+    """Write the large inputs to shared memory, as a gateway does. Returns None if neither the inputs nor the answer
+    have large tensors."""
     large = [one for one in inputs if one[0].datatype != "BYTES" and len(one[1]) >= SHARED_FROM_BYTES]
     answer_bytes = batch_bytes(signature.outputs, rows)
     if not large and answer_bytes < SHARED_FROM_BYTES:
@@ -132,7 +135,7 @@ def _share(
     end = 0
     for tensor, data, shape in large:
         placed[tensor.name] = (end, shape)
-        # Not `os.pwrite`, which writes at most two gigabytes at once.
+        # Not `os.pwrite`, which writes at most 2 GB per call.
         with open(fd, "wb", closefd=False) as file:
             file.seek(end)
             file.write(data)
@@ -175,7 +178,7 @@ def _call_over_grpc(
 def grpc_outputs(
     triton: EmbeddedTriton, spec: ReplicaSpec, requests: Iterator[Any], what: str
 ) -> Generator[bytes, None, None]:
-    """Send requests over a gRPC stream, and yield the bytes of each output in the answers.
+    """Send requests over one gRPC stream, and yield the bytes of each output in the answers.
 
     Raises:
         ReplicaError: Triton answered with an error or not at all; the message begins with `what`.

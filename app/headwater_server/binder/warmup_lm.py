@@ -1,4 +1,4 @@
-"""Warm-up of a language model: sequences over a channel through the replica's own Triton."""
+"""Warm-up of a language model: sequences over a channel through the replica's Triton."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ CHANNEL: Final = "warm-up"
 PROMPT_LENGTHS: Final = (5, 24, 1, 60)
 MAX_TOKENS: Final = 4
 MOST: Final = 256
-"""The most sequences generated together by default."""
+"""Maximum number of sequences generated together by default."""
 
 
 def warm_up(
     signature: Signature, triton: EmbeddedTriton, spec: ReplicaSpec, progress: Callable[[str], None]
 ) -> None:  # fmt: skip
-    """Generate a few tokens, greedily, with several numbers of sequences together; each must come to its end.
+    """Generate a few tokens greedily, with different numbers of concurrent sequences; each sequence must finish.
 
-    The numbers are `warmup_batch_sizes`, by default powers of two up to what the engine computes together, and up to
-    `MOST`; more than the cache's capacity are left out.
+    The numbers of sequences are `warmup_batch_sizes`; by default, powers of two up to the number that the engine
+    computes together, and up to `MOST`. Numbers above the cache's capacity are lowered to it.
 
     Raises:
         ReplicaError: there was no answer, or a sequence failed.
@@ -53,7 +53,7 @@ def warm_up(
 
 
 def counts(limits: EngineLimits, wanted: Sequence[int] | None) -> list[int]:
-    """The numbers of sequences to generate together, one run after the other; None: powers of two."""
+    """The number of concurrent sequences in each run. ``wanted`` None: powers of two."""
     shortest = min(1 + MAX_TOKENS, limits.context_length)
     most = max(min(limits.max_sequences, limits.cache_tokens // shortest), 1)
     if wanted is None:
@@ -62,7 +62,7 @@ def counts(limits: EngineLimits, wanted: Sequence[int] | None) -> list[int]:
 
 
 def submits(count: int, limits: EngineLimits, numbers: Iterator[int]) -> list[Submit]:
-    """Sequences of different lengths that the engine's limits allow together."""
+    """Make sequences of different lengths that together stay within the engine's limits."""
     longest = min(limits.context_length, limits.cache_tokens // count)
     found = []
     for length in itertools.islice(itertools.cycle(PROMPT_LENGTHS), count):
@@ -75,7 +75,7 @@ def submits(count: int, limits: EngineLimits, numbers: Iterator[int]) -> list[Su
 
 
 class _Channel:
-    """One channel over one gRPC stream."""
+    """A channel (`headwater.wire.lm`) over a gRPC stream."""
 
     def __init__(self, name: str, triton: EmbeddedTriton, spec: ReplicaSpec) -> None:
         self._name = name
@@ -99,7 +99,7 @@ class _Channel:
             self._frames.close()
 
     def generate(self, wanted: Sequence[Submit]) -> None:
-        """Generate sequences to their ends."""
+        """Generate sequences until all have finished."""
         self._send(Post(CHANNEL, list(wanted)), CallNote())
         left = {submit.number for submit in wanted}
         while left:
@@ -118,7 +118,7 @@ class _Channel:
         return None if raw is None else decode_frame(raw)
 
     def _send(self, message: Message, note: CallNote) -> None:
-        """Send a request; gRPC takes it from the queue in a thread of its own."""
+        """Send a request; a thread of gRPC takes it from the queue."""
         data = encode(message)
         request = service_pb2.ModelInferRequest(model_name=self._name)
         request.parameters[HEADWATER].string_param = msgspec.json.encode(note).decode()

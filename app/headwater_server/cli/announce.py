@@ -1,4 +1,4 @@
-"""Announces what a server serves, once it is ready: with commands to paste, or as log lines."""
+"""Announces the served models once a server is ready: with commands to paste, or as log lines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headwater_server.codecs.infer_request import example_body
 def print_what_is_served(
     url: str, served: list[tuple[str, Signature | None, str]], *, asks_for_keys: bool = False
 ) -> None:
-    """Print what is served, with a command to paste for each model."""
+    """Print the served models, each with a command to paste."""
     if any(signature is not None for _, signature, _ in served):
         print(f"\nHeadwater serves at {url}   (docs: {url}/docs)\n")
     else:
@@ -55,7 +55,7 @@ def print_what_is_served(
 
 
 def log_what_is_served(url: str, served: list[tuple[str, Signature | None, str]]) -> None:
-    """Log what is served, for logs in JSON."""
+    """Log the served models, for logs in JSON."""
     logger = logging.getLogger("headwater")
     for name, signature, reason in served:
         if signature is None:

@@ -1,4 +1,4 @@
-"""``headwater check``: finds in a few seconds what would go wrong in serving."""
+"""``headwater check``: finds in a few seconds the problems that would keep models from being served."""
 
 from __future__ import annotations
 
@@ -52,11 +52,12 @@ def check(
     The valid parts of an invalid configuration are checked too, so that all problems are found at once.
 
     Args:
-        what: a YAML file or a model, as for `load_with_scripts`; None: only the server's settings, from environment and
-            flags.
+        what: a YAML file or a model, as for `load_with_scripts`; None: check only the server's settings, from
+            environment and flags.
         as_json: print ``{"ok", "versions", "python", "machine", "deployments", "problems"}`` rather than text.
         flags: override the file, as in `load_config`.
-        loads: load the models, too, and call them, each deployment in turn, but not those of vLLM.
+        loads: also load the models and call them, one deployment after the other. Models that vLLM computes are not
+            loaded.
         python: the value of ``--python``.
 
     Returns:
@@ -65,12 +66,12 @@ def check(
     problems: list[Problem] = []
     config = None
     chosen = ""
-    """Which Python runs the models, and why; empty: no model was named."""
+    """The Python that runs the models, and why; empty if no model was named."""
     paths: tuple[str, ...] = (os.getcwd(),)
     if what is not None and not is_model_reference(str(what)):
         paths = tuple(dict.fromkeys((*paths, str(Path(what).resolve().parent))))
     try:
-        if what is None:  # deployments are required
+        if what is None:  # a configuration must have a deployment
             content = {"deployments": {"none": {"model": PLACEHOLDER}}}
             config = read_config(content, source="command line", flags=flags or {})
         else:
@@ -127,7 +128,8 @@ def check(
 def _signatures(
     deployments: Mapping[str, Deployment], path: tuple[str, ...], *, loads: bool
 ) -> tuple[dict[str, Signature], dict[str, dict[str, Any]], dict[str, tuple[str, ...]], list[Problem]]:
-    """The signatures of models that can be constructed, the Pythons that deployments name, notes, and the problems."""
+    """Return the signatures of the models that can be constructed, the Pythons that the deployments name, notes (all by
+    deployment), and the problems."""
     notes: dict[str, tuple[str, ...]] = {}
     signatures: dict[str, Signature] = {}
     problems: dict[str, list[Problem]] = {}
@@ -165,7 +167,8 @@ def _signatures(
 def _look_at_vllm(
     name: str, deployment: Deployment, path: tuple[str, ...]
 ) -> tuple[dict[str, Any], Signature | Problem]:
-    """The Python of a deployment that vLLM computes, and its signature or what would keep it from serving."""
+    """Return the Python of a deployment that vLLM computes, and its signature or the problem that would keep it from
+    serving."""
     title = f"deployment {name}"
     python: dict[str, Any] = {"path": os.path.abspath(str(deployment.python)), "versions": {}}
     try:
@@ -185,7 +188,7 @@ def _look_at_vllm(
         problem = error.problem
     if problem is not None:
         return python, Problem(title, f"{problem.title}: {problem.reason}", problem.fix)
-    length = -1 if gives_embeddings(folder, options) else 0  # how long they are, a start shows
+    length = -1 if gives_embeddings(folder, options) else 0  # their length is known only after a start
     return python, text_signature(name, folder, vllm=VllmSpec(0, 0, 0, install.version, embedding_length=length))
 
 
@@ -204,7 +207,7 @@ def _probe(
     while pending:
         requests = [{**model_request(name, deployments[name], path), "loads": loads} for name in pending]
         status, output, errors = side.run("headwater.replica.probe", msgspec.json.encode(requests))
-        tried: list[str] = []  # steps of the next deployment
+        tried: list[str] = []  # steps of the next deployment that were tried
         for line in output:
             finding = msgspec.json.decode(line)
             name = finding["name"]
@@ -218,7 +221,7 @@ def _probe(
                 notes[name] = tuple(finding["notes"])
             if finding["signature"] is not None:
                 signatures[name] = msgspec.convert(finding["signature"], Signature)
-        if pending:  # the process ended at the next deployment; the remaining ones get another process
+        if pending:  # the process ended at the next deployment; another process checks the remaining deployments
             name = pending.pop(0)
             problems.setdefault(name, []).append(_ended(name, deployments[name], tried, status, errors))
 
@@ -226,7 +229,8 @@ def _probe(
 def _joined(
     deployments: Mapping[str, Deployment], signatures: Mapping[str, Signature]
 ) -> tuple[dict[str, Signature], list[Problem]]:
-    """The signatures of pipelines in placement ``graph``, and the problems of those whose steps don't fit together."""
+    """The signatures of pipelines in placement ``graph``, and a problem for each pipeline whose steps don't fit
+    together."""
     joined: dict[str, Signature] = {}
     problems: list[Problem] = []
     for name, one in deployments.items():
@@ -235,7 +239,7 @@ def _joined(
         steps = {step: signatures.get(where) for step, where in _places(name, one.pipeline).items()}
         known = {step: signature for step, signature in steps.items() if signature is not None}
         if len(known) < len(steps):
-            continue  # the problems of the others are already reported
+            continue  # the problems of the missing steps are already reported
         try:
             plan = make_plan(one.pipeline.spec(), known, name=name, max_batch_size=one.batching.max_batch_size)
             joined[name] = plan.signature
@@ -246,7 +250,7 @@ def _joined(
 
 
 def _cache_problems(deployments: Mapping[str, Deployment], signatures: Mapping[str, Signature]) -> Iterator[Problem]:
-    """The problems of those whose answers can't be kept."""
+    """A problem for each deployment with a ``cache`` whose answers can't be cached."""
     for name, one in deployments.items():
         if one.cache is not None and name in signatures:
             try:
@@ -257,7 +261,7 @@ def _cache_problems(deployments: Mapping[str, Deployment], signatures: Mapping[s
 
 
 def _places(name: str, pipeline: Pipeline) -> dict[str, str]:
-    """The deployment that computes each step of a pipeline in placement ``graph``."""
+    """The name of the deployment that computes each step of a pipeline in placement ``graph``."""
     return {step: one.deployment or f"{name}.{step}" for step, one in pipeline.all_steps().items()}
 
 
@@ -358,14 +362,14 @@ def _print(
 
 
 def _tried(deployments: Sequence[Mapping[str, Any]]) -> str:
-    """What `--load` has tried, and what it has not."""
+    """A line that says what `--load` tried, and which deployments it did not try."""
     tried = "loaded and called with one row each, not served"
     untried = [text for one in deployments if (text := _untried(one))]
     return f"{tried}; not tried: {', '.join(untried)}" if untried else tried
 
 
 def _untried(deployment: Mapping[str, Any]) -> str:
-    """What `--load` does not try of a deployment; empty: nothing."""
+    """The part of a deployment that `--load` does not try; empty if it tries the whole deployment."""
     name, pipeline = deployment["name"], deployment.get("pipeline")
     if deployment["model"] and is_vllm(deployment["model"]):
         return f"{name} (vLLM)"

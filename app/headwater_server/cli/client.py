@@ -1,5 +1,5 @@
-"""The command line's client of a running server: asks what it serves, and commands load, unload, reload, scale,
-promote and rollback.
+"""The command line's client of a running server: queries the served models, and sends the commands load, unload,
+reload, scale, promote and rollback.
 
 An API key comes from the environment, since command lines are visible to all users.
 """
@@ -33,7 +33,7 @@ __all__ = [
 
 CONNECT_TIMEOUT_S: Final = 5.0
 ANSWER_TIMEOUT_S: Final = 30.0
-"""For a query; a command has no timeout."""
+"""Timeout of a query. A command has no timeout."""
 KEY_VARIABLE: Final = "HEADWATER_KEY"
 LOOPBACK_NAMES: Final = ("127.0.0.1", "localhost", "::1")
 MIB: Final = 1024 * 1024
@@ -45,7 +45,7 @@ class Tensor(msgspec.Struct, frozen=True):
     name: str
     datatype: str
     shape: list[int]
-    """Batch axis first; -1: the dimension varies."""
+    """Batch axis first; -1 for a dimension that varies."""
     optional: bool = False
     """Whether requests may leave this input out."""
 
@@ -71,20 +71,20 @@ class _ConfiguredInput(msgspec.Struct):
 
 
 class _Config(msgspec.Struct):
-    """What is needed of the answer to ``GET /v2/models/{model}/config``."""
+    """The used part of the answer to ``GET /v2/models/{model}/config``."""
 
     input: list[_ConfiguredInput] = []
 
 
 class ServerClient:
-    """A client of one server that speaks the Open Inference Protocol, or OpenAI's.
+    """A client of a server that speaks the Open Inference Protocol or OpenAI's API.
 
     Args:
         url: the server's base, such as ``http://127.0.0.1:8000``.
-        transport: for tests.
+        transport: a transport of httpx that tests pass.
         environment: may have an API key in HEADWATER_KEY.
         key: an API key that takes precedence; empty: no key.
-        option: the option of the command line that names the server, for messages.
+        option: the option of the command line that names the server; quoted in messages.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class ServerClient:
         return index
 
     def command(self, action: str, model: str, config: str | None = None) -> dict[str, Any]:
-        """Load, unload or reload a model, however long that takes. Returns the server's answer.
+        """Load, unload or reload a model, without a timeout. Returns the server's answer.
 
         Args:
             action: the command.
@@ -127,15 +127,17 @@ class ServerClient:
         return self._change(action, model, None if config is None else {"parameters": {"config": config}}, "state")
 
     def scale(self, model: str, bounds: Mapping[str, int]) -> dict[str, Any]:
-        """Change the number of a model's replicas to ``replicas``, or ``min`` and ``max``. Otherwise as `command`."""
+        """Change the number of a model's replicas to ``replicas``, or ``min`` and ``max``. Result and errors as for
+        `command`."""
         return self._change("scale", model, bounds, "replicas")
 
     def promote(self, model: str, version: str) -> dict[str, Any]:
-        """Give a version of a model all requests. Otherwise as `command`."""
+        """Give a version of a model all requests. Result and errors as for `command`."""
         return self._change("promote", model, {"version": version}, "traffic")
 
     def roll_back(self, model: str, *, is_undo: bool) -> dict[str, Any]:
-        """Undo the last change of a model's traffic, or the last rollback. Otherwise as `command`."""
+        """Undo the last change of a model's traffic, or with ``is_undo`` the last rollback. Result and errors as for
+        `command`."""
         return self._change("rollback", model, {"undo": True} if is_undo else None, "traffic")
 
     def _change(self, action: str, model: str, body: object, wanted: str) -> dict[str, Any]:
@@ -158,7 +160,7 @@ class ServerClient:
         return str(content.get("name", "")), str(content.get("version", ""))
 
     def models(self) -> list[str]:
-        """The names of the ready models, as far as the server lists them.
+        """The names of the ready models; empty if the server doesn't list its models.
 
         Raises:
             CommandError: see `about`.
@@ -166,7 +168,7 @@ class ServerClient:
         status, content = self.get("/v2/repository/index")
         if status == 200 and isinstance(content, list):
             ready = (str(one["name"]) for one in content if isinstance(one, dict) and one.get("state") == "READY")
-            return list(dict.fromkeys(ready))  # one with versions has an entry for each
+            return list(dict.fromkeys(ready))  # a model with versions has an entry for each version
         status, content = self.get("/v1/models")
         listed = content.get("data") if status == 200 and isinstance(content, dict) else None
         return [str(one.get("id")) for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
@@ -175,7 +177,7 @@ class ServerClient:
         """The name of the server's only model.
 
         Raises:
-            CommandError: the server has no model, or several; or see `about`.
+            CommandError: the server has no ready model or several models; or see `about`.
         """
         names = self.models()
         if len(names) != 1:
@@ -197,7 +199,7 @@ class ServerClient:
             raise CommandError(f"--model: {what} got {model!r}")
         if status != 200:
             raise CommandError(f"--model {model}: the server says: {_error(content) or f'status {status}'}")
-        _, config = self.get(f"{path}/config")  # only that tells which inputs are optional
+        _, config = self.get(f"{path}/config")  # only /config says which inputs are optional
         try:
             found = msgspec.convert(content, Metadata)
             optional = {one.name for one in msgspec.convert(config or {}, _Config).input if one.optional}
@@ -207,7 +209,7 @@ class ServerClient:
         return replace(found, inputs=inputs)
 
     def get(self, path: str) -> tuple[int, Any]:
-        """The status and the JSON of an answer, or None if it isn't JSON.
+        """The status and the decoded JSON of an answer; None in place of JSON if the body isn't JSON.
 
         Raises:
             CommandError: see `about`.
@@ -227,7 +229,7 @@ class ServerClient:
     def _send(self, method: str, path: str, body: object = None) -> tuple[int, Any]:
         timeout = httpx.Timeout(ANSWER_TIMEOUT_S if method == "GET" else None, connect=CONNECT_TIMEOUT_S)
         try:
-            # No proxy: a command must come from the server's own machine.
+            # No proxy: a command must come from the machine of the server.
             with httpx.Client(
                 timeout=timeout, verify=tls_context(self._url), trust_env=False, transport=self._transport
             ) as client:
@@ -254,15 +256,15 @@ class ServerClient:
 
 
 def _error(content: Any) -> str:
-    """The error in an answer; empty: none."""
+    """The error message in an answer; empty if it has no error."""
     return str(content.get("error") or "") if isinstance(content, dict) else ""
 
 
 def api_key(environment: Mapping[str, str] = os.environ) -> str:
-    """The API key in the environment; empty: none.
+    """The API key in the environment; empty if there is no key.
 
     Raises:
-        CommandError: the variable's value can't be a key.
+        CommandError: the variable's value has characters that no key has.
     """
     key = environment.get(KEY_VARIABLE, "").strip()
     if not (key.isascii() and key.isprintable()):
@@ -271,7 +273,8 @@ def api_key(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def tls_context(url: str) -> ssl.SSLContext:
-    """How to verify a server's certificate: not at all on loopback addresses, for which no certificate is issued."""
+    """A TLS context for a server. Certificates are not verified on loopback addresses, for which no certificate is
+    issued."""
     if urlsplit(url).hostname in LOOPBACK_NAMES:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname = False
@@ -281,7 +284,8 @@ def tls_context(url: str) -> ssl.SSLContext:
 
 
 def status_table(index: Sequence[Mapping[str, Any]]) -> str:
-    """The models as a text table, with a column for machines if there are several; and what their replicas run with."""
+    """The models as a text table, with a column for nodes if replicas run on other machines, followed by a table of the
+    package versions that their replicas use."""
     rows = [("MODEL", "VERSION", "STATE", "REPLICAS", "DEVICES", "NODES", "SINCE", "REASON"), *map(_cells, index)]
     at = rows[0].index("NODES")
     is_cluster = any(row[at] for row in rows[1:])
@@ -322,8 +326,8 @@ def _cells(one: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _versions(index: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """A table of what each model's replicas run with; and of what Headwater itself runs with, a row for each kind of
-    machine."""
+    """Rows of a table of package versions: for each model, a row for each distinct environment of its replicas; for
+    Headwater itself, a row for each distinct set of versions."""
     rows = [("MODEL", "VERSION", "REPLICAS", "RUNS WITH")]
     own = set()
     for model in index:
@@ -339,7 +343,7 @@ def _versions(index: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def _replicas(one: Mapping[str, Any]) -> str:
-    """The ready and the wanted replicas, and the bounds if they differ."""
+    """The numbers of ready and wanted replicas, and the bounds of scaling if they differ."""
     found = one.get("replicas")
     if found is None:
         return ""

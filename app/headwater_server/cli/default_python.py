@@ -1,4 +1,4 @@
-"""The Python of the deployments that name none."""
+"""The default Python: it runs the deployments that name no Python."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from headwater_server.config.sections import OWN_PYTHON
 __all__ = ["DefaultPython", "default_python"]
 
 ACTIVE = ("VIRTUAL_ENV", "CONDA_PREFIX")
-"""Variables that name the folder of the active environment."""
+"""Environment variables that name the folder of the active Python environment."""
 
 
 class DefaultPython(NamedTuple):
-    """The interpreter, and why it is this one."""
+    """The interpreter, and the reason for choosing it."""
 
     path: Path
-    """`OWN_PYTHON`: Headwater's own."""
+    """The interpreter's path; `OWN_PYTHON` for Headwater's Python."""
     why: str
 
     def __str__(self) -> str:
@@ -31,15 +31,16 @@ class DefaultPython(NamedTuple):
 
 
 def default_python(config: Config, option: str | None, folder: Path, environ: Mapping[str, str]) -> DefaultPython:
-    """Choose the Python of the deployments that name none.
+    """Choose the Python of the deployments that name no Python.
 
-    The first of these: the configuration's ``python``, the option ``--python``, the active environment, ``.venv``
-    beside the configuration unless a Headwater is installed in it, Headwater's own.
+    It is the first of these that exists: the configuration's ``python``; the option ``--python``; the Python of the
+    active environment; the Python of ``.venv`` beside the configuration, unless Headwater is installed in it;
+    Headwater's Python. On a cluster, the active environment and ``.venv`` are not considered.
 
     Args:
         config: the configuration.
         option: the value of ``--python``.
-        folder: that of the configuration, or the working folder.
+        folder: the folder of the configuration, or the working folder.
         environ: the process's environment.
     """
     if config.python is not None:

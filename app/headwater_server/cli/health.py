@@ -1,7 +1,7 @@
 """``headwater health``: whether a server is ready, for a container's health check.
 
-``python -m headwater_server.cli.health [URL]`` takes a tenth of the command's time, since it imports the standard
-library only.
+``python -m headwater_server.cli.health [URL]`` takes a tenth of the time of ``headwater health``, since it imports only
+the standard library.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ TIMEOUT_S: Final = 8.0
 
 
 def default_url(environment: Mapping[str, str] = os.environ) -> str:
-    """The server in the same container, on the port set in the environment."""
+    """The URL of the server in the same container, on the port that the environment sets."""
     scheme = "https" if "HEADWATER_SERVER__TLS__CERTIFICATE" in environment else "http"
     return f"{scheme}://127.0.0.1:{environment.get('HEADWATER_SERVER__PORT', '8000')}"
 
 
 def health_status(url: str) -> int:
-    """0 if the server is ready; else 1, with the reason on standard error."""
+    """Return 0 if the server is ready; else print the reason to standard error, and return 1."""
     reason = unhealthy(url)
     if reason:
         print(f"headwater: {reason}", file=sys.stderr)
@@ -38,7 +38,7 @@ def health_status(url: str) -> int:
 
 
 def unhealthy(url: str) -> str:
-    """Why the server isn't ready; empty: it is."""
+    """The reason why the server isn't ready; empty if it is ready."""
     try:
         with _opener(url).open(f"{url.rstrip('/')}/v2/health/ready", timeout=TIMEOUT_S) as response:
             return "" if response.status == 200 else f"{url}: expected status 200, got {response.status}"
@@ -58,7 +58,7 @@ def _opener(url: str) -> urllib.request.OpenerDirector:
     """An opener that uses no proxy."""
     handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
     if urlsplit(url).scheme == "https" and urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1"):
-        # No certificate is issued for loopback addresses, where only this machine can answer.
+        # No certificate is issued for loopback addresses, on which only this machine can answer.
         handlers.append(urllib.request.HTTPSHandler(context=ssl._create_unverified_context()))
     return urllib.request.build_opener(*handlers)
 

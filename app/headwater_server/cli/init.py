@@ -1,4 +1,4 @@
-"""``headwater init``: writes a folder to begin with."""
+"""``headwater init``: writes a folder for a new project."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def write_template(kind: str, folder: Path) -> list[Path]:
 
     Args:
         kind: one of `KINDS`.
-        folder: where to write; it is made if it isn't there.
+        folder: the folder to write to; it is created if it doesn't exist.
 
-    Returns the files.
+    Returns the paths of the written files.
 
     Raises:
-        CommandError: one of them is there already, or can't be written.
+        CommandError: a file exists already, or can't be written.
     """
     sources = sorted(path for path in (_TEMPLATES / kind).iterdir() if path.is_file())
     targets = [folder / source.name for source in sources]

@@ -20,7 +20,7 @@ __all__ = ["add_key_commands"]
 
 
 def add_key_commands(commands: Any) -> None:
-    """Add the commands to a parser's commands."""
+    """Add the command ``keys`` and its actions to a parser's commands."""
     keys = commands.add_parser("keys", help="create, revoke and list API keys")
     actions = keys.add_subparsers(required=True, metavar="ACTION")
 

@@ -1,6 +1,6 @@
 """The command line ``headwater``: ``serve``, ``check``, and the commands for a running server.
 
-Each command imports what it needs when it runs: together the imports take several times what most commands do.
+Each command imports its modules when it runs: all imports together take several times as long as most commands.
 """
 
 from __future__ import annotations
@@ -163,7 +163,8 @@ def _health(options: argparse.Namespace) -> int:
 
 def _serve(options: argparse.Namespace) -> int:
     if os.getpid() == 1:
-        # The kernel drops signals that process 1 has no handler for; the supervisor installs its own a second later.
+        # The kernel drops signals that process 1 has no handler for; the supervisor installs its handlers a second
+        # later.
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
     require_folders()
     import asyncio
@@ -185,7 +186,8 @@ def _serve(options: argparse.Namespace) -> int:
     if options.reload:
         if config.cluster is not None:
             raise CommandError("--reload: expected replicas on this machine, got the section `cluster`; remove one")
-        # Bytecode is found by the source's size and second: that of an edit within the same second would be stale.
+        # Cached bytecode is matched by the source's size and its time in seconds, so it could be stale after an edit
+        # within the same second.
         os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
 
         def reread() -> Config:
@@ -202,7 +204,7 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def _announcer(config: Config) -> Callable[[str, list[tuple[str, Signature | None, str]]], None]:
-    """What says once what is served."""
+    """The function that announces the served models once, when the server is ready."""
     import functools
 
     from headwater_server.cli.announce import log_what_is_served, print_what_is_served
@@ -280,5 +282,5 @@ def _section(given: str) -> str:
 
     try:
         return json.dumps(read_yaml(Path(given)))
-    except (TypeError, ValueError) as error:  # YAML has dates, and keys of any type
+    except (TypeError, ValueError) as error:  # YAML has dates, and keys that are not strings
         raise ConfigError(f"{given}: expected values that JSON can represent: {error}") from error

@@ -1,4 +1,4 @@
-"""Readers of option values for argparse's ``type``, and the options and files of reports."""
+"""Parsers of option values for argparse's ``type``, options that several commands share, and the files of reports."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _T = TypeVar("_T")
 
 
 def whole(least: int, most: int) -> Callable[[str], int]:
-    """A reader of integers from ``least`` to ``most``."""
+    """A parser of integers from ``least`` to ``most``."""
 
     def read(text: str) -> int:
         try:
@@ -45,16 +45,16 @@ def whole(least: int, most: int) -> Callable[[str], int]:
 
 
 def listed(read: Callable[[str], _T]) -> Callable[[str], tuple[_T, ...]]:
-    """A reader of comma-separated values, each read by ``read``; duplicates are dropped."""
+    """A parser of comma-separated values, each parsed by ``read``; duplicates are dropped."""
     return lambda text: tuple(dict.fromkeys(read(part) for part in text.split(",")))
 
 
 def number(accepts: Callable[[float], bool], expected: str) -> Callable[[str], float]:
-    """A reader of finite numbers.
+    """A parser of finite numbers.
 
     Args:
-        accepts: whether a number is in bounds.
-        expected: the bounds in words.
+        accepts: returns whether a number is in bounds.
+        expected: the bounds in words, for the error message.
     """
 
     def read(text: str) -> float:
@@ -70,10 +70,10 @@ def number(accepts: Callable[[float], bool], expected: str) -> Callable[[str], f
 
 
 def named(text: str, names: Collection[str], read: Callable[[str], _T]) -> dict[str, _T]:
-    """Read comma-separated ``name=value`` pairs.
+    """Parse comma-separated ``name=value`` pairs.
 
     Raises:
-        ArgumentTypeError: a name is unknown or repeated, or ``read`` raised it.
+        ArgumentTypeError: a name is unknown or repeated, or ``read`` rejects a value.
     """
     found: dict[str, _T] = {}
     for part in text.split(","):
@@ -90,12 +90,12 @@ def named(text: str, names: Collection[str], read: Callable[[str], _T]) -> dict[
 
 
 def read_size(text: str) -> int:
-    """``4GiB`` as bytes.
+    """Parse a size such as ``4GiB``. Returns bytes.
 
     Raises:
-        ArgumentTypeError: it is no size.
+        ArgumentTypeError: the text is not a size.
     """
-    from pydantic import TypeAdapter, ValidationError  # imported late, as below: most commands read no configuration
+    from pydantic import TypeAdapter, ValidationError  # imported late: most commands read no configuration
 
     from headwater_server.config.sections import MemorySize
 
@@ -111,7 +111,7 @@ def add_report_options(command: argparse.ArgumentParser, page: str) -> None:
 
     Args:
         command: the command's parser.
-        page: what the HTML page is, for the help.
+        page: a description of the HTML page, for the help text.
     """
     command.add_argument("--json", type=Path, metavar="FILE", help="write all figures as JSON")
     command.add_argument("--html", type=Path, metavar="FILE", help=f"write {page}; needs headwater-server[reports]")
@@ -155,12 +155,12 @@ def config_flags(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def check_writable(option: str, path: Path | None) -> None:
-    """Check that a file can be written, before the minutes that it takes to produce its content.
+    """Check that a file can be written, before a measurement of minutes produces its content.
 
     `write_file` creates missing folders.
 
     Raises:
-        CommandError: it can't be written.
+        CommandError: the file can't be written.
     """
     if path is None:
         return
@@ -173,7 +173,7 @@ def write_file(option: str, path: Path | None, text: str) -> None:
     """Write a file, and create its folders; do nothing if ``path`` is None.
 
     Raises:
-        CommandError: it can't be written.
+        CommandError: the file can't be written.
     """
     if path is None:
         return

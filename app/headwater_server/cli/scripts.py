@@ -1,4 +1,4 @@
-"""Configurations with PyTriton scripts, whose fields are the script's where the configuration doesn't set them."""
+"""Configurations with PyTriton scripts. A script's settings become the fields that the configuration doesn't set."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ __all__ = ["Loaded", "load_with_scripts"]
 
 
 class Loaded(NamedTuple):
-    """What a command names."""
+    """The configuration that a command names, with its folders, warnings and Python."""
 
     config: Config
     user_paths: tuple[str, ...]
     warnings: list[str]
-    """What the scripts ask for in vain."""
+    """Settings of the scripts that Headwater ignores."""
     python: DefaultPython
 
 
 def load_with_scripts(what: str, *, flags: Mapping[str, Any], python: str | None = None) -> Loaded:
-    """Read what a command names, as `headwater_server.config.schema.load_what` does, and run the PyTriton scripts in
-    it.
+    """Read the configuration or model that a command names, as `headwater_server.config.schema.load_what` does, and run
+    its PyTriton scripts.
 
     ``pytriton:SCRIPT`` alone becomes a deployment for each model that the script binds.
 
@@ -47,7 +47,7 @@ def load_with_scripts(what: str, *, flags: Mapping[str, Any], python: str | None
     kind, path = kind_and_path(what) if is_model_reference(what) else ("", "")
     if kind == KIND:
         paths: tuple[str, ...] = (os.getcwd(),)
-        of_python = {name: value for name, value in flags.items() if name == "python"}  # others name the models
+        of_python = {name: value for name, value in flags.items() if name == "python"}  # other flags name models
         alone = read_config({"deployments": {KIND: {"model": what}}}, source=what, environment={}, flags=of_python)
         config, chosen = _with_python(alone, python, paths)
         scripts = Scripts(paths)
@@ -68,7 +68,8 @@ def load_with_scripts(what: str, *, flags: Mapping[str, Any], python: str | None
 
 
 def _with_python(config: Config, option: str | None, paths: tuple[str, ...]) -> tuple[Config, DefaultPython]:
-    """A configuration whose deployments all have a Python, and the one that those got which had none."""
+    """Give the default Python to the deployments that name no Python. Returns the changed configuration and that
+    default."""
     chosen = default_python(config, option, Path(paths[-1]), os.environ)
     if chosen.path in (OWN_PYTHON, config.python):
         return config, chosen
@@ -77,10 +78,10 @@ def _with_python(config: Config, option: str | None, paths: tuple[str, ...]) -> 
 
 
 def _refuse_own_name(config: Config, paths: tuple[str, ...]) -> None:
-    """Check that no module of the user's has the name of the package that models import.
+    """Check that no module of the user's is named ``headwater``, as the package that models import.
 
     Raises:
-        ConfigError: one has.
+        ConfigError: a module is named ``headwater``.
     """
     places = {"folders of models": list(paths)} | {
         f"deployments.{name}.environment.PYTHONPATH": one.environment["PYTHONPATH"].split(os.pathsep)
@@ -96,7 +97,7 @@ def _refuse_own_name(config: Config, paths: tuple[str, ...]) -> None:
 
 
 def _content(scripts: Scripts, alone: Deployment, path: str) -> dict[str, Any]:
-    """The content of a configuration that has only the models of one script, or one of them."""
+    """The content of a configuration with all models of a script, or with only the model that ``path`` names."""
     script, name = script_and_name(path)
     finding = scripts.finding(alone)
     if isinstance(finding, Problem):

@@ -1,4 +1,4 @@
-"""What the commands need of the place in which they are started."""
+"""Conditions that a command needs from its process: standard streams, environment variables, and folders."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ __all__ = ["complete", "require_folders"]
 
 
 def complete() -> None:
-    """Fill in what may be missing: standard streams that are closed, and the variable PATH. Make PYTHONPATH absolute.
+    """Open standard streams that are closed, set the variable PATH if it is missing, and make PYTHONPATH absolute.
 
-    Without the streams other files would get their numbers, and what is printed would go there. PyTriton and shells
-    fail without PATH. Models are imported by processes that run in folders of their own.
+    If a standard stream were closed, the next opened file would get its number, and output would be written to that
+    file. PyTriton and shells fail without PATH. PYTHONPATH must be absolute because the processes that import models
+    run in other folders.
     """
     for fd, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(fd)
         except OSError:
-            null = os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+            null = os.open(os.devnull, os.O_RDWR)  # gets the lowest free descriptor
             if null != fd:
                 os.dup2(null, fd)
                 os.close(null)
@@ -30,15 +31,15 @@ def complete() -> None:
             setattr(sys, name, open(fd, mode, closefd=False))  # noqa: SIM115 - it stays open
     os.environ.setdefault("PATH", os.defpath)
     if path := os.environ.get("PYTHONPATH"):
-        with contextlib.suppress(FileNotFoundError):  # `require_folders` reports a working folder that was removed
+        with contextlib.suppress(FileNotFoundError):  # the working folder was removed: `require_folders` reports it
             os.environ["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, path.split(os.pathsep)))
 
 
 def require_folders() -> None:
-    """See that there are a working folder and one for temporary files.
+    """Check that the working folder and a folder for temporary files exist.
 
     Raises:
-        CommandError: one is missing.
+        CommandError: a folder is missing.
     """
     try:
         os.getcwd()

@@ -1,4 +1,4 @@
-"""LoRA adapters for vLLM: finds their folders, and says what would keep vLLM from loading one."""
+"""LoRA adapters for vLLM: finds their folders, and reports why vLLM could not load an adapter."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headwater.reference import find_path
 __all__ = ["Adapter", "find_adapters", "lora_rank"]
 
 RANKS: Final = (8, 16, 32, 64, 128, 256, 320, 512)
-"""What all versions of vLLM allow as the highest rank of an adapter."""
+"""The maximum ranks (``--max-lora-rank``) that all versions of vLLM accept."""
 CONFIG: Final = "adapter_config.json"
 WEIGHTS: Final = "adapter_model.safetensors"
 
@@ -29,11 +29,11 @@ def find_adapters(adapters: Mapping[str, str], search: Sequence[str]) -> dict[st
     """The LoRA adapters of a deployment, by served name.
 
     Args:
-        adapters: their folders.
+        adapters: the folders of the adapters, by served name.
         search: folders in which a relative path is looked for, after the working folder.
 
     Raises:
-        LoadError: a folder is missing, or is none that vLLM could load.
+        LoadError: a folder is missing, or vLLM could not load it.
     """
     return {name: _adapter(f"adapters.{name}", folder, search) for name, folder in adapters.items()}
 
@@ -57,7 +57,7 @@ def _adapter(title: str, path: str, search: Sequence[str]) -> Adapter:
 
 
 def lora_rank(options: Mapping[str, Any], adapters: Mapping[str, Adapter]) -> int:
-    """The highest rank of adapters that a vLLM with these at its start takes; 0: it takes none.
+    """The maximum rank of adapters for a vLLM that starts with these adapters; 0 if it takes no adapters.
 
     Raises:
         LoadError: an adapter's rank is higher than the options allow.

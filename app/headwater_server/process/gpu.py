@@ -1,4 +1,4 @@
-"""The machine's GPUs, as NVML reports them. Without an NVIDIA driver there are none."""
+"""The machine's GPUs, as NVML reports them. Without an NVIDIA driver the functions find no GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ Answer = TypeVar("Answer")
 
 
 def gpu_name(device: str, visible: str | None) -> str | None:
-    """The name of a GPU in the memory budget; None if a device (``cpu``, ``cuda``, ``cuda:N``) is none.
+    """The name under which the memory budget knows a device (``cpu``, ``cuda``, ``cuda:N``); None if the device is no
+    GPU, or if the GPU is not visible.
 
     ``visible`` is the replica's ``CUDA_VISIBLE_DEVICES``.
     """
@@ -32,26 +33,27 @@ def gpu_name(device: str, visible: str | None) -> str | None:
 
 
 def gpu_capacities() -> dict[str, int]:
-    """The memory of each GPU in bytes, by name."""
+    """The total memory of each GPU in bytes, by the GPU's name."""
     return _each_gpu(lambda nvml, gpu: int(nvml.nvmlDeviceGetMemoryInfo(gpu).total)) or {}
 
 
 def gpus_used() -> dict[str, int]:
-    """How many bytes of each GPU's memory any process uses."""
+    """The used memory of each GPU in bytes, over all processes, by the GPU's name."""
     return _each_gpu(lambda nvml, gpu: int(nvml.nvmlDeviceGetMemoryInfo(gpu).used)) or {}
 
 
 def gpu_processes() -> dict[str, dict[int, int]] | None:
-    """The bytes that each process has of each GPU's memory, by the GPU's name and process id. None: NVML fails."""
+    """GPU memory of each process in bytes, by the GPU's name and process id; None if NVML fails."""
     return _each_gpu(
         lambda nvml, gpu: {one.pid: one.usedGpuMemory or 0 for one in nvml.nvmlDeviceGetComputeRunningProcesses(gpu)}
     )
 
 
 def gpu_utilization(seconds: float) -> dict[int, float]:
-    """The part of the last seconds, 0 to 1, in which a kernel of a process ran, by process id, summed over the GPUs.
+    """The fraction of the last ``seconds``, 0 to 1, in which a kernel of a process ran: by process id, summed over
+    GPUs.
 
-    Processes that NVML has no samples of are left out; so are all if it fails, or the GPU doesn't support it.
+    Processes without NVML samples are left out. The result is empty if NVML fails or the GPU doesn't support it.
     """
     since_us = int((time.time() - seconds) * 1e6)
     found: dict[int, float] = defaultdict(float)
@@ -68,14 +70,15 @@ def _busy(nvml: Any, gpu: Any, since_us: int) -> dict[int, float]:
         return {}
     percents: dict[int, list[int]] = defaultdict(list)
     for sample in samples:
-        if sample.timeStamp > since_us:  # some drivers give older ones, too
+        if sample.timeStamp > since_us:  # some drivers return older samples, too
             percents[sample.pid].append(sample.smUtil)
     return {pid: sum(seen) / len(seen) / 100 for pid, seen in percents.items()}
 
 
 def _each_gpu(ask: Callable[[Any, Any], Answer]) -> dict[str, Answer] | None:
-    """The answer for each GPU, by name. None: NVML fails, for one because it isn't installed."""
-    import pynvml  # takes memory, and gateway workers, which measure no GPU, import this module
+    """The result of ``ask`` for each GPU, by the GPU's name; None if NVML fails, for example because no NVIDIA driver
+    is installed."""
+    import pynvml  # imported late: it takes memory, and gateway workers import this module without measuring GPUs
 
     try:
         pynvml.nvmlInit()

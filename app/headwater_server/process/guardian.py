@@ -1,12 +1,12 @@
-"""The guardian of one replica: starts it, watches its processes and calls, ends them all, and sweeps.
+"""The guardian of one replica: starts it, watches its processes and calls, ends all its processes, and sweeps.
 
 Run as ``python -m headwater_server.process.guardian NAME FOLDER STATUS_FD COMMAND_FD NICE -- ARGUMENTS...``, where NICE
-is the priority with which the replica's session begins; with a process id in the place of ``-- ARGUMENTS...`` the
-replica is a child that runs already (`headwater.replica.preloaded`). The command pipe comes from the supervisor:
-``stop\\n`` on it ends the replica gracefully (SIGTERM first); its end, which the supervisor's death brings too, ends
-the replica at once. When the guardian has ended, nothing of the replica is left.
+is the priority with which the replica's session begins. With a process id in place of ``-- ARGUMENTS...``, the replica
+is a child that is already running (`headwater.replica.preloaded`). The supervisor holds the other end of the command
+pipe. When it writes ``stop\\n``, the guardian ends the replica gracefully (SIGTERM first); when it closes the pipe or
+dies, the guardian ends the replica at once. When the guardian has ended, nothing of the replica remains.
 
-It imports the standard library only, so that one more process per replica costs little.
+It imports only the standard library, so that the additional process per replica costs little.
 """
 
 from __future__ import annotations
@@ -39,33 +39,33 @@ from headwater_server.process.sweep import (
 __all__ = ["CallWatch", "main"]
 
 WATCHDOG_FILE: Final = "watchdog"
-"""Maintained by `headwater.runtime.watchdog` in the replica's folder."""
+"""File in the replica's folder, maintained by `headwater.runtime.watchdog`."""
 READY_FILE: Final = "ready"
-"""Created by the replica in its folder when it serves."""
+"""File that the replica creates in its folder when it is ready."""
 PR_SET_CHILD_SUBREAPER: Final = 36
 CHECK_INTERVAL_S: Final = 0.5
 FULL_CHECK_EVERY: Final = 8
-"""Only every so many checks look for new processes, which costs more."""
+"""Every how many checks the guardian searches for new processes, which costs more than checking the known processes."""
 UNLOAD_TIMEOUT_S: Final = 10.0
 SUSPECT_S: Final = 0.25
-"""A member of the group that is in a bad state for this long has ended or is stopped, although Triton still answers
-"ready". A debugger stops a process for less."""
+"""A process of the group that stays in a bad state for this long counts as ended or stopped, even if Triton still
+answers "ready". A debugger stops a process for a shorter time."""
 
 
 class CallWatch:
-    """Watchdog over the calls of the user's code, for a replica's folder."""
+    """Watchdog over the calls of the user's code; reads the watchdog file in a replica's folder."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / WATCHDOG_FILE
         self._late: set[int] = set()
-        """Start times of the calls that were late at the last look."""
+        """Start times of the calls that were late at the last check."""
         self.is_busy = False
-        """Whether a call was under way at the last look."""
+        """Whether a call was in progress at the last check."""
 
     def look(self, now_ns: int) -> str | None:
-        """Why the replica hangs; None if it doesn't. The time is on the monotonic clock.
+        """Return why the replica hangs; None if it doesn't. ``now_ns`` is a time of the monotonic clock.
 
-        A call must be late at two looks: once may be due to a pause of the machine.
+        A call must be late at two checks: a single late check may be due to a pause of the machine.
         """
         slots = array("q")
         with contextlib.suppress(OSError):  # vLLM's host has no such file
@@ -83,32 +83,32 @@ class CallWatch:
 
 
 class _Child:
-    """A child that this process has had since it was another program; as `subprocess.Popen`."""
+    """A child that this process forked before it executed the guardian; has the interface of `subprocess.Popen`."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
 
     def poll(self, flags: int = os.WNOHANG) -> int | None:
-        """Its exit status, if it has ended."""
+        """The child's exit status; None while it runs."""
         if self.returncode is None and (ended := os.waitpid(self.pid, flags))[0]:
             self.returncode = os.waitstatus_to_exitcode(ended[1])
         return self.returncode
 
     def wait(self) -> int | None:
-        """Wait for its end."""
+        """Wait until the child has ended."""
         return self.poll(0)
 
     def send_signal(self, number: int) -> None:
-        """Send it a signal, unless it has ended."""
+        """Send the child a signal, unless it has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
 
 VITAL: Final = ("tritonserver", "triton_python_b", "VLLM::")
-"""Begin the names of processes that a replica depends on: Triton and its stubs, vLLM's engine and its workers."""
+"""Prefixes of the names of processes that a replica depends on: Triton and its stubs, vLLM's engine and its workers."""
 BAD_STATES: Final = {"T": "is stopped", "t": "is stopped", "Z": "has ended", "X": "has ended", "": "has ended"}
-"""The meaning of states that a process stays in."""
+"""Process states that a process doesn't leave by itself, in words."""
 
 
 class Guardian:
@@ -116,10 +116,10 @@ class Guardian:
 
     Args:
         directory: the replica's folder; removed at the end.
-        status_fd: where status lines go (see `headwater.wire.handshake.ReplicaStatus`).
+        status_fd: descriptor to which status lines are written (see `headwater.wire.handshake.ReplicaStatus`).
         command_fd: read end of the supervisor's command pipe.
         session_nice: the priority with which the replica's session begins, on the scale of `nice`.
-        replica: the command line that starts it, or the id of its process, a child.
+        replica: the command line that starts the replica's host, or the process id of a host that is already a child.
     """
 
     def __init__(
@@ -133,17 +133,17 @@ class Guardian:
         self._journal = Journal(directory)
         self._members: dict[int, str] = {}
         self._suspects: dict[int, float] = {}
-        """Members in a bad state, and since when."""
+        """Members in a bad state by process id, with the time since when."""
         self._watchdog = CallWatch(directory)
         self._probe = Probe(directory)
         self._next_look_s = 0.0
-        """When to look at the calls next; wake-ups in between may come at any rate."""
+        """Time of the next check of the calls; wake-ups in between may come at any rate."""
         self._checks = 0
         self._host: subprocess.Popen[bytes] | _Child
 
     def run(self) -> int:
         """Guard until the replica has ended and is swept. Returns the host's exit status."""
-        # The guardian adopts the group's orphans, so that it can wait until the last one is gone.
+        # The guardian adopts the group's orphans, so that it can wait until the last of them is gone.
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
         wakeup_read, wakeup_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
@@ -160,7 +160,8 @@ class Guardian:
                 self._send(event="ended", leftovers=sweep_replica(self._directory))
                 return 1
         set_session_priority(self._host.pid, self._session_nice)
-        # Only the supervisor ends the guardian, over the pipe. Set after the start: children inherit ignored signals.
+        # Only the supervisor ends the guardian, over the pipe. The signals are ignored only after the replica has
+        # started, since children inherit ignored signals.
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         try:
@@ -178,7 +179,7 @@ class Guardian:
         return exit_status if exit_status >= 0 else 128 - exit_status
 
     def _watch(self, wakeup: int) -> str:
-        """Wait for a reason to end the replica, and return it."""
+        """Wait for a reason to end the replica, and return that reason."""
         selector = selectors.DefaultSelector()
         selector.register(self._command_fd, selectors.EVENT_READ)
         selector.register(wakeup, selectors.EVENT_READ)
@@ -205,7 +206,7 @@ class Guardian:
                 return reason
 
     def _reap_orphans(self) -> None:
-        """Reap orphans that the callable left; the host itself is left to `_watch`."""
+        """Reap orphans that the callable left; `_watch` reaps the host."""
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
                 if ended.si_pid == self._host.pid:
@@ -213,7 +214,8 @@ class Guardian:
                 os.waitpid(ended.si_pid, 0)
 
     def _inspect(self) -> str | None:
-        """Inspect the group's processes and calls. Returns a problem that has persisted, if any."""
+        """Inspect the group's processes and calls. Returns a problem that persists; None if there is no such
+        problem."""
         # While it starts, Triton runs and ends a stub to inspect the model. The replica itself reports a failed start.
         if not (self._members or (self._directory / READY_FILE).exists()):
             self._checks += 1
@@ -266,7 +268,7 @@ class Guardian:
         self._note_segments(_group_states(self._host.pid))
         kill_group(self._host.pid)
         self._host.wait()
-        # Processes that the callable started in other sessions have become children of the guardian.
+        # Processes that the callable started in other sessions have become children of the guardian by now.
         while True:
             for pid in [pid for pid, stat in process_stats() if stat.parent == os.getpid()]:
                 with contextlib.suppress(ProcessLookupError):
@@ -277,9 +279,9 @@ class Guardian:
                 return
 
     def _fail(self, what: str, error: OSError) -> str:
-        """Report why the replica can't start, and return that."""
+        """Report why the replica can't start, and return that reason."""
         reason = f"{what}: {error}"
-        lacks = not isinstance(error, (FileNotFoundError, PermissionError))  # processes, space or descriptors
+        lacks = not isinstance(error, (FileNotFoundError, PermissionError))  # a lack of processes, space or descriptors
         self._send(event="failed", text=reason, cause=f"{what}: {error.strerror}", is_shortage=lacks)
         return reason
 

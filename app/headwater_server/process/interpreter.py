@@ -1,9 +1,9 @@
 """Another Python for a deployment's replicas: inspects it, checks that it can serve, and builds its environment.
 
-Its version and packages are found by running a short program in it, which any Python from 2.7 on understands.
-Headwater need not be installed there: a folder with a link to our `headwater` is put on its path.
+A short program that any Python from 2.7 on can run reports the version and packages of that Python. Headwater need not
+be installed there: a folder with a link to this installation's `headwater` is put on its path.
 
-Imports the standard library only, since `headwater_server.process.launcher` runs at every start.
+Imports only the standard library, so that `headwater_server.process.launcher`, which starts each replica, stays fast.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ __all__ = [
 ]  # fmt: skip
 
 OLDEST_PYTHON: Final = (3, 10)
-"""Of a model's Python; for Headwater's own see `headwater_server.binder.environment`."""
+"""Oldest version of a model's Python; for Headwater's Python see `headwater_server.binder.environment`."""
 ASK_TIMEOUT_S: Final = 30.0
-"""The first start of a Python can take seconds on a cold disk."""
+"""Timeout of the short program. The first start of a Python can take seconds on a cold disk."""
 NEEDED: Final = {"numpy": (1, 22), "msgspec": (0, 14)}
-"""Packages, and their modules, that a replica imports, with the oldest versions that work."""
+"""Packages that a replica imports (each has a module of the same name), with the oldest versions that work."""
 TRY: Final = f"-c 'import {', '.join(NEEDED)}'"
-"""Arguments with which an operator sees what keeps an interpreter from running a model."""
+"""Interpreter arguments that show an operator why an interpreter can't run a model."""
 CONFUSING: Final = ("PYTHONHOME", "VIRTUAL_ENV")
-"""Variables that refer to the Python that Headwater runs under."""
+"""Environment variables that refer to the Python that runs Headwater."""
 NOEXEC_FIX: Final = "mount the disk without noexec, or"
 
 _MARK: Final = "headwater-interpreter:"
@@ -55,18 +55,19 @@ class InterpreterError(StartError):
         self.reason = reason
         self.fix = fix
         self.is_permanent = is_permanent
-        """Whether another try would fail the same way."""
+        """Whether another attempt would fail in the same way."""
 
 
 def stage_package(folder: Path) -> Path:
-    """Create a folder with only a link to our `headwater`, and return it for `foreign_environment`."""
+    """Create a folder that has only a link to this installation's `headwater`; return it, for `foreign_environment`."""
     folder.mkdir()
     (folder / "headwater").symlink_to(Path(headwater.__file__).resolve().parent)
     return folder
 
 
 def foreign_environment(environ: Mapping[str, str], stage: Path) -> dict[str, str]:
-    """An environment for another Python: without variables meant for ours, and with our `headwater` on its path."""
+    """An environment for another Python: without variables meant for Headwater's Python, and with this installation's
+    `headwater` on its path."""
     environment = {name: value for name, value in environ.items() if name not in CONFUSING}
     ours = {sysconfig.get_path(name) for name in ("purelib", "platlib")}
     entries = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry and entry not in ours]
@@ -75,14 +76,14 @@ def foreign_environment(environ: Mapping[str, str], stage: Path) -> dict[str, st
 
 
 def find_interpreter(path: str | Path, environ: Mapping[str, str]) -> str:
-    """Inspect a Python, and check that it can run a model. Takes a tenth of a second, most of it to import numpy.
+    """Inspect a Python, and check that it can run a model. Takes 0.1 s, mostly for the import of numpy.
 
     Results are not cached: a missing package may be installed between two starts without changing the interpreter.
 
-    A relative path starts in the working folder; for the environment see `foreign_environment`.
+    A relative path is relative to the working folder. For ``environ`` see `foreign_environment`.
 
     Returns:
-        Its absolute path. Links are not resolved: in a virtual environment, the interpreter is a link.
+        The interpreter's absolute path. Links are not resolved: in a virtual environment, the interpreter is a link.
 
     Raises:
         InterpreterError: the interpreter is missing, is not a 64-bit CPython 3.10 or newer, doesn't answer, or a
@@ -113,7 +114,7 @@ def find_interpreter(path: str | Path, environ: Mapping[str, str]) -> str:
 
 
 def _repair(python: str, module: str, place: str, environ: Mapping[str, str]) -> str:
-    """How to have a Python import a module that it finds in a place, but can't import."""
+    """How to fix the import of a module that a Python finds at ``place``, but can't import."""
     if _is_noexec(place):
         return f"{NOEXEC_FIX} make its environment on another disk"
     for entry in environ.get("PYTHONPATH", "").split(os.pathsep):
@@ -123,7 +124,7 @@ def _repair(python: str, module: str, place: str, environ: Mapping[str, str]) ->
 
 
 def _is_noexec(path: str) -> bool:
-    with contextlib.suppress(OSError):  # the place may be no file
+    with contextlib.suppress(OSError):  # ``path`` may not be a file
         return bool(os.statvfs(path).f_flag & os.ST_NOEXEC)
     return False
 
@@ -135,7 +136,7 @@ def _check_file(path: str) -> None:
         fix = f"name {inside}" if os.path.exists(inside) else name_one
         raise InterpreterError(path, "expected an interpreter, got a folder", fix)
     if os.path.exists(path):
-        if not os.access(path, os.X_OK, effective_ids=True):  # as execve decides, which counts capabilities
+        if not os.access(path, os.X_OK, effective_ids=True):  # execve checks capabilities, too
             if _is_noexec(path):
                 raise InterpreterError(path, "its disk is mounted noexec", f"{NOEXEC_FIX} name one on another disk")
             raise InterpreterError(path, "it is not executable", f"{name_one}, or allow it: chmod +x {path}")
@@ -148,16 +149,16 @@ def _check_file(path: str) -> None:
 
 
 asked: Final[set[int]] = set()
-"""The processes that `ask_interpreter` waits for."""
+"""Ids of the processes that `ask_interpreter` waits for."""
 
 
 def ask_interpreter(path: str, environ: Mapping[str, str], question: str) -> dict[str, Any]:
-    """What a short program reports when a Python runs it.
+    """Run a short program under a Python, and return its report.
 
     Args:
-        path: the interpreter, absolute.
-        environ: its environment.
-        question: the program: it leaves a dictionary in ``report``.
+        path: absolute path of the interpreter.
+        environ: the interpreter's environment.
+        question: the program; it assigns a dictionary to ``report``.
 
     Raises:
         InterpreterError: the interpreter is missing or doesn't answer.
@@ -171,10 +172,10 @@ def ask_interpreter(path: str, environ: Mapping[str, str], question: str) -> dic
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # so that its children are killed with it
+            start_new_session=True,  # so that the interpreter's children are killed with it
         )
     except OSError as error:
-        # The file itself was there a moment ago.
+        # `_check_file` has just found the file, so a missing file is the loader that it names.
         why = "the loader that it names is not there" if isinstance(error, FileNotFoundError) else error.strerror
         reason = f"it can't be executed: {why}"
         raise InterpreterError(
@@ -194,12 +195,12 @@ def ask_interpreter(path: str, environ: Mapping[str, str], question: str) -> dic
         for pipe in (process.stdout, process.stderr):
             assert pipe is not None
             pipe.close()
-    for line in output.decode(errors="replace").splitlines():  # its site module may print too
+    for line in output.decode(errors="replace").splitlines():  # the site module of that Python may print, too
         if line.startswith(_MARK):
             report: dict[str, Any] = json.loads(line[len(_MARK) :])
             return report
     lines = [line.strip() for line in errors.decode(errors="replace").splitlines() if line.strip()]
-    lines = [line for line in lines if "Error: " in line] or lines  # Python may add where that was
+    lines = [line for line in lines if "Error: " in line] or lines  # Python may print the place of the error after it
     if process.returncode < 0:
         lines.append(f"it was killed: {signal.strsignal(-process.returncode)}")
     reason = "it doesn't answer as Python does" + (f": {lines[-1][:300]}" if lines else "")

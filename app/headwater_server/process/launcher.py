@@ -1,10 +1,10 @@
 """Starts a replica's binder and becomes its host, or reports why the deployment's Python can't run it.
 
 Started by `headwater_server.process.guardian` as ``python -m headwater_server.process.launcher PYTHON NAME FOLDER
-STATUS_FD``, under Headwater's own Python and environment; an empty PYTHON is this Python. It is a process of its own,
-and has the host's process id from the start: the supervisor never waits for an interpreter that hangs, and stopping the
-replica ends the launcher too. The binder's environment is Headwater's: what the deployment sets (PYTHONPATH,
-LD_LIBRARY_PATH) is meant for its model.
+STATUS_FD``, under Headwater's Python and environment; an empty PYTHON means this Python. The launcher is a separate
+process, so the supervisor never waits for an interpreter that hangs. It has the host's process id from the start, so
+stopping the replica ends the launcher, too. The binder gets Headwater's environment: the variables that the deployment
+sets (PYTHONPATH, LD_LIBRARY_PATH) are meant for its model only.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BINDER = "headwater_server.binder"
 def main() -> None:
     """Entry point; see the module's docstring."""
     python, name, directory, status_fd = sys.argv[1:]
-    # End with the guardian even if it is killed. The setting survives becoming the host.
+    # End with the guardian even if the guardian is killed. The setting survives execve.
     _end_with_parent()
     spec = json.loads(Path(directory, "spec.json").read_bytes())
     environment = with_changes(os.environ, spec["environment"])
@@ -42,7 +42,7 @@ def main() -> None:
     arguments = ["-m", "headwater.replica", name, directory, status_fd, str(host.fileno())]
     if not python and not decides_modules(spec["environment"]):
         os.execve(sys.executable, [sys.executable, *arguments], environment)
-    from headwater_server.process.interpreter import (  # the start under our own Python needs none of it
+    from headwater_server.process.interpreter import (  # a start under Headwater's Python doesn't need it
         InterpreterError,
         find_interpreter,
         foreign_environment,
@@ -55,7 +55,7 @@ def main() -> None:
         path = find_interpreter(python or sys.executable, environment)
         os.execve(path, [path, *arguments], environment)
     except (InterpreterError, OSError) as error:
-        # This is a `ReplicaStatus`, whose module is slow to import.
+        # This is a `ReplicaStatus` as a dictionary, since the module of that class is slow to import.
         status: dict[str, object] = {"event": "failed", "text": str(error), "cause": "its Python can't run a replica"}
         if isinstance(error, InterpreterError) and error.is_permanent:
             status = {**status, "cause": f"its Python can't run a replica: {error.reason}", "is_permanent": True}
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def with_changes(environ: Mapping[str, str], changes: Mapping[str, str | None]) -> dict[str, str]:
-    """An environment with changes; None: without this variable."""
+    """An environment with changed variables; the value None removes a variable."""
     environment = {name: value for name, value in environ.items() if name not in changes}
     return environment | {name: value for name, value in changes.items() if value is not None}
 

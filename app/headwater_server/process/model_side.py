@@ -1,4 +1,4 @@
-"""Runs modules of `headwater` as a replica would: under its Python, with its environment."""
+"""Runs modules of `headwater` under a deployment's Python and with its environment, as its replicas do."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from headwater_server.process.interpreter import find_interpreter, foreign_envir
 __all__ = ["PROCESS_TIMEOUT_S", "ModelSide", "last_line"]
 
 PROCESS_TIMEOUT_S = 300.0
-"""Time for importing the models; torch can take minutes on a cold disk."""
+"""Timeout for importing the models; torch can take minutes on a cold disk."""
 
 
 class ModelSide(contextlib.ExitStack):
-    """A deployment's Python and environment. A context manager, since another Python needs a folder on its path.
+    """A deployment's Python and environment. It is a context manager, since another Python needs a temporary folder on
+    its path.
 
     Args:
-        environment: variables added to our own.
-        python: another interpreter; default: our own.
+        environment: variables added to this process's environment.
+        python: another interpreter; None: Headwater's Python.
 
     Raises:
         InterpreterError: the interpreter can't run a replica.
@@ -52,12 +53,12 @@ class ModelSide(contextlib.ExitStack):
         self._variables = variables
 
     def run(self, module: str, stdin: bytes = b"") -> tuple[int | None, list[bytes], str]:
-        """Run a module. Returns exit status (None: timed out), the JSON objects that it printed, a line each, and
-        stderr. Other lines on stdout are what the interpreter's ``sitecustomize`` prints."""
+        """Run a module. Returns the exit status (None: timed out), the lines of stdout that are JSON objects, and
+        stderr. Other lines on stdout are ignored: the interpreter's ``sitecustomize`` may print them."""
         try:
             ended = subprocess.run(
                 [self.python, "-m", module],
-                cwd="/",  # a folder without modules that could shadow ours
+                cwd="/",  # a folder without modules that could shadow Headwater's
                 env=self._variables,
                 input=stdin,
                 capture_output=True,
@@ -69,11 +70,12 @@ class ModelSide(contextlib.ExitStack):
         return ended.returncode, _objects(ended.stdout), ended.stderr.decode(errors="replace")
 
     def report(self) -> tuple[dict[str, str | None], list[Problem]]:
-        """The versions of what models use there, and why they are not known."""
+        """The versions of the packages that models use under this Python, and the problems if they can't be read."""
         return self._ask("headwater.environment")
 
     def triton_report(self) -> tuple[dict[str, str | None], list[Problem]]:
-        """Under our own Python: the versions of what Triton needs, and what keeps Triton from running."""
+        """The versions of the packages that Triton needs, and the problems that keep Triton from running. Call it only
+        if ``python`` is Headwater's Python."""
         report, problems = self._ask("headwater_server.binder.environment")
         return report.get("versions", {}), problems or [Problem(**problem) for problem in report["problems"]]
 
@@ -91,5 +93,5 @@ def _objects(output: bytes) -> list[bytes]:
 
 
 def last_line(text: str) -> str:
-    """The last line that isn't blank; of a traceback, the exception."""
+    """The last line that isn't blank; in a traceback, this is the exception."""
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "no message")

@@ -1,4 +1,4 @@
-"""Priorities: a replica that starts comes after what serves. Standard library only."""
+"""Priorities: a replica that starts yields the CPU to processes that serve. Standard library only."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import Final
 __all__ = ["START_NICE", "may_raise_priority", "set_priority", "set_session_priority"]
 
 START_NICE: Final = 5
-"""The lower priority of a replica that is starting, and of its guardian, on the scale of `nice`: about a third of the
-normal share."""
+"""Priority of a starting replica and its guardian, as a value of `nice`: about a third of the normal share of the
+CPU."""
 CAP_SYS_NICE: Final = 23
 SESSION_TRIES: Final = 5
 SESSION_WAIT_S: Final = 0.1
 
 
 def may_raise_priority() -> bool:
-    """Whether this process could raise a lowered priority to its own again; otherwise no priority is lowered.
+    """Whether this process may raise a lowered priority back to its normal value; otherwise no priority is lowered.
 
     A start is mostly imports, which take seconds of a core and would slow down requests on a busy machine. Raising a
     priority takes ``CAP_SYS_NICE`` or a sufficient limit on ``nice``.
@@ -36,18 +36,19 @@ def may_raise_priority() -> bool:
 
 
 def set_priority(pids: Iterable[int], nice: int, *, is_idle: bool = False) -> None:
-    """Set the priority of all threads of these processes; one that has ended is left out.
+    """Set the priority of all threads of these processes; processes and threads that have ended are skipped.
 
     Args:
-        nice: on the scale of `nice`.
-        is_idle: whether they run only where nothing else of their session would (``SCHED_IDLE``). To the kernel a
-            processor with nothing else is idle: what wakes up is sent there, and doesn't wait.
+        nice: a value of `nice`.
+        is_idle: whether the threads run only where no other thread of their session would (``SCHED_IDLE``). The kernel
+            counts a CPU with only such threads as idle: it sends a thread that wakes up there, and the thread doesn't
+            wait.
     """
     policy, parameter = os.sched_getscheduler(0), os.sched_getparam(0)
     if is_idle:
         policy, parameter = os.SCHED_IDLE, os.sched_param(0)
     members = list(pids)
-    for _ in range(2):  # the second pass finds threads that others started before their own turn
+    for _ in range(2):  # the second pass finds threads that were started during the first pass
         for pid in members:
             with contextlib.suppress(OSError):
                 for thread in os.listdir(f"/proc/{pid}/task"):
@@ -57,10 +58,11 @@ def set_priority(pids: Iterable[int], nice: int, *, is_idle: bool = False) -> No
 
 
 def set_session_priority(pid: int, nice: int, tries: int = SESSION_TRIES) -> None:
-    """Set the priority of a process's session.
+    """Set the priority of a process's session, as a value of `nice`.
 
-    Where the kernel groups sessions for scheduling (``autogroup``), threads compete only within theirs. Users other
-    than root may set one every 0.1 s, on the whole machine: then this waits, but for the last try.
+    Where the kernel groups sessions for scheduling (``autogroup``), threads compete only with threads of their session.
+    All users other than root together may set a session's priority once in 0.1 s: if the kernel refuses for that
+    reason, this function waits between its tries.
     """
     for left in reversed(range(tries)):
         try:

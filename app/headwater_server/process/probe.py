@@ -1,6 +1,6 @@
-"""The guardian's own calls through Triton: they find a replica that runs, and answers nothing.
+"""The guardian's calls through Triton: they detect a replica that runs, but doesn't answer.
 
-It imports the standard library only, as the guardian does.
+The module imports only the standard library, as the guardian does.
 """
 
 from __future__ import annotations
@@ -12,24 +12,25 @@ from typing import Final
 __all__ = ["PROBE_FILE", "Probe"]
 
 PROBE_FILE: Final = "probe"
-"""A whole HTTP request to Triton, written by the replica into its folder (`headwater.replica.probe_call`)."""
+"""File with a complete HTTP request to Triton; the replica writes it into its folder
+(`headwater.replica.probe_call`)."""
 HTTP_SOCKET: Final = "h"
 PAUSE_LOOKS: Final = 20
-"""Looks between a call's answer and the next call."""
+"""Checks between a call's answer and the next call."""
 PATIENCE_LOOKS: Final = 120
-"""A replica that computes nothing answers a call within so many looks. Looks are counted, not time: a machine that is
-paused, or too busy for the guardian, is no sign of a replica that is out of order."""
+"""Checks within which a replica that computes nothing must answer a call. Checks are counted instead of time: a pause
+of the machine, or a machine too busy to run the guardian, is no sign of a broken replica."""
 RETRY_LOOKS: Final = 5
-"""Looks between a call that failed and the next one."""
+"""Checks between a failed call and the next call."""
 REFUSALS: Final = 5
-"""So many calls in a row that failed at once mean that the replica is out of order."""
+"""Consecutive calls that fail immediately after which the replica counts as broken."""
 
 
 class Probe:
-    """Calls one replica again and again, and never waits; `look` is to be called at equal intervals.
+    """Calls one replica repeatedly, and never blocks; the guardian calls `look` at equal intervals.
 
     Args:
-        directory: the replica's folder. A replica that can't be called so has no `PROBE_FILE` in it.
+        directory: the replica's folder. A replica that doesn't support such calls has no `PROBE_FILE` in it.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -39,15 +40,15 @@ class Probe:
         self._is_connected = False
         self._unsent = b""
         self._looks = 0
-        """Since the call began, or since the last one ended."""
+        """Checks since the current call began, or since the last call ended."""
         self._refusals = 0
-        """How many calls have failed since one was answered."""
+        """Failed calls since the last answered call."""
 
     def look(self, *, is_busy: bool) -> str | None:
-        """Why the replica is out of order; None if it isn't, as far as known.
+        """Return why the replica is broken; None if it isn't, as far as is known.
 
         Args:
-            is_busy: whether a call of the user's code is under way, for which the probe's call waits.
+            is_busy: whether a call of the user's code is in progress; the probe's call waits for it.
         """
         self._looks += 1
         if self._socket is None:
@@ -57,13 +58,13 @@ class Probe:
             try:
                 self._unsent = (self._directory / PROBE_FILE).read_bytes()
                 self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-            except OSError:  # no such file, or the guardian's own trouble
+            except OSError:  # there is no such file, or the guardian lacks descriptors
                 return None
         try:
             answer = self._exchange(self._socket)
         except (ConnectionError, FileNotFoundError) as error:
             return self._refuse(str(error))
-        except OSError:  # no answer yet, or too many connect at once
+        except OSError:  # no answer yet, or the socket's backlog is full
             self._looks = 0 if is_busy else self._looks
             if self._looks < PATIENCE_LOOKS:
                 return None
@@ -77,7 +78,7 @@ class Probe:
         return None
 
     def close(self) -> None:
-        """End a call that is under way."""
+        """Abort a call in progress."""
         self._looks = 0
         self._is_connected = False
         if self._socket is not None:
@@ -85,7 +86,7 @@ class Probe:
             self._socket = None
 
     def _exchange(self, connection: socket.socket) -> bytes:
-        """Connect and send as far as that has not been done, and return the answer's beginning."""
+        """Continue to connect and to send, and return the beginning of the answer."""
         if not self._is_connected:
             connection.connect(str(self._directory / HTTP_SOCKET))
             self._is_connected = True

@@ -1,4 +1,4 @@
-"""What processes and process groups use of the machine."""
+"""Threads, memory, CPU time and GPU use of processes and process groups."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ __all__ = ["GroupUse", "ProcessUse", "group_members", "group_uses", "members", "
 
 
 class ProcessUse(NamedTuple):
-    """One process."""
+    """Resources that one process uses."""
 
     threads: int
     resident_bytes: int
     cpu_s: float
     started_s: float
-    """In seconds of the Unix epoch."""
+    """Start time in seconds of the Unix epoch."""
     open_fds: int
 
 
 @dataclass(frozen=True)
 class GroupUse:
-    """All processes of one group, or of several, together."""
+    """Resources that all processes of one or several groups use together."""
 
     threads: int = 0
     resident_bytes: int = 0
-    """Summed over the processes: what several of them share counts for each."""
+    """Sum over the processes; memory that several processes share counts for each of them."""
     gpu_bytes: int | None = None
-    """None: NVML fails."""
+    """GPU memory in bytes; None if NVML fails."""
     gpu_utilization: float = 0
-    """The part of `UTILIZATION_S` in which their kernels ran, summed over the GPUs."""
+    """The fraction of `UTILIZATION_S` in which a kernel of these processes ran, summed over the GPUs."""
 
     def __add__(self, other: GroupUse) -> GroupUse:
-        """The sum of both; a count that only one of them has is the sum."""
+        """The sum of both. If the GPU memory of either is unknown, the other value is the sum."""
         known = [count for count in (self.gpu_bytes, other.gpu_bytes) if count is not None]
         total = sum(known) if known else None
         return GroupUse(
@@ -52,11 +52,11 @@ class GroupUse:
 
 UTILIZATION_S: Final = 5.0
 _ENDED: Final = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-"""The kernel shows a process as dead for a moment while it goes."""
+"""States of a process that has ended; the kernel reports "dead" for a moment before the process disappears."""
 
 
 def process_use(pid: int) -> ProcessUse | None:
-    """What a process uses now; None if it has ended, or is another user's."""
+    """The resources that a process uses now; None if it has ended, or belongs to another user."""
     try:
         process = psutil.Process(pid)
         with process.oneshot():
@@ -80,7 +80,7 @@ def group_members(groups: Collection[int]) -> list[int]:
 
 
 def group_uses(groups: Collection[int]) -> dict[int, GroupUse]:
-    """What the processes of each of these groups use now."""
+    """The resources that the processes of each of these groups use now."""
     on_gpus = gpu_processes()
     busy = gpu_utilization(UTILIZATION_S) if on_gpus else {}
     uses = dict.fromkeys(groups, GroupUse(gpu_bytes=None if on_gpus is None else 0))
@@ -108,7 +108,8 @@ def members(groups: Collection[int]) -> Iterator[tuple[psutil.Process, int]]:
 
 
 def working_folder() -> str:
-    """This process's working folder; if it was removed, the path that it had, where another folder may be."""
+    """This process's working folder. If the folder was removed, its former path, at which another folder may exist
+    now."""
     try:
         return os.getcwd()
     except FileNotFoundError:

@@ -1,9 +1,9 @@
-"""Removes what a replica leaves behind when it ends: shared-memory segments and folders.
+"""Removes the shared-memory segments and folders that a replica leaves behind when it ends.
 
-Killing a process group frees its memory, but leaves ``/dev/shm/headwater-<group>-*`` of Triton's Python backend, an
-empty ``/tmp/python_env_*``, and the workspace with its copy of Triton's binaries; that of a vLLM leaves anonymous
-segments and semaphores, as may what a model starts. The names of the anonymous ones can only be read from the memory
-maps of live processes, so the guardian records them in a journal while the replica runs.
+Killing a replica's process group frees its memory, but leaves ``/dev/shm/headwater-<group>-*`` of Triton's Python
+backend, an empty ``/tmp/python_env_*``, and the workspace with its copy of Triton's binaries. A vLLM, and processes
+that a model starts, leave segments and semaphores with random names. Such names can only be read from the memory maps
+of live processes, so the guardian records them in a journal while the replica runs.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ __all__ = [
 
 SHARED_MEMORY = Path("/dev/shm")
 BACKEND_FOLDERS = Path("/tmp")
-"""Where Triton's Python backend creates its ``python_env_*``, regardless of TMPDIR."""
+"""Folder in which Triton's Python backend creates its ``python_env_*``, regardless of TMPDIR."""
 STRAYS_TIMEOUT_S = 5.0
 TRACKERS_TIMEOUT_S = 1.25
-"""How long the resource trackers of Python's `multiprocessing` may take to remove what killed processes had."""
+"""Time in which the resource trackers of Python's `multiprocessing` must remove the segments of killed processes."""
 POLL_S = 0.02
 _JOURNAL = "journal.json"
 _LOCK = "lock"
@@ -46,7 +46,8 @@ _SEGMENT = re.compile(rb"/dev/shm/(psm_[0-9a-z_]+|sem\.mp-[0-9a-z_]+|headwater-[
 
 
 class Journal:
-    """Records what to sweep when a replica ends, in its folder, so that a later start of the server can do it too."""
+    """Records, in a replica's folder, the segments to sweep when the replica ends. A later start of the server can
+    sweep from the same record."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / _JOURNAL
@@ -60,10 +61,11 @@ class Journal:
             self.segments = {str(name) for name in content["segments"]}
 
     def note(self, host_pid: int, segments: Iterable[str]) -> None:
-        """Record the host's process id and further segments; the file is written only if something is new.
+        """Record the host's process id and further segments; the file is written only if the record has changed.
 
         Raises:
-            OSError: the disk is full; the record is kept in memory, and written with the next one.
+            OSError: the file can't be written, for example on a full disk; the record stays in memory, and the next
+                call writes it.
         """
         merged = self.segments | set(segments)
         if host_pid == self.host_pid and merged == self.segments and not self._is_behind:
@@ -77,8 +79,8 @@ class Journal:
 
 
 def segments_mapped_by(pids: Iterable[int]) -> set[str]:
-    """Names in /dev/shm that these processes have mapped and that belong to PyTriton or its store, or to Python's
-    multiprocessing, which vLLM uses."""
+    """Names of the segments in /dev/shm that these processes have mapped and that Triton's Python backend, PyTriton or
+    Python's multiprocessing (used by vLLM) created."""
     names: set[str] = set()
     for pid in pids:
         with contextlib.suppress(OSError):  # the process may have ended
@@ -87,19 +89,20 @@ def segments_mapped_by(pids: Iterable[int]) -> set[str]:
 
 
 def kill_group(group: int) -> set[str]:
-    """Kill a process group. Returns what `segments_mapped_by` found of it."""
+    """Kill a process group. Returns the segments that its processes had mapped; see `segments_mapped_by`."""
     members = [pid for pid, stat in process_stats() if stat.group == group]
     segments = segments_mapped_by(members)
     _kill(members)
-    with contextlib.suppress(ProcessLookupError):  # whom they started meanwhile
+    with contextlib.suppress(ProcessLookupError):  # processes that the members started meanwhile
         os.killpg(group, signal.SIGKILL)
     return segments
 
 
 def sweep_replica(directory: Path, others: Iterable[str] = ()) -> list[str]:
-    """Remove a replica's folder and its segments: those in the journal, and ``others``. Its processes must be gone.
+    """Remove a replica's folder and its segments: the segments in the journal, and ``others``. The replica's processes
+    must have ended.
 
-    Returns what could not be removed.
+    Returns descriptions of the files that could not be removed.
     """
     journal = Journal(directory)
     segments = {SHARED_MEMORY / name for name in (*journal.segments, *others)}
@@ -107,7 +110,7 @@ def sweep_replica(directory: Path, others: Iterable[str] = ()) -> list[str]:
         segments.update(SHARED_MEMORY.glob(f"headwater-{journal.host_pid}-*"))
     left = []
     for folder in _backend_folders(directory):
-        with contextlib.suppress(OSError):  # not empty or gone: not our replica's
+        with contextlib.suppress(OSError):  # not empty, so not this replica's, or gone
             folder.rmdir()
     for segment in segments:
         try:
@@ -121,18 +124,18 @@ def sweep_replica(directory: Path, others: Iterable[str] = ()) -> list[str]:
 
 
 class ProcessStat(NamedTuple):
-    """A process, from /proc/<pid>/stat."""
+    """The name, state and relations of a process, from /proc/<pid>/stat."""
 
     name: str
     state: str
-    """One letter."""
+    """One letter, see proc(5)."""
     parent: int
     group: int
     session: int
 
 
 def process_stat(pid: int) -> ProcessStat | None:
-    """What a process is and does now; None if there is none."""
+    """The current state of a process; None if the process doesn't exist."""
     try:
         text = Path(f"/proc/{pid}/stat").read_bytes().decode(errors="replace")
     except OSError:
@@ -150,10 +153,11 @@ def process_stats() -> Iterator[tuple[int, ProcessStat]]:
 
 
 def _end_strays(directory: Path) -> set[str]:
-    """Kill what is left of a replica whose guardian and supervisor were killed: a Triton without a host, whose command
-    line has the folder, processes of a vLLM, which work in it, and what has the folder in its environment.
+    """Kill the remaining processes of a replica after its guardian and supervisor were killed: a Triton without a host
+    (its command line names the folder), processes of a vLLM (the folder is their working folder), and processes that
+    have the folder in their environment.
 
-    Returns the names of the segments that they had.
+    Returns the names of the segments that they had mapped.
     """
     segments: set[str] = set()
     group = Journal(directory).host_pid
@@ -180,16 +184,16 @@ def _is_of(pid: int, directory: Path) -> bool:
 
 
 def _has_in_environment(pid: int, directory: Path) -> bool:
-    """Whether a process inherited the replica's folder for temporary files."""
+    """Whether a process inherited the replica's TMPDIR."""
     try:
         return f"\0TMPDIR={directory}/tmp\0".encode() in b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:  # it has ended, or is another user's
+    except OSError:  # the process has ended, or belongs to another user
         return False
 
 
 def _kill(pids: Collection[int]) -> None:
-    """Kill processes, the resource trackers of Python's `multiprocessing` last: a tracker removes what the others
-    shared, also what nobody has noted, and ends when they have ended."""
+    """Kill processes, the resource trackers of Python's `multiprocessing` last: once the other processes have ended, a
+    tracker removes the segments that they shared, including segments that no journal has, and then ends."""
     trackers = {pid for pid in pids if _is_tracker(pid)}
     for pid in pids:
         if pid not in trackers:
@@ -215,11 +219,12 @@ def _runs(pid: int) -> bool:
 
 
 def _backend_folders(directory: Path) -> list[Path]:
-    """Folders that Triton's Python backend created for unpacked environments, of which our models have none.
+    """Folders that Triton's Python backend created for unpacked environments. They are empty: Headwater's models have
+    no such environment.
 
-    The backend removes its folder only at a graceful end. Nothing but the time of creation, during the replica's start,
-    shows whose folder it is; the empty folder of another replica that started at the same time is removed too, which
-    does no harm.
+    The backend removes its folder only at a graceful end. Only the time of creation, which lies within the replica's
+    start, shows that a folder belongs to the replica. The empty folder of another replica that started at the same time
+    is removed, too, which does no harm.
     """
     try:
         started_ns = (directory / "spec.json").stat().st_mtime_ns
@@ -239,9 +244,10 @@ def _backend_folders(directory: Path) -> list[Path]:
 
 
 def make_instance_folder(parent: Path | None) -> tuple[Path, int]:
-    """Create this instance's folder (0700) and lock it. Returns the folder and the lock, which ends with the process.
+    """Create this server's folder (0700) and lock it. Returns the folder and the descriptor of the lock, which the
+    process holds until it ends.
 
-    The default of ``parent``, where it is created, is the system's folder for temporary files.
+    The folder is created in ``parent``; None: the system's folder for temporary files.
     """
     root = Path(parent or tempfile.gettempdir())
     root.mkdir(parents=True, exist_ok=True)
@@ -250,19 +256,20 @@ def make_instance_folder(parent: Path | None) -> tuple[Path, int]:
 
 
 def lock_instance_folder(folder: Path) -> int:
-    """Lock an instance's folder, so that no `sweep_stale` removes it. Returns the lock, which ends with the process."""
+    """Lock a server's folder, so that no `sweep_stale` removes it. Returns the descriptor of the lock, which the
+    process holds until it ends."""
     lock = os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
     return lock
 
 
 def sweep_stale(parent: Path | None) -> list[Path]:
-    """Sweep the folders of instances that ended without sweeping. Returns these folders."""
+    """Sweep the folders of servers that ended without sweeping. Returns these folders."""
     found = []
     for folder in sorted(Path(parent or tempfile.gettempdir()).glob(f"headwater-{os.getuid()}-*")):
         try:
             lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
-        except OSError:  # being created, or not ours
+        except OSError:  # the folder is being created, or is not Headwater's
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

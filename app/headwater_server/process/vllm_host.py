@@ -1,8 +1,9 @@
-"""Hosts one vLLM: starts it, warms it up, watches that it makes progress, and ends it.
+"""Hosts a vLLM: starts it, warms it up, checks that it makes progress, and ends it.
 
 Started by `headwater_server.process.guardian` as ``python -m headwater_server.process.vllm_host PYTHON NAME FOLDER
-STATUS_FD``, under Headwater's own Python and environment; FOLDER holds ``spec.json`` (`ReplicaSpec`). vLLM is its
-child, in the guardian's group, and has the deployment's environment. Reports on the pipe, as every replica does.
+STATUS_FD``, under Headwater's Python and environment; FOLDER holds ``spec.json`` (`ReplicaSpec`). vLLM is its child, in
+the guardian's group, and has the deployment's environment. The host reports its status on the pipe STATUS_FD, as every
+replica's host does.
 """
 
 from __future__ import annotations
@@ -50,19 +51,20 @@ SOCKET: Final = "h"
 POLL_S: Final = 0.25
 ASK_TIMEOUT_S: Final = 4.0
 WARMUP_TIMEOUT_S: Final = 300.0
-"""The first request for log probabilities may compile."""
+"""Limit of a warm-up request. It is long because the first request for log probabilities may compile code."""
 END_TIMEOUT_S: Final = 5.0
-"""How long vLLM may take to end after SIGTERM; the guardian then kills the group."""
+"""Time in which vLLM must end after SIGTERM; then the guardian kills the group."""
 LOOKS: Final = 8
-"""How often progress is looked at in the time that a step may take."""
+"""Progress checks within ``options.max_step_s``, the longest time that a step may take."""
 MISSED: Final = 6
-"""So many looks in a row without progress mean that the engine hangs: between 6 and 7 intervals after the last."""
+"""Consecutive checks without progress after which the engine counts as hung: 6 to 7 intervals after the last
+progress."""
 EXIT_S: Final = 2.0
-"""How long a server whose engine has failed may take to end, and what it wrote to be read."""
+"""Time to wait for the end of a server whose engine has failed, and for the rest of its output."""
 RECENT_S: Final = 30.0
-"""An error that vLLM wrote before this is not why it ends."""
+"""Age beyond which an error in vLLM's output is not taken as the reason of its end."""
 USAGE_ERROR: Final = 2
-"""The exit status of a program that refuses its arguments."""
+"""Exit status of a program that rejects its arguments."""
 ERROR_CHARACTERS: Final = 500
 _METRIC: Final = re.compile(rb"\nvllm:([a-z_]+)(?:\{[^}\n]*\})? ([0-9.e+-]+)")
 _COUNTED: Final = frozenset(
@@ -71,41 +73,41 @@ _COUNTED: Final = frozenset(
         b"num_requests_waiting",
     }
 )  # fmt: skip
-"""What the engine reports after each step. The cache fills while a long prompt is read, of which no token is counted
-before its end."""
+"""Metrics that the engine updates after each step. The cache usage is among them because the tokens of a long prompt
+are counted only when the whole prompt has been read, while the cache fills during the reading."""
 _BLOCKS: Final = re.compile(rb"\nvllm:cache_config_info\{([^\n]*)\}")
 _PREFIX: Final = re.compile(r"\([\w-]+ pid=\d+\) (?:[A-Z]+ \S+ \S+ \[[^\]]*\] )?")
-"""Of a line of vLLM's processes, the server's own traceback excepted."""
+"""Prefix of the lines that vLLM's processes write. Lines of a traceback of the API server itself have no prefix."""
 _ERROR: Final = re.compile(r"(?:\S+: error: |(?:\w+\.)*(?=\w*(?:Error|Exception)(?:: |$)))(.+)")
-"""A traceback's last line, or what `argparse` says."""
+"""The last line of a traceback, or an error message of `argparse`."""
 _REFUSED: Final = ("ValidationError", "ValueError", "KeyError")
-"""The server's own errors over its arguments and the model's folder."""
+"""Errors that the API server itself raises about its arguments or the model's folder."""
 
 
 class Progress:
-    """Whether an engine makes progress: what it counts changes from one look to the next. When nothing has changed, a
-    probe is sent before the next look, so that an engine that works has something to count.
+    """Decides whether an engine makes progress: its counters must change between two checks. When no counter has
+    changed, the host sends a probe request before the next check, so that the counters of a working engine change.
 
-    Looks are counted, rather than time, so that a pause of the whole machine is no reason to end a replica.
+    Checks are counted instead of time, so that a pause of the whole machine doesn't end a replica.
     """
 
     def __init__(self) -> None:
         self.missed = 0
-        """Looks since the last progress."""
+        """Checks since the last progress."""
         self._counted: tuple[float, ...] | None = None
 
     def look(self, counted: tuple[float, ...]) -> bool:
-        """Note what has been counted so far. Returns whether the engine hangs."""
+        """Record the engine's counters. Returns whether the engine hangs."""
         self.missed = self.missed + 1 if counted == self._counted else 0
         self._counted = counted
         return self.missed >= MISSED
 
 
 class Output:
-    """What vLLM writes: passed on to the log, and searched for the error that ended it.
+    """The output of vLLM: copied to the log, and searched for the error that ended vLLM.
 
     Args:
-        stream: read in a thread to its end.
+        stream: vLLM's output; a thread reads it to its end.
     """
 
     def __init__(self, stream: IO[bytes]) -> None:
@@ -113,20 +115,20 @@ class Output:
         self._error = ""
         self._noted_s = 0.0
         self._is_servers = False
-        """Whether the error is the server's own, not one of its engine's processes."""
+        """Whether the API server itself wrote the error, rather than a process of its engine."""
         self._details = 0
-        """How many of the next lines belong to the error."""
+        """Number of following lines that belong to the error."""
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 
     def error(self) -> str:
-        """The error just written, on one line: class and message; empty: there is none."""
-        self._thread.join(EXIT_S)  # processes that haven't ended hold the stream open
+        """The latest error on one line, class and message; empty if vLLM wrote no error in the last `RECENT_S`."""
+        self._thread.join(EXIT_S)  # the stream stays open until all of vLLM's processes have ended
         return self._error[:ERROR_CHARACTERS] if time.monotonic() - self._noted_s < RECENT_S else ""
 
     @property
     def is_refusal(self) -> bool:
-        """Whether the server refused what it was to serve, which another start would not change."""
+        """Whether the API server rejected its arguments or the model: another start would fail in the same way."""
         return self._is_servers and self._error.startswith(_REFUSED)
 
     def _read(self) -> None:
@@ -138,7 +140,7 @@ class Output:
     def _search(self, line: str) -> None:
         prefix = _PREFIX.match(line)
         text = line[prefix.end() :] if prefix is not None else line
-        if (found := _ERROR.match(text)) is not None and "root cause" not in text:  # that refers to an earlier error
+        if (found := _ERROR.match(text)) is not None and "root cause" not in text:  # refers to an earlier error
             self._error, self._noted_s, self._is_servers = found[1], time.monotonic(), prefix is None
             self._details = 2 if "validation error" in text else 0
         elif self._details:
@@ -147,22 +149,22 @@ class Output:
 
 
 class Failed(Exception):
-    """vLLM can't serve, or go on."""
+    """vLLM can't start serving, or can't continue."""
 
     def __init__(self, reason: str, error: str = "", *, is_permanent: bool = False) -> None:
         super().__init__(f"{reason}: {error}" if error else reason)
         self.error = error
-        """vLLM's own."""
+        """The error message from vLLM's output; empty if there is none."""
         self.is_permanent = is_permanent
 
 
 class Host:
-    """One vLLM and its child processes.
+    """Starts, watches and ends a vLLM, and reports its status.
 
     Args:
-        spec: what to serve.
+        spec: the model and its options.
         directory: the replica's folder.
-        status_fd: where status lines go.
+        status_fd: descriptor to which status lines are written.
     """
 
     def __init__(self, spec: ReplicaSpec, directory: Path, status_fd: int) -> None:
@@ -172,25 +174,25 @@ class Host:
         self._stop = threading.Event()
         self._probe: threading.Thread | None = None
         self._answered = 0
-        """Probes that were answered."""
+        """Number of answered probes."""
         self._counted: tuple[float, ...] = ()
-        """What the engine has counted, as far as is known."""
+        """The engine's counters, as of the last successful query."""
         self._embedding_length = 0
-        """Of a model that gives embeddings."""
+        """Length of the model's embeddings; 0 if it generates text."""
         self._server: subprocess.Popen[bytes]
         self._output: Output
 
     def report(self, status: ReplicaStatus) -> None:
         """Write a status line."""
-        with contextlib.suppress(OSError):  # the supervisor is gone; the guardian will end us
+        with contextlib.suppress(OSError):  # the supervisor is gone; the guardian will end this process
             os.write(self._status_fd, msgspec.json.encode(status) + b"\n")
 
     def run(self, python: str) -> None:
         """Serve until SIGTERM.
 
         Raises:
-            InterpreterError: there is no vLLM.
-            LoadError: the folder is no model's.
+            InterpreterError: the interpreter has no usable vLLM.
+            LoadError: vLLM can't serve the model's folder or its adapters, or the device is wrong.
             Failed: vLLM ended, or does not answer as expected.
         """
         signal.signal(signal.SIGTERM, self._on_sigterm)
@@ -255,7 +257,8 @@ class Host:
             time.sleep(POLL_S)
 
     def _warm_up(self) -> None:
-        """Send requests such as will come. Which of its routes vLLM has says what the model does."""
+        """Send requests like the clients' requests. The routes that vLLM serves show whether the model generates text
+        or gives embeddings."""
         status, answer = self._generate(WARMUP_TIMEOUT_S, max_tokens=2)
         if status == 404:
             status, answer = self._embed(WARMUP_TIMEOUT_S)
@@ -288,7 +291,7 @@ class Host:
         return VllmSpec(
             max_sequences=self._spec.options["max_num_seqs"],
             context_length=models["data"][0]["max_model_len"],
-            cache_tokens=blocks * size if blocks > 1 else 0,  # an encoder keeps none, and says 1 block
+            cache_tokens=blocks * size if blocks > 1 else 0,  # an encoder has no cache, and reports 1 block
             version=install.version,
             max_lora_rank=max_lora_rank,
             max_requests=self._spec.options["max_num_queued_reqs"],
@@ -296,10 +299,10 @@ class Host:
         )
 
     def _watch(self) -> None:
-        """Return when vLLM is to end.
+        """Watch vLLM. Returns when the host is asked to stop.
 
         Raises:
-            Failed: it has ended, or makes no progress.
+            Failed: vLLM has ended, or makes no progress.
         """
         max_step_s = self._spec.options["max_step_s"]
         interval_s = max_step_s / LOOKS
@@ -319,7 +322,7 @@ class Host:
                 self._probe.start()
 
     def _send_probe(self) -> None:
-        # A full queue refuses it, which is no sign of progress.
+        # A full queue refuses the probe, so a refusal is no sign of progress.
         with contextlib.suppress(OSError, http.client.HTTPException):
             max_step_s = self._spec.options["max_step_s"]
             asked = self._embed(max_step_s) if self._embedding_length else self._generate(max_step_s, max_tokens=1)
@@ -327,7 +330,7 @@ class Host:
                 self._answered += 1
 
     def _count(self, timeout_s: float) -> None:
-        """Look what the engine has counted; without an answer, the last one stays."""
+        """Query the engine's counters; without an answer the last values are kept."""
         with contextlib.suppress(OSError, http.client.HTTPException):
             text = self._ask("GET", "/metrics", timeout_s=min(ASK_TIMEOUT_S, timeout_s))[1]
             self._counted = tuple(float(value) for name, value in _METRIC.findall(b"\n" + text) if name in _COUNTED)
@@ -341,7 +344,7 @@ class Host:
             raise Failed(f"vLLM's server {how} {when}", error, is_permanent=is_permanent)
 
     def _failed(self, reason: str) -> Failed:
-        """The error for a vLLM that fails a request, or ends because its engine has failed."""
+        """The error to raise when vLLM fails a request, or ends because its engine has failed."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._server.wait(EXIT_S)
         return Failed(reason, self._output.error())
@@ -350,7 +353,7 @@ class Host:
         self._server.terminate()
         try:
             self._server.wait(END_TIMEOUT_S)
-        except subprocess.TimeoutExpired:  # as it does while it has requests
+        except subprocess.TimeoutExpired:  # vLLM may not end while it has requests
             print(f"vLLM has not ended {END_TIMEOUT_S:g} s after SIGTERM; its processes are killed", flush=True)
 
     def _ask(
@@ -362,7 +365,7 @@ class Host:
 def main() -> None:
     """Entry point; see the module's docstring."""
     python, _, folder, status_fd = sys.argv[1:]
-    # End with the guardian: if it is killed, nothing else would sweep up this process group.
+    # End with the guardian: if the guardian is killed, no other process would end this process group.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     directory = Path(folder)
     spec = msgspec.json.decode((directory / "spec.json").read_bytes(), type=ReplicaSpec)
@@ -379,7 +382,7 @@ def main() -> None:
         sys.exit(1)
     except Failed as error:
         if (directory / READY_FILE).exists() or not error.error:
-            # Where vLLM's own words are not found, the last lines of the log go with the reason.
+            # Without an error from vLLM's output, the supervisor adds the last lines of the log to the reason.
             host.report(ReplicaStatus("ending", str(error)))
         else:
             cause = text_for_clients(f"vLLM ended before it was ready: {error.error}")

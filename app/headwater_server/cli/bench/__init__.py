@@ -1,1 +1,1 @@
-"""``headwater bench``: load on a running server, and what came of it."""
+"""``headwater bench``: puts load on a running server, and reports the results."""

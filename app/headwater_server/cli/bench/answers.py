@@ -1,4 +1,4 @@
-"""Reads answers, whole ones and streams of server-sent events, and tells what is wrong with them.
+"""Reads answers, complete JSON or streams of server-sent events, and reports the faults in them.
 
 Sources: the HTML standard's section on server-sent events; OpenAI's chat and text completions; Triton's generate
 extension.
@@ -20,14 +20,14 @@ _UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class Fault(NamedTuple):
-    """One kind of error; equal faults are counted together."""
+    """A kind of error; equal faults are counted together."""
 
     kind: str
-    """``status``: an answer other than 200; ``connect``: no connection; ``reset``: the connection ended before the
-    answer; ``timeout``: no whole answer in time; ``bad answer``: status 200, but against the protocol; ``stream``: an
-    error among the events of a stream."""
+    """``status``: a status other than 200; ``connect``: no connection; ``reset``: the connection ended before the
+    answer; ``timeout``: no complete answer in time; ``bad answer``: status 200, but the answer violates the protocol;
+    ``stream``: an error among the events of a stream."""
     status: int | None
-    """The answer's status, or the one in a stream's error event."""
+    """The status of the answer, or of the error event in a stream."""
     reason: str
 
     def __str__(self) -> str:
@@ -57,11 +57,12 @@ _answer: Final = msgspec.json.Decoder(_Answer)
 
 
 def answer_fault(body: bytes, json_length: int | None) -> Fault | None:
-    """The fault of an inference answer. Its tensors are not decoded, which would cost as much as the request.
+    """The fault of an inference answer. The tensors are not decoded, since decoding would cost as much as the request
+    itself.
 
     Args:
         body: the answer.
-        json_length: the number of bytes that are JSON; None: all.
+        json_length: the number of leading bytes that are JSON; None: the whole answer.
     """
     try:
         _answer.decode(body if json_length is None else memoryview(body)[:json_length])
@@ -71,7 +72,7 @@ def answer_fault(body: bytes, json_length: int | None) -> Fault | None:
 
 
 class EventParser:
-    """Splits bytes into the data of events."""
+    """Splits a stream of bytes into the data of its events."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -137,10 +138,10 @@ _generate_event: Final = msgspec.json.Decoder(_GenerateEvent)
 
 
 class TokenReader:
-    """Reads one stream: the times and number of its tokens, and its fault.
+    """Reads a stream: the number and the times of its tokens, and its fault.
 
     Args:
-        mode: one of `headwater_server.cli.bench.job.PATHS` that streams.
+        mode: a streaming mode of `headwater_server.cli.bench.job.PATHS`.
     """
 
     def __init__(self, mode: str) -> None:
@@ -153,23 +154,23 @@ class TokenReader:
         self.times_s: list[float] = []
         """The arrival of each event with text or with a result."""
         self.reported_tokens: int | None = None
-        """The server's count of tokens."""
+        """The number of tokens that the server reports; None if it reports no number."""
         self._finish_reason: str | None = None
         self._content: list[str] = []
         self._arguments: dict[int, list[str]] = {}
 
     @property
     def ending(self) -> str:
-        """How an OpenAI answer of one choice ended.
+        """How an OpenAI answer with a single choice ended.
 
-        ``cut``: not by itself; ``calls``: with calls of tools, whose arguments are all JSON objects; ``json``: without
-        calls, and its content is JSON; ``other``: by itself, with anything else.
+        ``cut``: the answer did not finish by itself. Otherwise ``calls``: it has calls of tools, and the arguments of
+        all calls are JSON objects; ``json``: it has no calls, and its content is JSON; ``other``: anything else.
         """
         if self._finish_reason not in ("stop", "tool_calls"):
             return "cut"
         texts = list(self._arguments.values()) or [self._content]
         try:
-            # As floats, numbers may be of any length and size.
+            # Parsed as floats, integers may have any number of digits.
             values = [json.loads("".join(text), parse_int=float) for text in texts]
         except (ValueError, RecursionError):
             return "other"
@@ -179,11 +180,11 @@ class TokenReader:
 
     @property
     def tokens(self) -> int:
-        """The server's own count or, without one, the number of events with text."""
+        """The number of tokens that the server reports; if it reports no number, the number of events with text."""
         return self.reported_tokens if self.reported_tokens is not None else len(self.times_s)
 
     def feed(self, data: bytes, now_s: float) -> None:
-        """Read data that arrived at this time."""
+        """Read data that arrived at ``now_s``."""
         self._now_s = now_s
         for event in self._parser.feed(data):
             try:
@@ -192,7 +193,7 @@ class TokenReader:
                 self._note(Fault("bad answer", None, f"invalid event: {event[:60].decode('latin-1')}"))
 
     def end(self) -> Fault | None:
-        """The stream's fault, once it has ended."""
+        """Return the fault of the stream, which has ended; None if it has no fault."""
         if self._fault is None and not self.is_done:
             return Fault("bad answer", None, "the stream ended without its last event")
         return self._fault
@@ -239,12 +240,12 @@ class TokenReader:
 
 
 class Sample(NamedTuple):
-    """One request; times are `time.perf_counter`'s."""
+    """A request and its outcome; times are of `time.perf_counter`."""
 
     fault: Fault | None
-    """None: the answer is good."""
+    """The fault; None for a good answer."""
     sent_s: float = 0.0
-    """0: it was not sent."""
+    """When the request was sent; 0 if it was not sent."""
     ended_s: float = 0.0
-    """When the last byte of its answer arrived; 0: it has no answer."""
+    """When the last byte of the answer arrived; 0 without an answer."""
     stream: TokenReader | None = None

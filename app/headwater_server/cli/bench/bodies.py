@@ -1,4 +1,4 @@
-"""Requests made from a model's metadata, or read from a file."""
+"""Bodies of requests, made from a model's metadata or read from a file."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from headwater_server.errors import CommandError
 __all__ = ["Body", "Wishes", "infer_bodies", "read_bodies", "read_schema", "read_tools", "stream_bodies"]
 
 VARIETY: Final = 16
-"""Number of different requests, sent in turn."""
+"""Number of different bodies, which are sent in turn."""
 MOST_BYTES: Final = 64 * 1024 * 1024
-"""Size of all requests together; if they are large, there are fewer."""
+"""Maximum size of all bodies together; if bodies are large, fewer are made."""
 VARYING_DIM: Final = 16
 SENTENCES: Final = (
     "Rivers begin here.",
@@ -42,20 +42,20 @@ SENTENCES: Final = (
 
 @dataclass(frozen=True)
 class Body:
-    """One request's body."""
+    """The body of a request."""
 
     content: bytes
     json_length: int | None = None
-    """The number of bytes that are JSON; None: all."""
+    """The number of leading bytes that are JSON; None: the whole body."""
 
 
 @dataclass(frozen=True)
 class Wishes:
-    """Properties of requests that the model's metadata leaves open."""
+    """Properties of requests that the model's metadata doesn't determine."""
 
     rows: int = 1
     shapes: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """By input, the whole shape of a row."""
+    """The complete shape of a row, by input."""
     binary: bool = False
     """Whether tensors are sent and received as bytes."""
     seed: int = 0
@@ -67,12 +67,12 @@ class Wishes:
 
 
 def infer_bodies(metadata: Metadata, heads: Sequence[str] | None, wishes: Wishes) -> tuple[Body, ...]:
-    """Bodies of unary requests with random values: numbers below 1, integers below 100, sentences.
+    """Bodies of unary requests with random values: floats below 1, integers below 100, and sentences.
 
-    Optional inputs are left out unless a wish has their shape.
+    Optional inputs are left out unless ``wishes.shapes`` has their shape.
 
     Raises:
-        CommandError: a wish and the model contradict each other.
+        CommandError: the wishes contradict the model's metadata.
     """
     _check_shapes(metadata, wishes)
     draw = np.random.default_rng(wishes.seed)
@@ -99,14 +99,14 @@ def stream_bodies(
     """Bodies of requests for streams.
 
     Args:
-        mode: one of `headwater_server.cli.bench.job.PATHS` that streams.
-        metadata: the model's; needed for ``stream`` only.
+        mode: a streaming mode of `headwater_server.cli.bench.job.PATHS`.
+        metadata: the model's metadata; needed only for ``stream``.
         model: the model's name.
         heads: the heads to ask for; None: all.
         wishes: other properties.
 
     Raises:
-        CommandError: a wish and the model contradict each other.
+        CommandError: the wishes contradict the model's metadata.
     """
     prompts = wishes.prompts or SENTENCES
     limits: dict[str, Any] = {"max_tokens": wishes.max_tokens}
@@ -131,10 +131,10 @@ def stream_bodies(
 
 
 def read_bodies(path: Path, mode: str, model: str) -> tuple[Body, ...]:
-    """Read bodies from a JSON file: one, or a list of them.
+    """Read a body or a list of bodies from a JSON file.
 
     Raises:
-        CommandError: the file can't be read, or holds something else.
+        CommandError: the file can't be read, or has other content.
     """
     content = _read_json("--input", path)
     listed = content if isinstance(content, list) else [content]
@@ -147,7 +147,7 @@ def read_schema(path: Path) -> dict[str, Any]:
     """Read a JSON schema from a file, and return the fields of chat requests whose answers follow it.
 
     Raises:
-        CommandError: the file can't be read, or holds something else.
+        CommandError: the file can't be read, or has other content.
     """
     schema = _read_json("--schema", path)
     if not isinstance(schema, dict):
@@ -165,7 +165,7 @@ def read_tools(path: Path, choice: str) -> dict[str, Any]:
         choice: ``auto``, ``required``, or the name of one of the functions.
 
     Raises:
-        CommandError: the file can't be read or holds something else, or no function has this name.
+        CommandError: the file can't be read or has other content, or no function has this name.
     """
     tools = _read_json("--tools", path)
     try:
@@ -195,7 +195,7 @@ def _read_json(option: str, path: Path) -> Any:
 
 def _json_body(mode: str, model: str, content: Mapping[str, Any]) -> Body:
     if mode in ("chat", "completions"):
-        # Without usage, tokens could only be counted by their events.
+        # Without the usage field, the number of tokens could only be estimated from the number of events.
         content = {"model": model, "stream": True, "stream_options": {"include_usage": True}, **content}
     return Body(orjson.dumps(content))
 
@@ -218,7 +218,7 @@ def _infer_body(values: Sequence[tuple[Tensor, Any]], parameters: Mapping[str, A
 
 
 def _row(tensor: Tensor, wishes: Wishes, draw: np.random.Generator) -> Any:
-    """One row in the form of the generate routes."""
+    """A row in the JSON form of the generate routes."""
     if not DATATYPES[tensor.datatype].json:
         raise CommandError(f"--mode: input {tensor.name!r} is {tensor.datatype}, which has no JSON form; use infer")
     return _values(tensor, [1, *_shape(tensor, wishes)[1:]], draw).tolist()[0]
@@ -250,7 +250,7 @@ def _shape(tensor: Tensor, wishes: Wishes) -> list[int]:
 
 
 def _values(tensor: Tensor, shape: Sequence[int], draw: np.random.Generator) -> npt.NDArray[Any]:
-    """Random values; those of a ``BYTES`` tensor are of type str."""
+    """Random values for a tensor. The values of a ``BYTES`` tensor are of type str."""
     if tensor.datatype == "BYTES":
         texts = random.Random(int(draw.integers(1 << 62)))
         value = np.empty(tuple(shape), dtype=object)

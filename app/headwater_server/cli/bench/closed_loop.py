@@ -1,4 +1,4 @@
-"""Closed loop: a number of connections, each of which sends its next request once the last one is answered."""
+"""Closed loop: each of a number of connections sends its next request when the previous request is answered."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from headwater_server.cli.bench.outcomes import Outcomes, merged
 __all__ = ["GONE_AFTER_S", "STOPPED", "Stop", "closed_loop", "until_gone"]
 
 GONE_AFTER_S: Final = 2.0
-"""If no connection can be made for this long, the server is gone and the run ends."""
+"""Time without a successful connection after which the server counts as gone, and the run ends."""
 STOPPED: Final = "stopped by hand"
 RETRY_S: Final = 0.05
 WATCH_S: Final = 0.05
 
 
 class Stop(Protocol):
-    """Ends a run: an event of asyncio, of threading or, across processes, of multiprocessing."""
+    """Signals that a run should end: an event of asyncio, of threading or, across processes, of multiprocessing."""
 
     def is_set(self) -> bool:
         """Whether the run should end."""
@@ -33,18 +33,19 @@ class Stop(Protocol):
 
 
 async def closed_loop(job: Job, stop: Stop | None = None) -> Outcomes:
-    """Put load on a server.
+    """Put closed-loop load on a server.
 
-    Requests sent in the warm-up don't count. Those sent in ``job.seconds`` after it do, and all of them are awaited. A
-    rate is the sum of the connections' rates, each measured from its first request to its last answer, so that answers
-    pending at the end introduce no bias. Latency is measured on good answers, from writing the request to the answer's
-    last byte; connections are made before.
+    Requests sent in the warm-up don't count. Requests sent in the ``job.seconds`` after it count, and all of these are
+    awaited. A rate is the sum of the connections' rates, each measured from its first request to its last answer, so
+    that answers pending at the end introduce no bias. Latency is measured on good answers, from writing the request to
+    the answer's last byte; the time to connect doesn't count.
 
     The server's faults raise no exception: see `Outcomes.errors`, and `Outcomes.ended` for a server that is gone.
 
     Args:
-        job: its load has connections; connection i begins with body i, so that not all send the same at once.
-        stop: when set, ends the run early; pending requests then don't count.
+        job: a job whose load has connections. Connection i begins with body i, so that the connections send different
+            bodies at first.
+        stop: ends the run early when set; pending requests then don't count.
     """
     target, requests = job.target, job.target.requests()
     dialler = Dialler(target.url)
@@ -54,7 +55,7 @@ async def closed_loop(job: Job, stop: Stop | None = None) -> Outcomes:
     until = counts_from + job.seconds
 
     async def use(place: int, connection: Connection | None, outcomes: Outcomes) -> None:
-        """Send one connection's requests, one after the other."""
+        """Send the requests of a connection, each after the answer to the previous request."""
         first_s = last_s = 0.0
         try:
             while (now := time.perf_counter()) < until:
@@ -91,7 +92,7 @@ async def closed_loop(job: Job, stop: Stop | None = None) -> Outcomes:
 async def until_gone(
     tasks: Sequence[asyncio.Future[None]], dialler: Dialler, outcomes: Outcomes, stop: Stop | None
 ) -> None:
-    """Wait for a run's tasks, and expire late requests; cancel the tasks once the run is stopped or the server is gone.
+    """Wait for a run's tasks, and expire late requests. Cancel the tasks when the run is stopped or the server is gone.
 
     Sets ``outcomes.ended`` and ``outcomes.cpu_share``, and closes the dialler.
     """

@@ -1,4 +1,4 @@
-"""``headwater bench``: the run from the first question to the report, and its progress bar."""
+"""``headwater bench``: runs the command, from its options to the report, with a progress bar."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from headwater_server.errors import CommandError
 __all__ = ["bench", "run"]
 
 STEP_S = 0.5
-"""Interval of the progress bar."""
+"""Interval at which the progress bar is updated, in seconds."""
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure what the options say. Returns the exit status.
+    """Run a bench with these options. Returns the exit status.
 
     Raises:
         CommandError: an option is wrong, or nothing could be measured.
@@ -64,10 +64,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check_together(options: argparse.Namespace) -> None:
-    """Check for options that contradict each other.
+    """Check that the options don't contradict each other.
 
     Raises:
-        CommandError: two options do.
+        CommandError: two options contradict each other.
     """
     if options.input is not None:
         for name, value in (
@@ -109,7 +109,7 @@ def _key(path: Path | None) -> str:
 
 
 def bench(plan: Plan) -> int:
-    """Measure, print the table, write the files.
+    """Measure, print the tables, and write the files.
 
     Returns:
         The exit status: 0, or 1 if a figure is unreliable.
@@ -138,7 +138,8 @@ def bench(plan: Plan) -> int:
 
 
 async def _measure(results: Results, load: Generator) -> None:
-    """Run every load once, then all of them again, so that disturbances on the machine affect all alike."""
+    """Run every load once, then every load again, and so on, so that disturbances on the machine affect all loads
+    alike."""
     plan = results.plan
     loop = asyncio.get_running_loop()
     await check_answers(results.points)
@@ -161,9 +162,9 @@ async def _measure(results: Results, load: Generator) -> None:
 
 @contextlib.asynccontextmanager
 async def _progress(total_s: float) -> AsyncIterator[Callable[[str, float], None]]:
-    """Show a bar on standard error, if that is a terminal, while the block runs.
+    """Show a progress bar while the ``with`` block runs, if standard error is a terminal.
 
-    Gives a function to call at the start of each run, with the run's name and the seconds of those before it.
+    Yields a function to call at the start of each run, with the run's name and the total seconds of the runs before it.
     """
     if not sys.stderr.isatty():
         yield lambda what, done_s: None
@@ -172,7 +173,7 @@ async def _progress(total_s: float) -> AsyncIterator[Callable[[str, float], None
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    # No refresh thread: it would take the generator's time in steps of five milliseconds.
+    # No refresh thread: it would interrupt the generator for up to 5 ms at a time.
     with Progress(*columns, console=Console(stderr=True), auto_refresh=False, transient=True) as bar:
         task = bar.add_task("", total=total_s)
 

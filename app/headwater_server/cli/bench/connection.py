@@ -1,6 +1,7 @@
-"""A lean HTTP/1.1 client: one connection, with at most one request on it, as fast as Python allows.
+"""A lean HTTP/1.1 client: a connection carries one request at a time, as fast as Python allows.
 
-A client with pools, redirects and cookies takes several times a gateway's time, and would measure itself.
+A client with pools, redirects and cookies takes several times as long as the gateway, so a bench with it would measure
+the client.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class ConnectFailed(Exception):
 
 
 class Connection(asyncio.Protocol):
-    """One connection."""
+    """A connection, with at most one pending request."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
@@ -46,12 +47,12 @@ class Connection(asyncio.Protocol):
         """Send a request; the connection must not be `lost`, and no other request may be pending.
 
         Args:
-            request: all of it, encoded.
-            mode: one of `headwater_server.cli.bench.job.PATHS`.
-            expires_s: when `expire` fails the request.
+            request: the whole HTTP request, encoded.
+            mode: a key of `headwater_server.cli.bench.job.PATHS`.
+            expires_s: the time from which `expire` fails the request.
 
         Returns:
-            A future of the whole answer or the fault.
+            A future that resolves to a sample, with the answer's times or the fault.
         """
         assert self._transport is not None
         self._waiter = waiter = asyncio.get_running_loop().create_future()
@@ -65,7 +66,7 @@ class Connection(asyncio.Protocol):
         return waiter
 
     def expire(self, now_s: float) -> None:
-        """Fail a request that has taken too long, and close the connection."""
+        """If the pending request has expired, fail it and close the connection."""
         if self._waiter is not None and now_s > self._expires_s:
             self._fail("timeout", "no whole answer in time")
             self.close()
@@ -84,12 +85,12 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.lost = True
         if self._reader is not None and self._reader.is_done:
-            self._end()  # a server that ends its streams by disconnecting
+            self._end()  # some servers end their streams by disconnecting
         else:
             self._fail("reset", _reason(exc) if exc else "the connection ended before the answer did")
 
     def data_received(self, data: bytes) -> None:
-        if self._waiter is None or self._parser is None:  # data that no request asked for
+        if self._waiter is None or self._parser is None:  # data without a pending request
             self.close()
             return
         self._now_s = time.perf_counter()
@@ -150,7 +151,7 @@ class Dialler:
         self._tls = tls_context(url) if is_tls else None
         self._open: set[Connection] = set()
         self.failing_since_s: float | None = None
-        """Since when connecting fails; None: the last attempt succeeded."""
+        """Time since which connecting has failed; None if the last attempt succeeded."""
         self.last_reason = ""
 
     async def dial(self) -> Connection:
@@ -164,7 +165,7 @@ class Dialler:
             _, connection = await asyncio.wait_for(
                 loop.create_connection(Connection, self._host, self._port, ssl=self._tls), CONNECT_TIMEOUT_S
             )
-        except (OSError, asyncio.TimeoutError) as error:  # ssl's errors are among the first
+        except (OSError, asyncio.TimeoutError) as error:  # ssl's errors are subclasses of OSError
             if self.failing_since_s is None:
                 self.failing_since_s = time.perf_counter()
             self.last_reason = "no connection in time" if isinstance(error, asyncio.TimeoutError) else _reason(error)
@@ -174,7 +175,7 @@ class Dialler:
         return connection
 
     def expire(self) -> None:
-        """Fail every request that has taken too long, and forget lost connections."""
+        """Fail every expired request, and forget lost connections."""
         now_s = time.perf_counter()
         for connection in list(self._open):
             if connection.lost:
@@ -190,6 +191,6 @@ class Dialler:
 
 
 def _reason(error: BaseException) -> str:
-    """A system error's message, without addresses."""
+    """The message of a system error, without addresses."""
     text = getattr(error, "strerror", None) or str(error) or type(error).__name__
     return str(text)[:LONGEST_REASON]

@@ -1,4 +1,4 @@
-"""Generates the load of a run, in one process or several."""
+"""Generates the load of a run, in this process or in several."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from headwater_server.errors import CommandError
 __all__ = ["Generator", "generator"]
 
 START_S: Final = 0.3
-"""How far ahead the common start of several processes is set."""
+"""Seconds from now at which several processes start together."""
 _child_stop: Stop | None = None
 
 
@@ -52,9 +52,9 @@ class Generator:
     """Runs jobs, in this process or in several.
 
     Args:
-        stop: when set, ends the present run early; what was measured counts.
-        processes: their number.
-        pool: the processes; None: this process only.
+        stop: ends the current run early when set; its answers so far count.
+        processes: number of processes.
+        pool: the processes; None: generate the load in this process.
     """
 
     def __init__(self, stop: Stop, processes: int = 1, pool: ProcessPoolExecutor | None = None) -> None:
@@ -66,7 +66,7 @@ class Generator:
         """Make one run, from its warm-up to its last answer.
 
         Raises:
-            CommandError: one of the processes was killed.
+            CommandError: a process was killed.
         """
         if self._pool is None:
             return await _run(job, self.stop)
@@ -82,7 +82,7 @@ class Generator:
 
 @contextmanager
 def generator(processes: int) -> Iterator[Generator]:
-    """A generator with its processes, which end with the block."""
+    """Make a generator. If it uses several processes, they end with the ``with`` block."""
     if processes == 1:
         yield Generator(threading.Event())
         return

@@ -1,4 +1,4 @@
-"""One run: which requests are sent to which server, by how many connections or at which rate, and for how long."""
+"""Describes a run: the requests and the server, the number of connections or the rate, and the duration."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ PATHS: Final = {
     "chat": "/v1/chat/completions",
     "completions": "/v1/completions",
 }
-"""The routes by mode. ``infer`` has whole answers; the others' are streams of events."""
+"""The routes by mode. The answers to ``infer`` are complete; the other routes stream events."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """Requests to one route of one server. Plain data, so that it can go to another process.
+    """The requests of a run, which go to one route of one server. Plain data, so that it can be sent to another
+    process.
 
     Args:
-        url: the server's base, such as ``http://127.0.0.1:8000``; a path in it comes before the route's.
+        url: the server's base, such as ``http://127.0.0.1:8000``; its path, if any, is put before the route's path.
         model: the model's name.
-        bodies: sent in turn.
-        mode: one of `PATHS`.
-        key: an API key; empty: none.
-        timeout_s: how long one request may take, counted like its latency.
+        bodies: the bodies of the requests, sent in turn.
+        mode: a key of `PATHS`.
+        key: an API key; empty: no key is sent.
+        timeout_s: maximum time of a request, counted like its latency.
     """
 
     url: str
@@ -46,7 +47,7 @@ class Target:
         return PATHS[self.mode].format(model=quote(self.model, safe=""))
 
     def requests(self) -> list[bytes]:
-        """Whole HTTP requests, one for each body."""
+        """A complete HTTP request for each body, as bytes."""
         server = urlsplit(self.url)
         host = server.netloc.rpartition("@")[2]
         accept = "*/*" if self.mode == "infer" else "text/event-stream"
@@ -65,12 +66,12 @@ class Target:
 
 
 class Load(NamedTuple):
-    """The amount of load; one of the fields is 0."""
+    """The amount of load. One of the fields is 0."""
 
     connections: int = 0
-    """For a closed loop."""
+    """Number of connections of a closed loop."""
     rate_per_s: float = 0.0
-    """For an open loop."""
+    """Average rate of an open loop."""
 
     def __str__(self) -> str:
         if self.connections:
@@ -80,25 +81,27 @@ class Load(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """One run of one process."""
+    """A run of a generator process."""
 
     target: Target
     load: Load
     seconds: float
-    """How long to send requests that count."""
+    """Duration of the measurement in seconds; requests sent in it count."""
     warmup_s: float = 1.0
-    """How long to send requests before those."""
+    """Duration of the warm-up in seconds; requests sent in it don't count."""
     arrivals: str = "poisson"
-    """For an open loop, see `headwater_server.cli.bench.open_loop.arrival_times`."""
+    """The schedule of an open loop; see `headwater_server.cli.bench.open_loop.arrival_times`."""
     max_connections: int = 1024
-    """For an open loop: when all are busy, a request waits for one; its latency still counts from its due time."""
+    """Maximum number of connections of an open loop. When all are busy, a request waits, and its latency still counts
+    from its due time."""
     seed: int = 0
     limits: Limits = field(default_factory=Limits)
     begin_s: float = 0.0
-    """`time.perf_counter` at which the warm-up begins, for several processes to begin together; 0: at once."""
+    """Time of `time.perf_counter` at which the warm-up begins, so that several processes begin together; 0: at once."""
 
     def parts(self, count: int, begin_s: float) -> list[Job]:
-        """The same load as jobs for this many processes, or for fewer if there aren't enough connections."""
+        """Split the job into jobs for ``count`` processes, or for fewer if there are fewer connections than
+        processes."""
         connections, rate = self.load
         most = connections or self.max_connections
         count = min(count, most)

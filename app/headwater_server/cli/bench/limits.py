@@ -1,4 +1,4 @@
-"""The limits of ``--slo``: for each request, and for a whole run."""
+"""The limits of ``--slo``: limits for each request, and limits for a whole run."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Limits(NamedTuple):
     tpot_s: float | None = None
 
     def are_met(self, sample: Sample, begin_s: float) -> bool:
-        """Whether a request with a good answer met all limits.
+        """Whether a request, which must have a good answer, met all limits.
 
         Args:
             sample: the request.
-            begin_s: when its latency begins.
+            begin_s: the time at which the request's latency begins.
         """
         if self.latency_s is not None and sample.ended_s - begin_s > self.latency_s:
             return False
@@ -50,7 +50,7 @@ class Limits(NamedTuple):
 
 
 def read_limits(text: str) -> dict[str, float]:
-    """Read the value of ``--slo``: limits by name, in milliseconds.
+    """Parse the value of ``--slo``. Returns limits in milliseconds, by name.
 
     Raises:
         argparse.ArgumentTypeError: a limit is wrong.

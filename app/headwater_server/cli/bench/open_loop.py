@@ -1,8 +1,8 @@
 """Open loop: requests are sent on schedule, whether or not earlier ones have been answered.
 
-Latency counts from the time at which a request should have been sent. A stalled server is charged for all requests that
-fall due in the meantime; a generator that is late is charged too, and reports it. This rules out coordinated omission:
-see Gil Tene, "How NOT to Measure Latency".
+Latency counts from the time at which a request should have been sent. So if the server stalls, the latency of all
+requests that fall due meanwhile includes the stall. A delay of the generator is included, too, and is reported. This
+rules out coordinated omission: see Gil Tene, "How NOT to Measure Latency".
 """
 
 from __future__ import annotations
@@ -27,20 +27,21 @@ from headwater_server.cli.bench.outcomes import Outcomes
 __all__ = ["PreciseTimer", "arrival_times", "open_loop"]
 
 IDLE_S: Final = 3.0
-"""A connection that was idle for longer is not reused: servers close idle connections, some after five seconds, and a
-request sent at that moment would fail through nobody's fault."""
+"""Maximum time that a reused connection was idle. Servers close idle connections, some after five seconds, and a
+request sent at that moment would fail although neither server nor bench is at fault."""
 _WAITED: Final = Fault("timeout", None, "no connection was free in time")
-_CLOCK_MONOTONIC: Final = 1  # the clock of time.perf_counter
+_CLOCK_MONOTONIC: Final = 1  # the clock that time.perf_counter reads
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class PreciseTimer:
-    """A timer that is exact to tens of microseconds: Linux's timerfd.
+    """A timer with a precision of tens of microseconds: Linux's timerfd.
 
-    An event loop's own timers have steps of a millisecond, half of a fast model's time. Only the last time set counts.
+    The timers of an event loop have steps of a millisecond, which is half of a fast model's latency. Each `set`
+    replaces the time set before.
 
     Args:
-        on_time: called on the running event loop.
+        on_time: called on the running event loop at the set time.
 
     Raises:
         OSError: the system has no such timer.
@@ -53,18 +54,18 @@ class PreciseTimer:
         self._loop.add_reader(self._fd, self._ring)
 
     def set(self, when_s: float) -> None:
-        """Fire at this time of `time.perf_counter`, or at once if it has passed."""
+        """Fire at this time of `time.perf_counter`, or at once if the time has passed."""
         ahead_ns = max(1, int((when_s - time.perf_counter()) * 1e9))
-        itimerspec = (ctypes.c_long * 4)(0, 0, *divmod(ahead_ns, 1_000_000_000))  # the interval, then the time
+        itimerspec = (ctypes.c_long * 4)(0, 0, *divmod(ahead_ns, 1_000_000_000))  # first the interval, then the time
         _checked(_libc.timerfd_settime(self._fd, 0, itimerspec, None))
 
     def close(self) -> None:
-        """Never fire again."""
+        """Close the timer; it never fires again."""
         self._loop.remove_reader(self._fd)
         os.close(self._fd)
 
     def _ring(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # it was set again in the meantime
+        with contextlib.suppress(BlockingIOError):  # the timer was set again in the meantime
             os.read(self._fd, 8)
             self._on_time()
 
@@ -90,21 +91,21 @@ def arrival_times(rate_per_s: float, arrivals: str, seed: int) -> Iterator[float
 
 
 async def open_loop(job: Job, stop: Stop | None = None) -> Outcomes:
-    """Put load on a server.
+    """Put open-loop load on a server.
 
     Requests due in ``job.seconds`` after the warm-up count, and each is awaited for ``job.target.timeout_s`` from its
     due time. A rate is the number of answers divided by the time from the end of the warm-up to the last answer, but at
     least ``job.seconds``.
 
     Args:
-        job: its load has a rate above 0.
+        job: a job whose load has a rate above 0.
         stop: see `closed_loop`.
     """
     await asyncio.sleep(job.begin_s - time.perf_counter())
     senders = _Senders(job)
     outcomes, counts_from = senders.outcomes, senders.counts_from
     await until_gone([asyncio.ensure_future(senders.run())], senders.dialler, outcomes, stop)
-    # For a run that ended early, the time it had.
+    # If the run ended early, rates refer to the time until its end.
     had_s = max(min(job.seconds, time.perf_counter() - counts_from), 1e-9) if outcomes.ended else job.seconds
     outcomes.set_rates(max(had_s, senders.last_s - counts_from))
     return outcomes
@@ -118,7 +119,7 @@ class _Due(NamedTuple):
 
 
 class _Senders:
-    """The connections of one run, and the requests that wait for one."""
+    """The connections of a run, and the requests that wait for a free connection."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -127,7 +128,7 @@ class _Senders:
         self._idle: list[Connection] = []
         self._busy: set[asyncio.Task[None]] = set()
         self._bug: BaseException | None = None
-        """Raised by a task."""
+        """An exception that a task raised."""
         self.dialler = Dialler(job.target.url)
         self.outcomes = Outcomes()
         self.last_s = 0.0
@@ -135,7 +136,7 @@ class _Senders:
         self.counts_from = time.perf_counter() + job.warmup_s
 
     async def run(self) -> None:
-        """Send for the whole time, and wait for the answers."""
+        """Send requests until the run is over, and wait for their answers."""
         job = self._job
         since_s, until = self.counts_from - job.warmup_s, self.counts_from + job.seconds
         due_s = (since_s + after_s for after_s in arrival_times(job.load.rate_per_s, job.arrivals, job.seed))
@@ -161,7 +162,7 @@ class _Senders:
                 await asyncio.wait(self._busy)
         finally:
             timer.close()
-            tasks = list(self._busy)  # left only if the run is ended early; they don't count
+            tasks = list(self._busy)  # not empty only if the run ended early; these requests don't count
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -186,7 +187,7 @@ class _Senders:
             self._bug = self._bug or task.exception()
 
     async def _serve(self, due: _Due) -> None:
-        """Send a request and then those that wait."""
+        """Send a request, and then requests that wait for a connection."""
         await self._send(due)
         while self._waiting:
             await self._send(self._waiting.popleft())

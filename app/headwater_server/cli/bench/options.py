@@ -1,4 +1,4 @@
-"""``headwater bench`` on the command line."""
+"""The options of ``headwater bench``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NOT_NEGATIVE: Final = number(lambda value: value >= 0, "a number 0 or more")
 
 
 def add_bench_command(commands: Any) -> None:
-    """Add the command to a parser's commands."""
+    """Add the command ``bench`` to a parser's commands."""
     bench = commands.add_parser(
         "bench",
         help="put load on a running server, and measure",
@@ -116,7 +116,7 @@ def add_bench_command(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    # Imported late: its imports take time, which other commands don't need.
+    # Imported late: the imports of the command are slow, and other commands don't need them.
     from headwater_server.cli.bench.command import run
 
     return run(options)

@@ -1,4 +1,4 @@
-"""The outcomes of one run: counts, rates and percentiles."""
+"""The outcomes of a run: counts, rates and percentiles."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ from headwater_server.cli.bench.limits import Limits
 __all__ = ["Outcomes", "distribution_ms", "merged", "percentile"]
 
 MOST_REASONS: Final = 50
-"""Kinds of errors that are counted apart; beyond this, errors are counted by status."""
+"""Maximum number of kinds of errors that are counted separately; further errors are counted by kind and status, without
+their reasons."""
 _ENOUGH: Final = {"p50": (50.0, 1), "p90": (90.0, 10), "p99": (99.0, 100), "p99.9": (99.9, 1000)}
-"""The reported percentiles, and the number of values from which each is more than the maximum repeated."""
+"""The reported percentiles, each with the number of values that it needs; with fewer values it would equal the
+maximum."""
 
 
 def _floats() -> array[float]:
@@ -28,7 +30,8 @@ def _floats() -> array[float]:
 
 
 def percentile(values: Sequence[float] | npt.NDArray[Any], percent: float) -> float:
-    """The smallest value that at least ``percent`` of all values do not exceed: by nearest rank, a value that occurred.
+    """The smallest value that at least ``percent`` of all values do not exceed. By nearest rank, so it is always one of
+    the values.
 
     Args:
         values: in any order; at least one.
@@ -38,7 +41,7 @@ def percentile(values: Sequence[float] | npt.NDArray[Any], percent: float) -> fl
 
 
 def distribution_ms(values_s: Sequence[float]) -> dict[str, float | int | None]:
-    """Count, mean, minimum, maximum and percentiles of times in seconds, which become milliseconds.
+    """Count, mean, minimum, maximum and percentiles of times. The arguments are seconds, the results milliseconds.
 
     A percentile is None if there are too few values: p90 needs 10, p99 100, p99.9 1,000.
     """
@@ -54,7 +57,7 @@ def distribution_ms(values_s: Sequence[float]) -> dict[str, float | int | None]:
 
 @dataclass
 class Outcomes:
-    """Counts, rates and times of the requests sent in the measured time. Times are those of good answers only."""
+    """Counts, rates and times of the requests sent in the measured time. Times count good answers only."""
 
     latencies_s: array[float] = field(default_factory=_floats)
     first_token_s: array[float] = field(default_factory=_floats)
@@ -68,24 +71,24 @@ class Outcomes:
     """Good answers that met all limits."""
     tokens: int = 0
     endings: Counter[str] = field(default_factory=Counter)
-    """Of chats: good answers by `TokenReader.ending`."""
+    """Good answers of chats, by `TokenReader.ending`."""
     requests_per_s: float = 0.0
     """Good answers per second."""
     met_per_s: float = 0.0
-    """Goodput."""
+    """Goodput: good answers per second that met all limits."""
     tokens_per_s: float = 0.0
     elapsed_s: float = 0.0
-    """From the first request that counts to the last answer."""
+    """Seconds from the first request that counts to the last answer."""
     lateness_s: array[float] = field(default_factory=_floats)
-    """Open loop: how late each answered request was sent, for whatever reason."""
+    """Open loop: the delay with which each answered request was sent, for any reason."""
     behind_s: array[float] = field(default_factory=_floats)
-    """Open loop: how late the generator itself was with each request."""
+    """Open loop: the part of each request's delay that the generator caused."""
     waited: int = 0
     """Open loop: requests that had to wait for a free connection."""
     cpu_share: float = 0.0
-    """The fraction of a core that the generator used; the maximum over its processes."""
+    """The fraction of a core that the generator used; with several processes, the maximum."""
     ended: str = ""
-    """Why the run ended early; empty: it did not."""
+    """Why the run ended early; empty if it did not."""
 
     @property
     def answers(self) -> int:
@@ -122,8 +125,8 @@ class Outcomes:
 
         Args:
             sample: the request.
-            begin_s: when its latency begins: when it was sent, or should have been.
-            limits: the limits it should meet.
+            begin_s: the time at which its latency begins: when it was sent, or when it should have been sent.
+            limits: the limits that the request should meet.
         """
         if sample.fault is not None:
             self.note_fault(sample.fault)
@@ -157,7 +160,7 @@ class Outcomes:
 
 
 def merged(parts: Iterable[Outcomes]) -> Outcomes:
-    """Merge the outcomes of several connections or generators that sent requests at the same time."""
+    """Merge the outcomes of several connections or processes that sent requests at the same time."""
     whole = Outcomes()
     for part in parts:
         for times in ("latencies_s", "first_token_s", "gaps_s", "per_token_s", "lateness_s", "behind_s"):

@@ -1,4 +1,4 @@
-"""What a bench measures: its options, and the requests for each load."""
+"""The plan of a bench: its options, and the requests for each load."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from headwater_server.errors import CommandError
 __all__ = ["Plan", "Point", "check_answers", "points_of"]
 
 REFUSALS: Final = (400, 401, 403, 404, 405, 413, 415, 422)
-"""Statuses due to the request itself: another try would get the same."""
+"""Statuses that the request itself causes: another attempt would get the same status."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """One load on one selection of heads; measured once in each repeat."""
+    """A load with a selection of heads and a constraint; measured once in each repeat."""
 
     load: Load
     heads: tuple[str, ...] | None
-    """The heads to ask for; None: the request names none, and gets all."""
+    """The heads to ask for; None: the request names no heads, and gets all heads."""
     target: Target
     constraint: str | None = None
-    """``schema`` or ``tools``: what constrains the answers; ``none``: the same load without it, for comparison; None:
-    the bench constrains no answers."""
+    """The constraint on the answers: ``schema`` or ``tools``; ``none`` for the same load without the constraint, for
+    comparison; None if the bench constrains no answers."""
 
     def __str__(self) -> str:
         parts = [str(self.load)]
@@ -62,7 +62,7 @@ class Plan:
     heads: Sequence[tuple[str, ...] | None]
     """Selections of heads, each measured under every load."""
     constraints: Sequence[str | None]
-    """See `Point.constraint`; each is measured under every load."""
+    """Constraints, each measured under every load; see `Point.constraint`."""
     wishes: Wishes
     slo: dict[str, float]
     """Limits by name, in milliseconds."""
@@ -76,7 +76,8 @@ class Plan:
         return self.warmup_s + self.seconds
 
     def job(self, point: Point, repeat: int) -> Job:
-        """The job for one run. An open loop's schedule differs between repeats, but not between runs of the bench."""
+        """The job for one run of a point. An open loop's schedule differs between repeats, but is the same each time
+        that the bench is run."""
         return Job(
             point.target, point.load, self.seconds, self.warmup_s, self.arrivals, self.max_connections,
             seed=self.wishes.seed + 1000 * repeat, limits=request_limits(self.slo),
@@ -87,7 +88,7 @@ def points_of(plan: Plan, server: ServerClient, model: str) -> list[Point]:
     """The points to measure, with their requests.
 
     Raises:
-        CommandError: the plan and the model contradict each other.
+        CommandError: the plan doesn't fit the model.
     """
     metadata = None
     if plan.mode in ("infer", "stream"):
@@ -100,7 +101,7 @@ def points_of(plan: Plan, server: ServerClient, model: str) -> list[Point]:
             Target(plan.url, model, _bodies(plan, metadata, model, heads, one), plan.mode, plan.key, plan.timeout_s)
             for one in plan.constraints
         ]
-        # What is compared runs one after the other.
+        # A load runs with and without the constraint in succession, since these runs are compared.
         points += [
             Point(load, heads, target, one)
             for load in plan.loads
@@ -127,9 +128,9 @@ def _bodies(
 
 
 async def check_answers(points: Sequence[Point]) -> None:
-    """Send one request for each selection before any load.
+    """Send one request for each target before any load.
 
-    Other errors, such as a 500, are left for the load to count.
+    Other errors, such as status 500, are ignored here: the load counts them.
 
     Raises:
         CommandError: the server refuses the request itself, or can't be reached.

@@ -1,4 +1,4 @@
-"""The results of a bench as JSON: one schema for the file, the table and the page."""
+"""The results of a bench as JSON. The file, the table and the page use the same schema."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ __all__ = ["SCHEMA", "Results"]
 
 SCHEMA: Final = "headwater-bench/1"
 BUSY_SHARE: Final = 0.9
-"""From this fraction of a core on, the generator may be the bottleneck."""
+"""Fraction of a core from which the generator may be the bottleneck."""
 BEHIND_S: Final = 0.005
-"""A request that the generator sends this much too late is late by the generator's fault."""
+"""Delay from which a request counts as sent late by the generator itself."""
 LATE_S: Final = 0.001
 LATE_SHARE: Final = 0.01
 KEPT_UP: Final = 0.95
 _RATES: Final = ("requests_per_s", "goodput_per_s", "tokens_per_s", "error_share")
 _PARSED: Final = {"schema": "json", "tools": "calls"}
-"""By constraint, the `TokenReader.ending` that satisfies it."""
+"""The `TokenReader.ending` that satisfies each constraint."""
 
 
 @dataclass
 class Results:
-    """The results so far."""
+    """The results of a bench so far."""
 
     plan: Plan
     model: str
@@ -43,14 +43,14 @@ class Results:
     """The server's name and version."""
     points: Sequence[Point]
     started: str
-    """ISO 8601, UTC."""
+    """Start time of the bench in ISO 8601, UTC."""
     runs: list[list[Outcomes]]
-    """By point, in the order of the repeats."""
+    """The outcomes for each point, in the order of the repeats."""
     ended: str = ""
-    """Why the bench ended early; empty: it did not."""
+    """Why the bench ended early; empty if it did not."""
 
     def report(self) -> dict[str, Any]:
-        """All results in `SCHEMA`; see docs/bench.md."""
+        """All results in the format `SCHEMA`; see docs/bench.md."""
         plan, bodies = self.plan, self.points[0].target.bodies
         points = [self._point(point, runs) for point, runs in zip(self.points, self.runs, strict=True)]
         name, version = self.server
@@ -110,12 +110,13 @@ class Results:
         }
 
     def _ratio(self, point: Point, runs: Sequence[Outcomes]) -> dict[str, float] | None:
-        """Tokens/s against the same load without the constraint, in the same repeat; None: it was not measured."""
+        """Tokens/s divided by the tokens/s of the same load without the constraint, in the same repeat; None if the
+        load without the constraint was not measured."""
         if point.constraint in (None, "none"):
             return None
         for other, others in zip(self.points, self.runs, strict=True):
             if (other.load, other.heads, other.constraint) == (point.load, point.heads, "none"):
-                pairs = zip(runs, others, strict=False)  # a bench that ended early has fewer of one
+                pairs = zip(runs, others, strict=False)  # after an early end the lengths may differ
                 return _spread([one.tokens_per_s / free.tokens_per_s for one, free in pairs if free.tokens_per_s])
         return None
 
@@ -150,7 +151,7 @@ class Results:
         }
 
     def _limits_met(self, repeats: Sequence[dict[str, Any]]) -> bool | None:
-        """Whether the median percentiles meet the limits for runs; None: there are no such limits, or no figures."""
+        """Whether the median percentiles meet the limits for runs; None if there are no such limits or no figures."""
         met = []
         for name in self.plan.slo.keys() & OF_RUNS:
             spread = _spread([run["latency_ms"][OF_RUNS[name]] for run in repeats])
@@ -202,6 +203,6 @@ def _errors(errors: Counter[Fault]) -> list[dict[str, Any]]:
 
 
 def _spread(values: Sequence[float | None]) -> dict[str, float] | None:
-    """Median, minimum and maximum over the repeats that have the figure; None: no repeat has."""
+    """Median, minimum and maximum over the repeats that have the figure; None if no repeat has it."""
     known = [value for value in values if value is not None]
     return {"median": statistics.median(known), "min": min(known), "max": max(known)} if known else None

@@ -1,4 +1,4 @@
-"""The results of a bench as a text table, and as an HTML page with plots."""
+"""The results of a bench as text tables, and as an HTML page with plots."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def table_text(points: Sequence[Point], report: Mapping[str, Any]) -> str:
 
 
 def _tables(points: Sequence[Point], report: Mapping[str, Any]) -> list[tuple[list[str], list[list[str]]]]:
-    """Heads and rows of the tables: one, another for streams, and another for constrained answers.
+    """The head and the rows of each table: a table for all modes, a second for streams, and a third for constrained
+    answers.
 
     A ``!`` in a row's first cell marks unreliable figures.
     """
@@ -83,7 +84,7 @@ def _tables(points: Sequence[Point], report: Mapping[str, Any]) -> list[tuple[li
 
 
 def _constrained_row(point: Point, found: Mapping[str, Any]) -> list[str]:
-    """How many of a point's answers finished by themselves, and how many of these parse."""
+    """A row: how many of a point's answers finished by themselves, and how many of these satisfy the constraint."""
     answers, finished, parsed = (
         sum(run[name] or 0 for run in found["repeats"]) for name in ("answers", "finished", "parsed")
     )
@@ -101,7 +102,7 @@ def _share_text(part: int, whole: int) -> str:
 
 
 def _run_limits(points: Sequence[Point], report: Mapping[str, Any]) -> list[str]:
-    """Whether each load met the limits of its percentiles, if there are any."""
+    """A line that says whether each load met the limits for a whole run; empty without such limits."""
     words = {True: "met", False: "missed", None: "unknown"}
     limits = [f"{name} {value:g}" for name, value in report["run"]["limits_ms"].items() if name.startswith("p")]
     met = [f"{point} {words[found['limits_met']]}" for point, found in zip(points, report["points"], strict=True)]
@@ -117,7 +118,7 @@ def _warnings(points: Sequence[Point], report: Mapping[str, Any]) -> list[str]:
 
 
 def _spread_text(spread: Mapping[str, float] | None, with_range: bool) -> str:
-    """A median, with its range if requested."""
+    """A median as text, with its range if requested."""
     if spread is None:
         return "–"
     median = _figure_text(spread["median"])
@@ -208,7 +209,8 @@ def _plots(results: Results, report: Mapping[str, Any]) -> list[Part]:
 
 
 def _curves(groups: Mapping[str, Sequence[Mapping[str, Any]]], figures: Mapping[str, str]) -> list[Curve]:
-    """A curve for each figure of each group, unless it was never measured; the values of ``figures`` are labels."""
+    """A curve for each figure of each group. Figures that were not measured are left out. ``figures`` maps figures to
+    labels."""
     curves = []
     for figure, label in figures.items():
         for group, points in groups.items():

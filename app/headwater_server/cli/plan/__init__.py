@@ -1,1 +1,2 @@
-"""``headwater plan``: measures a deployment at several sizes, fits models of its memory and speed, and recommends."""
+"""``headwater plan``: measures a deployment at several sizes, fits models of its memory and speed, and recommends
+configurations."""

@@ -17,27 +17,28 @@ from headwater_server.config.schema import Deployment
 __all__ = ["CacheShape", "cache_shape"]
 
 CHUNK: Final = 256
-"""Tokens by which the length of a `SlotCache` grows."""
+"""Number of tokens by which the length of a `SlotCache` grows."""
 KEPT_ROWS: Final = 32
-"""Sequences' places that the engine may add to keep prefixes."""
+"""Places for sequences that the engine may add to keep prefixes."""
 NUMBER_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What determines the size of a language model's cache."""
+    """The values that determine the size of a language model's cache."""
 
     token_bytes: int
     """Bytes for each token of each sequence."""
     context_length: int
     """Maximum number of tokens of a prompt and its answer."""
     cache_tokens: int | None = None
-    """The budget set by the model's options; None: enough for all sequences."""
+    """The budget of tokens in the model's options; None: enough for all sequences."""
     keeps_prefixes: bool = True
-    """Whether prefixes that nobody uses at present may fill the budget."""
+    """Whether kept prefixes that no sequence uses may fill the rest of the budget."""
 
     def size(self, sequences: int, length: int | None = None) -> int:
-        """Bytes for this many concurrent sequences, the longest of ``length`` tokens; None: of the whole context."""
+        """Bytes for this many concurrent sequences. The longest has ``length`` tokens; None: the whole context
+        length."""
         budget = sequences * self.context_length if self.cache_tokens is None else self.cache_tokens
         longest = self.context_length if length is None else length
         rounded = -(-longest // CHUNK) * CHUNK
@@ -46,7 +47,7 @@ class CacheShape:
         return min(budget, sequences * held) * self.token_bytes
 
     def most(self, sequences: int) -> int:
-        """Bytes at most with this many concurrent sequences."""
+        """Maximum number of bytes with this many concurrent sequences."""
         if self.cache_tokens is None or not self.keeps_prefixes:  # by default, all sequences need the budget
             return self.size(sequences)
         places = (sequences + KEPT_ROWS) * -(-self.context_length // CHUNK) * CHUNK
@@ -54,7 +55,7 @@ class CacheShape:
 
 
 def cache_shape(deployment: Deployment, search: Sequence[str]) -> CacheShape | None:
-    """The cache of a language model (``lm:...``); None if unknown, as with an engine of the user's own.
+    """The cache of a language model (``lm:...``); None if unknown, as with a user-defined engine.
 
     Args:
         deployment: the language model's deployment.
@@ -74,7 +75,7 @@ def cache_shape(deployment: Deployment, search: Sequence[str]) -> CacheShape | N
         head_dim = int(config.get("head_dim") or config["hidden_size"] // heads)
         context_length = int(options.get("context_length") or config["max_position_embeddings"])
     except (KeyError, TypeError, ValueError):
-        return None  # a configuration with other names: the growth is fitted instead
+        return None  # the config.json uses other names: the growth is fitted instead
     kept_heads = int(config.get("num_key_value_heads") or heads)
     dtype = options.get("dtype", "auto")
     if dtype == "auto":

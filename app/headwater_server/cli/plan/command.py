@@ -1,4 +1,4 @@
-"""``headwater plan``: the run from the options to the report and the exit status."""
+"""``headwater plan``: runs the command, from its options to the report and the exit status."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from headwater_server.process.machine import cpu_count, host_capacity
 __all__ = ["exit_status", "run"]
 
 SIZE_S: Final = 10.0
-"""Approximate duration of a size without its load, if imports are quick."""
+"""Approximate time to measure a size, without the duration of the load, if imports are quick."""
 CHECKS: Final = 2
-"""The maximum number of sizes that are predicted first and run after, besides the profiles."""
+"""Maximum number of sizes, besides the profiles, that are predicted first and run afterwards."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
     capacity = host_capacity()
     budget = _budget(options, subject, capacity)
     _progress(f"loading {name} to measure its weights")
-    # As for Ctrl-C, the reports should be written, and the server that runs be stopped.
+    # On SIGTERM, as on Ctrl-C, the reports are written and the running server is stopped.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         weights = weigh_deployment(name, subject.deployment, user_paths)
@@ -105,7 +105,7 @@ def _from_sizes(options: argparse.Namespace) -> int:
 
 
 def _files(options: argparse.Namespace) -> Path:
-    """The path that the names of the written files begin with."""
+    """The common beginning of the paths of the written files."""
     what = Path(options.what)
     is_file = what.is_file()
     folder = options.out if options.out is not None else (what.parent if is_file else Path())
@@ -114,7 +114,7 @@ def _files(options: argparse.Namespace) -> Path:
 
 
 def _budget(options: argparse.Namespace, subject: Subject, capacity: int | None) -> Budget:
-    """The memory that may be taken; ``--memory`` is that of the device that computes.
+    """The memory that may be taken. ``--memory`` is the memory of the device on which the model computes.
 
     Raises:
         CommandError: the size of the memory is unknown.
@@ -135,7 +135,7 @@ def _budget(options: argparse.Namespace, subject: Subject, capacity: int | None)
 
 
 def exit_status(plan: Plan) -> int:
-    """0, 1 or `NOT_HELD`; prints on standard error why it is not 0."""
+    """Return 0, 1 or `NOT_HELD`; if it is not 0, print the reasons to standard error."""
     failures, doubts = [], []
     if plan.ended:
         failures.append(f"the plan is not complete: {plan.ended}")
@@ -154,7 +154,7 @@ def exit_status(plan: Plan) -> int:
             for one in trial.comparisons
             if one.is_off
         ]
-    for line in dict.fromkeys((*failures, *doubts)):  # two profiles may have one size
+    for line in dict.fromkeys((*failures, *doubts)):  # two profiles may have the same size
         print(f"headwater: {line}", file=sys.stderr)
     return 1 if failures else NOT_HELD if doubts else 0
 

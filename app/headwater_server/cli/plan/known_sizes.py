@@ -1,4 +1,4 @@
-"""Plans from known sizes: what fits if nothing can be run."""
+"""Plans from given sizes: computes which configurations fit into memory, without running the model."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from headwater_server.process.machine import size_text
 __all__ = ["known_sizes_text", "largest_batches", "model_of_sizes", "read_sizes"]
 
 NAMES: Final = ("weights", "process", "row", "instance")
-"""One copy of the model; a replica without weights, such as libraries and a GPU's context; what each row of a batch
-adds; what another instance adds besides its rows."""
+"""Names of the sizes: the weights of a copy of the model; a replica without weights (such as libraries and a GPU's
+context); the memory that each row of a batch adds; the memory that each further instance adds besides its rows."""
 MOST_ROWS: Final = 1024
 MOST_REPLICAS: Final = 64
 SEVERAL: Final = 4
-"""The number of replicas, by default, of a profile with several: the machine's cores are unknown."""
+"""Number of cores to assume, since the machine's cores are unknown; bounds the replicas of a profile with several."""
 
 
 def read_sizes(text: str) -> dict[str, int]:
-    """Bytes by name, from the value of ``--from-sizes``.
+    """Parse the value of ``--from-sizes``. Returns bytes by name.
 
     Raises:
         CommandError: a size is wrong, or weights are missing.
@@ -41,13 +41,14 @@ def read_sizes(text: str) -> dict[str, int]:
 
 
 def model_of_sizes(sizes: Mapping[str, int]) -> MemoryModel:
-    """The model of memory with these terms, all for one kind of memory."""
+    """The model of memory with these terms. All terms count for the same kind of memory."""
     terms = ReplicaTerms(sizes["weights"] + sizes.get("process", 0), sizes.get("instance", 0), sizes.get("row", 0))
     return MemoryModel(server=0, files=0, host=terms)
 
 
 def largest_batches(model: MemoryModel, budget: Budget, instances: Sequence[int]) -> Iterator[Point]:
-    """The largest batches, as powers of two, that fit with each number of replicas and instances with which any do."""
+    """For each number of replicas and instances, the largest batch that fits, as a power of two. Combinations with
+    which no batch fits are left out."""
     for replicas in range(1, MOST_REPLICAS + 1):
         fitted = False
         for each in instances:
@@ -64,7 +65,7 @@ def largest_batches(model: MemoryModel, budget: Budget, instances: Sequence[int]
 def known_sizes_text(
     sizes: Mapping[str, int], memory: int, headroom: float, instances: Sequence[int]
 ) -> tuple[str, bool]:
-    """What fits, as text, and whether anything does."""
+    """A text about the sizes that fit, and whether any size fits."""
     model = model_of_sizes(sizes)
     budget = Budget(round(memory * (1 - headroom)))
     lines = [
@@ -81,7 +82,7 @@ def known_sizes_text(
         least = size_text(model.at(Point(1)).host)
         return "\n".join([*lines, f"Nothing fits: one replica with batches of one row takes {least}."]), False
     lines += [columns([("REPLICAS", "INSTANCES", "LARGEST BATCH", "MEMORY"), *map(cells, found)]), ""]
-    # Nothing is measured, so the larger the batch of a single call, the higher its rate is taken to be.
+    # Nothing is measured, so the rate is assumed to grow with the batch size of a single call.
     rates = {point: float(point.rows) for point in found if point.calls == 1} or {Point(1): 1.0}
     most = Point(MOST_ROWS, max(instances), MOST_REPLICAS)
     rows = [

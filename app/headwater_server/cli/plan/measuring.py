@@ -1,4 +1,4 @@
-"""Measures one size with a server under load, and the weights of a deployment's model in its own process."""
+"""Measures a size with a server under load, and the weights of a deployment's model in a separate process."""
 
 from __future__ import annotations
 
@@ -36,57 +36,58 @@ __all__ = [
 ]
 
 RATE_TOLERANCE: Final = 0.15
-"""Relative difference of rates, predicted or of other rounds, up to which a rate holds."""
+"""Maximum relative difference of a measured rate from its prediction, or between the rates of rounds."""
 WHOLE_MACHINE: Final = 1.0
-"""The memory limit of a measured server, which should refuse no size that the machine has memory for."""
+"""The memory limit of a measured server: the whole machine, so that the server refuses no size for which the machine
+has memory."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured at one size. The fields are those of the JSON report."""
+    """The figures measured at one size. The fields have the same names in the JSON report."""
 
     point: Point
     host_bytes: int
-    """The machine's memory that all processes took together, at most, under load."""
+    """Peak of the machine's memory that all processes took together under load."""
     server_bytes: int
-    """Of that, the supervisor's and the gateway workers' own."""
+    """The part of ``host_bytes`` that belongs to the supervisor and the gateway workers."""
     shared_files_bytes: int
-    """Of that, pages of files, which all processes share."""
+    """The part of ``host_bytes`` that is pages of files, which all processes share."""
     replica_bytes: int
-    """Of that, a replica's own, on average."""
+    """The part of ``host_bytes`` that belongs to a replica, averaged over replicas."""
     replica_starting_bytes: int
-    """The maximum of a replica's own memory until it was ready, on average."""
+    """Peak of a replica's memory, without shared files, until it was ready; averaged over replicas."""
     rate: float
     """Rows per second; for a language model, tokens per second."""
     p50_ms: float
     p99_ms: float
     connections: int
     device_bytes: int = 0
-    """Memory of GPUs, of all replicas together."""
+    """GPU memory of all replicas together."""
     device: str = "cpu"
-    """The device that computed, such as ``cuda:0``."""
+    """The device on which the model computed, such as ``cuda:0``."""
     cache_bytes: int = 0
-    """Of a replica's memory, the key/value cache, as far as it was filled."""
+    """The part of a replica's memory that is the filled key/value cache."""
     mean_rows: float | None = None
-    """Rows in a call, on average; None for a language model."""
+    """Average number of rows in a call; None for a language model."""
     generator_cpu_share: float = 0.0
-    """Use of a core by the load generator: near 1, the generator limited the rate."""
+    """Fraction of a core that the load generator used; near 1, the generator limited the rate."""
     rates: tuple[float, ...] = ()
-    """The rate of each round if there were several; rate and latencies are then the medians."""
+    """The rate of each round if there were several; ``rate`` and the latencies are then medians."""
 
     @property
     def is_on_gpu(self) -> bool:
-        """Whether a GPU computed."""
+        """Whether the model computed on a GPU."""
         return self.device.startswith("cuda")
 
     @property
     def spread(self) -> float:
-        """Difference of the highest and the lowest rate, relative to the median; 0 for a single round."""
+        """Difference between the highest and the lowest rate, relative to the median; 0 for a single round."""
         return (max(self.rates) - min(self.rates)) / self.rate if self.rates and self.rate else 0.0
 
     @property
     def is_unsteady(self) -> bool:
-        """Whether the rounds differ more than a rate may."""
+        """Whether the rates of the rounds differ by more than `RATE_TOLERANCE`."""
         return self.spread > RATE_TOLERANCE
 
     @property
@@ -95,14 +96,15 @@ class Measured:
         return f"{min(self.rates):.4g} to {max(self.rates):.4g} ({self.spread:.0%})" if self.rates else ""
 
     def text(self, unit: str) -> str:
-        """The main figures in one line. ``unit`` is the rate's."""
+        """The main figures on one line. ``unit`` is the unit of the rate."""
         device = f" and {size_text(self.device_bytes)} of GPU memory" if self.device_bytes else ""
         latency = f"p50 {self.p50_ms:.1f} ms, p99 {self.p99_ms:.1f} ms"
         return f"{size_text(self.host_bytes)}{device}, {self.rate:.4g} {unit}, {latency}"
 
 
 def combined(rounds: Sequence[Measured]) -> Measured:
-    """One or more rounds at one size as one: the maximum of the memory, the medians of the rest, and all rates."""
+    """Combine the rounds at one size: the maximum of the memory figures, the medians of rate and latencies, and the
+    rate of each round."""
     if len(rounds) == 1:
         return rounds[0]
     mean_rows = [one.mean_rows for one in rounds if one.mean_rows is not None]
@@ -119,7 +121,7 @@ def combined(rounds: Sequence[Measured]) -> Measured:
 
 
 def measure_point(subject: Subject, point: Point) -> Measured:
-    """Start a server at this size, and measure it.
+    """Start a server at this size, and measure it under load.
 
     Raises:
         CommandError: the server doesn't start, or requests fail; the message has the reason.
@@ -130,7 +132,7 @@ def measure_point(subject: Subject, point: Point) -> Measured:
 
 
 def serving_fields(config: Config, name: str, section: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields, by dotted path, with which a configuration serves one deployment only, of this section."""
+    """The fields, by dotted path, with which a configuration serves only this deployment, with this section."""
     server = config.server.model_dump(mode="json", exclude_unset=True)
     fields = {f"server.{field}": value for field, value in server.items()}
     fields["deployments"] = {name: section}
@@ -140,16 +142,16 @@ def serving_fields(config: Config, name: str, section: Mapping[str, Any]) -> dic
 
 
 def measure_server_under_load(subject: Subject, point: Point, what: str, fields: Mapping[str, Any]) -> Measured:
-    """Start a server of any configuration that serves the subject at this size, and measure it.
+    """Start a server of a configuration that serves the subject at this size, and measure it under load.
 
     Args:
-        subject: the deployment, and the load.
+        subject: the deployment and the load.
         point: the size at which ``what`` and ``fields`` serve it.
         what: the configuration, as for ``headwater serve``.
-        fields: fields that override it, by dotted path.
+        fields: fields that override the configuration, by dotted path.
 
     Raises:
-        CommandError: as `measure_point`.
+        CommandError: see `measure_point`.
     """
     used_before = sum(gpus_used().values())
     with serve_point(what, fields, subject.deployment.load_timeout_s + 60) as server:
@@ -183,7 +185,8 @@ def measure_server_under_load(subject: Subject, point: Point, what: str, fields:
 
 
 def _check(outcomes: Outcomes, memory: ServerMemory, point: Point) -> None:
-    """Raises CommandError if the figures are not those of this size."""
+    """Raises CommandError if requests failed or replicas were lost under load: such figures don't describe this
+    size."""
     if outcomes.ended:
         raise CommandError(f"the load ended early: {outcomes.ended}")
     if outcomes.errors:
@@ -196,7 +199,7 @@ def _check(outcomes: Outcomes, memory: ServerMemory, point: Point) -> None:
 
 
 def _mean_rows(subject: Subject, server: PlanServer) -> float:
-    """Rows in a call, on average, according to the worker that answers."""
+    """Average number of rows in a call, from the statistics of the worker that answers."""
     stats = server.get(f"/v2/models/{subject.name}/stats")["model_stats"][0]
     return int(stats["inference_count"]) / max(1, int(stats["execution_count"]))
 
@@ -208,7 +211,8 @@ def _device(subject: Subject, server: PlanServer) -> str:
 
 
 def _device_bytes(server: PlanServer, used_before: int) -> int:
-    """GPU memory of the server's processes, or the growth of all GPUs' use if NVML doesn't report processes."""
+    """GPU memory of the server's processes. If NVML doesn't report processes, the growth of the used memory of all
+    GPUs."""
     pids = descendants(server.pid)
     used = sum(processes.get(pid, 0) for processes in (gpu_processes() or {}).values() for pid in pids)
     return used or max(0, sum(gpus_used().values()) - used_before)
@@ -219,13 +223,13 @@ class Weights:
     """The weights of one replica."""
 
     bytes: int | None
-    """None: unknown."""
+    """Size in bytes; None if unknown."""
     how: str
-    """How they were measured, or why they are unknown."""
+    """How the weights were measured, or why their size is unknown."""
 
 
 def weigh_deployment(name: str, deployment: Deployment, path: Sequence[str]) -> Weights:
-    """Load a model, a language model or a fused pipeline, and measure how much of the memory is weights.
+    """Load a model, a language model or a fused pipeline in a process, and measure the size of its weights.
 
     Args:
         name: the deployment's name.

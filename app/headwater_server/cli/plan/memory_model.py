@@ -35,7 +35,7 @@ def check_fitting() -> None:
     """Check that measurements can be fitted, before a long measurement.
 
     Raises:
-        CommandError: scipy can't be imported, as in an environment that lacks it or has it for another numpy.
+        CommandError: scipy can't be imported: it is missing, or is built for another version of numpy.
     """
     try:
         importlib.import_module("scipy.optimize")
@@ -46,7 +46,8 @@ def check_fitting() -> None:
 
 
 def fit_non_negative(features: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
-    """Coefficients with the least sum of squared relative errors; a column that depends on earlier ones gets 0.
+    """Coefficients with the least sum of squared relative errors. A column that depends linearly on earlier columns
+    gets 0.
 
     Args:
         features: a row for each value, with few columns, the most important one first.
@@ -76,20 +77,20 @@ class Need(NamedTuple):
 
 @dataclass(frozen=True)
 class ReplicaTerms:
-    """Bytes of one kind of memory that one replica takes."""
+    """Bytes that a replica takes, of the machine's or of the device's memory."""
 
     fixed: float = 0.0
     instance: float = 0.0
     row: float = 0.0
 
     def at(self, point: Point) -> float:
-        """Bytes at a size."""
+        """Bytes that a replica takes at a size."""
         return self.fixed + (point.instances - 1) * self.instance + point.rows * point.instances * self.row
 
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """The formula of this module with its terms, in bytes."""
+    """The formula in this module's docstring, with its terms in bytes."""
 
     server: float
     """The supervisor and the gateway workers."""
@@ -98,17 +99,18 @@ class MemoryModel:
     host: ReplicaTerms
     device: ReplicaTerms = ReplicaTerms()
     starting: ReplicaTerms = ReplicaTerms()
-    """The machine's memory that a replica takes until it is ready, at most."""
+    """Peak of the machine's memory that a replica takes until it is ready."""
     cache: CacheSize = lambda rows: 0
     caches_on_device: bool = False
 
     def at(self, point: Point) -> Need:
-        """Memory of all processes together under load."""
+        """Memory that all processes take together under load."""
         device = self.device.at(point) + (self.cache(point.rows) if self.caches_on_device else 0)
         return Need(round(self.server + self.files + point.replicas * self._own(point)), round(point.replicas * device))
 
     def most(self, point: Point) -> Need:
-        """The larger of the memory under load and of that while the last replica starts beside loaded ones."""
+        """The memory under load, or the memory while the last replica starts and the other replicas are under load,
+        whichever is more."""
         need = self.at(point)
         return Need(round(need.host + max(0.0, self.starting.at(point) - self._own(point))), need.device)
 
@@ -117,7 +119,8 @@ class MemoryModel:
 
 
 def fit_memory(measured: Sequence[Measured], cache: CacheSize = lambda rows: 0) -> MemoryModel:
-    """Fit the model to at least one measurement. ``cache`` is a language model's, under the load that was measured."""
+    """Fit the model to at least one measurement. ``cache`` gives the key/value cache of a language model under the
+    measured load."""
     on_device = measured[0].is_on_gpu
     features = [(1.0, size.instances - 1.0, float(size.rows * size.instances)) for size in (m.point for m in measured)]
 

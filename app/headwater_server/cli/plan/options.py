@@ -1,4 +1,4 @@
-"""``headwater plan`` on the command line."""
+"""The options of ``headwater plan``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SECONDS: Final = number(lambda value: 0 < value <= MOST_SECONDS, f"seconds above
 
 
 def add_plan_command(commands: Any) -> None:
-    """Add the command to a parser's commands."""
+    """Add the command ``plan`` to a parser's commands."""
     plan = commands.add_parser(
         "plan",
         help="measure a deployment at several sizes, and recommend configurations",
@@ -84,7 +84,7 @@ def add_plan_command(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    # Imported late: its imports take time, which other commands don't need.
+    # Imported late: the imports of the command are slow, and other commands don't need them.
     from headwater_server.cli.plan.command import run
 
     return run(options)

@@ -1,4 +1,4 @@
-"""Makes a whole plan: measures sizes, fits the models, chooses profiles, and runs each as recommended."""
+"""Makes a whole plan: measures sizes, fits the models, chooses profiles, and runs each profile."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ __all__ = ["Plan", "SizeRow"]
 
 
 class SizeRow(NamedTuple):
-    """A size, and whether it fits."""
+    """A size with its prediction, and whether it fits."""
 
     point: Point
     predicted: Prediction
     excess: str
-    """Why it doesn't fit; empty: it fits."""
+    """Why the size doesn't fit; empty if it fits."""
     was_measured: bool
 
 
 @dataclass
 class Plan:
-    """A plan and all that was found so far.
+    """A plan, with its results so far.
 
     Args:
         subject: the deployment to plan for.
         budget: the memory that may be taken.
         capacity: bytes of the machine's memory; None: unknown.
-        weights: of one replica.
-        files: the path that the names of the profiles' files begin with.
-        progress: called with a line for each step that is done.
+        weights: the weights of one replica.
+        files: the common beginning of the paths of the profiles' files.
+        progress: called with a line of text after each step.
     """
 
     subject: Subject
@@ -56,19 +56,19 @@ class Plan:
     """The sizes that the models are fitted to."""
     predictor: Predictor | None = None
     held_out: float | None = None
-    """The largest error of a size's memory if predicted by all other sizes."""
+    """The largest error of the predicted memory of a size that was left out of the fit; see `held_out_error`."""
     checks: list[Trial] = field(default_factory=list)
-    """The sizes that were predicted first and then run, other than the profiles'."""
+    """The sizes, other than the profiles' sizes, that were predicted first and then run."""
     profiles: list[Profile] = field(default_factory=list)
     ended: str = ""
-    """Why the plan is not complete; empty: it is complete."""
+    """Why the plan is not complete; empty if it is complete."""
 
     def run(self, points: Sequence[Point], *, checks: bool, rounds: int) -> None:
-        """Make the plan; Ctrl-C ends it with what there is.
+        """Make the plan. Ctrl-C ends it with the results so far.
 
         Args:
             points: the sizes to measure, the smallest first.
-            checks: whether to run sizes that were not measured, and compare.
+            checks: whether to run sizes that were not measured, to compare them with their predictions.
             rounds: how often to run each profile; may be 0.
         """
         with self._ending():
@@ -95,7 +95,7 @@ class Plan:
         return measured_of(self.sweep)
 
     def size_rows(self) -> list[SizeRow]:
-        """Predictions for sizes up to the largest that was measured, the small ones first; empty: no size was."""
+        """Predictions for sizes up to the largest measured size, the smallest first; empty if no size was measured."""
         if self.predictor is None:
             return []
         measured = {one.point for one in self.measured}
@@ -107,7 +107,7 @@ class Plan:
         return found
 
     def smallest_excess(self) -> str:
-        """Why not even the smallest size fits; empty: it fits, or nothing was measured."""
+        """Why not even the smallest size fits; empty if it fits, or if nothing was measured."""
         return "" if self.predictor is None else self.budget.excess(self.predictor.largest.most(Point(1)))
 
     @contextlib.contextmanager
@@ -138,7 +138,7 @@ class Plan:
                 self._write(profile)
 
     def _check(self, predictor: Predictor) -> None:
-        """Predict sizes that were not measured, and then run them."""
+        """Predict the figures of sizes that were not measured, and then run these sizes."""
         limit = Budget(self.capacity) if self.capacity is not None else self.budget
         measured = [one.point for one in self.measured]
         for point in unseen_points(measured, lambda one: not limit.excess(predictor.largest.most(one))):
@@ -167,7 +167,7 @@ class Plan:
         self.progress(f"{title}: {trial.error or trial.rounds[-1].text(self.subject.unit)}")
 
     def _settle(self) -> None:
-        """Give ``throughput`` the size of another profile that was faster when both were run."""
+        """If another profile was faster than ``throughput`` when both were run, give its size to ``throughput``."""
         found = {one.name: one for one in self.profiles}
         rates = {name: one.trial.measured.rate for name, one in found.items() if one.trial and one.trial.measured}
         if "throughput" not in rates:

@@ -1,4 +1,4 @@
-"""One size at which a deployment can run."""
+"""A size at which a deployment can run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Point", "grid", "section_of", "takes_instances", "threads_of"]
 
 
 class Point(NamedTuple):
-    """A size."""
+    """A size: rows, instances and replicas."""
 
     rows: int
     """``batching.max_batch_size``; for a language model, ``options.max_sequences``."""
@@ -30,7 +30,7 @@ class Point(NamedTuple):
 
 
 def grid(rows: Sequence[int], instances: Sequence[int], replicas: Sequence[int]) -> list[Point]:
-    """Every combination once, the small ones first."""
+    """Every combination of rows, instances and replicas once, sorted from small to large."""
     points = {Point(*one) for one in itertools.product(rows, instances, replicas)}
     return sorted(points, key=lambda point: (point.calls, point.replicas, point.rows))
 
@@ -41,19 +41,20 @@ def takes_instances(deployment: Deployment) -> bool:
 
 
 def threads_of(deployment: Deployment, point: Point, cores: int) -> int:
-    """Threads of torch in each call: as the section says, or the cores divided by the calls at once."""
+    """Number of torch threads in each call: ``threads`` of the deployment's section, or the cores divided by the number
+    of concurrent calls."""
     return deployment.threads or max(1, cores // point.calls)
 
 
 def section_of(deployment: Deployment, point: Point, cores: int) -> dict[str, Any]:
-    """The deployment's section at this size, as YAML would hold it."""
+    """The deployment's section of a configuration at this size, in values that YAML can represent."""
     section: dict[str, Any] = deployment.model_dump(mode="json", exclude_unset=True, warnings=False)
     if is_language_model(deployment.model or ""):
         section.setdefault("options", {})["max_sequences"] = point.rows
     else:
         batching = section.setdefault("batching", {})
         batching["max_batch_size"] = point.rows
-        # The default suffices for any number of instances; what the section says may be meant for fewer.
+        # The default suffices for any number of instances; the section's value may be meant for fewer instances.
         if deployment.batching.max_in_flight < point.instances:
             batching.pop("max_in_flight", None)
     section.update(instances=point.instances, replicas=point.replicas, threads=threads_of(deployment, point, cores))

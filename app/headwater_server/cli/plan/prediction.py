@@ -1,10 +1,11 @@
-"""Predicts memory and speed of a size, by models fitted to measured sizes.
+"""Predicts the memory and speed of a size with models that are fitted to measured sizes.
 
-A call of b rows takes about a + c × b seconds, and several calls at once help as far as there are cores. Each measured
-pair of instances and replicas has call times of its own: interpolated between measured batch sizes, and beyond them on
-the line that fits all best. For another pair, the rate is interpolated by the number of concurrent calls. Beyond the
-largest measured batch or number of calls, the rate is assumed not to grow: an unseen bottleneck may limit it, such as
-the gateway. A pair measured at one batch size only takes the line of the most similar pair, scaled to that size.
+A call of b rows takes about a + c × b seconds, and concurrent calls raise the rate while there are cores for them. Each
+measured pair of instances and replicas has separate call times: between measured batch sizes they are interpolated, and
+beyond them they follow the line that fits all sizes of the pair best. For a pair that was not measured, the rate is
+interpolated by the number of concurrent calls. Beyond the largest measured batch or number of calls, the rate is
+assumed not to grow, since an unseen bottleneck such as the gateway may limit it. A pair measured at a single batch size
+takes the line of the most similar pair, scaled to that size.
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ __all__ = [
 
 
 def held_out_error(measured: Sequence[Measured], cache: CacheSize) -> float | None:
-    """The largest relative error of a size's memory, predicted by a fit to all others; None: fewer than four sizes.
+    """The largest relative error of the predicted memory of a size when that size is left out of the fit; None if fewer
+    than four sizes were measured.
 
-    The smallest and the largest size are extrapolations.
+    For the smallest and the largest size the prediction is an extrapolation.
     """
     if len(measured) < 4:
         return None
@@ -51,10 +53,10 @@ def held_out_error(measured: Sequence[Measured], cache: CacheSize) -> float | No
 
 
 def unseen_points(measured: Sequence[Point], fits: Callable[[Point], bool]) -> list[Point]:
-    """Up to two sizes that fit and were not measured, but lie between measured ones.
+    """Up to two sizes that fit and were not measured, but lie between measured sizes.
 
-    One has the most instances and replicas, and rows between the two largest batches; the other has the fewest, and
-    rows between the two smallest.
+    The first has the most instances and replicas, and rows between the two largest batches. The second has the fewest
+    instances and replicas, and rows between the two smallest batches.
     """
     rows = sorted({point.rows for point in measured})
     large, small = (round(math.sqrt(pair[0] * pair[-1])) for pair in (rows[-2:], rows[:2]))
@@ -65,16 +67,17 @@ def unseen_points(measured: Sequence[Point], fits: Callable[[Point], bool]) -> l
 
 @dataclass(frozen=True)
 class CallTimes:
-    """Duration of one pair's calls if they were made one after the other."""
+    """Durations of the calls of a pair of instances and replicas, as if calls were made in sequence: rows divided by
+    the measured rate."""
 
     measured: Sequence[tuple[int, float]]
-    """Rows and seconds, the fewest rows first."""
+    """Pairs of rows and seconds, the fewest rows first."""
     call_s: float
-    """For other sizes, a call takes call_s + rows × row_s, scaled to the nearest measured one."""
+    """For sizes that were not measured, a call takes call_s + rows × row_s, scaled to the nearest measured size."""
     row_s: float
 
     def rows_per_s(self, rows: int) -> float:
-        """The rate with calls of this many rows."""
+        """Rows per second with calls of this many rows."""
         sizes, seconds = zip(*self.measured, strict=True)
         nearest = min(max(rows, sizes[0]), sizes[-1])
         scale = (self.call_s + rows * self.row_s) / (self.call_s + nearest * self.row_s)
@@ -87,10 +90,10 @@ class ThroughputModel:
     """The fitted model of speed."""
 
     times: Mapping[tuple[int, int], CallTimes]
-    """By instances and replicas."""
+    """Call times by pair of instances and replicas."""
 
     def rows_per_s(self, point: Point) -> float:
-        """The rate if all calls are kept full."""
+        """Rows per second if all calls are kept full."""
         known = self.times.get((point.instances, point.replicas))
         if known is not None:
             return known.rows_per_s(point.rows)
@@ -101,7 +104,7 @@ class ThroughputModel:
 
 
 def fit_throughput(points: Sequence[Point], rows_per_s: Sequence[float]) -> ThroughputModel:
-    """Fit the model to at least one size and its measured rate, which is above 0."""
+    """Fit the model to at least one size with its measured rate. Rates must be above 0."""
     groups: dict[tuple[int, int], list[tuple[int, float]]] = {}
     for point, rate in sorted(zip(points, rows_per_s, strict=True)):
         groups.setdefault((point.instances, point.replicas), []).append((point.rows, point.rows / rate))
@@ -118,12 +121,12 @@ def fit_throughput(points: Sequence[Point], rows_per_s: Sequence[float]) -> Thro
 
 
 class Prediction(NamedTuple):
-    """What is predicted for one size."""
+    """The predicted figures for a size."""
 
     need: Need
     """Memory under the measured load."""
     most: Need
-    """Memory under any load, or while the last replica starts, if that is more."""
+    """Maximum memory under any load or while the last replica starts, whichever is more."""
     rate: float
     """Rows or tokens per second."""
     p50_ms: float
@@ -139,7 +142,7 @@ class Predictor:
         largest: the memory with a language model's key/value cache full.
         speed: the rate under a load that keeps all calls full.
         connections: the number of connections of that load.
-        p50_factor: p50 relative to connections / rate; 1 if a request is a row and the server does nothing else.
+        p50_factor: p50 relative to connections / rate; 1 if a request is a row and calls are the server's only work.
         p99_factor: p99 relative to p50.
     """
 
@@ -153,7 +156,7 @@ class Predictor:
     def at(self, point: Point) -> Prediction:
         """The prediction for a size."""
         rate = self.speed.rows_per_s(point)
-        # Little's law: as many requests are in flight as there are connections.
+        # Little's law, with as many requests in flight as connections.
         p50_ms = 1000 * self.p50_factor * self.connections(point) / rate
         return Prediction(self.memory.at(point), self.largest.most(point), rate, p50_ms, p50_ms * self.p99_factor)
 

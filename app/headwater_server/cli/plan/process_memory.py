@@ -1,8 +1,8 @@
-"""The machine's memory taken by the processes of one server, at most since a mark.
+"""The machine's memory that the processes of a server take: the peak since a mark (`mark_peaks`).
 
-The kernel's proportional share (PSS) of a page depends on who else maps it, so a library that an unrelated process also
-uses would make a server look smaller. Here, anonymous pages count for their process, and pages of files once for all
-processes that map them. On a machine that runs nothing else, the sum is the server's PSS.
+The kernel's proportional share (PSS) of a page depends on the other processes that map it, so a server would look
+smaller while an unrelated process uses the same library. Here, anonymous pages count for their process, and pages of
+files count once for all processes that map them. On a machine that runs nothing else, the sum is the server's PSS.
 
 Source: proc_pid_smaps(5), proc_pid_status(5), proc_pid_clear_refs(5).
 """
@@ -29,43 +29,44 @@ __all__ = [
 
 SHARED_MEMORY: Final = ("/dev/shm/", "/memfd:", "/dev/zero", "/SYSV")
 RESET_PEAK: Final = "5"
-"""Written to ``clear_refs``, it restarts VmHWM, the peak of the resident memory."""
+"""Value that resets VmHWM, the peak of the resident memory, when written to ``clear_refs``."""
 
 
 @dataclass(frozen=True)
 class ProcessMemory:
-    """Memory of one process, in bytes."""
+    """Memory of a process, in bytes."""
 
     anonymous: int
-    """The maximum since the mark."""
+    """Peak of the anonymous pages since the mark."""
     files: Mapping[str, int] = field(default_factory=dict)
     """Resident pages of each file by path, shared memory included."""
 
 
 @dataclass(frozen=True)
 class ServerMemory:
-    """Memory of one server, in bytes."""
+    """Memory of a server, in bytes."""
 
     server: int
-    """Of the supervisor and the gateway workers."""
+    """Memory of the supervisor and the gateway workers."""
     replicas: tuple[int, ...]
-    """Of each replica's processes and its guardian, without what it shares with others."""
+    """Memory of each replica's processes and its guardian, without pages that other replicas share."""
     files: int
     """Pages of files, mostly libraries, that any process maps."""
 
     @property
     def host(self) -> int:
-        """All of these together."""
+        """Memory of the whole server."""
         return self.server + sum(self.replicas) + self.files
 
 
 def descendants(pid: int) -> list[int]:
-    """The living among a process and all processes started by it and its children."""
+    """The running processes among a process and its descendants, by process id."""
     return [one for branch in _branches(pid).values() for one in branch]
 
 
 def _branches(pid: int) -> dict[int, list[int]]:
-    """A process by itself, and each child with its descendants, by the child's process id."""
+    """Groups of process ids: a process alone under its own id, and each child with its descendants under the child's
+    id."""
     found = {pid: [pid]}
     with contextlib.suppress(psutil.NoSuchProcess):
         for child in psutil.Process(pid).children():
@@ -82,14 +83,14 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def mark_peaks(pids: Collection[int]) -> None:
-    """Restart the peaks of these processes."""
+    """Reset the memory peaks of these processes."""
     for pid in pids:
-        with contextlib.suppress(OSError):  # it ended, or the kernel can't: then the peak is that of its whole life
+        with contextlib.suppress(OSError):  # ended, or unsupported: the peak then counts from its start
             Path(f"/proc/{pid}/clear_refs").write_text(RESET_PEAK)
 
 
 def measure_server(supervisor: int, runtime_dir: Path) -> ServerMemory:
-    """Measure a server by its supervisor's process id. Files in ``runtime_dir`` belong to one replica each."""
+    """Measure a server, given its supervisor's process id. Each file in ``runtime_dir`` belongs to a single replica."""
     server: list[ProcessMemory] = []
     replicas = []
     for child, pids in _branches(supervisor).items():
@@ -107,7 +108,7 @@ def add_up(server: Sequence[ProcessMemory], replicas: Sequence[Sequence[ProcessM
     Args:
         server: the supervisor and the gateway workers.
         replicas: the processes of each replica.
-        own_dir: files below it and shared memory are a replica's own.
+        own_dir: folder whose files, like shared memory, count for a replica instead of as shared files.
     """
     own_paths = (own_dir.rstrip("/") + "/", *SHARED_MEMORY)
     own = [
@@ -121,7 +122,7 @@ def add_up(server: Sequence[ProcessMemory], replicas: Sequence[Sequence[ProcessM
 
 
 def _largest(processes: Sequence[ProcessMemory]) -> dict[str, int]:
-    """Resident bytes of each file: at least those of the process that has most of it."""
+    """Resident bytes of each file: the largest number in any process, which is a lower bound of the pages in memory."""
     found: dict[str, int] = {}
     for one in processes:
         for path, count in one.files.items():
@@ -151,7 +152,8 @@ def process_memory(pid: int) -> ProcessMemory | None:
 
 
 def _peak_anonymous(status: str) -> int:
-    """The peak of the resident memory without pages that are now not anonymous; 0 if the kernel doesn't report it."""
+    """The peak of the resident memory, less the pages that are not anonymous now; 0 if the kernel doesn't report the
+    peak."""
     sizes = {line.partition(":")[0]: line.split() for line in status.splitlines() if line.startswith(("VmHWM", "Rss"))}
     try:
         peak, files, shared = (1024 * int(sizes[name][1]) for name in ("VmHWM", "RssFile", "RssShmem"))

@@ -1,4 +1,5 @@
-"""Three ways to run a deployment: chosen by rule, scaled down until they fit, or left out with the reason; as files."""
+"""Three profiles, ways to run a deployment: chosen by rule and scaled down until they fit, or left out with the reason.
+Writes them as configurations."""
 
 from __future__ import annotations
 
@@ -28,21 +29,22 @@ SMALL_ROWS: Final = (8, 4)
 BALANCED_ROWS: Final = (4, 2, 1)
 MOST_REPLICAS: Final = 8
 WORTH: Final = 1.03
-"""The factor between two rates from which one counts as faster; below, memory decides."""
+"""Ratio of two rates from which the higher rate counts as faster. Below it, the size that takes less memory is
+preferred."""
 LOOPBACK: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-"""For addresses of all interfaces, the address at which a server is reached on its own machine."""
+"""For addresses that mean all interfaces, the address that reaches the server from the same machine."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes of memory that may be taken, without what is kept free."""
+    """Bytes of memory that may be taken, without the headroom that is kept free."""
 
     host: int
     device: int | None = None
-    """None: no GPU is used."""
+    """Bytes of GPU memory; None if no GPU is used."""
 
     def excess(self, need: Need) -> str:
-        """Why a need doesn't fit; empty: it fits."""
+        """Why a need doesn't fit; empty if it fits."""
         for place, needed, limit in (
             ("the machine's memory", need.host, self.host), ("the device's memory", need.device, self.device),
         ):  # fmt: skip
@@ -53,15 +55,15 @@ class Budget:
 
 @dataclass
 class Profile:
-    """One recommendation."""
+    """A recommended way to run the deployment."""
 
     name: str
     point: Point | None
-    """None: it is left out."""
+    """The size; None if the profile is left out."""
     note: str
-    """How it was scaled down, or why it is left out; empty: neither."""
+    """How the profile was scaled down, or why it is left out; otherwise empty."""
     trial: Trial | None = None
-    """Its prediction and what came of running its file; None: it is left out."""
+    """The prediction, and the figures or error from running the file; None if the profile is left out."""
     file: Path | None = None
 
 
@@ -71,11 +73,11 @@ def recommend(
     """Choose the three profiles.
 
     Args:
-        model: predicts the memory.
+        model: the model that predicts the memory.
         rates: rows per second at the measured sizes.
         budget: the memory into which each profile must fit.
-        most: the maximum of rows, instances and replicas.
-        cores: the machine's cores.
+        most: the maximum numbers of rows, instances and replicas.
+        cores: number of cores of the machine.
     """
     several = min(max(2, min(cores, MOST_REPLICAS)), most.replicas)
     lean = [Point(min(size, most.rows), 1, count) for count in range(several, 0, -1) for size in SMALL_ROWS]
@@ -98,7 +100,7 @@ def recommend(
 
 
 def _by_rate(rates: Mapping[Point, float], model: MemoryModel) -> list[Point]:
-    """Sizes, the fastest first; those about as fast as the fastest are ordered by memory."""
+    """Sizes, the fastest first. Sizes about as fast as the fastest come first, ordered by memory."""
     least = max(rates.values()) / WORTH
 
     def place(point: Point) -> tuple[float, ...]:
@@ -109,7 +111,7 @@ def _by_rate(rates: Mapping[Point, float], model: MemoryModel) -> list[Point]:
 
 
 def profile_comments(profile: Profile, subject: Subject) -> list[str]:
-    """The comment lines of a profile that is not left out: its figures, and how to measure it again."""
+    """The comment lines in a profile's file: the profile's figures, and the commands to measure it again."""
     trial = profile.trial
     assert trial is not None
     assert trial.predicted is not None
@@ -137,7 +139,7 @@ def profile_comments(profile: Profile, subject: Subject) -> list[str]:
 
 
 def served_at(config: Config) -> str:
-    """The URL of a server of this configuration on its own machine."""
+    """The URL at which a server of this configuration is reached from the same machine."""
     server = config.server
     host = LOOPBACK.get(server.host, server.host)
     scheme = "http" if server.tls is None else "https"
@@ -145,7 +147,7 @@ def served_at(config: Config) -> str:
 
 
 def profile_yaml(subject: Subject, point: Point, comments: Sequence[str]) -> str:
-    """A configuration with this deployment only, at this size, below comment lines."""
+    """A configuration with only this deployment, at this size, below comment lines."""
     content: dict[str, Any] = {}
     for part in ("server", "security"):
         given = getattr(subject.config, part).model_dump(mode="json", exclude_unset=True)

@@ -23,7 +23,7 @@ SIZE: Final = ("batch", "instances", "replicas")
 
 
 def plan_text(plan: Plan) -> str:
-    """All tables as text."""
+    """The plan's tables as text."""
     sections = [_measured(plan)]
     if plan.predictor is not None:
         sections += [_model(plan), _sizes(plan), _recommended(plan)]
@@ -43,7 +43,7 @@ def _parts_text(section: Section) -> str:
 
 
 def plan_page(plan: Plan) -> str:
-    """All tables and curves as HTML."""
+    """The plan's tables and curves as an HTML page."""
     subject, budget = plan.subject, plan.budget
     lead = f"{subject.name} of {subject.what}, on {subject.cores} cores; {size_text(budget.host)} of memory to take."
     sections = [Section("Not complete", [Warn(plan.ended)])] if plan.ended else []
@@ -176,7 +176,8 @@ def _figure(
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
-    """All figures; docs/plan.md explains the fields. Sizes are in bytes, times in milliseconds."""
+    """All figures of the plan as a JSON object; docs/plan.md explains the fields. Sizes are in bytes, times in
+    milliseconds."""
     subject, model = plan.subject, None if plan.predictor is None else plan.predictor.memory
     return {
         "headwater": headwater_server.__version__,

@@ -1,4 +1,5 @@
-"""Runs ``headwater serve`` for a while, as a user would, until it is ready or can't become so."""
+"""Runs ``headwater serve`` for a measurement, as a user would run it, and waits until it is ready or has failed to
+start."""
 
 from __future__ import annotations
 
@@ -27,15 +28,15 @@ STOP_TIMEOUT_S: Final = 60.0
 
 
 class PlanServer(NamedTuple):
-    """A server with all its replicas ready."""
+    """A running server whose replicas are all ready."""
 
     pid: int
-    """The supervisor's."""
+    """The supervisor's process id."""
     url: str
     runtime_dir: Path
 
     def get(self, path: str) -> Any:
-        """The JSON that the server answers to a GET.
+        """The decoded JSON of the server's answer to a GET.
 
         Raises:
             CommandError: there is no answer, or the answer is an error.
@@ -48,15 +49,15 @@ class PlanServer(NamedTuple):
 
 @contextlib.contextmanager
 def serve_point(what: str, fields: Mapping[str, Any], timeout_s: float) -> Iterator[PlanServer]:
-    """Serve a configuration on a free port of the loopback interface until the block ends.
+    """Serve a configuration on a free port of the loopback interface until the ``with`` block ends.
 
     Args:
-        what: the configuration as ``headwater serve`` takes it.
-        fields: fields that override it, by dotted path.
-        timeout_s: time until all replicas must be ready.
+        what: the argument of ``headwater serve``: a configuration's file or a model.
+        fields: fields that override the configuration, by dotted path.
+        timeout_s: time within which all replicas must be ready.
 
     Raises:
-        CommandError: the server ends or isn't ready in time; the message has the reason from its log.
+        CommandError: the server ends or isn't ready in time; the message has the reason from the server's log.
     """
     # A short prefix, because replicas have sockets in this folder, whose paths are limited.
     with tempfile.TemporaryDirectory(prefix="hw-plan-") as name:
@@ -79,9 +80,9 @@ def serve_point(what: str, fields: Mapping[str, Any], timeout_s: float) -> Itera
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C reaches the planner only, which then stops the server
+                start_new_session=True,  # Ctrl-C reaches only the planner, which then stops the server
                 preexec_fn=_end_with_parent,
-                # `-m` would put the current folder first, where a module could hide one of ours.
+                # `-m` would put the current folder first on the path: a module there could hide a module of Headwater.
                 env={**os.environ, "PYTHONSAFEPATH": "1"},
             )
         try:
@@ -97,18 +98,18 @@ def serve_point(what: str, fields: Mapping[str, Any], timeout_s: float) -> Itera
 
 
 def _end_with_parent() -> None:
-    """Let the server end if the planner is killed."""
+    """Have the kernel end the server if the planner is killed."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _wait_ready(process: subprocess.Popen[bytes], log: Path, deadline_s: float) -> str:
-    """Returns the server's URL."""
+    """Wait until the server is ready. Returns its URL; raises CommandError if the server can't become ready in time."""
     url = ""
     while True:
         if process.poll() is not None:
             raise CommandError(f"the server ended with status {process.returncode}: {_reason(log)}")
         if (failure := _start_failure(log)) is not None:
-            raise CommandError(failure)  # the server would start the replica again, which would fail again
+            raise CommandError(failure)  # don't wait while the server restarts the replica, which would fail again
         if not url:
             url = _address(log)
         elif (obstacle := _obstacle(url)) == "":
@@ -121,7 +122,7 @@ def _wait_ready(process: subprocess.Popen[bytes], log: Path, deadline_s: float) 
 
 
 def _obstacle(url: str) -> str | None:
-    """Why not every replica is ready or can become so; empty: all are ready; None: they may become ready."""
+    """Why the replicas can't become ready. Empty if all replicas are ready; None if they may still become ready."""
     client = ServerClient(url, key="")
     with contextlib.suppress(CommandError):
         is_ready = client.get("/v2/health/ready")[0] == 200
@@ -137,13 +138,13 @@ def _obstacle(url: str) -> str | None:
 
 
 def _address(log: Path) -> str:
-    """The URL at which the server listens; empty: not yet."""
+    """The URL at which the server listens; empty if it doesn't listen yet."""
     messages = _messages(log, "info")
     return next((one.rpartition(" ")[2] for one in messages if one.startswith("listening on ")), "")
 
 
 def _start_failure(log: Path) -> str | None:
-    """Why a replica did not start; None: none has failed."""
+    """Why a replica did not start; None if no start has failed."""
     return next((one.partition("): ")[2] for one in _messages(log, "error") if ": did not start (" in one), None)
 
 

@@ -1,4 +1,4 @@
-"""The deployment that is planned for, and the load that is put on it."""
+"""The deployment to plan for, and the load that measures it."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ from headwater_server.errors import CommandError
 __all__ = ["WARMUP_S", "Subject", "choose_deployment", "make_subject"]
 
 MOST_CONNECTIONS: Final = 512
-"""With more connections, the load itself would take the machine's time."""
+"""Maximum number of connections. With more, the load generator itself would slow the machine down."""
 WARMUP_S: Final = 1.0
-"""Load before the measured one."""
+"""Duration of the load before the measurement, in seconds."""
 PROMPT_TOKENS: Final = 48
-"""More than the prompts that are sent have."""
+"""Upper bound of the number of tokens of the prompts that are sent."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """One deployment of a configuration, and how it is measured."""
+    """A deployment of a configuration, and how it is measured."""
 
     what: str
-    """The configuration as ``headwater serve`` takes it."""
+    """The argument of ``headwater serve``: a configuration's file or a model."""
     config: Config
     name: str
-    """The deployment's."""
+    """The deployment's name."""
     cores: int
     seconds: float
-    """Duration of the load at each size."""
+    """Duration of the load at each size, in seconds."""
     tokens: int
     """Tokens per answer of a language model."""
     input: Path | None = None
-    """A file with the bodies of requests; None: they are made from the model's metadata."""
+    """A file with the bodies of requests; None: bodies are made from the model's metadata."""
     cache: CacheShape | None = None
-    """A language model's cache; None: it has none, or its size is unknown."""
+    """The key/value cache of a language model; None for other models, or if the cache's size is unknown."""
 
     @property
     def deployment(self) -> Deployment:
@@ -53,22 +53,22 @@ class Subject:
 
     @property
     def is_language_model(self) -> bool:
-        """Whether its rows are sequences, and its rates tokens per second."""
+        """Whether it is a language model: its rows are sequences, and its rates are tokens per second."""
         return is_language_model(self.deployment.model or "")
 
     @property
     def unit(self) -> str:
-        """The unit of its rates."""
+        """The unit of the deployment's rates."""
         return "tokens/s" if self.is_language_model else "rows/s"
 
     def filled_cache(self, rows: int) -> int:
-        """Bytes of the key/value cache with this many sequences, as far as this load fills it."""
+        """Bytes of the key/value cache that this load fills with ``rows`` concurrent sequences."""
         if self.cache is None:
             return 0
         return self.cache.size(rows, min(self.tokens + PROMPT_TOKENS, self.cache.context_length))
 
     def largest_cache(self, rows: int) -> int:
-        """Bytes of the key/value cache with this many sequences, if full."""
+        """Bytes of a full key/value cache with ``rows`` concurrent sequences."""
         return 0 if self.cache is None else self.cache.most(rows)
 
     def connections(self, point: Point) -> int:
@@ -78,7 +78,7 @@ class Subject:
         return min(2 * point.rows * point.calls, MOST_CONNECTIONS)
 
     def target(self, url: str) -> Target:
-        """The requests to a server of the deployment, one row each.
+        """The requests to a server of the deployment; each has a single row.
 
         Raises:
             CommandError: no request can be made.
@@ -93,7 +93,7 @@ class Subject:
         return Target(url, self.name, bodies, kind, timeout_s=self.deployment.timeout_s)
 
     def bench_arguments(self, url: str, point: Point) -> list[str]:
-        """Arguments of ``headwater bench`` that put the same load on a server."""
+        """The arguments with which ``headwater bench`` puts the same load on a server."""
         arguments = [url, "--model", self.name, "--connections", str(self.connections(point))]
         arguments += ["--seconds", f"{self.seconds:g}", "--warmup", f"{WARMUP_S:g}"]
         if self.is_language_model:
@@ -109,7 +109,8 @@ def choose_deployment(config: Config, wanted: str | None) -> str:
     """The name of the deployment to plan for; ``wanted`` may be None if there is only one.
 
     Raises:
-        CommandError: the deployment is not named although there are several, unknown, or can't be planned for.
+        CommandError: there are several deployments and none is named, the name is unknown, or the deployment has
+            versions or is a pipeline in placement ``graph``.
     """
     name = next(iter(config.deployments)) if wanted is None and len(config.deployments) == 1 else wanted
     if name is None or name not in config.deployments:
@@ -134,7 +135,8 @@ def make_subject(
     what: str, config: Config, name: str, search: Sequence[str], *, cores: int, seconds: float, tokens: int,
     input: Path | None,
 ) -> Subject:  # fmt: skip
-    """Make a `Subject` with a language model's cache; ``search`` has the folders in which models are found.
+    """Make a `Subject`; for a language model, compute its cache. ``search`` lists the folders in which models are
+    looked for.
 
     Raises:
         CommandError: the language model doesn't exist, its context is too short for the answers, or the file with the

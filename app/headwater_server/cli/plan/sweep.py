@@ -1,7 +1,7 @@
-"""Measures the sizes that the models are fitted to.
+"""Measures the sizes to which the models are fitted.
 
-A size that fails twice keeps its reason, and the other sizes are measured. An outlier is measured again: a size
-disturbed by something else on the machine would distort the models, and with them the recommendations.
+If a size fails twice, its reason is recorded and the remaining sizes are measured. An outlier is measured again: a
+measurement that other work on the machine disturbed would distort the models, and so the recommendations.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from headwater_server.process.machine import size_text
 __all__ = ["measure_outliers_again", "measured_of", "run_sweep"]
 
 SAFE_PART: Final = 0.9
-"""A size that would take more than this part of the machine's memory is not tried."""
+"""Fraction of the machine's memory; a size that would take more is not tried."""
 SLOW_FACTOR: Final = 1.5
-"""An outlier is slower by this factor than a size that should not be faster."""
+"""Factor by which an outlier is slower than a size that should not be faster."""
 TAIL_FACTOR: Final = 4.0
-"""An outlier's ratio of p99 to p50 is larger by this factor than that of the other sizes."""
+"""Factor by which an outlier's ratio of p99 to p50 exceeds the median ratio of the other sizes."""
 MORE_ROUNDS: Final = 2
-"""How often an outlier is measured again. Of three rounds the median is not the outlier's."""
+"""How often an outlier is measured again. With three rounds the median is not the outlier."""
 
 
 def measured_of(trials: Sequence[Trial]) -> list[Measured]:
@@ -41,12 +41,13 @@ def run_sweep(
     capacity: int | None,
     progress: Callable[[Trial], None],
 ) -> None:
-    """Measure each size. One that fails after others succeeded is tried once more, since the cause may be gone.
+    """Measure each size. A size that fails after another size succeeded is tried a second time, since the cause may be
+    gone.
 
     Args:
-        trials: gets one for each size.
+        trials: list to which a trial is appended for each size.
         points: the sizes, the smallest first.
-        measure: measures one; raises CommandError if it can't be measured.
+        measure: measures a size; raises CommandError if the size can't be measured.
         capacity: bytes of the machine's memory; None: unknown.
         progress: called with each trial.
 
@@ -74,7 +75,7 @@ def measure_outliers_again(
     """Add two rounds to each outlier, so that its figures are medians. Arguments as for `run_sweep`.
 
     Raises:
-        KeyboardInterrupt: the outlier that was being measured has its first figures again.
+        KeyboardInterrupt: the interrupted outlier keeps only its first figures.
     """
     measured = measured_of(trials)
     for trial in trials:
@@ -84,16 +85,16 @@ def measure_outliers_again(
                     trial.run(functools.partial(measure, trial.point))
                     trial.error = ""  # the rounds that succeeded still count
             except KeyboardInterrupt:
-                del trial.rounds[1:]  # the median of two would be half the outlier's
+                del trial.rounds[1:]  # the median of two rounds would be half the outlier
                 raise
             progress(trial)
 
 
 def _is_outlier(one: Measured, measured: Sequence[Measured]) -> bool:
-    """Whether something other than its size seems to have slowed it down.
+    """Whether a size seems to have been slowed down by a cause other than the size itself.
 
-    The comparisons hold for any model: a call takes no longer than one with more rows, and a larger size gives no less
-    than a smaller one.
+    The comparisons hold for any model: a call takes no longer than a call with more rows, and a larger size has at
+    least the rate of a smaller size.
     """
     size = one.point
     others = [other for other in measured if other.point != size]
@@ -110,7 +111,8 @@ def _is_outlier(one: Measured, measured: Sequence[Measured]) -> bool:
 
 
 def _too_large(point: Point, measured: Sequence[Measured], capacity: int | None) -> str:
-    """Why a size is not tried: this many of the largest replica measured so far would exhaust the machine's memory."""
+    """Why a size is not tried: this many replicas, each as large as the largest measured so far, would exhaust the
+    machine's memory. Empty if the size may be tried."""
     if not measured or capacity is None:
         return ""
     largest = max(max(one.replica_starting_bytes, one.replica_bytes) for one in measured)

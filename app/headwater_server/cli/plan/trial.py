@@ -1,4 +1,4 @@
-"""A size that is run, once or in several rounds, and its figures beside those predicted."""
+"""A size that is run in one or several rounds, and its measured figures beside the predicted figures."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from headwater_server.errors import CommandError
 __all__ = ["MEMORY_TOLERANCE", "Comparison", "Trial"]
 
 MEMORY_TOLERANCE: Final = 0.10
-"""Relative error up to which a prediction of memory holds."""
+"""Maximum relative error of a prediction of memory."""
 
 
 class Comparison(NamedTuple):
-    """One figure, predicted before it was measured."""
+    """A figure that was predicted before it was measured."""
 
     what: str
     predicted: float
@@ -27,31 +27,32 @@ class Comparison(NamedTuple):
 
     @property
     def error(self) -> float:
-        """The prediction's relative error: 0.1 means 10 % more than was measured."""
+        """The prediction's relative error: 0.1 means that 10 % more was predicted than measured."""
         return self.predicted / self.measured - 1 if self.measured else 0.0
 
     @property
     def is_off(self) -> bool:
-        """Whether the error is larger than it should be."""
+        """Whether the error is larger than the tolerance."""
         return abs(self.error) > (RATE_TOLERANCE if self.what == "rate" else MEMORY_TOLERANCE)
 
 
 @dataclass
 class Trial:
-    """A size and what was measured at it so far."""
+    """A size with its figures so far."""
 
     point: Point
     predicted: Prediction | None = None
-    """None: the models are fitted to this size."""
+    """The prediction; None for a size to which the models are fitted."""
     rounds: list[Measured] = field(default_factory=list)
     """The rounds that succeeded."""
     error: str = ""
-    """Why the size, or its last round, could not be measured, in one line; empty: it was."""
+    """Why the size, or its last round, could not be measured, on one line; empty if it was measured."""
     first_error: str = ""
-    """Why the first try failed, if there was a second."""
+    """Why the first attempt failed, if there was a second attempt."""
 
     def run(self, measure: Callable[[], Measured]) -> None:
-        """Add a round, or the error of one. KeyboardInterrupt passes; it is an error if it stops the first round."""
+        """Run a round, and add its figures or its error. KeyboardInterrupt is raised again; if it stops the first
+        round, it is also recorded as the error."""
         try:
             self.rounds.append(measure())
         except CommandError as error:
@@ -63,12 +64,12 @@ class Trial:
 
     @property
     def measured(self) -> Measured | None:
-        """All rounds as one; None: there was no round, or one failed."""
+        """The combined figures of all rounds; None if there was no round or a round failed."""
         return combined(self.rounds) if self.rounds and not self.error else None
 
     @property
     def note(self) -> str:
-        """What to know of the figures of a size without a prediction, or why there are none; empty: nothing."""
+        """A remark about the figures of a size without a prediction, or why it has no figures; otherwise empty."""
         one = self.measured
         if one is None:
             return self.error

@@ -1,7 +1,8 @@
-"""``headwater plan`` for a model that vLLM computes: one start says how large its cache is, and the options follow.
+"""``headwater plan`` for a model that vLLM computes: a start shows the size of the cache, from which options are
+computed.
 
-vLLM reserves its memory when it starts: a part of a GPU's, or on the CPU a cache of so many GiB. So nothing has to be
-measured under load.
+vLLM reserves its memory when it starts: a fraction of a GPU's memory or, on the CPU, a cache of a given number of GiB.
+So no measurement under load is needed.
 """
 
 from __future__ import annotations
@@ -26,33 +27,33 @@ from headwater_server.process.vllm import find_vllm
 __all__ = ["NOT_HELD", "Started", "plan_vllm", "propose"]
 
 NOT_HELD: Final = 3
-"""Exit status: everything was run, but figures differ too much from round to round or from what was predicted."""
+"""Exit status: everything was run, but figures differ too much between rounds, or from the prediction."""
 GIB: Final = 1024**3
 TOLERANCE: Final = 0.1
-"""Relative difference up to which a predicted size holds."""
+"""Maximum relative difference from a predicted size."""
 
 
 class Started(NamedTuple):
-    """What one start of vLLM showed. The fields are those of the JSON report."""
+    """Figures from a start of vLLM. The fields have the same names in the JSON report."""
 
     cache_tokens: int
-    """Tokens that the key/value cache of a replica holds."""
+    """Capacity of a replica's key/value cache, in tokens."""
     context_length: int
-    """The most tokens of a prompt and its answer."""
+    """Maximum number of tokens of a prompt and its answer together."""
     host_bytes: int
-    """The machine's memory that the replica takes."""
+    """Bytes of the machine's memory that the replica takes."""
 
     def text(self) -> str:
-        """In one line."""
+        """The figures on one line."""
         return f"a cache of {self.cache_tokens} tokens, {size_text(self.host_bytes)} of the machine's memory"
 
 
 def plan_vllm(options: argparse.Namespace, config: Config, name: str, progress: Callable[[str], None]) -> int:
-    """Start vLLM, propose options, start it with these, and report. Returns the exit status.
+    """Start vLLM, propose options, start vLLM with these options, and report. Returns the exit status.
 
     Raises:
         CommandError: an option of the command is wrong, or vLLM doesn't start.
-        InterpreterError: there is no vLLM.
+        InterpreterError: the deployment's Python has no usable vLLM.
     """
     deployment = config.deployments[name]
     is_cpu = find_vllm(str(deployment.python), {**os.environ, **deployment.environment}).is_cpu
@@ -94,17 +95,18 @@ def plan_vllm(options: argparse.Namespace, config: Config, name: str, progress: 
 def propose(
     deployment: Deployment, first: Mapping[str, Any], started: Started, *, most_bytes: int, headroom: float
 ) -> dict[str, Any]:
-    """The options with which all sequences that run fit into the cache at their longest, and some of it stays free.
+    """The options with which all concurrent sequences fit into the cache at their maximum length, and a part of the
+    cache stays free.
 
     Args:
-        deployment: its own ``max_num_seqs`` and ``max_model_len`` are not exceeded.
-        first: the options for memory that vLLM was started with; the cache on the CPU is sized anew.
-        started: what that start showed.
-        most_bytes: of the machine's memory that a replica on the CPU may take.
-        headroom: the part of the cache that is kept free, for prefixes.
+        deployment: the deployment. Its ``max_num_seqs``, and the context length of the first start, are upper bounds.
+        first: the memory options of the first start. ``kv_cache_gib`` (a cache on the CPU) is computed anew.
+        started: the figures of the first start.
+        most_bytes: bytes of the machine's memory that a replica on the CPU may take.
+        headroom: the fraction of the cache that is kept free, for prefixes.
 
     Raises:
-        CommandError: there is not enough memory, or no cache.
+        CommandError: there is not enough memory, or the model has no cache.
     """
     sequences, cache_tokens = deployment.checked_options["max_num_seqs"], started.cache_tokens
     if not cache_tokens:
@@ -130,7 +132,7 @@ def propose(
 
 
 def _reserved(deployment: Deployment, free: float, *, is_cpu: bool) -> dict[str, Any]:
-    """The options for memory of the first start."""
+    """The memory options of the first start."""
     if is_cpu:
         return {"kv_cache_gib": deployment.checked_options["kv_cache_gib"] or 1}
     on_one = -(-deployment.replicas.max // len(deployment.placements))  # replicas that share a GPU
@@ -138,10 +140,10 @@ def _reserved(deployment: Deployment, free: float, *, is_cpu: bool) -> dict[str,
 
 
 def _start(what: str, config: Config, name: str, options: Mapping[str, Any]) -> Started:
-    """Start one replica with these options besides the deployment's own.
+    """Start one replica with the deployment's options, overridden by ``options``.
 
     Raises:
-        CommandError: it doesn't start; the message has the reason.
+        CommandError: the replica doesn't start; the message has the reason.
     """
     deployment = config.deployments[name]
     section = deployment.model_dump(mode="json", exclude_unset=True)

@@ -13,14 +13,14 @@ __all__ = ["Code", "Figure", "Paragraph", "Part", "Section", "Table", "Warn", "r
 
 @dataclass(frozen=True)
 class Paragraph:
-    """Text."""
+    """A paragraph of text."""
 
     text: str
     template: ClassVar = "paragraph"
 
 
 class Warn(Paragraph):
-    """Text that must not be missed."""
+    """A warning, which must not be missed."""
 
     template = "warn"
 
@@ -33,13 +33,13 @@ class Code(Paragraph):
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under a head. Cells that are not text are numbers, aligned to the right."""
+    """Rows under a head row. Cells of type str are aligned to the left, numbers to the right."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[str | int | float]]
     caption: str = ""
     flagged: frozenset[int] = frozenset()
-    """Rows that are marked as unreliable."""
+    """Indices of the rows that are marked as unreliable."""
     template: ClassVar = "table"
 
 
@@ -78,7 +78,7 @@ def render_page(title: str, lead: str, sections: Sequence[Section]) -> str:
     return environment.from_string(_PAGE).render(title=title, lead=lead, sections=sections)
 
 
-# The colours and variables are those of app/headwater_server/gateway/static/style.css, which a self-contained page
+# The colours and variables are copied from app/headwater_server/gateway/static/style.css, which a self-contained page
 # can't load.
 _PAGE: Final = """<!doctype html>
 <html lang="en">

@@ -28,7 +28,7 @@ __all__ = ["Curve", "cdf", "check_plots", "line_chart"]
 WIDTH_IN: Final = 5.6
 HEIGHT_IN: Final = 3.4
 MOST_POINTS: Final = 400
-"""Points of a curve; more would not be visible, and would make the page large."""
+"""Maximum number of points of a curve. More points would not be visible, and would make the page large."""
 SERIES: Final = 8
 # Placeholders for the page's CSS variables, which an SVG within the page can use.
 _INK: Final = "#010203"
@@ -63,18 +63,18 @@ _numbers = itertools.count(1)
 
 @dataclass(frozen=True)
 class Curve:
-    """One line of a chart."""
+    """A line of a chart."""
 
     label: str
     x: Sequence[float]
     y: Sequence[float]
-    """NaN: no value at this point."""
+    """Values; NaN for a point without a value."""
     low: Sequence[float] | None = None
-    """The minimum at each point, for points that were measured several times; None: ``y``."""
+    """The minimum at each point if points were measured several times; None: the same as ``y``."""
     high: Sequence[float] | None = None
-    """The maximum, likewise."""
+    """The maximum at each point; None: the same as ``y``."""
     dashed: bool = False
-    """For what was predicted, not measured."""
+    """Whether the line is dashed, as for predicted values."""
 
 
 def check_plots() -> None:
@@ -89,7 +89,8 @@ def check_plots() -> None:
 
 
 def line_chart(title: str, x_label: str, y_label: str, curves: Sequence[Curve], *, log_x: bool = False) -> str:
-    """A chart of lines with a mark at each point, and bars from its minimum to its maximum; the y axis begins at 0."""
+    """A chart of lines as SVG. Each point has a mark, and a bar from its minimum to its maximum; the y axis begins at
+    0."""
 
     def draw(axes: Axes) -> None:
         for place, curve in enumerate(curves):
@@ -115,7 +116,7 @@ def line_chart(title: str, x_label: str, y_label: str, curves: Sequence[Curve], 
 
 
 def cdf(title: str, x_label: str, samples: Sequence[tuple[str, Sequence[float]]], *, log_x: bool = False) -> str:
-    """A cumulative distribution, with a line for each set of values."""
+    """A chart of cumulative distributions as SVG, with a line for each set of values."""
 
     def draw(axes: Axes) -> None:
         for place, (label, values) in enumerate(samples):
@@ -132,7 +133,8 @@ def cdf(title: str, x_label: str, samples: Sequence[tuple[str, Sequence[float]]]
 
 
 def _steps(values: Sequence[float]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """Points of the curve, including those of the largest values."""
+    """Points of a cumulative distribution, thinned out to about `MOST_POINTS`, but with all of the 20 largest
+    values."""
     count = len(values)
     places = np.union1d(np.arange(0, count, max(1, count // MOST_POINTS)), np.arange(max(0, count - 20), count))
     return np.sort(values)[places], (places + 1) / count
@@ -159,7 +161,7 @@ def _svg(title: str, x_label: str, y_label: str, draw: Callable[[Axes], None], l
     svg = svg[svg.index("<svg") :]  # no XML declaration within HTML
     svg = svg.replace("<svg", f'<svg role="img" aria-label="{html.escape(title)}"', 1)
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    # Use the page's font, and drop ids that other figures have too.
+    # Use the page's font, and drop ids that are the same in all figures.
     svg = re.sub(r"font: ([0-9.]+px) [^;\"]*", r"font-size: \1", svg)
     svg = re.sub(r"""font-family: [^;"]*;?""", "", svg)
     svg = re.sub(r' id="(?:figure|axes|patch|matplotlib|xtick|ytick|line2d|text|legend|LineCollection)[\w.]*"', "", svg)
