@@ -1,1 +1,1 @@
-"""Replicas on other machines: the port through which they are reached."""
+"""Replicas on other machines: agents and their ports, the cluster's supervisor, and gateways."""

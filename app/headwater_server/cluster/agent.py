@@ -1,9 +1,8 @@
-"""Holds one replica on a node of the cluster, and opens its port.
+"""Holds a replica on a node of the cluster, and opens its port.
 
-Run by `headwater_server.cluster.holder` as ``python -m headwater_server.cluster.agent``, with an `AgentSpec` on its
-standard input. Its first line of output is the port's address, the replica's token, and the token of those who may give
-orders. It ends the replica and itself when its standard input ends, and some time after the replica has ended by
-itself.
+`headwater_server.cluster.holder` runs it as ``python -m headwater_server.cluster.agent``, with an `AgentSpec` on its
+standard input. Its first line of output has the port's address, the replica's token, and the token for orders. When its
+standard input ends, it ends the replica and exits. It also exits some time after the replica has ended by itself.
 """
 
 from __future__ import annotations
@@ -42,36 +41,36 @@ __all__ = ["AgentSpec", "digest", "main"]
 logger = logging.getLogger("headwater")
 
 UNREAD_BYTES: Final = 16 * 1024 * 1024
-"""Who doesn't read, and for whom so much waits, is cut off."""
+"""Limit of the unread bytes for a listener; a listener beyond it is cut off."""
 LINGER_S: Final = 10.0
-"""How long the port stays open after the replica has ended, so that the supervisor can read why."""
+"""Seconds that the port stays open after the replica has ended, so that the supervisor can read the reason."""
 
 
 class AgentSpec(NamedTuple):
-    """What an agent is started with."""
+    """Everything that an agent is started with."""
 
     name: str
-    """The deployment's."""
+    """Name of the deployment."""
     id: str
     deployment: Deployment
     user_paths: tuple[str, ...]
     token: str
-    """The replica's; the port asks for it, too."""
+    """Access token of the replica and of its port."""
     order_token: str
     """See `Hello.token`."""
     runtime_dir: Path | None
     host: str | None
-    """The address that the port listens on; None: this node's with TLS, and without it 127.0.0.1."""
+    """Address that the port listens on. None: this node's address with TLS, 127.0.0.1 without it."""
     tls: Path | None
     log_format: Literal["auto", "human", "json"]
 
     def encoded(self) -> bytes:
-        """As JSON."""
+        """Encode as JSON."""
         return json.dumps({name: content(value) for name, value in self._asdict().items()}).encode()
 
     @classmethod
     def decoded(cls, raw: bytes) -> AgentSpec:
-        """From JSON."""
+        """Decode from JSON."""
         found = json.loads(raw)
         for name in ("runtime_dir", "tls"):
             found[name] = None if found[name] is None else Path(found[name])
@@ -80,12 +79,13 @@ class AgentSpec(NamedTuple):
 
 
 def digest(deployment: Deployment) -> bytes:
-    """Tells whether two replicas were started alike, but for their adapters, which may change while they run."""
+    """A digest of a deployment without its adapters, which may change while replicas run. Replicas with equal digests
+    were started alike."""
     return hashlib.sha256(repr(deployment.with_adapters({})).encode()).digest()[:16]
 
 
 class Agent:
-    """One replica, its port, and those who listen to what becomes of it."""
+    """A replica, its port, and the supervisors and gateways that follow the replica's state."""
 
     def __init__(self, spec: AgentSpec, tls: PeerTls | None) -> None:
         self._spec = spec
@@ -98,7 +98,7 @@ class Agent:
         self._is_let_go = False
         self._epoch = 0
         self._listeners: dict[asyncio.StreamWriter, int] = {}
-        """Each with its epoch."""
+        """Epoch of each listener; 0: a gateway."""
         self._sent = b""
 
     async def run(self) -> None:
@@ -138,9 +138,10 @@ class Agent:
             if held.done():
                 self._is_let_go = not replica.ending.is_set()
                 replica.kill()
-                guardian.send_signal(signal.SIGCONT)  # it may be stopped
+                guardian.send_signal(signal.SIGCONT)  # the guardian may be stopped
                 await replica.exited
-            # Before anyone hears of the end: who does has Ray kill the actor, and Ray kills its children, too.
+            # Remove the folder before announcing the end: a supervisor that hears of the end has Ray kill the actor,
+            # and Ray kills the actor's child processes, too.
             shutil.rmtree(self._host.folder, ignore_errors=True)
             self._tell()
             if not held.done():
@@ -151,7 +152,7 @@ class Agent:
             if self._port is not None:
                 await self._port.close()
             if self._replica is not None:
-                self._replica.kill()  # unless it has ended
+                self._replica.kill()  # no effect if it has ended
             await self._host.finish()
             shutil.rmtree(self._host.folder, ignore_errors=True)
             os.close(lock)
@@ -167,7 +168,7 @@ class Agent:
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(BEAT_S)
-            self._tell()  # what no event announces, such as a limit
+            self._tell()  # for changes that no event announces, such as `batch_limit`
             if self._replica is None or not self._listeners:
                 continue
             try:
@@ -178,7 +179,7 @@ class Agent:
             self._send(encode(Beat(use.threads, use.resident_bytes, use.gpu_bytes, use.gpu_utilization)))
 
     def _tell(self) -> None:
-        """Send the replica's state to all, if it has changed."""
+        """Send the replica's state to all listeners, if it has changed."""
         line = encode(self._state())
         if line != self._sent:
             self._sent = line
@@ -222,7 +223,7 @@ class Agent:
         )
 
     async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Speak with a supervisor or a gateway."""
+        """Serve the control connection of a supervisor or a gateway."""
         answers: set[asyncio.Task[None]] = set()
         try:
             hello = LISTENER.decode(await reader.readline())
@@ -274,7 +275,7 @@ class Agent:
         assert replica is not None
         try:
             status, body = await replica.ask_vllm(message.url, message.body, message.timeout_s)
-        except Exception as error:  # whatever it is, the supervisor says it to the operator
+        except Exception as error:  # the supervisor reports any error to the operator
             writer.write(encode(Said(message.number, 0, str(error) or type(error).__name__)))
             return
         writer.write(encode(Said(message.number, status, body.decode(errors="replace"))))

@@ -1,4 +1,4 @@
-"""A connection to an agent, from the supervisor or a gateway, that is opened again until it is closed."""
+"""A connection from the supervisor or a gateway to an agent. It is reopened until it is closed."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ __all__ = ["AgentLink"]
 logger = logging.getLogger("headwater")
 
 MISSED_BEATS: Final = 3
-"""After so many an agent is out of reach."""
+"""Number of missed beats after which an agent is out of reach."""
 RETRY_S: Final = 0.5
 REFUSALS: Final = 2
-"""After so many refused connections in a row the agent has ended, for its supervisor. A gateway may be refused on its
-way, and tries again."""
+"""Number of refused connections in a row after which the supervisor takes the agent for ended. A gateway keeps trying:
+the network on its side may refuse a connection although the agent runs."""
 
 
 class AgentLink:
-    """Listens to one agent. Everything happens in one event loop.
+    """Listens to an agent. Everything happens in one event loop.
 
     Args:
-        address: of the replica's port.
-        token: the replica's.
-        epoch: the supervisor's; 0: a gateway, which only listens.
-        tls: the cluster's.
-        order_token: the supervisor's.
+        address: the replica's port.
+        token: the replica's token.
+        epoch: the supervisor's epoch; 0: a gateway, which only listens.
+        tls: the cluster's TLS.
+        order_token: the token that allows the supervisor to give orders.
         on_state: called with each state.
         on_beat: called with each sign of life.
         on_open: called when orders can be given.
@@ -55,7 +55,7 @@ class AgentLink:
         on_reach: Callable[[bool], None] = lambda is_reachable: None,
     ) -> None:
         self.has_ended = False
-        """Whether nobody listens there any more."""
+        """Whether the agent has ended: nobody listens at its port."""
         self._address = address
         self._token = token
         self._epoch = epoch
@@ -78,7 +78,7 @@ class AgentLink:
                 await self._talk()
             except ConnectionRefusedError:
                 self._refusals += 1
-                # A gateway goes on: the supervisor says when it is gone.
+                # A gateway keeps trying: the supervisor's routing table says when the replica is gone.
                 self.has_ended = self._refusals >= REFUSALS and self._epoch > 0
             except (OSError, EOFError, asyncio.TimeoutError, ValueError, msgspec.MsgspecError) as error:
                 logger.debug("%s: %s", self._address, error)
@@ -93,7 +93,7 @@ class AgentLink:
                 await asyncio.sleep(RETRY_S)
 
     def tell(self, message: Order | Adapters) -> None:
-        """Tell the agent something, if there is a connection."""
+        """Send a message to the agent, if there is a connection."""
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(encode(message))
 

@@ -1,4 +1,4 @@
-"""One connection to a replica's port: its requests are checked, and then passed to the replica."""
+"""A connection to a replica's port: its requests are checked, and then passed to the replica."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ __all__ = ["HEAD_TIMEOUT_S", "READ_BYTES", "PortConnection", "PortState"]
 logger = logging.getLogger("headwater.port")
 
 ANSWER_HEADER: Final = "Headwater-Answer"
-"""How many bytes behind Triton's answer are what the replica left in the segment."""
+"""Header with the number of bytes behind Triton's answer that the replica left in the segment."""
 HEAD_TIMEOUT_S: Final = 5.0
-"""How long a request's head may take, and a connection's first byte."""
+"""Seconds within which a request's head must arrive, and a connection's first byte."""
 STALLED_S: Final = 10.0
-"""How long a client may take nothing of what is written to it, or give nothing of a body that it owes."""
+"""Seconds that a client may read nothing of an answer, or send nothing of an unfinished body."""
 LINGER_S: Final = 1.0
-"""How long a refused client's bytes are still read, so that it gets the refusal."""
+"""Seconds that a refused client's bytes are still read, so that the client gets the refusal."""
 READ_BYTES: Final = 256 * 1024
 MOST_JSON_BYTES: Final = 16 * 1024 * 1024
-"""Of a call with a segment; its JSON is held until the segment has all inputs."""
+"""Limit of the JSON of a call with a segment: the JSON is held until the segment has all inputs."""
 TIMER_RESOLUTION_S: Final = 0.002
 _END: Final = b"\r\n\r\n"
 _LENGTH: Final = re.compile(rb"\r\ncontent-length: *([0-9]+)\r\n", re.IGNORECASE)
@@ -40,18 +40,18 @@ _VLLM: Final = {
     ("GET", "/health"), ("GET", "/metrics"), ("POST", "/v1/chat/completions"), ("POST", "/v1/completions"),
     ("POST", "/v1/embeddings"), ("POST", "/v1/responses"),
 }  # fmt: skip
-"""What a gateway asks of a vLLM."""
+"""Requests that a gateway sends to a vLLM."""
 
 
 class PortState(Protocol):
-    """What a port's connections share."""
+    """State that a port's connections share."""
 
     name: str
     route: ReplicaRoute
     is_vllm: bool
     files: SegmentFiles
     buffer: bytearray
-    """Of `READ_BYTES`: what is read into it is taken before the next connection is read."""
+    """Receive buffer of `READ_BYTES`. Bytes read into it are consumed before the next connection is read."""
     connections: set[PortConnection]
 
     def is_peer(self, transport: asyncio.BaseTransport) -> bool:
@@ -59,16 +59,16 @@ class PortState(Protocol):
         ...
 
     def control(self, transport: asyncio.Transport, first: bytes) -> None:
-        """Take over a connection for control."""
+        """Take over a connection to ``/control``."""
         ...
 
     def spawn(self, work: Any) -> None:
-        """Run a coroutine to its end, or to the port's."""
+        """Run a coroutine until it ends or the port closes."""
         ...
 
 
 class _Replica(asyncio.Protocol):
-    """A connection's own connection to the replica."""
+    """The connection to the replica that is paired with a client's connection."""
 
     def __init__(self, owner: PortConnection) -> None:
         self._owner = owner
@@ -91,7 +91,7 @@ class _Replica(asyncio.Protocol):
 
 
 class _Patience:
-    """Ends a connection whose client takes nothing of what is written."""
+    """Ends a connection whose client doesn't read."""
 
     def __init__(self, transport: asyncio.WriteTransport) -> None:
         self._transport = transport
@@ -99,12 +99,12 @@ class _Patience:
         self._left = 0
 
     def begin(self) -> None:
-        """More is written than the client takes at once."""
+        """Start the timer: the client reads more slowly than the port writes."""
         self._left = self._transport.get_write_buffer_size()
         self._timer = asyncio.get_running_loop().call_later(STALLED_S, self._look)
 
     def end(self) -> None:
-        """It has taken most of it, or has gone."""
+        """Stop the timer: the client has read most of the data, or the connection has ended."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -117,7 +117,7 @@ class _Patience:
 
 
 class PortConnection(asyncio.BufferedProtocol):
-    """One connection, which has one request at a time."""
+    """A client's connection, with at most one request at a time."""
 
     def __init__(self, port: PortState) -> None:
         self._port = port
@@ -126,22 +126,22 @@ class PortConnection(asyncio.BufferedProtocol):
         self._patience: _Patience
         self._replica: _Replica | None = None
         self._read: Callable[[bytes], None] = self._read_head
-        """Takes what comes."""
+        """Handles the bytes that arrive."""
         self._gathered = bytearray()
         self._waiting: list[bytes] = []
-        """For the replica, while it is dialled."""
+        """Data for the replica while the connection to it is being opened."""
         self._body_left = 0
         self._segment: tuple[SegmentFile, memoryview] | None = None
         self._filled = self._inputs_bytes = 0
-        """Bytes of the segment that are there, and that are to come."""
+        """Bytes of the segment's inputs received so far, and their total."""
         self._json_length = 0
         self._answer_head: bytearray | None = None
-        """While it is incomplete."""
+        """Head of the replica's answer, while it is incomplete."""
         self._answer_left = 0
         self._is_asked = False
-        """Whether the replica has a request, or will get it."""
+        """Whether the replica has a request, or will get a request."""
         self._shared_left = 0
-        """The bytes of the segment that follow the answer."""
+        """Bytes of the segment that follow the answer."""
         self._is_last = self._is_placing = False
         self._is_relay = False
         self._address = port.route.http_address
@@ -149,7 +149,7 @@ class PortConnection(asyncio.BufferedProtocol):
         self._timer_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
-    # What the client sends
+    # From the client
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -189,7 +189,7 @@ class PortConnection(asyncio.BufferedProtocol):
         self._leave_replica()
 
     def abort(self) -> None:
-        """End it at once."""
+        """End the connection at once."""
         self._transport.abort()
 
     def _read_head(self, data: bytes) -> None:
@@ -204,17 +204,18 @@ class PortConnection(asyncio.BufferedProtocol):
             return
         raw = bytes(self._gathered)
         self._gathered = bytearray()
-        # gRPC without TLS; but what comes after a request would go where that went.
+        # gRPC without TLS. It is taken only as the first request: later bytes would go to the replica's HTTP
+        # connection.
         if raw.startswith(b"PRI * HTTP/2.0\r\n") and self._replica is None and not self._waiting:
             self._relay_grpc(raw)
             return
         head, rest = RequestHead(raw[:end]), raw[end + len(_END) :]
         token = head.header(TOKEN_HEADER).encode("latin-1")
         if not hmac.compare_digest(token, self._port.route.token.encode()):
-            # A gateway that comes with another token looks for a replica that had this address before.
+            # A gateway with another token is looking for a replica that had this address earlier.
             raise Refusal("401 Unauthorized", f"{TOKEN_HEADER}: expected this replica's token", unsent=True)
         self._expect_within(None)
-        if self._segment is not None:  # placed before, for a call that has been answered
+        if self._segment is not None:  # placed by an earlier request, for a call that has been answered
             self._segment[0].is_spoiled = False
             self._segment = None
         if head.path == "/control":
@@ -261,7 +262,7 @@ class PortConnection(asyncio.BufferedProtocol):
             self._read(rest)
 
     def _begin_place(self, head: RequestHead, rest: bytes) -> None:
-        """Take a segment for a call that comes over gRPC, and keep it until this connection's next request or end."""
+        """Take a segment for a call that comes over gRPC. It is kept until this connection's next request or end."""
         if head.method != "POST":
             raise Refusal("405 Method Not Allowed", "method: expected POST")
         self._inputs_bytes, size_bytes = head.segment or (0, 0)
@@ -269,13 +270,13 @@ class PortConnection(asyncio.BufferedProtocol):
             raise Refusal("400 Bad Request", "Headwater-Segment: expected the body's length and the segment's")
         rest = self._take_segment(size_bytes, rest)
         self._is_placing = True
-        self._read = self._read_body  # which takes nothing
+        self._read = self._read_body  # accepts no further bytes
         self._note_filled()
         if rest:
             self._read(rest)
 
     def _take_segment(self, size_bytes: int, rest: bytes) -> bytes:
-        """Take a segment for inputs, the first of which are there. Returns what isn't theirs."""
+        """Take a segment, and copy in the inputs' bytes that have arrived. Returns the bytes behind the inputs."""
         if self._inputs_bytes + ANSWER_HEAD_BYTES > size_bytes:
             raise Refusal("400 Bad Request", "Headwater-Segment: expected space for an answer behind the inputs")
         if size_bytes > LARGEST_REMOTE_BYTES:
@@ -294,7 +295,7 @@ class PortConnection(asyncio.BufferedProtocol):
         return rest[self._filled :]
 
     def _note_filled(self) -> None:
-        """Say where a segment is, once its inputs are there."""
+        """Answer with a segment's path, once its inputs have arrived."""
         if not self._is_placing or self._filled < self._inputs_bytes:
             return
         assert self._segment is not None
@@ -313,7 +314,7 @@ class PortConnection(asyncio.BufferedProtocol):
         ).encode()
 
     def _read_json(self, data: bytes) -> None:
-        """The JSON of a call whose segment has all its inputs."""
+        """Gather the JSON of a call whose segment has all inputs, and send it on with the segment's path in it."""
         self._gathered += data
         self._expect_within(STALLED_S)
         if len(self._gathered) < self._json_length:
@@ -321,7 +322,7 @@ class PortConnection(asyncio.BufferedProtocol):
         assert self._segment is not None
         text, rest = bytes(self._gathered[: self._json_length]), bytes(self._gathered[self._json_length :])
         self._gathered = bytearray()
-        # What a client's parameters say comes before.
+        # The last occurrence: a client's parameters may contain this text, and stand before it.
         before, marker, after = text.rpartition(ELSEWHERE.encode())
         if not marker:
             raise Refusal("400 Bad Request", "JSON: expected the place of the segment's path, got none")
@@ -343,7 +344,7 @@ class PortConnection(asyncio.BufferedProtocol):
     # Relays
 
     def _relay_grpc(self, first: bytes) -> None:
-        """Pass on all bytes from here on, both ways."""
+        """Relay all bytes in both directions from here on."""
         address = self._port.route.grpc_address
         if not address:
             self._transport.abort()
@@ -355,7 +356,7 @@ class PortConnection(asyncio.BufferedProtocol):
         self._send(first)
 
     def _relay_vllm(self, head: RequestHead, raw: bytes, rest: bytes) -> None:
-        """Pass on one request as it is, and all bytes that come back."""
+        """Relay a request unchanged, and all bytes of its answer."""
         if (head.method, head.path) not in _VLLM:
             raise Refusal("404 Not Found", "path: expected one that gateways ask of a vLLM")
         self._body_left = len(raw) + head.length
@@ -364,7 +365,8 @@ class PortConnection(asyncio.BufferedProtocol):
         self._read_relayed(raw + rest)
 
     def _read_relayed(self, data: bytes) -> None:
-        """The rest of a request to a vLLM; what follows is another one, and is checked likewise."""
+        """Relay the rest of a request to a vLLM. Bytes behind it are the next request, which is checked in the same
+        way."""
         taken, rest = data[: self._body_left], data[self._body_left :]
         self._body_left -= len(taken)
         self._expect_within(STALLED_S if self._body_left else None)
@@ -377,7 +379,7 @@ class PortConnection(asyncio.BufferedProtocol):
     # The replica
 
     def _send(self, data: bytes) -> None:
-        """Send something to the replica, which is dialled first if need be."""
+        """Send data to the replica, and connect to it first if necessary."""
         if self._replica is not None:
             self._replica.transport.write(data)
             return
@@ -389,7 +391,7 @@ class PortConnection(asyncio.BufferedProtocol):
     async def _dial(self) -> None:
         try:
             replica = await dial(self._address, lambda: _Replica(self))
-            if replica.transport.is_closing():  # it has ended meanwhile
+            if replica.transport.is_closing():  # the replica has ended meanwhile
                 raise ReplicaUnreachable("the replica ended")
         except ReplicaUnreachable as error:
             if not self._is_relay:
@@ -398,7 +400,7 @@ class PortConnection(asyncio.BufferedProtocol):
                 self._transport.abort()
             return
         waiting, self._waiting = self._waiting, []
-        if self._transport.is_closing() or not waiting:  # the client has gone, or was refused
+        if self._transport.is_closing() or not waiting:  # the client has left, or was refused
             replica.transport.abort()
             return
         self._replica = replica
@@ -406,7 +408,7 @@ class PortConnection(asyncio.BufferedProtocol):
         self.hold(is_held=False)
 
     def hold(self, *, is_held: bool) -> None:
-        """Read nothing more from the client, because the replica doesn't take it; or read on."""
+        """Stop reading from the client while the replica doesn't take the data; or resume reading."""
         if self._transport.is_closing():
             return
         if is_held:
@@ -417,7 +419,7 @@ class PortConnection(asyncio.BufferedProtocol):
             self._transport.resume_reading()
 
     def take_answer(self, data: bytes) -> None:
-        """Take what came from the replica."""
+        """Handle data from the replica."""
         if self._is_relay:
             self._transport.write(data)
             return
@@ -431,7 +433,7 @@ class PortConnection(asyncio.BufferedProtocol):
         """Pass on a piece of an answer.
 
         Raises:
-            ValueError: it is no such piece.
+            ValueError: the data don't belong to a valid answer.
         """
         if not self._is_asked:
             raise ValueError("expected no answer to no request")
@@ -454,7 +456,7 @@ class PortConnection(asyncio.BufferedProtocol):
             self._end_answer()
 
     def _begin_answer(self, head: bytes) -> bytes:
-        """The head for the client."""
+        """Parse the head of the replica's answer. Returns the head for the client."""
         length = _LENGTH.search(head)
         if length is None:
             raise ValueError("expected an answer with a Content-Length")
@@ -480,25 +482,25 @@ class PortConnection(asyncio.BufferedProtocol):
         self._segment = None
         self._shared_left = self._inputs_bytes = 0
         self._is_asked = False
-        if self._is_last or self._body_left:  # it was answered before it was there as a whole
+        if self._is_last or self._body_left:  # replied before it had the whole body
             self._transport.close()
         else:
             self._read = self._read_head
 
     def lose_replica(self, replica: _Replica) -> None:
-        """A connection to the replica has ended."""
-        if replica is not self._replica:  # it was left
+        """Handle the end of the connection to the replica."""
+        if replica is not self._replica:  # this side had left it
             return
         self._replica = None
         if self._is_relay:
             self._transport.close()
-        elif self._is_asked:  # what became of the request is not known
+        elif self._is_asked:  # whether the replica handled the request is unknown
             self._transport.abort()
 
     def _leave_replica(self) -> None:
-        """Want nothing more of the replica."""
+        """Leave the connection to the replica, and drop its request."""
         self._is_asked = False
-        self._segment = None  # which is spoiled, unless the replica was done with it
+        self._segment = None  # its memory stays spoiled, unless the replica was done with it
         self._waiting = []
         replica, self._replica = self._replica, None
         if replica is not None:
@@ -517,7 +519,7 @@ class PortConnection(asyncio.BufferedProtocol):
             self._replica.transport.resume_reading()
 
     def _refuse(self, refusal: Refusal) -> None:
-        """Answer with an error, and end the connection once the client has had time to read that."""
+        """Answer with an error, and end the connection once the client has had time to read the answer."""
         has_begun = self._is_asked and self._answer_head is None
         self._leave_replica()
         if has_begun:
@@ -533,7 +535,7 @@ class PortConnection(asyncio.BufferedProtocol):
     # Deadlines
 
     def _expect_within(self, limit_s: float | None) -> None:
-        """End the connection if this isn't called again in time; None: at any time."""
+        """Abort the connection unless this is called again within the limit. None: no limit."""
         if limit_s is None:
             self._deadline_s = math.inf
             return

@@ -1,4 +1,4 @@
-"""Connections to other processes of the cluster."""
+"""Connections between processes of the cluster."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ T = TypeVar("T")
 async def connected(
     address: str, tls: PeerTls | None
 ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """A connection, which is closed at the context's end, also if a cancellation comes just when it has opened.
+    """A connection that is closed when the context ends, even if a cancellation arrives just as the connection opens.
 
     Args:
         address: host and port.
-        tls: the cluster's.
+        tls: the cluster's TLS.
 
     Raises:
         OSError: the address can't be reached.
-        asyncio.TimeoutError: it does not answer.
+        asyncio.TimeoutError: the address does not answer.
     """
     host, port = host_and_port(address)
     context, name = (None, None) if tls is None else (tls.client_context(), tls.server_name)
@@ -52,10 +52,11 @@ async def connected(
 
 
 async def within(timeout_s: float, work: Coroutine[Any, Any, T]) -> T:
-    """As `asyncio.wait_for`, which before Python 3.12 loses a cancellation that comes just when the work is done.
+    """Await a coroutine with a time limit. `asyncio.wait_for` before Python 3.12 loses a cancellation that arrives just
+    as the coroutine ends; this function doesn't.
 
     Raises:
-        asyncio.TimeoutError: the work is not done in time; it is cancelled.
+        asyncio.TimeoutError: the coroutine is not done in time; it is cancelled.
     """
     task = asyncio.ensure_future(work)
     try:

@@ -1,9 +1,9 @@
-"""Finds the supervisor of a cluster, for gateways, which so have no connection to Ray of their own: Ray ends a process
-that has one some time after Ray's head is gone.
+"""Finds a cluster's supervisor for a gateway, in a separate process: Ray ends a process that is connected to it some
+time after Ray's head is gone, and a gateway must survive that.
 
 Run as ``python -m headwater_server.cluster.discovery ADDRESS``, with a `SupervisorSpec`, or nothing, on its standard
-input: with one it starts the supervisor if there is none. It writes a line whenever that has changed, an `Announcement`
-or a `Trouble`, and ends with its standard input.
+input. With a specification it starts the supervisor if there is no supervisor yet. It writes an `Announcement` or a
+`Trouble` as a line whenever the result changes, and ends when its standard input ends.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["NAME", "Trouble", "announcements", "main", "stop_cluster"]
 logger = logging.getLogger("headwater")
 
 NAME: Final = "supervisor"
-"""Of the supervisor's actor."""
+"""Name of the supervisor's actor."""
 LOOK_EVERY_S: Final = 0.5
 ANSWER_TIMEOUT_S: Final = 5.0
 RESTART_S: Final = 2.0
@@ -47,20 +47,20 @@ class Trouble(msgspec.Struct, frozen=True):
 
 
 async def announcements(address: str, spec: SupervisorSpec | None) -> AsyncGenerator[Announcement | Trouble, None]:
-    """Yield where the supervisor is, first of all, and then what has changed about that.
+    """Yield where the supervisor is, and then each change: a new place, or why the supervisor can't be found.
 
     Args:
-        address: of Ray's head, or ``auto``.
-        spec: starts it, if there is none.
+        address: address of Ray's head, or ``auto``.
+        spec: starts a supervisor if the cluster has no supervisor; None: only find it.
 
     Raises:
-        StartError: there is no supervisor, or it can't serve this; only before the first one.
+        StartError: there is no supervisor, or it can't serve this configuration. Raised only before the first result.
     """
     is_first = True
     while True:
         try:
             process = _search(address)
-        except OSError as error:  # no descriptors, for one
+        except OSError as error:  # such as too many open files
             if is_first:
                 raise StartError(f"cluster: the search for the supervisor can't be started: {error}") from error
             await asyncio.sleep(RESTART_S)
@@ -92,7 +92,7 @@ async def announcements(address: str, spec: SupervisorSpec | None) -> AsyncGener
 
 
 def stop_cluster(address: str) -> None:
-    """End what a cluster serves, and wait until nothing of it runs.
+    """End everything that a cluster serves, and wait until all its replicas and its supervisor have ended.
 
     Raises:
         StartError: there is no Ray, or nothing is served there.
@@ -105,7 +105,7 @@ def stop_cluster(address: str) -> None:
     asked_s = float("-inf")
     while True:
         try:
-            if time.monotonic() - asked_s > STOP_AGAIN_S:  # a supervisor that has ended meanwhile has forgotten it
+            if time.monotonic() - asked_s > STOP_AGAIN_S:  # a supervisor that was restarted doesn't know the order
                 ray.ask_order(actor, "stop")
                 asked_s = time.monotonic()
             ray.ask(actor, ANSWER_TIMEOUT_S)
@@ -151,7 +151,7 @@ def main() -> None:
 
 
 def _look(ray: RayClient) -> Announcement | Trouble | None:
-    """Where the supervisor is, or why nobody can tell; None: it is about to start, or its node can't be reached."""
+    """Where the supervisor is, or why it can't be found. None: it is about to start, or its node can't be reached."""
     if trouble := ray.head_trouble(HEAD_TIMEOUT_S):
         return Trouble(f"cluster: {trouble}")
     try:

@@ -1,4 +1,5 @@
-"""A gateway of a cluster: serves what the cluster's supervisor decides, and goes on while that one is gone."""
+"""A gateway of a cluster: serves the deployments that the cluster's supervisor decides on, also while the supervisor is
+gone."""
 
 from __future__ import annotations
 
@@ -42,13 +43,13 @@ logger = logging.getLogger("headwater")
 
 REPORT_EVERY_S: Final = 1.0
 SILENCE_S: Final = 4.0
-"""A supervisor from which nothing comes for so long is looked for anew."""
+"""Seconds without a message after which the connection to the supervisor is cut and opened again."""
 RETRY_S: Final = 0.5
 AWAY: Final = "its replicas can't be reached"
 
 
 class _Watch:
-    """One replica, as this gateway sees it."""
+    """A replica's reachability and resource use, as this gateway sees them."""
 
     def __init__(self, route: ReplicaRoute, tls: PeerTls | None, on_reach: Callable[[], None]) -> None:
         self.route = route
@@ -68,13 +69,13 @@ class _Watch:
 
 
 class Uplink:
-    """What this gateway knows of the cluster; see `headwater_server.supervisor.front.Backend`.
+    """The gateway's view of the cluster; see `headwater_server.supervisor.front.Backend`.
 
     Args:
-        found: where the supervisor is, again and again.
-        first: what came of it first.
-        workers: of this gateway.
-        tls: the cluster's.
+        found: yields where the supervisor is, whenever that changes.
+        first: the first result of ``found``.
+        workers: the number of this gateway's workers.
+        tls: the cluster's TLS.
         host: runs the tasks.
         control: talks to this gateway's workers.
         on_change: called when routes have changed.
@@ -107,25 +108,25 @@ class Uplink:
         self._control = control
         self._on_change = on_change
         self._trouble = ""
-        """Why the supervisor can't be found now."""
+        """Why the supervisor can't be found now; empty: it is known."""
         self._table = RoutingTable()
         self._is_known = asyncio.Event()
         self._watches: dict[str, _Watch] = {}
         self._heard_s = 0.0
         self._tasks: list[asyncio.Task[None]] = []
 
-    # As a Backend
+    # Methods of a Backend
 
     @property
     def is_decided(self) -> bool:
-        """Whether no deployment is about to start."""
+        """Whether the supervisor's table is known and no deployment in it is loading."""
         return bool(self._table.deployments) and all(one.state is not State.LOADING for one in self._table.deployments)
 
     def start(self) -> None:
-        """Nothing more: it has begun already."""
+        """Do nothing: `prepare` has started everything."""
 
     async def prepare(self) -> None:
-        """Listen to the supervisor, and wait for its first table."""
+        """Connect to the supervisor, and wait for its first table."""
         for work in (self._follow(), self._find(), self._report()):
             task = asyncio.create_task(work)
             task.add_done_callback(self._host.note_done)
@@ -137,7 +138,7 @@ class Uplink:
         stopping.cancel()
 
     async def end(self, is_hurried: Callable[[], bool]) -> None:
-        """Listen no longer."""
+        """Disconnect from the supervisor and the replicas."""
         self.link.leave()
         for task in (*self._tasks, *(one.task for one in self._watches.values())):
             task.cancel()
@@ -146,13 +147,14 @@ class Uplink:
         await self._found.aclose()
 
     def routes(self, workers: int) -> list[DeploymentRoute]:
-        """The supervisor's routes; replicas out of reach from here get nothing new, but keep what they have."""
+        """The supervisor's routes. Replicas that this gateway can't reach get no new requests, but keep their requests
+        in flight."""
         away = {id for id, one in self._watches.items() if not one.is_reachable}
         found = [_without(route, away) for route in self._table.deployments] if away else list(self._table.deployments)
         return [_troubled(route, self._trouble) for route in found] if self._trouble else found
 
     def replica_views(self) -> list[ReplicaView]:
-        """The replicas that serve."""
+        """Resource use of the replicas that have reported it."""
         return [
             ReplicaView(id.rpartition("-")[0], id, 0, use=one.use)
             for id, one in self._watches.items()
@@ -160,11 +162,11 @@ class Uplink:
         ]
 
     def problems(self) -> Iterable[Problem]:
-        """None: no replicas are started here."""
+        """Always empty: this machine starts no replicas for the gateway."""
         return ()
 
     def warnings(self) -> Iterable[Problem]:
-        """None: no replicas are started here."""
+        """Always empty: this machine starts no replicas for the gateway."""
         return ()
 
     async def answer(self, command: Command) -> CommandAnswer:
@@ -185,7 +187,7 @@ class Uplink:
         self._heard_s = asyncio.get_running_loop().time()
 
     async def _find(self) -> None:
-        """Note where the supervisor is, whenever that has changed, and why nobody can tell."""
+        """Follow the search for the supervisor: note where it is, or why it can't be found."""
         async for found in self._found:
             trouble = found.error if isinstance(found, Trouble) else ""
             if trouble != self._trouble:
@@ -197,7 +199,7 @@ class Uplink:
                 self._has_moved.set()
 
     async def _follow(self) -> None:
-        """Take the supervisor's tables; while it is gone, the last one stays."""
+        """Take the supervisor's tables. The last table stays valid while the supervisor is gone."""
         while True:
             where = self._where
             self._has_moved.clear()
@@ -220,7 +222,7 @@ class Uplink:
                 await within(RETRY_S, self._has_moved.wait())
 
     async def _cut_silent(self, writer: asyncio.StreamWriter, where: Announcement) -> None:
-        """Close the connection to a supervisor that is silent, or that another one has followed."""
+        """Close the connection to a supervisor that is silent, or that a later supervisor has replaced."""
         while self._where is where and asyncio.get_running_loop().time() - self._heard_s < SILENCE_S:  # noqa: ASYNC110
             await asyncio.sleep(RETRY_S)
         writer.transport.abort()
@@ -248,7 +250,7 @@ class Uplink:
 
 
 def _without(route: DeploymentRoute, away: set[str]) -> DeploymentRoute:
-    """A route that has some replicas only for what they have in flight."""
+    """A route in which the replicas out of reach only finish their requests in flight."""
     left = tuple(one for one in route.replicas if one.id not in away)
     if len(left) == len(route.replicas):
         return route
@@ -259,12 +261,12 @@ def _without(route: DeploymentRoute, away: set[str]) -> DeploymentRoute:
 
 
 def _troubled(route: DeploymentRoute, trouble: str) -> DeploymentRoute:
-    """A route that says what is wrong with the cluster."""
+    """A route with the cluster's trouble added to its shortage."""
     return msgspec.structs.replace(route, shortage="; ".join(filter(None, (route.shortage, trouble))))
 
 
 class ClusterGateway(Front):
-    """Serves what a cluster's supervisor decides, until a signal stops it or the cluster is stopped."""
+    """Serves a cluster's deployments, until a signal stops it or the cluster is stopped."""
 
     def __init__(
         self,
@@ -292,13 +294,13 @@ async def serve_gateway(
     flags: dict[str, object],
     on_serving: Callable[[str, list[tuple[str, Signature | None, str]]], None],
 ) -> int:
-    """Serve on this machine what a cluster serves. Returns the exit status.
+    """Serve a cluster's deployments on this machine. Returns the exit status.
 
     Args:
-        config: is served if nothing is yet; None: join what is served.
+        config: the configuration to serve if the cluster serves nothing yet; None: join the running cluster.
         user_paths: folders of the user's modules, for every replica's ``sys.path``.
-        address: of Ray's head, or ``auto``.
-        flags: the server's fields that differ here from those of the cluster's configuration.
+        address: address of Ray's head, or ``auto``.
+        flags: the server's fields that differ here from the cluster's configuration.
         on_serving: see `Front`.
 
     Raises:
@@ -336,7 +338,7 @@ async def serve_gateway(
 
 
 def joined(first: Announcement, address: str, flags: dict[str, object]) -> Config:
-    """The configuration of a gateway that joins: the cluster's, with what is different here."""
+    """The configuration of a gateway that joins: the cluster's, with this gateway's ``flags``."""
     config = Config.model_validate(
         {
             "server": {**first.server, **flags},

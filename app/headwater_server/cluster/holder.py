@@ -1,7 +1,8 @@
-"""The actor of Ray that holds one process of ours: it starts it where Ray places it, and ends with it.
+"""A Ray actor that holds a process of Headwater: it starts the process on the node that Ray chose, and the process ends
+with the actor.
 
-Ray's workers get this class by value, so this module must import nothing but the standard library, and Ray only where
-it is called. The process lives as long as its standard input is open: so it ends with the actor, however that ends.
+Ray's workers get this class by value, so this module imports only the standard library, and Ray only inside functions.
+The process runs as long as its standard input is open, so it ends when the actor does, however the actor ends.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ __all__ = ["Holder", "outlive_no_holder", "own_output", "read_spec", "write_spec
 
 FENCE_EVERY_S = 0.25
 END_TIMEOUT_S = 30.0
-"""How long the process may take to end after its standard input was closed."""
+"""Seconds that the process may take to end after its standard input was closed."""
 LENGTH_BYTES = 8
 PR_SET_PDEATHSIG = 1
 
 
 def read_spec(stream: IO[bytes]) -> bytes:
-    """What `Holder` was given for its process: the first thing on that process's standard input."""
-    # Not from a buffer, which would take what comes after it, too.
+    """Read the specification that `Holder` was given for its process: the first bytes on the process's standard
+    input."""
+    # Read from the descriptor: a buffered stream would also take the bytes behind the specification.
     return _read(stream.fileno(), int.from_bytes(_read(stream.fileno(), LENGTH_BYTES), "little"))
 
 
@@ -40,34 +42,36 @@ def _read(fd: int, size: int) -> bytes:
 
 
 def outlive_no_holder() -> None:
-    """See that this process notices the end of its holder even if it is stopped then: the kernel has it go on."""
+    """Have the kernel send SIGCONT when the holder dies, so that a stopped process still sees the end of its input and
+    exits."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
 
 
 def own_output() -> IO[str]:
-    """This process's standard output, for us alone: what libraries print goes to standard error from now on."""
+    """This process's standard output, reserved for Headwater: from now on libraries that print write to standard
+    error."""
     found = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return found
 
 
 def write_spec(stream: IO[bytes], spec: bytes) -> None:
-    """What `read_spec` reads."""
+    """Write a specification for `read_spec`."""
     stream.write(len(spec).to_bytes(LENGTH_BYTES, "little") + spec)
     stream.flush()
 
 
 class Holder:
-    """Starts a process, and fences it: it ends when this node's raylet does.
+    """Starts a process, and fences it: the process ends when this node's raylet does.
 
-    A raylet that is killed leaves its actors running, while Ray thinks that they are gone and starts others.
+    A raylet that is killed leaves its actors running, while Ray counts them as dead and starts replacements.
 
     Args:
-        command: the process's; its first line of output is what `said` returns.
-        spec: written to its standard input, see `read_spec`.
-        environment: variables that it gets besides those that Ray gives the actor, ``HEADWATER_NODE``, this node's
-            address, ``HEADWATER_NODE_ID``, and ``HEADWATER_RAY``, the address of Ray's head.
-        is_restarted: whether Ray starts the actor again if the process ends by itself with a status other than 0.
+        command: the process's command. `said` returns its first line of output.
+        spec: written to the process's standard input; see `read_spec`.
+        environment: variables for the process. It also gets the actor's variables, ``HEADWATER_NODE`` (this node's
+            address), ``HEADWATER_NODE_ID``, and ``HEADWATER_RAY`` (the address of Ray's head).
+        is_restarted: whether Ray restarts the actor if the process ends by itself with a status other than 0.
     """
 
     def __init__(self, command: list[str], spec: bytes, environment: dict[str, str], is_restarted: bool) -> None:
@@ -99,7 +103,7 @@ class Holder:
         threading.Thread(target=self._fence, daemon=True).start()
 
     def said(self) -> str:
-        """The process's first line; empty: it has ended before it said anything."""
+        """The process's first line of output; empty: it ended before it wrote a line."""
         self._has_said.wait()
         return self._first.decode().strip()
 
@@ -127,7 +131,7 @@ class Holder:
         os._exit(1)
 
     def _end(self, status: int) -> None:
-        """End the actor; Ray does not start one again that is killed so."""
+        """End the actor. Ray does not restart an actor that is killed with ``no_restart``."""
         import ray
 
         if status == 0 or not self._is_restarted:

@@ -1,4 +1,4 @@
-"""What an agent, a supervisor and gateways tell each other, one JSON message per line on an agent's port."""
+"""Messages between an agent, a supervisor and gateways: one JSON object per line, on an agent's port."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ from headwater_server.control.routing import ReplicaRoute
 __all__ = ["AGENT", "BEAT_S", "LISTENER", "Adapters", "Ask", "Beat", "Hello", "Order", "Said", "State", "encode"]
 
 BEAT_S: Final = 1.0
-"""How often an agent gives a sign of life."""
+"""Seconds between an agent's signs of life."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """The first message of whoever connects to an agent."""
+    """The first message from a client that connects to an agent."""
 
     epoch: int = 0
-    """The supervisor's; 0: a gateway, which only listens. An agent obeys the greatest that it has seen."""
+    """The supervisor's epoch; 0: a gateway, which only listens. An agent obeys only the greatest epoch that it has
+    seen."""
     token: str = ""
-    """What an agent and its supervisors know; gateways have none."""
+    """Secret that an agent shares with its supervisors. Gateways don't have it."""
 
 
 class Order(msgspec.Struct, frozen=True, tag="order"):
-    """What the supervisor wants of a replica: ``stop`` or ``kill``."""
+    """The supervisor's order to a replica: ``stop`` or ``kill``."""
 
     what: str
 
 
 class Adapters(msgspec.Struct, frozen=True, tag="adapters"):
-    """The adapters that the supervisor has given the replica, for a later supervisor."""
+    """The adapters that the supervisor has given the replica, stored for a later supervisor."""
 
     adapters: dict[str, str]
 
@@ -49,26 +50,26 @@ class Said(msgspec.Struct, frozen=True, tag="said"):
 
     number: int
     status: int = 0
-    """0: there was none."""
+    """HTTP status; 0: there was no answer."""
     text: str = ""
 
 
 class State(msgspec.Struct, frozen=True, tag="state"):
-    """Everything about a replica, sent at first and whenever anything changes."""
+    """Everything about a replica, sent on connecting and whenever a field changes."""
 
     route: ReplicaRoute
     deployment: bytes = b""
-    """A digest of what it was started with."""
+    """Digest of the deployment that the replica was started with."""
     name: str = ""
     node: str = ""
-    """The id of its machine in Ray."""
+    """Ray's id of the replica's machine."""
     stage: str = ""
     is_ready: bool = False
     is_ending: bool = False
     has_exited: bool = False
-    """Nothing of it runs any more."""
+    """Whether all processes of the replica have ended."""
     is_let_go: bool = False
-    """Whether it ends because its actor did, with its raylet or by Ray: the replica itself did nothing wrong."""
+    """Whether the replica ends because its actor did, with its raylet or by Ray's decision: no fault of the replica."""
     signature: dict[str, Any] | None = None
     facts: dict[str, str] = {}
     adapters: dict[str, str] = {}
@@ -79,13 +80,13 @@ class State(msgspec.Struct, frozen=True, tag="state"):
     account: str = ""
     cause: str = ""
     leftovers: list[str] = []
-    """What remains of it, once it has exited."""
+    """Parts of the replica that remain after it has exited."""
     is_stale: bool = False
-    """To a supervisor that another one has followed: it is not obeyed."""
+    """Sent to a supervisor that a later supervisor has replaced: the agent does not obey it."""
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat"):
-    """A sign of life, with what the replica's processes use."""
+    """A sign of life, with the resources that the replica's processes use."""
 
     threads: int = 0
     resident_bytes: int = 0
@@ -98,5 +99,5 @@ LISTENER: Final = msgspec.json.Decoder(Hello | Order | Adapters | Ask)
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    """A message as a line."""
+    """Encode a message as a line."""
     return msgspec.json.encode(message) + b"\n"

@@ -1,4 +1,4 @@
-"""The machines that Ray has, and which of them a replica should be on."""
+"""The machines in Ray's cluster, and the choice of a machine for a replica."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ class Node(NamedTuple):
 
     id: str
     resources: Mapping[str, float]
-    """What it has, by Ray's names."""
+    """Resources of the machine, by Ray's names."""
     free: Mapping[str, float]
-    """What of it nobody has reserved, as far as Ray knows."""
+    """Unreserved resources, as far as Ray knows."""
     labels: Mapping[str, str]
     address: str = ""
-    """Of its raylet, ``HOST:PORT``."""
+    """Address of the machine's raylet, ``HOST:PORT``."""
 
 
 def needs(placement: NodePlacement, memory: int | None) -> dict[str, float]:
-    """What a replica reserves, by Ray's names.
+    """The resources that a replica reserves, by Ray's names.
 
     Args:
-        placement: the deployment's.
-        memory: the deployment's, in bytes; with GPUs it is theirs.
+        placement: the deployment's placement.
+        memory: the deployment's memory per replica, in bytes. With GPUs this is GPU memory, which Ray does not reserve.
     """
     found = {"GPU": placement.gpus, "CPU": placement.cpus}
     return found if memory is None or placement.gpus else {**found, "memory": memory}
@@ -44,14 +44,14 @@ def choose(
     own: Mapping[str, int],
     reserved: Mapping[str, Iterable[Mapping[str, float]]],
 ) -> str:
-    """The id of the machine for a replica; empty: none has what it takes now.
+    """The id of the machine for a replica; empty: no machine has the resources now.
 
     Args:
-        placement: the deployment's.
+        placement: the deployment's placement.
         memory: see `needs`.
-        nodes: those that are alive.
-        own: how many replicas of the deployment each machine has.
-        reserved: what each replica of any deployment reserves, by machine: Ray may not know of the newest yet.
+        nodes: the machines that are alive.
+        own: the number of the deployment's replicas on each machine.
+        reserved: the reservations of each deployment's replicas, by machine. Ray may not know the newest of them yet.
     """
     takes = needs(placement, memory)
 
@@ -73,7 +73,7 @@ def choose(
 
 
 def shortage(placement: NodePlacement, nodes: Sequence[Node]) -> str:
-    """Why none of these machines can have a replica even if it is empty; empty text: one can.
+    """Why no machine could have a replica even if it were empty; empty text: a machine could.
 
     Label selectors other than plain values are left to Ray.
     """
@@ -94,7 +94,7 @@ def shortage(placement: NodePlacement, nodes: Sequence[Node]) -> str:
 
 
 def _is_selected(label: str | None, selector: str) -> bool:
-    """Whether Ray's selector takes a label: ``a``, ``!a``, ``in(a,b)`` or ``!in(a,b)``."""
+    """Whether a label matches Ray's selector: ``a``, ``!a``, ``in(a,b)`` or ``!in(a,b)``."""
     bare = selector.removeprefix("!")
     values = bare[3:-1].split(",") if bare.startswith("in(") else [bare]
     return (label in {value.strip() for value in values}) is (bare == selector)

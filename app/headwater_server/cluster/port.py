@@ -1,11 +1,12 @@
-"""A replica's port: where gateway workers on any machine reach a replica whose sockets are on this one.
+"""A replica's port: the address at which gateway workers on any machine reach a replica whose sockets are on this
+machine.
 
 ``POST /v2/models/NAME/infer`` with the replica's token goes to its Triton. With ``Headwater-Segment: INPUT_BYTES
-SIZE_BYTES`` the body begins with so many bytes for a segment of this machine (`headwater.wire.shared_memory`), and what
-the replica left there follows Triton's answer. ``POST /segment`` has only those bytes, for a call over gRPC, and is
-answered with the segment's path. gRPC is relayed byte by byte; Triton checks its token. To a vLLM those requests are
-relayed that gateways have, each with the token.
-``GET /control`` is answered with 101, and then is whatever both sides make of it.
+SIZE_BYTES`` the body begins with INPUT_BYTES bytes for a segment of this machine (`headwater.wire.shared_memory`), and
+the bytes that the replica left in the segment follow Triton's answer. ``POST /segment`` has only the segment's bytes,
+for a call over gRPC, and is answered with the segment's path. gRPC is relayed byte by byte; Triton checks its token.
+The requests that gateways send to a vLLM are relayed after a check of each token. ``GET /control`` is answered with
+101; after that `OnControl` handles the connection.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ __all__ = ["OnControl", "Port"]
 logger = logging.getLogger("headwater.port")
 
 MOST_CONNECTIONS: Final = 1024
-"""At once, those whose TLS is still being agreed on included."""
+"""Limit of connections at once, including those still in a TLS handshake."""
 ACCEPT_RETRY_S: Final = 0.1
-"""The pause after a connection could not be accepted, for want of files for instance."""
+"""Seconds to pause after a connection could not be accepted, for example because there are too many open files."""
 _SWITCHED: Final = b"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: headwater-control\r\n\r\n"
 _FULL: Final = Refusal("503 Service Unavailable", "connections: the replica has too many", unsent=True)
 
@@ -41,14 +42,14 @@ OnControl = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[Non
 
 
 class Port:
-    """One replica's port.
+    """A replica's port.
 
     Args:
-        name: the deployment's, which is the model's in Triton.
+        name: the deployment's name, which is the model's name in Triton.
         route: the replica's id and token, and the addresses of its unix sockets.
-        is_vllm: whether it is a vLLM.
-        tls: the cluster's; None: plain text, on a loopback address only.
-        on_control: speaks on a connection that asked for ``/control`` with the token; it is closed afterwards.
+        is_vllm: whether the replica is a vLLM.
+        tls: the cluster's TLS; None: plain text, on a loopback address only.
+        on_control: handles a connection that asked for ``/control`` with the token; the port closes it afterwards.
     """
 
     def __init__(
@@ -77,11 +78,11 @@ class Port:
 
         Args:
             host: an address of this machine.
-            port: 0: any.
+            port: the TCP port; 0: any free port.
 
         Raises:
-            OSError: it can't be listened on.
-            ConfigError: others could reach it, and there is no TLS.
+            OSError: the address can't be listened on.
+            ConfigError: other machines could reach the address, and there is no TLS.
         """
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
         family, _, _, _, address = found[0]
@@ -97,7 +98,7 @@ class Port:
         return f"[{host}]:{number}" if family == socket.AF_INET6 else f"{host}:{number}"
 
     async def close(self) -> None:
-        """End all connections, and listen no longer."""
+        """End all connections, and stop listening."""
         if self._listener is not None:
             asyncio.get_running_loop().remove_reader(self._listener)
             self._listener.close()
@@ -117,13 +118,13 @@ class Port:
         return self._tls is None or self._tls.is_peer(transport.get_extra_info("peercert"))
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine to its end, or to the port's."""
+        """Run a coroutine until it ends or the port closes."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     def control(self, transport: asyncio.Transport, first: bytes) -> None:
-        """Take over a connection for control."""
+        """Take over a connection to ``/control``."""
         reader = asyncio.StreamReader()
         protocol = asyncio.StreamReaderProtocol(reader)
         transport.set_protocol(protocol)
@@ -137,7 +138,7 @@ class Port:
         try:
             await self._on_control(reader, writer)
         except ConnectionError:
-            pass  # its other side has gone
+            pass  # the other side has gone
         except Exception:
             logger.exception("%s: a connection for control failed", self.route.id)
         finally:
@@ -151,7 +152,7 @@ class Port:
         try:
             found, _ = listener.accept()
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-            return  # its other side has gone
+            return  # the other side has gone
         except OSError as error:
             logger.warning("%s: can't accept a connection: %s", self.route.id, error)
             loop = asyncio.get_running_loop()
@@ -177,7 +178,7 @@ class Port:
                 lambda: PortConnection(self), found, ssl=tls, ssl_handshake_timeout=timeout_s
             )
             keep_alive(transport)
-        except OSError as error:  # TLS's errors are, too
+        except OSError as error:  # TLS errors are OSErrors, too
             logger.info("%s: refused a connection: %s", self.route.id, error)
             found.close()
         self._opening.discard(found)

@@ -1,7 +1,8 @@
-"""All that is asked of Ray. Each call may take long, so all of them run in threads.
+"""All calls of Ray. Each call may take long, so all of them run in threads.
 
-Of Ray's private parts it uses what Ray Serve does, too: `ray.experimental.internal_kv`, the key-value store, and
-`ray._private.state.available_resources_per_node`; tests/app/cluster/test_ray_client.py names the functions.
+Of Ray's private parts it uses only `ray.experimental.internal_kv`, the key-value store, and
+`ray._private.state.available_resources_per_node`, as Ray Serve does; tests/app/cluster/test_ray_client.py names the
+functions.
 """
 
 from __future__ import annotations
@@ -26,24 +27,24 @@ __all__ = ["PREFIX", "ActorGone", "RayClient"]
 logger = logging.getLogger("headwater")
 
 PREFIX: Final = "replica:"
-"""Begins the name of a replica's actor; its id follows."""
+"""Prefix of the name of a replica's actor; the replica's id follows."""
 NAMESPACE: Final = "headwater"
 ORDER_TIMEOUT_S: Final = 5.0
 CONNECT_TIMEOUT_S: Final = 30.0
 ANSWER_TIMEOUT_S: Final = 1.0
 THREADS: Final = 32
-"""Calls of Ray at once."""
+"""Limit of calls of Ray at once."""
 
 
 class ActorGone(Exception):
-    """An actor has ended, and won't come back."""
+    """An actor has ended for good."""
 
 
 class RayClient:
     """A connection to Ray.
 
     Args:
-        address: of Ray's head, or ``auto``.
+        address: address of Ray's head, or ``auto``.
 
     Raises:
         StartError: there is no Ray, or it can't be reached.
@@ -61,10 +62,10 @@ class RayClient:
         self._threads = ThreadPoolExecutor(THREADS, "ray")
         self._asked_head: Future[object] | None = None
         self.head = str(ray.get_runtime_context().gcs_address)
-        """The address of Ray's head."""
+        """Address of Ray's head."""
 
     def close(self) -> None:
-        """End the connection; detached actors go on."""
+        """End the connection; detached actors keep running."""
         self._ray.shutdown()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
@@ -74,7 +75,7 @@ class RayClient:
         return str(self._ray.util.get_node_ip_address())
 
     def _connect(self, address: str) -> None:
-        """As `ray.init`, which waits for a head that is gone without end and without a word."""
+        """Call `ray.init` with a time limit. By itself it waits forever and silently for a head that is gone."""
         done: Future[None] = Future()
 
         def connect() -> None:
@@ -87,7 +88,7 @@ class RayClient:
             except Exception as error:
                 done.set_exception(error)
 
-        # It says otherwise that only a main thread can handle SIGTERM.
+        # Ray would log that only a main thread can handle SIGTERM.
         logging.getLogger("ray._private.worker").setLevel(logging.ERROR)
         threading.Thread(target=connect, daemon=True).start()
         try:
@@ -103,9 +104,9 @@ class RayClient:
             ) from error
 
     def head_trouble(self, timeout_s: float) -> str:
-        """What is wrong with Ray's head, empty if it answers within this time.
+        """What is wrong with Ray's head; empty: it answered within the timeout.
 
-        A call that it hasn't answered yet goes on, and counts the next time.
+        A call that is still unanswered stays pending, and the next check waits for the same call.
         """
         if self._asked_head is None or self._asked_head.done():
             self._asked_head = self._threads.submit(self._kv("_internal_kv_get"), b"", NAMESPACE.encode())
@@ -139,17 +140,17 @@ class RayClient:
         memory: int | None,
         node: str = "",
     ) -> Any:
-        """Have an actor placed that holds a process of a replica, and return it; it may still wait for its place.
+        """Start an actor that holds a replica's process, and return the actor. It may still wait for Ray to place it.
 
         Args:
-            name: the actor's.
-            command: see `Holder`, as for the next two.
-            spec: see there.
-            environment: see there.
-            placement: the deployment's.
+            name: the actor's name.
+            command: see `Holder`.
+            spec: see `Holder`.
+            environment: see `Holder`.
+            placement: the deployment's placement.
             memory: see `needs`.
-            node: the id of the machine that it should be on; empty: Ray chooses. Where that machine has no capacity,
-                the actor waits for it, and Ray's autoscaler starts no other.
+            node: the id of the preferred machine; empty: Ray chooses. If that machine has no capacity, the actor waits
+                for it, and Ray's autoscaler starts no other machine.
         """
         takes = needs(placement, memory)
         options: dict[str, Any] = {"num_gpus": takes.pop("GPU"), "num_cpus": takes.pop("CPU"), "max_restarts": 0}
@@ -164,7 +165,7 @@ class RayClient:
         return await self._call(self._start, name, list(command), spec, dict(environment), options)
 
     def start_supervisor(self, name: str, command: Sequence[str], spec: bytes, environment: Mapping[str, str]) -> Any:
-        """Have an actor started that holds the supervisor, or find the one that there is."""
+        """Start an actor that holds the supervisor, or find the existing actor."""
         options = {"num_cpus": 0, "max_restarts": -1, "get_if_exists": True}
         return self._start(name, list(command), spec, dict(environment), options)
 
@@ -180,7 +181,7 @@ class RayClient:
         """The actor of this name.
 
         Raises:
-            ActorGone: there is none.
+            ActorGone: no actor has this name.
         """
         try:
             return self._ray.get_actor(name)
@@ -188,7 +189,7 @@ class RayClient:
             raise ActorGone(name) from error
 
     async def replicas(self) -> dict[str, Any]:
-        """The actors of replicas, by name."""
+        """The replicas' actors, by name."""
 
         def look() -> dict[str, Any]:
             found = {}
@@ -196,7 +197,7 @@ class RayClient:
                 if name.startswith(PREFIX):
                     try:
                         found[name] = self._ray.get_actor(name)
-                    except ValueError:  # it has ended
+                    except ValueError:  # the actor has ended
                         continue
             return found
 
@@ -204,18 +205,19 @@ class RayClient:
         return found
 
     async def said(self, actor: Any) -> str:
-        """What the process that an actor holds says first, once it does. No thread waits for that.
+        """Wait for the first line that the actor's process writes. No thread waits meanwhile.
 
         Raises:
             ActorGone: the actor has ended.
-            TimeoutError: it can't be reached now.
+            TimeoutError: the actor can't be reached now.
         """
         reference = await self._call(actor.said.remote)
         with self._translated():
             return str(await asyncio.wrap_future(reference.future()))
 
     def ask(self, actor: Any, timeout_s: float) -> str:
-        """As `said`, in the calling thread, for so long at most."""
+        """Wait for the first line of the actor's process (see `said`) in the calling thread, for at most
+        ``timeout_s``."""
         with self._translated():
             return str(self._ray.get(actor.said.remote(), timeout=timeout_s))
 
@@ -237,7 +239,7 @@ class RayClient:
             self._ray.get(actor.order.remote(line), timeout=ORDER_TIMEOUT_S)
 
     async def kill(self, actor: Any) -> None:
-        """End an actor, and with it its process; best effort."""
+        """End an actor, and its process with it; best effort."""
 
         def kill() -> None:
             try:
@@ -248,7 +250,7 @@ class RayClient:
         await self._call(kill)
 
     async def node_addresses(self) -> set[str]:
-        """The machines that Ray has."""
+        """The addresses of the machines that are alive."""
         return {str(node["NodeManagerAddress"]) for node in await self._call(self._ray.nodes) if node["Alive"]}
 
     async def nodes(self) -> list[Node]:
@@ -265,7 +267,7 @@ class RayClient:
                     f"{one['NodeManagerAddress']}:{one['NodeManagerPort']}",
                 )
                 for one in self._ray.nodes()
-                if one["Alive"] and (id := one["NodeID"])  # one that has just come may not be in `free` yet
+                if one["Alive"] and (id := one["NodeID"])  # a new machine may not be in `free` yet
             ]
 
         found: list[Node] = await self._call(look)
@@ -273,7 +275,8 @@ class RayClient:
 
     @staticmethod
     async def answers(node: Node) -> bool:
-        """Whether a machine's raylet can be connected to, which shows sooner than Ray says that a machine is gone."""
+        """Whether a machine's raylet accepts connections. A failure shows that a machine is gone before Ray reports
+        it."""
         host, _, port = node.address.rpartition(":")
         try:
             _, writer = await asyncio.wait_for(asyncio.open_connection(host.strip("[]"), int(port)), ANSWER_TIMEOUT_S)
@@ -283,7 +286,8 @@ class RayClient:
         return True
 
     async def look(self, placement: NodePlacement, memory: int | None) -> tuple[str, bool]:
-        """Why no machine that Ray has can ever have a replica, empty if some can; and whether one has room for it."""
+        """Why no machine of Ray's can ever have a replica (empty: a machine can); and whether a machine has capacity
+        for it now."""
         nodes = await self.nodes()
         return shortage(placement, nodes), bool(choose(placement, memory, nodes, {}, {}))
 

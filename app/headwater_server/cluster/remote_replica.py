@@ -1,4 +1,4 @@
-"""A replica that Ray has placed on a node, as the supervisor sees it."""
+"""A replica that Ray has placed on a node, from the supervisor's side."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ __all__ = ["Context", "RemoteReplica"]
 logger = logging.getLogger("headwater")
 
 OUT_OF_REACH_S: Final = 10.0
-"""A replica that can't be reached for so long counts as lost."""
+"""Seconds out of reach after which a replica counts as lost."""
 RETRY_S: Final = 1.0
 PLACE_LOOK_S: Final = 5.0
-"""How often to look why a replica has no place."""
+"""Seconds between checks of why a replica is not placed."""
 PLACE_AGAIN_S: Final = 60.0
-"""How long Ray may leave a replica without a place while the node that was chosen for it, or another, should have room
-for it; then it is asked anew."""
+"""Seconds that Ray may leave a replica unplaced although its chosen node, or another node, should have capacity. Then
+the replica's actor is started anew."""
 
 
 class Context:
-    """What all remote replicas of a supervisor share.
+    """State that all remote replicas of a supervisor share.
 
     Args:
         ray: the connection to Ray.
-        epoch: the supervisor's.
-        tls: the cluster's.
-        on_reach: called when a replica gets out of reach, or back.
-        on_stale: called when an agent says that another supervisor has followed this one.
+        epoch: the supervisor's epoch.
+        tls: the cluster's TLS.
+        on_reach: called when a replica gets out of reach, or in reach again.
+        on_stale: called when an agent says that a later supervisor has replaced this supervisor.
     """
 
     def __init__(
@@ -59,14 +59,14 @@ class Context:
 
 
 class RemoteReplica:
-    """Follows one replica to its end; see `headwater_server.supervisor.handle.ReplicaHandle`.
+    """Follows a replica to its end; see `headwater_server.supervisor.handle.ReplicaHandle`.
 
     Args:
-        id: unique among all replicas ever.
-        device: what it was placed on.
-        adapters: what it is started with.
-        takes: what it reserves of its node, by Ray's names.
-        context: see there.
+        id: unique among all replicas, past ones included.
+        device: the device that it was placed on.
+        adapters: the adapters that it is started with.
+        takes: the resources that it reserves on its node, by Ray's names.
+        context: see `Context`.
         on_progress: called with each stage of the start.
     """
 
@@ -85,9 +85,9 @@ class RemoteReplica:
         self.device = device
         self.takes = takes
         self.node = ""
-        """The id of the node that it is on, or that was chosen for it; empty: none yet."""
+        """Id of the node that the replica is on, or that was chosen for it; empty: no node yet."""
         self.has_hung = False
-        """Whether it was given up because its node didn't answer."""
+        """Whether the replica was given up because its node didn't answer."""
         self._adapters = adapters
         self.signature: Signature | None = None
         self.facts: dict[str, str] = {}
@@ -98,30 +98,31 @@ class RemoteReplica:
         self.ending = asyncio.Event()
         self.exited: asyncio.Future[None]
         self.is_reachable = True
-        self.is_cut_off = False  # its agent watches the folder
+        self.is_cut_off = False  # the agent watches the folder
         self.state: State | None = None
-        """What its agent said last."""
+        """The agent's last state."""
         self.heard = asyncio.Event()
-        """Set once its agent has said something, or it is known to end."""
+        """Set once the agent has sent a state, or the replica is known to end."""
         self._context = context
         self._on_progress = on_progress
         self._actor: Any = None
         self._link: AgentLink | None = None
         self._use = GroupUse()
         self._ordered = ""
-        """What was ordered: nothing, ``stop`` or ``kill``."""
+        """The last order: empty, ``stop`` or ``kill``."""
         self._killed = asyncio.Event()
         self._placed = asyncio.Event()
         self._leftovers: list[str] = []
         self._missing = ""
-        """Why no node can have it; empty: some can."""
+        """Why no node can have the replica; empty: a node can."""
 
     async def follow(self, place: Callable[[bool], Any], look: Callable[[], Any]) -> None:
-        """Wait for its place, follow it to its end, and see that its actor is gone.
+        """Wait until the replica is placed, follow it to its end, and then end its actor.
 
         Args:
-            place: awaited for the actor; given whether to choose a node for it, and note that in `node`.
-            look: awaited for why no node can ever have it, and whether one has room for it now.
+            place: starts the actor and returns it. If its argument is true, it first chooses a node, and notes it in
+                `node`.
+            look: returns why no node can ever have the replica, and whether a node has capacity for it now.
         """
         try:
             self._actor = await place(True)
@@ -130,9 +131,9 @@ class RemoteReplica:
                 await self._listen(*said.split())
         except ActorGone as error:
             self.mark_ending(f"its actor has ended: {error}")
-        except Exception as error:  # Ray's own, of whatever kind; the replica set tries again
+        except Exception as error:  # any error of Ray's; the replica set tries again
             self.mark_ending(f"Ray could not run it: {(str(error).strip() or repr(error)).splitlines()[0]}")
-        # Not if this is cancelled: the replica is for the next supervisor then.
+        # A cancellation skips this: the replica is left for the next supervisor.
         self.mark_ending("it was stopped" if self._ordered else "its node is gone")
         if self._actor is not None:
             await self._context.ray.kill(self._actor)
@@ -170,7 +171,7 @@ class RemoteReplica:
         return state is None or state.is_let_go or not (state.is_ending or state.has_exited)
 
     def mark_ending(self, reason: str = "") -> None:
-        """Note that it can no longer be used; a reason that is known already stays."""
+        """Note that the replica can no longer be used; a reason that is known already stays."""
         self.reason = self.reason or reason
         self.ending.set()
         self.heard.set()
@@ -203,7 +204,7 @@ class RemoteReplica:
         return self.state.route
 
     async def use(self) -> GroupUse:
-        """See `ReplicaHandle.use`: as its agent said last."""
+        """See `ReplicaHandle.use`. Returns the agent's last report."""
         return GroupUse() if self.exited.done() else self._use
 
     async def remains(self) -> list[str]:
@@ -220,12 +221,12 @@ class RemoteReplica:
         return await self._link.ask_vllm(url, body, timeout_s)
 
     async def _said(self, place: Callable[[bool], Any], look: Callable[[], Any]) -> str:
-        """Wait until its agent has opened its port, and says where; empty: it was killed before."""
+        """Wait until the agent has opened its port, and return its first line. Empty: the replica was killed before."""
         ray, loop = self._context.ray, asyncio.get_running_loop()
         killed = asyncio.create_task(self._killed.wait())
         asking = asyncio.create_task(ray.said(self._actor))
         due_s: float | None = None
-        """Since when it should have had a place."""
+        """Time since which the replica should have been placed."""
         try:
             while not killed.done():
                 await asyncio.wait({asking, killed}, timeout=PLACE_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
@@ -233,7 +234,7 @@ class RemoteReplica:
                     await asyncio.sleep(RETRY_S)
                     asking = asyncio.create_task(ray.said(self._actor))
                 elif asking.done():
-                    self._placed.set()  # what fails from now on is no lack of capacity
+                    self._placed.set()  # a later failure is no lack of capacity
                     self._missing = ""
                     if not (said := asking.result()):
                         raise ActorGone("its agent ended before it had opened its port; see Ray's log of the actor")
@@ -249,7 +250,8 @@ class RemoteReplica:
                         asking.cancel()
                         await ray.kill(self._actor)
                         self.node = ""
-                        # Without room nothing is chosen: only what may be placed anywhere makes Ray's autoscaler act.
+                        # With no capacity anywhere no node is chosen: Ray's autoscaler acts only on actors without an
+                        # affinity.
                         self._actor = await place(has_room)
                         asking, due_s = asyncio.create_task(ray.said(self._actor)), None
         finally:
@@ -258,7 +260,7 @@ class RemoteReplica:
         return ""
 
     async def _listen(self, address: str, token: str, order_token: str) -> None:
-        """Listen to its agent until nothing of the replica runs any more, or it counts as lost."""
+        """Follow the agent until the replica's processes have all ended, or the replica counts as lost."""
         context = self._context
         link = self._link = AgentLink(
             address, token, context.epoch, context.tls, order_token=order_token,
@@ -285,13 +287,13 @@ class RemoteReplica:
     def _order(self, what: str) -> None:
         if self._ordered != "kill":
             self._ordered = what
-        if self._link is None:  # it has no place yet
+        if self._link is None:  # it is not placed yet
             self._killed.set()
         else:
             self._link.tell(Order(self._ordered))
 
     def _repeat(self) -> None:
-        """Give the last order again, which may have been lost with the connection before."""
+        """Repeat the last order, which may have been lost with the previous connection."""
         if self._ordered and self._link is not None:
             self._link.tell(Order(self._ordered))
 
@@ -300,9 +302,9 @@ class RemoteReplica:
             self._context.on_stale()
             return
         before, self.state = self.state, state
-        if before is None:  # later ones are only what was set here
+        if before is None:  # later states only repeat the adapters set here
             self._adapters = state.adapters
-        elif state.adapters != self._adapters and self._link is not None:  # it has not been told, or not heard it
+        elif state.adapters != self._adapters and self._link is not None:  # the agent has missed the change
             self._link.tell(Adapters(self._adapters))
         self.node = state.node
         self.facts = state.facts

@@ -1,4 +1,4 @@
-"""The head of a request to a replica's port: strictly read, since only our own clients send any."""
+"""The head of a request to a replica's port. It is parsed strictly, since only Headwater's clients send requests."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _PAIR: Final = re.compile(r"([0-9]{1,15}) ([0-9]{1,15})")
 
 
 class Refusal(Exception):
-    """Why a request is refused.
+    """The refusal of a request.
 
     Args:
-        status: of the answer, with its reason phrase.
-        message: of the error.
+        status: the answer's status and reason phrase.
+        message: the error message.
         unsent: whether another replica should get the request.
     """
 
@@ -32,7 +32,7 @@ class Refusal(Exception):
         self.unsent = unsent
 
     def encoded(self) -> bytes:
-        """The whole answer. A message has nothing of the request, so it needs no escapes."""
+        """The whole answer. The message contains no text from the request, so it needs no escapes."""
         body = f'{{"error":"{self.message}"}}'
         unsent = f"{UNSENT_HEADER.decode()}: 1\r\n" if self.unsent else ""
         head = f"HTTP/1.1 {self.status}\r\nContent-Type: application/json\r\nConnection: close\r\n{unsent}"
@@ -40,13 +40,13 @@ class Refusal(Exception):
 
 
 class RequestHead:
-    """One head.
+    """The head of a request.
 
     Args:
-        raw: its bytes, without the empty line at the end.
+        raw: the head's bytes, without the empty line at the end.
 
     Raises:
-        Refusal: it is no head.
+        Refusal: the bytes are no valid head.
     """
 
     def __init__(self, raw: bytes) -> None:
@@ -66,7 +66,7 @@ class RequestHead:
             self._headers[name] = header[2].decode("latin-1").strip(" \t")
 
     def header(self, name: str) -> str:
-        """A header's value; empty: there is none."""
+        """A header's value; empty: the request doesn't have it."""
         return self._headers.get(name, "")
 
     @property
@@ -74,7 +74,7 @@ class RequestHead:
         """The body's length.
 
         Raises:
-            Refusal: the framing is another.
+            Refusal: the length is not given by Content-Length alone.
         """
         if "transfer-encoding" in self._headers or "expect" in self._headers or "upgrade" in self._headers:
             raise _bad("headers: expected Content-Length only, got Transfer-Encoding, Expect or Upgrade")
@@ -82,19 +82,19 @@ class RequestHead:
 
     @property
     def json_length(self) -> int:
-        """The length of the JSON in the body; without the header, all of the body.
+        """The length of the JSON in the body; without the header, the whole body's length.
 
         Raises:
-            Refusal: the header has no number.
+            Refusal: the header is no number.
         """
         return self._number("inference-header-content-length", str(self.length))
 
     @property
     def segment(self) -> tuple[int, int] | None:
-        """The bytes of the segment's inputs, which begin the body, and of the segment; None: there is none.
+        """The length of the segment's inputs, which begin the body, and the segment's size; None: there is no segment.
 
         Raises:
-            Refusal: the header has no two numbers.
+            Refusal: the header is not two numbers.
         """
         text = self._headers.get("headwater-segment")
         if text is None:

@@ -1,9 +1,9 @@
-"""The supervisor of a cluster: decides what replicas there should be, has Ray place them, and tells all gateways.
+"""The supervisor of a cluster: decides which replicas there should be, has Ray place them, and informs all gateways.
 
-Run by `headwater_server.cluster.holder` as ``python -m headwater_server.cluster.supervisor``, with a `SupervisorSpec`
-on its standard input. Its first line of output is an `Announcement`, once it has taken over what an earlier supervisor
-left. It ends at once when its standard input does, and leaves the replicas to the next; after the line ``stop`` it ends
-them, too.
+`headwater_server.cluster.holder` runs it as ``python -m headwater_server.cluster.supervisor``, with a `SupervisorSpec`
+on its standard input. Its first line of output is an `Announcement`, written after it has adopted the replicas of an
+earlier supervisor. When its standard input ends, it ends at once and leaves the replicas to the next supervisor. After
+the line ``stop`` it ends the replicas, too.
 """
 
 from __future__ import annotations
@@ -51,33 +51,34 @@ logger = logging.getLogger("headwater")
 DESIRED, EPOCH = "desired", "epoch"
 """Keys in Ray's storage."""
 STARTS: Final = 64
-"""Replicas that start at once, on all nodes together."""
+"""Limit of replicas that start at once, on all nodes together."""
 PING_EVERY_S: Final = 1.0
 HUNG_S: Final = 60.0
-"""How long no replica is placed on a node that didn't answer: by then Ray has noticed, or it answers again."""
+"""Seconds that no replica is placed on a node that didn't answer. By then Ray has noticed the node's end, or the node
+answers again."""
 RECONCILE_EVERY_S: Final = 30.0
-"""How often to look for replicas that nobody has, such as those of a node that came back."""
+"""Seconds between searches for replicas that no supervisor follows, such as replicas on a node that came back."""
 HEAD_TIMEOUT_S: Final = 3.0
-"""How long Ray's head may take to answer before it counts as gone."""
+"""Seconds without an answer after which Ray's head counts as gone."""
 ADOPT_TIMEOUT_S: Final = 6.0
-"""How long a replica that an earlier supervisor had may take to say how it is."""
+"""Seconds that a replica of an earlier supervisor may take to report its state."""
 GATEWAYS_DRAIN_S: Final = 5.0
-"""How much longer than their own time gateways may take to end when all is stopped."""
+"""Seconds that gateways may take to end beyond their shutdown timeout, when everything is stopped."""
 
 
 class SupervisorSpec(NamedTuple):
-    """What the supervisor is started with."""
+    """Everything that the supervisor is started with."""
 
     config: Config
     user_paths: tuple[str, ...]
 
     def encoded(self) -> bytes:
-        """As JSON."""
+        """Encode as JSON."""
         return json.dumps({"config": config_content(self.config), "user_paths": self.user_paths}).encode()
 
     @classmethod
     def decoded(cls, raw: bytes) -> SupervisorSpec:
-        """From JSON."""
+        """Decode from JSON."""
         found = json.loads(raw)
         return cls(_config(found["config"]), tuple(found["user_paths"]))
 
@@ -87,34 +88,35 @@ def _config(found: Any) -> Config:
 
 
 class Announcement(msgspec.Struct, frozen=True):
-    """How gateways reach the supervisor, and what they need to know before."""
+    """How gateways reach the supervisor, and the settings that they need before they connect."""
 
     address: str
     token: str
     epoch: int
     serves: str
-    """A digest of the deployments that it was started with."""
+    """Digest of the deployments that the supervisor was started with."""
     server: dict[str, Any]
-    """The configuration's `headwater_server.config.schema.Server`, for gateways that have none of their own."""
+    """The configuration's `headwater_server.config.schema.Server`, for gateways without a configuration."""
     security: dict[str, Any]
     asks_for_keys: bool
-    """Whether its own machine has API keys: no gateway may be without."""
+    """Whether the supervisor's machine has API keys; then each gateway must have keys, too."""
     tls: str | None
 
 
 class _Desired(NamedTuple):
-    """What an operator's commands have made of the configuration; kept in Ray's storage."""
+    """The configuration as operators' commands have changed it; kept in Ray's storage."""
 
     config: Config
     set_aside: frozenset[str]
     bounds: Mapping[str, ReplicaBounds]
     generations: Mapping[str, int]
-    """What gateways keep of a deployment, such as answers, holds for a generation, whichever supervisor says so."""
+    """Generation of each deployment. Data that gateways cache, such as answers, are valid for one generation, under any
+    supervisor."""
     began_as: str
-    """A digest of the configuration that was changed."""
+    """Digest of the configuration before the changes."""
 
     def encoded(self) -> bytes:
-        """As JSON."""
+        """Encode as JSON."""
         bounds = {name: content(one) for name, one in self.bounds.items()}
         config = config_content(self.config)
         found = {
@@ -128,7 +130,7 @@ class _Desired(NamedTuple):
 
     @classmethod
     def decoded(cls, raw: bytes) -> _Desired:
-        """From JSON."""
+        """Decode from JSON."""
         found = json.loads(raw)
         bounds = {name: ReplicaBounds.model_validate(one) for name, one in found["bounds"].items()}
         return cls(
@@ -137,21 +139,21 @@ class _Desired(NamedTuple):
 
 
 class ClusterHost(Host):
-    """Has Ray place replicas, in place of starting them on this machine."""
+    """Has Ray place replicas, instead of starting them on this machine."""
 
     def __init__(self, config: Config, user_paths: tuple[str, ...], context: Context, *about: Any) -> None:
         super().__init__(ReplicaMemory(), user_paths, *about)
         self.start_slots = asyncio.Semaphore(STARTS)
-        self.first_generation = context.epoch  # no earlier supervisor's, of which gateways may still have answers
+        self.first_generation = context.epoch  # gateways may have answers of an earlier supervisor's generations
         self._config = config
         self._context = context
         self._paths = user_paths
         self._replaced: set[str] = set()
-        """Replicas that serve only until others have been started in their place."""
+        """Replicas that serve only until their replacements have started."""
         self._hung: dict[str, float] = {}
-        """When nodes last lost a replica because they didn't answer, by id."""
+        """Time at which a node last lost a replica because the node didn't answer, by the node's id."""
         self._suspects: set[str] = set()
-        """Nodes of which a replica was lost without a word: perhaps they are gone, and Ray has yet to notice."""
+        """Nodes that lost a replica without a report. They may be gone without Ray having noticed."""
 
     def launch(self, name: str, config: Deployment, on_progress: Callable[[str], None]) -> ReplicaHandle:
         """See `Host.launch`."""
@@ -196,7 +198,7 @@ class ClusterHost(Host):
 
     @contextlib.contextmanager
     def replacing(self, name: str) -> Iterator[None]:
-        """See `Host.replacing`: others may start on the nodes of those that are replaced."""
+        """See `Host.replacing`. The replacements may start on the same nodes as the replicas that they replace."""
         old = {id for id in self.replicas if _deployment_of(id) == name}
         self._replaced |= old
         try:
@@ -205,7 +207,7 @@ class ClusterHost(Host):
             self._replaced -= old
 
     async def _nodes(self) -> list[Node]:
-        """The nodes that Ray has, with what is left of them, without those that are known not to answer."""
+        """Ray's nodes and their free resources, without the nodes that are known not to answer."""
         ray, since_s = self._context.ray, time.monotonic() - HUNG_S
         found = [one for one in await ray.nodes() if self._hung.get(one.id, since_s) <= since_s]
         suspects = [one for one in found if one.id in self._suspects]
@@ -215,13 +217,14 @@ class ClusterHost(Host):
         return [one._replace(free=self._left(one)) for one in found if one.id not in gone]
 
     def _left(self, node: Node) -> dict[str, float]:
-        """What a node has left, less what replicas will take that may still wait there: Ray may not count it yet."""
+        """A node's free resources, minus the reservations of replicas that may still wait to start there: Ray may not
+        count these reservations yet."""
         mine = (one for one in self.replicas.values() if isinstance(one, RemoteReplica))
         waiting = [one.takes for one in mine if one.node == node.id and not one.has_place]
         return {name: amount - sum(one.get(name, 0) for one in waiting) for name, amount in node.free.items()}
 
     def _placed(self, name: str) -> tuple[Counter[str], dict[str, list[Mapping[str, float]]]]:
-        """How many replicas of a deployment each node has, and what all replicas there reserve."""
+        """The number of a deployment's replicas on each node, and the reservations of all replicas there."""
         own: Counter[str] = Counter()
         reserved: dict[str, list[Mapping[str, float]]] = {}
         for id, one in self.replicas.items():
@@ -259,7 +262,7 @@ class ClusterSupervisor:
         self._is_stopped = False
         """Whether an order to stop has come."""
         self._is_serving = False
-        """Whether it has taken over what there was."""
+        """Whether it has adopted the earlier supervisor's replicas, and listens."""
         self._stored: _Desired | None = None
         self._storing: asyncio.Task[None] | None = None
         context = Context(ray, epoch, tls, lambda: self._on_change(), self._give_way)
@@ -273,7 +276,7 @@ class ClusterSupervisor:
         self._orchestrator = Orchestrator(spec.config, self._host, self._control)
 
     async def run(self, orders: asyncio.StreamReader, output: IO[str]) -> None:
-        """Serve until an order to stop comes, or no more can come; announce on the output that it serves."""
+        """Serve until an order to stop comes, or the input for orders ends; announce on the output that it serves."""
         cluster = self._first.cluster
         assert cluster is not None
         has_taken_over = await self._take_over()
@@ -300,13 +303,14 @@ class ClusterSupervisor:
         await asyncio.wait({reading, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if not reading.done() or reading.result().strip() != b"stop":
             finish_log()
-            os._exit(1)  # what runs is for the next supervisor
+            os._exit(1)  # the next supervisor adopts the replicas
         await self._stop()
 
     async def _take_over(self) -> bool:
-        """Adopt the replicas that an earlier supervisor has left and that fit, end the others, and start what lacks.
+        """Adopt an earlier supervisor's replicas that fit the configuration, end its other replicas, and start the
+        missing replicas.
 
-        Returns whether any were adopted.
+        Returns whether any replica was adopted.
         """
         desired = _read_desired(await self._ray.get(DESIRED))
         if desired is not None and desired.began_as != what_is_served(self._first):
@@ -377,14 +381,15 @@ class ClusterSupervisor:
         )
 
     async def _store(self) -> None:
-        """Store what is desired until that is up to date; without storage, a later supervisor begins anew."""
+        """Store the desired state until the stored state is up to date. Without storage, a later supervisor begins
+        anew."""
         stored: _Desired | None = None
         while stored != self._stored and self._stored is not None:
             desired = self._stored
             try:
                 await self._ray.put(DESIRED, desired.encoded())
                 stored = desired
-            except Exception as error:  # Ray's head is gone, for one
+            except Exception as error:  # for example, Ray's head is gone
                 logger.error("Ray's storage can't be written; trying again: %s", error)
                 await asyncio.sleep(PING_EVERY_S)
 
@@ -394,7 +399,7 @@ class ClusterSupervisor:
             await asyncio.sleep(PING_EVERY_S)
 
     async def _watch_head(self) -> None:
-        """Say when Ray's head is gone, and when it is back."""
+        """Log when Ray's head is gone, and when it is back."""
         before = ""
         while True:
             trouble = await asyncio.to_thread(self._ray.head_trouble, HEAD_TIMEOUT_S)
@@ -404,17 +409,17 @@ class ClusterSupervisor:
             await asyncio.sleep(PING_EVERY_S)
 
     async def _reconcile(self) -> None:
-        """End replicas that nobody has: their nodes came back after they had counted as lost."""
+        """End replicas that no supervisor follows: their nodes came back after the replicas had counted as lost."""
         suspects: set[str] = set()
         while True:
             await asyncio.sleep(RECONCILE_EVERY_S)
             try:
                 actors = await self._ray.replicas()
-            except Exception as error:  # Ray's head is gone, for one
+            except Exception as error:  # for example, Ray's head is gone
                 logger.error("Ray can't say which replicas there are: %s", error)
                 continue
             unknown = {name for name in actors if name.removeprefix(PREFIX) not in self._host.replicas}
-            for name in unknown & suspects:  # twice, as one may just be starting or ending
+            for name in unknown & suspects:  # seen twice: a replica seen once may be starting or ending
                 logger.warning("%s: runs, but nobody has it; it is ended", name)
                 await self._ray.kill(actors[name])
             suspects = unknown
@@ -424,7 +429,7 @@ class ClusterSupervisor:
         self._host.stop()
 
     async def _stop(self) -> None:
-        """Let gateways drain, end all replicas, and forget what was desired."""
+        """Let gateways drain, end all replicas, and delete the stored desired state."""
         self._is_stopped = True
         self._host.stop()
         self._on_change()
@@ -435,13 +440,13 @@ class ClusterSupervisor:
             self._storing.cancel()
             await asyncio.wait({self._storing})
         await self._ray.delete(DESIRED)
-        for actor in (await self._ray.replicas()).values():  # those that could not be reached
+        for actor in (await self._ray.replicas()).values():  # replicas that could not be reached
             await self._ray.kill(actor)
         await self._control.finish()
 
 
 def _deployment_of(id: str) -> str:
-    """The deployment of a replica."""
+    """The name of a replica's deployment."""
     return id.rpartition("-")[0]
 
 
@@ -475,11 +480,12 @@ async def _run(spec: SupervisorSpec, output: IO[str]) -> None:
             raise StartError(f"cluster.tls: {text}")
     except (StartError, ConfigError) as error:
         print(json.dumps({"error": str(error)}), file=output, flush=True)
-        # Only of the first one nobody depends; later ones may find what lacks on another machine, or in a while.
+        # Nothing depends on a first supervisor, so it exits with 0 and Ray does not restart it. A later supervisor is
+        # restarted: it may find the missing files on another machine, or later.
         finish_log()
         os._exit(0 if raw is None else 1)
     watch = None if tls is None else asyncio.create_task(FileWatch(tls.paths).run(tls.renew))
-    # Greater than any before, even if Ray has lost what was stored.
+    # Greater than any earlier epoch, even if Ray has lost its storage.
     epoch = max(1 if raw is None else int(raw) + 1, int(time.time()))
     await ray.put(EPOCH, str(epoch).encode())
     logger.info("supervisor %d of the cluster", epoch)
@@ -503,7 +509,7 @@ def main() -> None:
     except Exception:
         logger.critical("the supervisor can't go on", exc_info=True)
     finish_log()
-    os._exit(status)  # neither replicas nor Ray's threads are waited for
+    os._exit(status)  # waits neither for replicas nor for Ray's threads
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""The worker process: FastAPI on uvicorn, its routes and what stands around every request."""
+"""The worker process: FastAPI on uvicorn, its routes, and the checks and records around every request."""

@@ -48,11 +48,11 @@ CORS_REQUEST_HEADERS: Final = (
 CORS_ANSWER_HEADERS: Final = (
     "Headwater-Cache", "Headwater-Version", "Inference-Header-Content-Length", "Retry-After", "X-Request-Id",
 )  # fmt: skip
-"""Scripts see these besides the few that they always do."""
+"""Headers of answers that scripts may read, besides the few that CORS always allows."""
 
 
 def body_reader(server: Server) -> BodyReader:
-    """What reads the bodies of all routes of a worker, so that they share its part of the budget.
+    """Make the reader of the bodies of all routes of a worker. The routes share the worker's part of the budget.
 
     Args:
         server: limits of bodies.
@@ -73,14 +73,14 @@ def create_app(
     """Make the application.
 
     Args:
-        models: what to serve; may change while the application runs.
+        models: the models to serve; they may change while the application runs.
         server: limits and switches.
-        routers: further routes: those that need the supervisor.
-        keys: the API keys, of which every request but those for health and pages needs one; None: no request needs a
-            key, but see `headwater_server.security.operator`.
+        routers: further routes, which need the supervisor.
+        keys: the API keys, required for every request except for health and pages; None: no request needs a key, but
+            see `headwater_server.security.operator`.
         cors_origins: origins of web pages whose scripts may send requests.
-        records: begins and ends each request; by default as ``server`` says.
-        reader: reads the bodies, also those of ``routers``; default: `body_reader`.
+        records: begins and ends each request; default: made from ``server``.
+        reader: reads the bodies of all routes, including ``routers``; default: `body_reader`.
     """
     reader = reader or body_reader(server)
     if records is None:
@@ -99,7 +99,7 @@ def create_app(
         EndpointRoute("/v2/models/{model}/versions/{version}/generate", generate),
         EndpointRoute("/v2/models/{model}/generate_stream", generate_stream),
         EndpointRoute("/v2/models/{model}/versions/{version}/generate_stream", generate_stream),
-        # An id may have slashes in it.
+        # An id may contain slashes.
         EndpointRoute("/v2/requests/{request_id:path}/cancel", CancelEndpoint(models)),
         EndpointRoute("/v1/chat/completions", OpenAITextEndpoint(models, reader, ChatRequest, pool)),
         EndpointRoute("/v1/completions", OpenAITextEndpoint(models, reader, CompletionRequest, pool)),
@@ -119,7 +119,7 @@ def create_app(
         openapi_url=None,
         redirect_slashes=False,
     )
-    gateway.router.routes[:0] = routes  # FastAPI refuses other methods
+    gateway.router.routes[:0] = routes  # FastAPI refuses methods other than POST
     gateway.add_middleware(HeadAsGet)
     gateway.add_exception_handler(HeadwaterError, _on_error)
     gateway.add_exception_handler(HTTPException, _on_http_error)
@@ -137,7 +137,7 @@ def create_app(
     generated = gateway.openapi
 
     def openapi() -> dict[str, Any]:
-        gateway.openapi_schema = None  # models come and go
+        gateway.openapi_schema = None  # not cached, since models come and go
         return openapi_schema(generated(), models, has_keys=keys is not None)
 
     gateway.openapi = openapi  # type: ignore[method-assign]

@@ -38,13 +38,13 @@ _LACKS: Final = {
     "transcription": "transcribes no audio",
 }
 VERSION = "1"
-"""A model without versions has this one."""
+"""The version of a model without versions."""
 
 
 class ServedModel:
-    """One deployment: its dispatcher, and the codecs for its signature. Or one of its adapters, which has another name,
-    and shares the rest. A version of a deployment has the deployment's name.
-    """
+    """A deployment: its dispatcher, and the codecs for its signature. An adapter of a deployment is a `ServedModel`,
+    too, with its adapter's name and the deployment's dispatcher. A version of a deployment has the deployment's
+    name."""
 
     def __init__(self, dispatcher: Dispatcher, adapter: str = "") -> None:
         self.dispatcher = dispatcher
@@ -56,12 +56,12 @@ class ServedModel:
 
     @property
     def route(self) -> DeploymentRoute:
-        """The deployment's state."""
+        """The deployment's entry in the routing table."""
         return self.dispatcher.route
 
     @property
     def version(self) -> str:
-        """Its version, or its default version if it has several."""
+        """The deployment's version, or its default version if it has several."""
         route = self.route
         return route.version or (VERSION if route.traffic is None else route.traffic.default)
 
@@ -69,7 +69,7 @@ class ServedModel:
         """The codecs of the infer endpoint.
 
         Raises:
-            Unavailable: no requests are accepted now.
+            Unavailable: the deployment accepts no requests now.
             BadRequest: the model answers only with streams, or with text.
         """
         signature = self.dispatcher.check_ready()
@@ -83,7 +83,7 @@ class ServedModel:
         """The codecs of the generate extension.
 
         Raises:
-            Unavailable: no requests are accepted now.
+            Unavailable: the deployment accepts no requests now.
         """
         signature = self.dispatcher.check_ready()
         if self._generate is None or signature is not self._generate[0]:
@@ -92,12 +92,13 @@ class ServedModel:
         return self._generate[1]
 
     def _told(self, signature: Signature) -> Signature:
-        """The signature with the name that clients know; a version's replicas have one of their own."""
+        """The signature with the name that clients know. The replicas of a version have a signature with another
+        name."""
         return msgspec.structs.replace(signature, name=self.name) if self.route.version else signature
 
     @property
     def versions(self) -> list[str]:
-        """All versions of the model, as far as it knows them."""
+        """All versions of the model; a single version if this is a version itself."""
         traffic = self.route.traffic
         return [self.version] if traffic is None else list(traffic.shares)
 
@@ -106,9 +107,9 @@ class Models:
     """All deployments, by name.
 
     Args:
-        connect: makes the clients of replicas other than vLLM's; tests pass their own.
-        budget: limits what may wait in all deployments together; language models have limits of their own.
-        tls: the cluster's, for replicas on other machines.
+        connect: makes the clients of replicas other than vLLM's; tests pass a fake.
+        budget: limits the requests that wait in all deployments together. Language models have separate limits.
+        tls: the cluster's TLS, for replicas on other machines.
     """
 
     def __init__(
@@ -120,46 +121,46 @@ class Models:
         self._models: dict[str, ServedModel] = {}
         self._adapters: dict[str, ServedModel] = {}
         self.on_quarantined: Callable[[str, bytes], None] = lambda model, fingerprint: None
-        """Called with the model and the fingerprint of a request that took two replicas down."""
+        """Called with the model and the fingerprint of a request that was in two lost replicas."""
         self.on_lost: Callable[[ReplicaLoss], None] = lambda loss: None
         """Called with each replica that this worker lost."""
         self.cancel_elsewhere: Callable[[str], Awaitable[int]] = _nowhere
-        """Cancels the requests of the other workers that have this id. Returns their number."""
+        """Cancels the requests with this id in the other workers. Returns their number."""
         self.is_draining = False
         self.is_leaving = False
-        """Whether the server is about to stop, or stopping: it isn't ready."""
+        """Whether the server is stopping or about to stop: then it isn't ready."""
         self.streams = 0
-        """Answers that are being written piece by piece; some of them are in flight, too."""
+        """Answers that are being written piece by piece. Some of their requests are also in flight."""
 
     def __iter__(self) -> Iterator[ServedModel]:
         """The deployments that the configuration names, in its order, without adapters."""
         return (model for model in self._models.values() if model.route.part_of is None)
 
     def with_steps(self) -> Iterator[ServedModel]:
-        """All deployments, steps of pipelines and versions included."""
+        """All deployments, including the steps of pipelines and versions."""
         return iter(self._models.values())
 
     def by_version(self) -> Iterator[ServedModel]:
-        """All deployments; for one with versions these alone, as Triton lists them."""
+        """All deployments as Triton lists them: in place of a deployment with versions only its versions."""
         return (model for model in self._models.values() if model.route.traffic is None)
 
     def share(self, model: ServedModel) -> float | None:
-        """The share of its deployment's requests that a version answers; None: it is no version."""
+        """The share of the deployment's requests that a version answers; None: the model is not a version."""
         if not model.route.version:
             return None
         traffic = self.get(model.name).route.traffic
-        return 0.0 if traffic is None else traffic.shares.get(model.version, 0.0)  # it may just be going
+        return 0.0 if traffic is None else traffic.shares.get(model.version, 0.0)  # it may be about to go
 
     def is_shadow(self, model: ServedModel) -> bool:
-        """Whether it is a version that gets copies of the requests that others answered."""
+        """Whether the model is a version that gets copies of requests that another version answers."""
         return self._copies_for(model) is not None
 
     def versions_of(self, model: ServedModel) -> list[ServedModel]:
-        """A deployment's versions; one without versions itself."""
+        """A deployment's versions; a deployment without versions itself."""
         return [model] if model.route.traffic is None else [self.get(model.name, one) for one in model.versions]
 
     def update(self, table: RoutingTable) -> None:
-        """Adopt a new routing table."""
+        """Apply a new routing table."""
         self.is_draining = table.draining
         self.is_leaving = table.leaving or table.draining
         for route in table.deployments:
@@ -167,7 +168,7 @@ class Models:
             if model is not None and _kind(model.route) == _kind(route):
                 model.dispatcher.update(route)
             else:
-                if model is not None:  # reloaded as another kind; it was drained before
+                if model is not None:  # reloaded as another kind of model; it was drained before
                     model.dispatcher.close()
                 model = self._models[route.name] = ServedModel(self._made(route))
             model.dispatcher.is_draining = table.draining
@@ -187,12 +188,12 @@ class Models:
                 dispatcher.shadow.cancel()
 
     def _versions(self, model: ServedModel) -> VersionsDispatcher | None:
-        """Of a version: the dispatcher of the deployment that it is one of."""
+        """The dispatcher of the deployment that a version belongs to; None: the model is not a version."""
         found = self._dispatcher(model.route.part_of or "")
         return found if isinstance(found, VersionsDispatcher) else None
 
     def _copies_for(self, model: ServedModel) -> Shadow | None:
-        """What sends copies of requests to a version, if it gets any."""
+        """The sender of request copies to a version; None: the version gets no copies."""
         versions = self._versions(model)
         is_one = versions is not None and versions.traffic.shadow == model.route.version
         return versions.shadow if versions is not None and is_one else None
@@ -215,7 +216,8 @@ class Models:
         )
 
     def quarantine(self, name: str, fingerprint: bytes) -> None:
-        """Refuse requests with this fingerprint: another worker saw one take two replicas of that model down."""
+        """Refuse requests with this fingerprint: another worker has seen such a request in two lost replicas of this
+        model."""
         dispatcher = self._dispatcher(name)
         if dispatcher is not None:
             dispatcher.quarantine(fingerprint)
@@ -242,24 +244,25 @@ class Models:
         return model if model.route.traffic is None else self._models[f"{name}.{version}"]
 
     def choose(self, scope: Scope, name: str, version: str | None = None) -> ServedModel:
-        """Find the deployment that answers a request: of one with versions the named version, or that of its share.
+        """Find the deployment that answers a request. If it has versions, this is the named version, or a version
+        chosen by the shares of traffic.
 
         Args:
-            scope: the request's ASGI scope, whose ``state`` then has the version.
+            scope: the request's ASGI scope. If a version answers, its ``state`` then has the version.
 
         Raises:
             NotFound: no deployment has this name and version.
         """
         model = self.get(name, version)
         route = model.dispatcher.route
-        # The check of the class alone would take longer than the rest.
+        # `traffic` is checked first: the class check alone takes longer than everything else here.
         if route.traffic is not None and isinstance(model.dispatcher, VersionsDispatcher):
             sticky = model.dispatcher.traffic.sticky.lower().encode()
             found = next((value for header, value in scope["headers"] if header == sticky), None) if sticky else None
             key = scope["state"]["request_id"] if found is None else found.decode("latin-1")
             try:
                 model = self._models[f"{name}.{model.dispatcher.chosen(key)}"]
-            except Unavailable:  # which is said, and counted, where the request is answered
+            except Unavailable:  # raised again, and counted, where the request is answered
                 return model
             route = model.dispatcher.route
         if route.version:
@@ -267,15 +270,15 @@ class Models:
         return model
 
     def check_mapped(self, model: ServedModel, mapping: str) -> None:
-        """Check that a deployment answers a route which maps to its tensors.
+        """Check that a deployment answers requests of a route that maps to its tensors.
 
         Args:
             model: the deployment.
             mapping: such as ``embedding``, see `headwater.mapping.MAPPINGS`.
 
         Raises:
-            BadRequest: it has no such mapping.
-            Unavailable: it accepts no requests now.
+            BadRequest: the deployment does not have this mapping.
+            Unavailable: the deployment accepts no requests now.
         """
         if getattr(model.dispatcher.check_ready(), mapping) is None:
             those = self._names(lambda route: getattr(route.signature, mapping, None) is not None)
@@ -288,8 +291,8 @@ class Models:
         """A deployment's dispatcher, if it is a language model.
 
         Raises:
-            BadRequest: it is something else.
-            Unavailable: none of its versions accepts requests now.
+            BadRequest: the deployment is not a language model, or vLLM computes it.
+            Unavailable: no version of the deployment accepts requests now.
         """
         name, dispatcher = model.name, model.dispatcher
         if isinstance(dispatcher, VersionsDispatcher):
@@ -312,7 +315,7 @@ class Models:
         return ", ".join(f"`{name}`" for name in found) or "none"
 
     async def drain(self, order: Drain) -> Drained:
-        """Wait until a deployment has nothing in flight in this worker; at the timeout end the rest."""
+        """Wait until a deployment has nothing in flight in this worker; at the timeout, end the remaining requests."""
         model = self._models.get(order.model)
         if model is None:
             return Drained()
@@ -340,7 +343,7 @@ class Models:
         return await self.cancel_here(request_id) + await self.cancel_elsewhere(request_id)
 
     async def cancel_here(self, request_id: str) -> int:
-        """The same in this worker only."""
+        """Cancel the sequences and streams that have a request's id, in this worker. Returns their number."""
         return sum(model.dispatcher.cancel(request_id) for model in self.with_steps())
 
     @property
@@ -350,11 +353,11 @@ class Models:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is in flight, and no answer is being written."""
+        """Whether no request is in flight, and no answer is being written."""
         return not self.streams and not self.in_flight
 
     def close(self) -> None:
-        """End all calls."""
+        """Close all dispatchers, which ends their calls."""
         for model in self.with_steps():
             model.dispatcher.close()
 

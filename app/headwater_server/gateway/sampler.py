@@ -1,7 +1,8 @@
-"""Samples queues and engines of a gateway worker: many times a second for the supervisor's scaling, and on a scrape.
+"""Samples the queues and engines of a gateway worker: many times a second for the supervisor's scaling, and on a
+scrape.
 
-Sampling costs requests nothing; counting in their path would. Without metrics, deployments that don't scale by load are
-not sampled.
+Sampling costs requests nothing, unlike counters in their path. Without metrics, deployments that don't scale by load
+are not sampled.
 """
 
 from __future__ import annotations
@@ -19,20 +20,21 @@ __all__ = ["SAMPLE_EVERY_S", "LoadSampler", "Sampler"]
 
 REPORT_EVERY_S: Final = 0.5
 SAMPLES: Final = 10
-"""In one report, if a deployment scales by load."""
+"""Samples per report, if a deployment scales by load."""
 SAMPLES_FOR_METRICS: Final = 4
-"""In one report otherwise: waking up is what costs an idle worker time."""
+"""Samples per report if no deployment scales by load but metrics are kept. Each sample wakes up an idle worker, which
+costs CPU time."""
 SAMPLE_EVERY_S: Final = 1.0
-"""The age that another worker's gauges may have."""
+"""Seconds that another worker's gauges may lag behind."""
 
 
 class LoadSampler:
     """Reports a worker's load to the supervisor.
 
     Args:
-        models: what the worker serves.
-        send: takes a report to the supervisor.
-        for_metrics: whether the supervisor wants to know of deployments that don't scale, too.
+        models: the models that the worker serves.
+        send: sends a report to the supervisor.
+        for_metrics: whether to report also deployments that don't scale.
     """
 
     def __init__(self, models: Models, send: Callable[[LoadReport], None], *, for_metrics: bool = False) -> None:
@@ -40,7 +42,7 @@ class LoadSampler:
         self._send = send
         self._for_metrics = for_metrics
         self._moments: dict[str, list[Moment]] = {}
-        """Since the last report, by deployment."""
+        """Samples since the last report, by deployment."""
 
     async def run(self) -> None:
         """Sample and report, until cancelled."""
@@ -54,7 +56,7 @@ class LoadSampler:
             self.report()
 
     def sample(self) -> None:
-        """Note each deployment's load now."""
+        """Sample each deployment's load."""
         for model in self._models.with_steps():
             if _scales(model) or (self._for_metrics and not model.route.is_composite):
                 self._moments.setdefault(model.route.name, []).append(model.dispatcher.moment())
@@ -92,10 +94,10 @@ class Sampler:
     def __init__(self, models: Models) -> None:
         self._models = models
         self._set: set[Gauge] = set()
-        """The gauges that are not zero."""
+        """Gauges that are not zero."""
 
     def sample(self) -> None:
-        """Set the gauges; those of deployments that are gone become zero."""
+        """Set the gauges; the gauges of deployments that are gone become zero."""
         now: dict[Gauge, int] = {}
         for model in self._models.with_steps():
             now.update(model.dispatcher.gauges())

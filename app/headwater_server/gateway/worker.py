@@ -1,8 +1,8 @@
 """A gateway worker's process: FastAPI on uvicorn, on the socket that the supervisor listens on.
 
-Run by `headwater_server.supervisor.workers` as ``python -m headwater_server.gateway.worker CONTROL_SOCKET SETTINGS_FD
-LISTENER_FD REASON_FD``. It ends when the supervisor does. If it ends with 1, it has written the reason to the last
-argument's file. The first argument is not read: it shows in lists of processes which server a worker belongs to.
+`headwater_server.supervisor.workers` runs it as ``python -m headwater_server.gateway.worker CONTROL_SOCKET SETTINGS_FD
+LISTENER_FD REASON_FD``. It ends when the supervisor does. If its exit status is 1, it has written the reason to
+REASON_FD. CONTROL_SOCKET is not read: it shows in process lists which server a worker belongs to.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ logger = logging.getLogger("headwater")
 
 DRAIN_POLL_S = 0.02
 GARBAGE_ALLOCATIONS = 10_000
-"""See `headwater.tuning`. Requests in flight hold more than Python's own 700, which would collect every few requests,
-and free what they hold without it."""
+"""Allocations between garbage collections; see `headwater.tuning`. Requests in flight hold more than Python's default
+of 700, which would cause a collection every few requests. Requests free their objects without the collector."""
 IDLE_TIMEOUT_S: Final = 75
-"""How long a connection may be without a request."""
+"""Seconds that a connection may be without a request."""
 LAST_ANSWERS_TIMEOUT_S = 2
-"""How long clients may take to read the answers that are ready when the server stops."""
+"""Seconds that clients may take to read finished answers when the server stops."""
 
 
 async def serve_beside(
@@ -71,11 +71,11 @@ async def serve_beside(
 
     Args:
         serve: answers requests.
-        tasks: each may end before ``serve`` does; those that run longer are cancelled.
+        tasks: background tasks. A task may end before ``serve`` does; tasks still running after it are cancelled.
         stop: ends ``serve`` soon; called after a task has failed.
 
     Returns:
-        Why the first task has failed that did; empty: none has failed.
+        The error of the first task that failed; empty: no task has failed.
     """
     reason = ""
 
@@ -97,7 +97,7 @@ async def serve_beside(
 
 
 async def _run(settings: WorkerSettings, listener: socket.socket) -> str:
-    """Run the worker. Returns why it ends; empty: it was asked to."""
+    """Run the worker. Returns why it ends; empty: it was ordered to."""
     options = Server.model_validate(settings.server)
     budget = QueueBudget(-(-options.max_queue_size // options.workers), -(-options.max_queue_bytes // options.workers))
     tasks: list[Callable[[], Awaitable[None]]] = []
@@ -141,7 +141,7 @@ async def _run(settings: WorkerSettings, listener: socket.socket) -> str:
         tracing.use(tracing.exporting(options.tracing))
     app = create_app(models, options, *routers, keys=keys, cors_origins=security.cors_origins, reader=reader)
     if app.records.log is not None:
-        # The last requests may be logged after the event loop, and with it the log's timer, has ended.
+        # The last requests may be logged after the event loop, and the log's timer with it, has ended.
         atexit.register(app.records.log.flush)
     connection = functools.partial(
         BoundedConnection, head_timeout_s=options.client_timeout_s, others=connections, records=app.records
@@ -153,7 +153,7 @@ async def _run(settings: WorkerSettings, listener: socket.socket) -> str:
             access_log=False,
             lifespan="off",
             interface="asgi3",
-            proxy_headers=False,  # the gateway reads them
+            proxy_headers=False,  # `Entry` reads them
             server_header=False,
             date_header=False,
             timeout_keep_alive=IDLE_TIMEOUT_S,
@@ -185,17 +185,17 @@ async def _run(settings: WorkerSettings, listener: socket.socket) -> str:
             first_table.set()
             if table.draining:
                 draining.set()
-        # Nobody else knows where the replicas are.
+        # Only the supervisor knows where the replicas are.
         logger.error("the supervisor is gone: stopping")
         server.force_exit = True
         stop()
         models.close()
 
     async def drain() -> None:
-        """Answer what is in flight, and 503 to new requests; then end."""
+        """Answer the requests in flight, and refuse new requests with 503; then end."""
         await draining.wait()
         deadline_s = time.monotonic() + options.shutdown_timeout_s
-        while not models.is_idle and time.monotonic() < deadline_s:  # noqa: ASYNC110 - only at the end
+        while not models.is_idle and time.monotonic() < deadline_s:  # noqa: ASYNC110 - polled only at the end
             await asyncio.sleep(DRAIN_POLL_S)
         models.close()
         server.should_exit = True
@@ -249,7 +249,7 @@ def main() -> None:
 
 
 def _main(settings_fd: int, listener_fd: int) -> str:
-    """Returns what `_run` does."""
+    """Run the worker with these descriptors. Returns the reason from `_run`."""
     keep_freed_memory()
     switch_soon()
     settings = msgspec.json.decode(Path(f"/proc/self/fd/{settings_fd}").read_bytes(), type=WorkerSettings)

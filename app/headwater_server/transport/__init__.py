@@ -1,1 +1,1 @@
-"""Transports to a replica: Triton's HTTP, frames over gRPC, shared memory."""
+"""Ways to call a replica: Triton's HTTP, frames over gRPC, and shared memory."""

@@ -1,4 +1,4 @@
-"""Addresses of replicas, ``unix:PATH`` on this machine and ``HOST:PORT`` on any, and connections to them."""
+"""Addresses of replicas, ``unix:PATH`` on this machine and ``HOST:PORT`` on any machine, and connections to them."""
 
 from __future__ import annotations
 
@@ -15,30 +15,32 @@ from headwater_server.errors import RETRY_AFTER_LOST_S, ReplicaUnreachable
 __all__ = ["LOCAL", "TOKEN_HEADER", "UNSENT_HEADER", "PeerTls", "dial", "host_and_port", "is_local", "keep_alive"]
 
 LOCAL: Final = "unix:"
-"""Begins the address of a unix socket."""
+"""Prefix of a unix socket's address."""
 TOKEN_HEADER: Final = "triton-access-token"
-"""Carries a replica's token: Triton's own name for it, which a replica's port takes too."""
+"""Header with a replica's access token. The name is Triton's; a replica's port uses it too."""
 UNSENT_HEADER: Final = b"headwater-unsent"
-"""In an answer of a replica's port: the replica did not get the request, and another one should."""
+"""Header in an answer of a replica's port: the replica did not receive the request, so another replica should get
+it."""
 CONNECT_TIMEOUT_S: Final = 3.0
 KEEP_ALIVE_S: Final = (10, 5, 3)
-"""Of a quiet TCP connection: seconds until the first probe and between probes, and how many may stay unanswered."""
+"""Probes of a quiet TCP connection: seconds until the first probe, seconds between probes, and the number of unanswered
+probes that end the connection."""
 
 
 class PeerTls(Protocol):
-    """The TLS of the cluster, as clients need it."""
+    """The cluster's TLS, as its clients use it."""
 
     @property
     def server_name(self) -> str:
-        """The name that each certificate must have."""
+        """The DNS name that each certificate of the cluster must contain."""
         ...
 
     def client_context(self) -> ssl.SSLContext:
-        """For connections to other machines."""
+        """The TLS context for connections to other machines."""
         ...
 
     def channel_credentials(self) -> Any:
-        """The same for gRPC."""
+        """The TLS credentials for gRPC connections to other machines."""
         ...
 
 
@@ -54,7 +56,7 @@ def host_and_port(address: str) -> tuple[str, int]:
     """Split ``HOST:PORT``; an IPv6 host is in brackets.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the address is not of this form.
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
@@ -68,10 +70,10 @@ async def dial(address: str, make: Callable[[], P], tls: PeerTls | None = None) 
     Args:
         address: ``unix:PATH`` or ``HOST:PORT``.
         make: makes the connection's protocol.
-        tls: the cluster's, for ``HOST:PORT``; None: plain text.
+        tls: the cluster's TLS, used for ``HOST:PORT``; None: plain text.
 
     Raises:
-        ReplicaUnreachable: nobody listens there, or what does is not to be trusted.
+        ReplicaUnreachable: nobody listens at the address, or the listener's certificate can't be trusted.
     """
     loop = asyncio.get_running_loop()
     try:
@@ -84,14 +86,14 @@ async def dial(address: str, make: Callable[[], P], tls: PeerTls | None = None) 
     except ssl.SSLError as error:
         message = f"the replica can't be trusted: {error.reason or error}"
         raise ReplicaUnreachable(message, retry_after_s=RETRY_AFTER_LOST_S) from error
-    except OSError as error:  # a timeout is one
+    except OSError as error:  # a timeout is an OSError, too
         raise ReplicaUnreachable("the replica ended", retry_after_s=RETRY_AFTER_LOST_S) from error
     keep_alive(transport)
     return protocol
 
 
 def keep_alive(transport: asyncio.BaseTransport) -> None:
-    """Have a quiet TCP connection probed, so that it ends if the other machine is gone."""
+    """Have the kernel probe a quiet TCP connection, so that it ends when the other machine is gone."""
     found = transport.get_extra_info("socket")
     idle_s, every_s, count = KEEP_ALIVE_S
     found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -1,4 +1,5 @@
-"""A batch on its way: encoded as a request to a replica's Triton, its answer cut by rows, failed rows as errors."""
+"""A batch on its way: encoded as a request to a replica's Triton, its answer cut by rows, failed rows turned into
+errors."""
 
 from __future__ import annotations
 
@@ -34,10 +35,11 @@ _Encoded = tuple[str, str, list[int], list[bytes | memoryview]]
 _Source = Segments | RemoteSegments
 
 _NUMBERS: Final = itertools.count(random.getrandbits(62))
-"""Of requests to models that declare `REQUEST`: what Triton merges comes from several workers."""
+"""Numbers that make requests to models with the parameter `REQUEST` unique: Triton may merge calls of several workers.
+The first number is random."""
 
 Rows = tuple[InferRequest, dict[str, RawTensor], int]
-"""A request's part of a batch: the request, the tensors of its rows in the batch, and their number."""
+"""A request's part of a batch: the request, the tensors of its rows in the batch, and the number of these rows."""
 
 
 def encode_batch(
@@ -49,11 +51,11 @@ def encode_batch(
         signature: the model's signature.
         batch: the rows.
         is_alone: see `headwater.wire.report.CallNote.alone`.
-        segments: where large tensors go; None: all go inline.
+        segments: source of the segment for large tensors; None: all tensors go inline.
 
     Returns:
-        The JSON, every tensor binary in both directions; the inputs' bytes, in order and uncopied; and the segment
-        with the large tensors, if the call has any or its answer is expected to.
+        The JSON, with every tensor binary in both directions; the inputs' bytes, in order and uncopied; and the segment
+        for large tensors, if the inputs or the expected answer need it.
     """
     request, segment = encode_inputs(signature, batch, segments)
     note = request.note
@@ -77,10 +79,10 @@ def encode_batch(
 def encode_inputs(
     signature: Signature, batch: Sequence[Rows], segments: _Source | None = None
 ) -> tuple[FrameRequest, Segment | RemoteSegment | None]:
-    """Encode rows that may share a call: they have the same shapes, optional inputs and per-batch parameters.
+    """Encode rows that may share a call: their shapes, optional inputs and per-batch parameters are equal.
 
     Returns:
-        The request, its note without what concerns heads and streams; and the segment with the large tensors.
+        The request, whose note has no fields for heads and streams yet; and the segment for large tensors, if any.
     """
     first, tensors, _ = batch[0]
     rows = sum([count for _, _, count in batch])
@@ -102,7 +104,7 @@ def encode_inputs(
         if tensor is None:
             continue
         shape = [rows, *tensor.shape[1:]]
-        if 0 in shape:  # a placeholder, since PyTriton can't carry it
+        if 0 in shape:  # sent as a placeholder, since PyTriton can't carry empty tensors
             note.shapes[spec.name] = shape
             inputs.append((spec.name, *_zeros(spec, placeholder_shape(rows, spec.shape))))
         else:
@@ -122,7 +124,7 @@ def encode_nothing(signature: Signature) -> FrameRequest:
 def _share(
     signature: Signature, inputs: list[_Encoded], segments: _Source, note: CallNote
 ) -> Segment | RemoteSegment | None:
-    """Move the large inputs into a segment, and leave placeholders for them."""
+    """Move the large inputs into a segment, and leave placeholders in their place."""
     large: dict[int, int] = {}
     for place, (_, datatype, _, pieces) in enumerate(inputs):
         if datatype != "BYTES" and (size := sum(map(len, pieces))) >= SHARED_FROM_BYTES:
@@ -140,9 +142,9 @@ def _share(
 
 
 def _zeros(spec: TensorSpec, shape: list[int]) -> tuple[str, list[int], list[bytes | memoryview]]:
-    """Datatype, shape and bytes."""
+    """Datatype, shape and bytes of a tensor of zeros."""
     datatype = DATATYPES[spec.datatype]
-    return datatype.wire, shape, [bytes((datatype.size_bytes or 4) * math.prod(shape))]  # BYTES: empty ones
+    return datatype.wire, shape, [bytes((datatype.size_bytes or 4) * math.prod(shape))]  # BYTES: empty strings
 
 
 def sliced(signature: Signature, tensors: Outputs, reports: Sequence[RowReport], rows: int) -> dict[str, SlicedTensor]:
@@ -167,11 +169,11 @@ def sliced(signature: Signature, tensors: Outputs, reports: Sequence[RowReport],
 
 
 def row_error(reports: Sequence[RowReport], first_row: int, rows: int) -> HeadwaterError | None:
-    """The error of the first of these consecutive rows that failed, as the client sees it; None if none failed.
+    """The error, as the client sees it, of the first failed row among consecutive rows; None if no row failed.
 
     Args:
-        reports: one for each row.
-        first_row: the index of the first of these in the request.
+        reports: one report for each row.
+        first_row: the first row's index in the request.
         rows: the number of rows in the request.
     """
     for index, report in enumerate(reports):
@@ -188,5 +190,5 @@ def row_error(reports: Sequence[RowReport], first_row: int, rows: int) -> Headwa
 
 
 def replica_loss(reports: Iterable[RowReport]) -> HeadwaterError | None:
-    """A `ReplicaLost` if these rows' replica reported that it can't go on; else None."""
+    """A `ReplicaLost` if a row's report says that the replica's device failed; else None."""
     return row_error([report for report in reports if report.status is Status.BROKEN], 0, 1)

@@ -17,11 +17,12 @@ from headwater.wire.parcel import LEASE_S, PARCEL_WINDOW, STREAM_WINDOW, STREAM_
 __all__ = ["StreamChannel", "Taken"]
 
 _LEASED: Final = -1 - secrets.randbits(62)
-"""Stands for this process on other machines."""
+"""Identifies this process to replicas on other machines."""
 
 
 class Taken:
-    """Counts what a stream's reader has taken, and how much of that is acknowledged to the replica."""
+    """Counts the frames and bytes that a stream's reader has taken, and how many of them are acknowledged to the
+    replica."""
 
     __slots__ = ("_acked_bytes", "_acked_frames", "_bytes", "_frames")
 
@@ -29,7 +30,7 @@ class Taken:
         self._frames = self._bytes = self._acked_frames = self._acked_bytes = 0
 
     def add(self, size_bytes: int) -> bool:
-        """Count a frame. Returns whether to acknowledge now: the replica may soon wait for it."""
+        """Count a frame. Returns whether to acknowledge now, because the replica may soon stop and wait for it."""
         self._frames += 1
         self._bytes += size_bytes
         return (
@@ -38,19 +39,19 @@ class Taken:
         )
 
     def acknowledge(self) -> tuple[int, int]:
-        """The frames and bytes taken so far, which count as acknowledged from now on."""
+        """The frames and bytes taken so far; from now on they count as acknowledged."""
         self._acked_frames, self._acked_bytes = self._frames, self._bytes
         return self._frames, self._bytes
 
 
 class StreamChannel:
-    """One channel.
+    """A channel to a replica.
 
-    Acknowledgements gather for a turn of the event loop, and while the previous message is unanswered.
+    Acknowledgements are gathered for a turn of the event loop, and while the previous message is unanswered.
 
     Args:
         post: sends a message with this note; once the message is answered, call `end_post`.
-        is_leased: whether the replica is on another machine, and so can't see this process end.
+        is_leased: whether the replica is on another machine. It can't see this process end, so the channel has a lease.
     """
 
     def __init__(self, post: Callable[[ChannelNote], None], *, is_leased: bool = False) -> None:
@@ -61,12 +62,12 @@ class StreamChannel:
         self._parcels = 0
         self._acked_parcels = 0
         self._taken: dict[str, tuple[int, int]] = {}
-        """By stream, what is to be acknowledged."""
+        """Frames and bytes to acknowledge, by stream."""
         self._is_posting = False
         self._timer = self._loop.call_later(LEASE_S / 3, self._renew) if is_leased else None
 
     def close(self) -> None:
-        """Renew the lease no longer."""
+        """Stop renewing the lease."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -75,7 +76,7 @@ class StreamChannel:
         return ChannelNote(self.note.pid, self.note.number, opens=True)
 
     def open_parcel(self, raw: bytes) -> list[tuple[str, bytes | None]]:
-        """Unpack a parcel: pairs of a stream and a frame, or None for the stream's end.
+        """Unpack a parcel. Returns pairs of a stream and a frame; None in place of a frame is the stream's end.
 
         Raises:
             ValueError: the bytes are no parcel.
@@ -85,12 +86,12 @@ class StreamChannel:
         return decode_parcel(raw)
 
     def note_taken(self, stream: str, taken: Taken) -> None:
-        """Acknowledge what a stream's reader has taken."""
+        """Acknowledge the frames that a stream's reader has taken."""
         self._taken[stream] = taken.acknowledge()
         self._post_soon()
 
     def end_post(self) -> None:
-        """The last message was answered."""
+        """Note that the last message was answered."""
         self._is_posting = False
         self._post_soon()
 
@@ -101,7 +102,7 @@ class StreamChannel:
 
     def _renew(self) -> None:
         self._timer = self._loop.call_later(LEASE_S / 3, self._renew)
-        if not self._is_posting:  # else a message is on its way
+        if not self._is_posting:  # else a message in flight renews the lease
             self._is_posting = True
             self._post_now()
 

@@ -1,4 +1,4 @@
-"""Calls to a replica that answers in frames: Triton's gRPC, one bidirectional stream for all calls.
+"""Calls to a replica that answers in frames: Triton's gRPC, with a single bidirectional stream for all calls.
 
 A decoupled model can only be called over a stream, and a message on a shared stream costs a fraction of a gRPC call.
 """
@@ -32,16 +32,16 @@ logger = logging.getLogger("headwater.frames")
 _OPTIONS: Final = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
 _FINAL: Final = "triton_final_response"
 _CHANNEL: Final = "channel-"
-"""Prefix of the names of calls that open a channel or carry acknowledgements for it."""
+"""Prefix of the names of messages that open a channel or acknowledge its frames."""
 _POST: Final = "-post"
-"""Suffix of the names of the latter."""
+"""Suffix of the names of messages that acknowledge frames."""
 _numbers = itertools.count()
 
 
 class _Call:
     """A call's unread answers: frames, then its end, which is an error or None.
 
-    An asyncio.Queue would take 3 KB for as long as an idle stream lasts.
+    An `asyncio.Queue` would take 3 KB for as long as an idle stream lasts.
     """
 
     __slots__ = ("_answers", "_reader", "has_answer", "is_accepted", "is_sent", "taken")
@@ -53,7 +53,7 @@ class _Call:
         self.is_sent = False
         """Whether the replica may have received the call."""
         self.has_answer = False
-        """Whether a frame came as a direct answer to the call, not over the channel."""
+        """Whether a frame came as a direct answer to the call, rather than over the channel."""
         self.is_accepted = False
         """Whether the replica has certainly received the call."""
         self.taken = taken
@@ -77,20 +77,20 @@ class _Call:
 
 
 class FrameClient:
-    """Calls one model of one Triton.
+    """Calls a model of a replica's Triton.
 
     Args:
-        model: its name.
-        address: of the Triton's gRPC, or of the port in front of it; see `headwater_server.transport.address`.
+        model: the model's name.
+        address: address of Triton's gRPC, or of the port in front of it; see `headwater_server.transport.address`.
         token: Triton's access token.
-        tls: the cluster's.
+        tls: the cluster's TLS.
     """
 
     def __init__(self, model: str, address: str, token: str, tls: PeerTls | None = None) -> None:
         self._model = model
         self._is_remote = not is_local(address)
         self._segments = TritonClient(model, address, token, tls)
-        """Connected only for segments."""
+        """Client that places segments; it connects only for this."""
         if tls is None or not self._is_remote:
             self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
         else:
@@ -103,9 +103,9 @@ class FrameClient:
         self._is_connected = False
         self._is_ended = False
         self._nothing = FrameRequest([], CallNote())
-        """A no-op request: even a message that cancels must have inputs."""
+        """A no-op request: even a message that only cancels a stream must have inputs."""
         self._stream_channel: StreamChannel | None = None
-        """The open channel, if any, that streams go over."""
+        """The channel that carries streams, while it is open."""
         self._channel_name = ""
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._write())]
         self._closing: asyncio.Task[None] | None = None
@@ -136,7 +136,7 @@ class FrameClient:
                 if call.taken is not None and call.taken.add(len(answer)):
                     channel.note_taken(name, call.taken)
                 yield answer
-                del answer  # the next one may take long
+                del answer  # the next answer may take long
         finally:
             del self._calls[name]
 
@@ -163,12 +163,12 @@ class FrameClient:
             while True:
                 message = await self._outgoing.get()
                 call = self._calls.get(message.id) or _Call()
-                # If a write on an open stream fails, the message may have been read nevertheless.
+                # If a write on an open stream fails, the replica may have read the message all the same.
                 call.is_sent = self._is_connected
                 await self._stream.write(message)
                 call.is_sent = self._is_connected = True
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            pass  # the reader knows why
+            pass  # `_read` logs the reason
         except Exception:
             logger.exception("model %s: writing a call failed", self._model)
         finally:
@@ -189,7 +189,7 @@ class FrameClient:
         call = self._calls.get(response.id)
         if response.id.startswith(_CHANNEL):
             self._take_from_channel(message)
-        elif call is None:  # it has no reader, or no longer one
+        elif call is None:  # its reader has left, or it never had a reader
             if message.error_message:
                 logger.debug("model %s, call %s: %s", self._model, response.id, message.error_message)
         elif message.error_message:
@@ -199,7 +199,7 @@ class FrameClient:
             for raw in response.raw_output_contents:
                 call.has_answer = True
                 call.put(raw)
-            # A call whose frames come over the channel ends there, unless it was answered directly.
+            # A call whose frames come over the channel also ends there, unless the replica answered it directly.
             if response.parameters[_FINAL].bool_param:
                 call.is_accepted = True
                 if call.taken is None or call.has_answer:
@@ -215,11 +215,12 @@ class FrameClient:
         return channel
 
     def _take_from_channel(self, message: Any) -> None:
-        """Handle an answer to a call that opened or acknowledged a channel: a parcel, or the call's end."""
+        """Handle an answer to a message that opened a channel or acknowledged frames: a parcel, or the end of the
+        message's answers."""
         response = message.infer_response
         channel = self._stream_channel
         is_post = response.id == self._channel_name + _POST
-        if channel is None or not (is_post or response.id == self._channel_name):  # a former one
+        if channel is None or not (is_post or response.id == self._channel_name):  # from an earlier channel
             return
         try:
             for raw in response.raw_output_contents:
@@ -240,14 +241,14 @@ class FrameClient:
                 self._drop_channel(ReplicaLost("the replica closed the channel that carried the stream"))
 
     def _drop_channel(self, error: HeadwaterError) -> None:
-        """End the channel's streams; the next stream opens a new channel."""
+        """End the channel's streams with an error; the next stream opens a new channel."""
         if self._stream_channel is not None:
             self._stream_channel.close()
         self._stream_channel = None
         for call in self._calls.values():
             if call.taken is None:
                 continue
-            # Only the channel's last message was not received; an accepted call was.
+            # The error is about the channel's last message. A call that was accepted did reach the replica.
             if call.is_accepted and isinstance(error, ReplicaUnreachable):
                 call.put(ReplicaLost("the replica ended while it had the request"))
             else:
@@ -273,7 +274,7 @@ class FrameClient:
     def _message(self, name: str, request: FrameRequest) -> pb.ModelInferRequest:
         message = pb.ModelInferRequest(model_name=self._model, id=name)
         message.parameters[HEADWATER].string_param = msgspec.json.encode(request.note).decode()
-        # Without this parameter, the end of an answer is not a message of its own.
+        # Without this parameter Triton sends no separate message at the end of an answer.
         message.parameters["triton_enable_empty_final_response"].bool_param = True
         for spec, datatype, shape, pieces in request.inputs:
             message.inputs.add(name=spec, datatype=datatype, shape=shape)

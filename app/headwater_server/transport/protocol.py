@@ -1,4 +1,4 @@
-"""What the gateway needs of a replica's client, for whole answers and for answers in frames."""
+"""Protocols of a replica's clients, as the gateway uses them: for whole answers, and for answers in frames."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class FrameRequest(msgspec.Struct):
     """A call to a replica that answers in frames."""
 
     inputs: list[tuple[str, str, list[int], list[bytes | memoryview]]]
-    """Name, datatype, shape with the batch axis, and bytes in pieces."""
+    """Inputs: name, datatype, shape with the batch axis, and bytes in pieces."""
     note: CallNote
-    """The content of the hidden parameter."""
+    """Content of the hidden parameter."""
 
 
 class ReplicaClient(Protocol):
@@ -30,12 +30,12 @@ class ReplicaClient(Protocol):
     async def infer(
         self, head: bytes, data: Sequence[bytes | memoryview], segment: RemoteSegment | None = None
     ) -> dict[str, RawTensor]:
-        """Make one call.
+        """Make a call.
 
         Args:
-            head: the request's JSON, all tensors binary in both directions.
+            head: the request's JSON, with every tensor binary in both directions.
             data: the inputs' bytes in order, in any number of pieces.
-            segment: of a call to a replica on another machine; it gets its answer.
+            segment: for a call to a replica on another machine: the large inputs. On return it holds the large outputs.
 
         Returns:
             The outputs, by name.
@@ -48,7 +48,7 @@ class ReplicaClient(Protocol):
         ...
 
     def close(self) -> None:
-        """End all connections; calls under way raise `ReplicaLost`."""
+        """End all connections; calls in flight raise `ReplicaLost`."""
         ...
 
 
@@ -56,19 +56,20 @@ class FrameReplicaClient(Protocol):
     """Calls a replica that answers in frames (`headwater.wire.frame`)."""
 
     def open(self, nothing: FrameRequest, *, streams: bool = False) -> None:
-        """Connect, so that the first call needn't. Call this once, before any other method.
+        """Connect early, so that the first call doesn't have to. Call this once, before any other method.
 
         Args:
-            nothing: a no-op request; its answer is dropped, even an error.
-            streams: whether calls will be streams; the replica then ends those of a former client of this process.
+            nothing: a no-op request; its answer is dropped, even if it is an error.
+            streams: whether calls will be streams. The replica then ends the streams of an earlier client of this
+                process.
         """
         ...
 
     def frames(self, name: str, request: FrameRequest) -> AsyncGenerator[bytes, None]:
-        """Make one call under a unique name. If its note makes it a stream, the replica waits for a slow reader.
+        """Make a call under a unique name. If the call's note makes it a stream, the replica waits for a slow reader.
 
         Returns:
-            The frames as they come, until the answer is complete.
+            The frames as they arrive, until the answer is complete.
 
         Raises:
             ReplicaUnreachable: the replica was gone before it received the call.
@@ -78,17 +79,19 @@ class FrameReplicaClient(Protocol):
         ...
 
     def placed(self, segment: RemoteSegment) -> contextlib.AbstractAsyncContextManager[str]:
-        """A segment's path on the replica's machine, until the block ends; if it fails, nobody uses the memory again.
+        """Send a segment to the replica's machine, and yield its path there.
+
+        The path is valid until the block ends. If the block raises, the segment's memory is never used again.
 
         Raises:
-            HeadwaterError: as `frames`.
+            HeadwaterError: the same errors as of `frames`.
         """
         ...
 
     def cancel(self, name: str) -> None:
-        """Ask the replica to end a stream; further frames of it are dropped."""
+        """Ask the replica to end a stream; the stream's further frames are dropped."""
         ...
 
     def close(self) -> None:
-        """End all calls; those under way raise `ReplicaLost`."""
+        """End all calls; calls in flight raise `ReplicaLost`."""
         ...

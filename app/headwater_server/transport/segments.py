@@ -40,19 +40,19 @@ __all__ = [
 
 SMALLEST_BYTES: Final = 256 * 1024
 KEPT_BYTES: Final = 64 * 1024 * 1024
-"""Bytes of unused segments that a deployment keeps, at most."""
+"""Limit of the bytes in unused segments that a deployment keeps."""
 LARGEST_REMOTE_BYTES: Final = 1024 * 1024 * 1024
-"""The largest segment that a replica's port makes."""
+"""Largest segment that a replica's port creates, in bytes."""
 KEPT_FOR_S: Final = 10.0
-"""How long an unused segment is kept."""
+"""Seconds that an unused segment is kept."""
 SLACK_BYTES: Final = 1024
-"""Space for aligning the outputs."""
+"""Bytes for the alignment of outputs."""
 _NO_ANSWER_BYTES: Final = 4
-"""Zeros that say that there is no answer."""
+"""Number of zero bytes that mark a missing answer."""
 
 
 class SegmentFile:
-    """A segment's file. It lives as long as any view of it, here or in a replica."""
+    """A segment's file. It lives as long as any view of it, in this process or in a replica."""
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
@@ -64,11 +64,11 @@ class SegmentFile:
         self.used_s = 0.0
         self.is_spoiled = False
         self.use: weakref.ref[Any] | None = None
-        """The present use; calls back when it ends."""
+        """Reference to the array over the file's memory while a call uses it. Its callback returns the file."""
 
 
 class Segment:
-    """One call's large tensors, in the memory of a file that is reused once no view of it is left."""
+    """The large tensors of a call, in the memory of a file that is reused once no view of it is left."""
 
     def __init__(self, file: SegmentFile, memory: memoryview) -> None:
         self._file = file
@@ -86,7 +86,7 @@ class Segment:
         self._end = aligned(at)
 
     def shared(self) -> SharedCall:
-        """The segment's description for the replica, once all inputs are in."""
+        """The segment's description for the replica, once all inputs are placed."""
         self._memory[self._end : self._end + _NO_ANSWER_BYTES] = bytes(_NO_ANSWER_BYTES)  # no outputs yet
         return SharedCall(self._file.path, len(self._memory), self._inputs, self._end)
 
@@ -95,26 +95,27 @@ class Segment:
         return _views(signature, self._memory, self._end, 0)
 
     def spoil(self) -> None:
-        """Never reuse the memory: the call failed, and the replica may still write."""
+        """Never reuse the memory: the call failed, and the replica may still write to it."""
         self._file.is_spoiled = True
 
 
 class RemoteSegment:
-    """The same for a replica on another machine, whose port makes the file: what is sent, and what came back.
+    """A segment for a replica on another machine. The replica's port creates the file; this object has the inputs to
+    send and the outputs that came back.
 
     Args:
-        size_bytes: of the file.
+        size_bytes: the file's size.
     """
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
         self.pieces: list[bytes | memoryview] = []
-        """The inputs' bytes, uncopied, and what aligns them."""
+        """The inputs' bytes, uncopied, with padding that aligns each input."""
         self.answer = memoryview(b"")
-        """What the replica left in the file behind the inputs; the client sets it."""
+        """Bytes that the replica left in the file behind the inputs; set by the client."""
         self._inputs: dict[str, tuple[int, list[int]]] = {}
         self.inputs_bytes = 0
-        """Of all pieces."""
+        """Total length of `pieces`."""
 
     def place(self, name: str, shape: list[int], pieces: Sequence[bytes | memoryview]) -> None:
         """Append an input."""
@@ -135,17 +136,17 @@ class RemoteSegment:
         return _views(signature, self.answer, 0, self.inputs_bytes) if self.answer else {}
 
     def spoil(self) -> None:
-        """Nothing: the memory is the port's."""
+        """Do nothing: the memory belongs to the port."""
 
 
 def _views(signature: Signature, memory: memoryview, answer_at: int, first: int) -> dict[str, RawTensor]:
     """The outputs in a segment: views, by name.
 
     Args:
-        signature: the model's.
-        memory: of the segment.
-        answer_at: where in it the answer begins.
-        first: the offset in the segment at which the memory begins.
+        signature: the model's signature.
+        memory: a part of the segment.
+        answer_at: the answer's offset in ``memory``.
+        first: the offset of ``memory`` in the segment.
     """
     found: dict[str, RawTensor] = {}
     datatypes = {spec.name: DATATYPES[spec.datatype] for spec in signature.outputs}
@@ -157,16 +158,18 @@ def _views(signature: Signature, memory: memoryview, answer_at: int, first: int)
 
 
 class SegmentFiles:
-    """Files for segments. An unused one is kept for `KEPT_FOR_S`, since each page of a new one costs time."""
+    """A pool of files for segments. An unused file is kept for `KEPT_FOR_S`, since each page of a new file costs
+    time."""
 
     def __init__(self) -> None:
         self._free: list[SegmentFile] = []
         self._used: set[SegmentFile] = set()
-        """Files that still have views, and so serve no other call."""
+        """Files that still have views, and so can't serve another call."""
         self._timer: asyncio.TimerHandle | None = None
 
     def take(self, needed: int) -> tuple[SegmentFile, memoryview]:
-        """A file and so many bytes of it, whose memory is whatever it was. It is taken until no view of it is left.
+        """Take a file, and ``needed`` bytes of its memory with arbitrary content. The file is in use until no view of
+        this memory is left.
 
         Raises:
             OSError: there are too many open files, or there is no memory.
@@ -175,14 +178,14 @@ class SegmentFiles:
         file.used_s = time.monotonic()
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(KEPT_FOR_S, self._trim)
-        # An array, since no other owner of a buffer can report when its last view is gone.
+        # A numpy array, since no other owner of a buffer can report when its last view is gone.
         whole = np.frombuffer(file.map, np.uint8, needed)
         self._used.add(file)
         file.use = weakref.ref(whole, lambda _: self._give_back(file))
         return file, whole.data
 
     def _free_one(self, needed: int) -> SegmentFile | None:
-        """The smallest free file that is large enough."""
+        """Remove and return the smallest free file that is large enough; None if no file is."""
         fitting = [file for file in self._free if file.size_bytes >= needed]
         found = min(fitting, key=lambda file: file.size_bytes, default=None)
         if found is not None:
@@ -190,14 +193,14 @@ class SegmentFiles:
         return found
 
     def _give_back(self, file: SegmentFile) -> None:
-        """The last view is gone. Called in the thread that dropped it."""
+        """Return a file to the pool, since its last view is gone. Called in the thread that dropped the view."""
         file.use = None
         self._used.discard(file)
         if not file.is_spoiled and sum([one.size_bytes for one in self._free]) + file.size_bytes <= KEPT_BYTES:
             self._free.append(file)
 
     def _trim(self) -> None:
-        """Drop files that were not used for a while."""
+        """Drop files that were unused for `KEPT_FOR_S`."""
         self._timer = None
         old_s = time.monotonic() - KEPT_FOR_S
         for file in [one for one in self._free if one.used_s < old_s]:
@@ -214,7 +217,7 @@ class Segments:
         self._row_bytes = 0
 
     def needed(self, inputs_bytes: int, rows: int) -> int:
-        """The size of a call's segment; 0 if neither its inputs nor its expected outputs are large.
+        """The size of a call's segment in bytes; 0 if neither its inputs nor its expected outputs are large.
 
         Args:
             inputs_bytes: size of all inputs to place in it, each `aligned`.
@@ -226,19 +229,19 @@ class Segments:
         return inputs_bytes + ANSWER_HEAD_BYTES + answer_bytes + SLACK_BYTES
 
     def take(self, inputs_bytes: int, rows: int) -> Segment | None:
-        """A segment for a call; None if it needs none (see `needed`), or none can be created."""
+        """A segment for a call. None: the call doesn't need a segment (see `needed`), or no segment can be created."""
         size_bytes = self.needed(inputs_bytes, rows)
         if not size_bytes:
             return None
         try:
             return Segment(*self._files.take(size_bytes))
-        except OSError:  # inline tensors need neither files nor this memory
+        except OSError:  # then all tensors go inline, which takes neither a file nor this memory
             return None
 
     def note_answer(self, outputs: Iterable[RawTensor], rows: int) -> None:
-        """Record the size of a call's outputs, which the next segment will have space for."""
+        """Record the size of a call's outputs; the next segment gets space for as many."""
         given = sum(aligned(len(one.data)) for one in outputs if len(one.data) >= SHARED_FROM_BYTES)
-        # The estimate decays, so that one large answer isn't reserved for forever.
+        # The estimate decays, so that a single large answer doesn't reserve memory forever.
         self._row_bytes = max(-(-given // rows), self._row_bytes - self._row_bytes // 64 - 1, 0)
 
 
@@ -246,13 +249,13 @@ class RemoteSegments:
     """The segments of a deployment's replicas on other machines.
 
     Args:
-        local: of the same deployment; they know how large its answers are.
+        local: the same deployment's segments on this machine, which track how large its answers are.
     """
 
     def __init__(self, local: Segments) -> None:
         self._local = local
 
     def take(self, inputs_bytes: int, rows: int) -> RemoteSegment | None:
-        """As `Segments.take`; None also if the call is too large for one."""
+        """A segment for a call; see `Segments.take`. None also if the call is too large for a segment."""
         size_bytes = self._local.needed(inputs_bytes, rows)
         return RemoteSegment(size_bytes) if 0 < size_bytes <= LARGEST_REMOTE_BYTES else None

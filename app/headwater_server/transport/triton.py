@@ -49,13 +49,13 @@ _reply_decoder = msgspec.json.Decoder(_Reply)
 
 
 class TritonClient:
-    """Calls one model of one Triton.
+    """Calls a model of a replica's Triton.
 
     Args:
-        model: its name.
-        address: of the Triton's HTTP, or of the port in front of it; see `headwater_server.transport.address`.
+        model: the model's name.
+        address: address of Triton's HTTP, or of the port in front of it; see `headwater_server.transport.address`.
         token: Triton's access token.
-        tls: the cluster's.
+        tls: the cluster's TLS.
     """
 
     def __init__(self, model: str, address: str, token: str, tls: PeerTls | None = None) -> None:
@@ -108,7 +108,8 @@ class TritonClient:
 
     @contextlib.asynccontextmanager
     async def placed(self, segment: RemoteSegment) -> AsyncIterator[str]:
-        """A segment's path on the replica's machine, until the block ends; see `FrameReplicaClient.placed`."""
+        """Send a segment, and yield its path on the replica's machine until the block ends; see
+        `FrameReplicaClient.placed`."""
         connection = await self._connection()
         sizes = segment.inputs_bytes, segment.inputs_bytes, segment.size_bytes
         try:
@@ -117,15 +118,15 @@ class TritonClient:
                 raise (ReplicaUnreachable if connection.is_unsent else CallableFailed)(_reason(body))
             yield body.decode()
         except BaseException:
-            connection.close()  # the replica may still write to it
+            connection.close()  # the replica may still write to the segment
             raise
         connection.placed += 1
         self._idle.append(connection)
-        # The port keeps the segment as long as the connection isn't used.
+        # The port keeps the segment until the connection is used again or closed.
         asyncio.get_running_loop().call_later(KEPT_FOR_S, self._drop, connection, connection.placed)
 
     def _drop(self, connection: _Connection, placed: int) -> None:
-        """Close a connection, unless it was used since it placed its last segment."""
+        """Close a connection, unless it has placed another segment since."""
         if connection.placed == placed and connection in self._idle:
             self._idle.remove(connection)
             connection.close()
@@ -151,7 +152,7 @@ class TritonClient:
 
 
 class _Connection(asyncio.Protocol):
-    """One HTTP/1.1 connection with at most one call on it."""
+    """An HTTP/1.1 connection with at most one call on it."""
 
     def __init__(self, registry: set[_Connection]) -> None:
         self._registry = registry
@@ -161,11 +162,11 @@ class _Connection(asyncio.Protocol):
         self._body: list[bytes] = []
         self._json_length = 0
         self.shared_length = 0
-        """The bytes at the end of the last answer that the replica left in the segment."""
+        """Bytes at the end of the last answer that the replica left in the segment."""
         self.is_unsent = False
-        """Whether the replica's port had no way to pass the request on."""
+        """Whether the replica's port could not pass the request on."""
         self.placed = 0
-        """How many segments it has placed."""
+        """Number of segments placed over this connection."""
         self.lost = False
         self.reusable = True
 
@@ -181,7 +182,7 @@ class _Connection(asyncio.Protocol):
         return await self._waiter
 
     def close(self) -> None:
-        """Close the connection; a call under way raises `ReplicaLost`."""
+        """Close the connection; a call in flight raises `ReplicaLost`."""
         if self._transport is not None:
             self._transport.abort()
         self.connection_lost(None)
@@ -197,7 +198,7 @@ class _Connection(asyncio.Protocol):
             self._waiter.set_exception(ReplicaLost("the replica ended while it had the request"))
 
     def data_received(self, data: bytes) -> None:
-        if self._parser is None:  # data that no request asked for
+        if self._parser is None:  # data without a request
             self.close()
             return
         try:
@@ -242,7 +243,7 @@ def _tensors(body: bytes, json_length: int) -> dict[str, RawTensor]:
 def refusal(reason: str) -> HeadwaterError:
     """The error for a call that Triton refused. A traceback may follow the reason's first line."""
     first_line = reason.splitlines()[0][:500] if reason else "no reason given"
-    if is_process_lost(first_line):  # Triton noticed it before the guardian did
+    if is_process_lost(first_line):  # Triton noticed this before the guardian did
         return ReplicaLost("the replica ended while it had the request")
     if is_ending(first_line):
         return ReplicaUnreachable("the replica is ending")

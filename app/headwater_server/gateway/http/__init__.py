@@ -1,1 +1,1 @@
-"""Connections, and what is around every request and answer."""
+"""Connections, and the handling around every request and answer."""

@@ -1,4 +1,4 @@
-"""Reads request bodies: bounded in size, in time, and in what they unpack and decode to."""
+"""Reads request bodies, with limits on their size, their time, and the size of their unpacked and decoded content."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ LARGE_BYTES: Final = 256 * 1024
 
 _PIECE_BYTES = 64 * 1024
 _JSON_TYPES = (b"application/json", b"application/octet-stream", b"application/vnd.sagemaker-triton")
-# None at all, and what curl says of any body. Browsers let every page send both to any server, without asking it first,
-# but with the page's Origin.
+# No content type, and the type that curl sends by default. Browsers let every page send both to any server without
+# asking it first, but send the page's Origin along.
 _UNSAID = (None, b"application/x-www-form-urlencoded")
-# zlib's window bits: gzip, and zlib's own format, which HTTP calls deflate.
+# zlib's window bits: for gzip, and for zlib's format, which HTTP calls deflate.
 _WINDOW_BITS = {b"gzip": 31, b"x-gzip": 31, b"deflate": 15}
 
 
@@ -39,14 +39,14 @@ async def decoded(
     """Decode a body, in a thread if it is large.
 
     Args:
-        decode: reads the JSON.
-        body: of the request, as `BodyReader.read` returned it.
-        scope: of the request, which is charged for what is made of the body.
-        memory: how many bytes that takes; see `headwater_server.codecs.memory`.
+        decode: decodes the JSON.
+        body: the request's body, as `BodyReader.read` returned it.
+        scope: the request's scope. The decoded objects are charged to the request.
+        memory: estimates the memory of the decoded objects, in bytes; see `headwater_server.codecs.memory`.
 
     Raises:
         Unavailable: the bodies of all requests together are over the budget.
-        HeadwaterError: from ``decode``.
+        HeadwaterError: an error from ``decode``.
     """
 
     def take_and_decode() -> _Request:
@@ -60,9 +60,9 @@ class BodyReader:
     """Reads bodies.
 
     Args:
-        max_bytes: the limit of a body, and of what it unpacks to.
+        max_bytes: the limit of a body, and of its unpacked content.
         timeout_s: how long a body may take to arrive.
-        budget: limits the bodies of all requests together; default: one body's limit.
+        budget: limits the bodies of all requests together; default: ``max_bytes``.
     """
 
     def __init__(self, max_bytes: int, timeout_s: float, budget: BodyBudget | None = None) -> None:
@@ -74,13 +74,13 @@ class BodyReader:
         """Read a body. Returns it, unpacked, and the headers.
 
         Args:
-            scope, receive: of the request.
-            form: whether the body must be of type ``multipart/form-data`` instead.
+            scope, receive: ASGI arguments of the request.
+            form: whether the body must be of type ``multipart/form-data`` instead of JSON or octets.
 
         Raises:
-            UnsupportedMediaType: the content type isn't JSON or octets, nor (in a request without an ``Origin``) left
-                out or curl's default; or the encoding isn't gzip or deflate.
-            BodyTooLarge: the body is over the limit; raised before any of it is read if it has a Content-Length.
+            UnsupportedMediaType: the content type isn't JSON or octets, nor (in a request without an ``Origin``)
+                missing or curl's default; or the encoding isn't gzip or deflate.
+            BodyTooLarge: the body is over the limit. With a Content-Length, raised before any of the body is read.
             Unavailable: the bodies of all requests together are over the budget.
             BodyTooSlow: the body did not arrive in time.
             BadRequest: the compressed body is damaged.
@@ -102,7 +102,7 @@ class BodyReader:
         if body is None:
             length = headers.get(b"content-length")
             if length is not None:
-                length = length.strip()  # the parser leaves spaces behind it
+                length = length.strip()  # the parser leaves trailing spaces
                 if length.isdigit() and int(length) > self._max_bytes:
                     raise self._too_large(int(length))
             try:
@@ -122,8 +122,8 @@ class BodyReader:
         return body, headers
 
     def lease(self, scope: Scope) -> BodyLease:
-        """What a request has of the budget; given back when the request ends. Call `BodyLease.take` before further
-        bytes are unpacked from the body."""
+        """A request's share of the budget, given back when the request ends. Call `BodyLease.take` before further bytes
+        are unpacked from the body."""
         state: dict[str, Any] = scope.setdefault("state", {})
         lease: BodyLease | None = state.get("body")
         if lease is None:

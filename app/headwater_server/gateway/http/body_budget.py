@@ -1,5 +1,5 @@
-"""The memory of bodies: what all requests of a worker may hold together while they are read, unpacked, decoded and
-answered."""
+"""The memory budget of bodies: the bytes that all requests of a worker may hold together while their bodies are read,
+unpacked, decoded and answered."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from headwater_server.errors import BodyTooLarge, ClientGone, Unavailable
 __all__ = ["ALL_BODIES_BYTES", "BodyBudget", "BodyLease", "release_body", "take_for_objects"]
 
 ALL_BODIES_BYTES: Final = 1024 * 1024 * 1024
-"""What the workers of a server may hold together."""
+"""The budget of all workers of a server together, in bytes."""
 SMALL_BYTES: Final = 256 * 1024
-"""Bodies up to this size may use the whole budget, larger ones three quarters of it: large bodies don't keep the small
-ones of ordinary requests out."""
+"""Bodies up to this size may use the whole budget, larger bodies three quarters of it, so that large bodies never block
+the small bodies of ordinary requests."""
 RETRY_AFTER_S: Final = 2
 
 
 class BodyBudget:
-    """Bytes of bodies, over all requests of this process. Any thread may use it.
+    """Counts the bytes of bodies, over all requests of this process. Any thread may use it.
 
     Args:
-        limit: bytes.
+        limit: the budget in bytes.
     """
 
     def __init__(self, limit: int) -> None:
@@ -38,7 +38,7 @@ class BodyBudget:
         return self._used
 
     def take(self, size: int, held: int) -> bool:
-        """Take bytes for a body that has ``held`` already. Returns whether there were so many left."""
+        """Take bytes for a body that already holds ``held`` bytes. Returns whether the budget had as many left."""
         limit = self.limit if held + size <= SMALL_BYTES else self.limit - self.limit // 4
         with self._lock:
             if self._used + size > limit:
@@ -47,13 +47,13 @@ class BodyBudget:
             return True
 
     def give_back(self, size: int) -> None:
-        """Give back what was taken."""
+        """Give back bytes."""
         with self._lock:
             self._used -= size
 
 
 class BodyLease:
-    """What one request has of the budget, until `release_body`."""
+    """A request's share of the budget, until `release_body`."""
 
     def __init__(self, budget: BodyBudget, max_bytes: int) -> None:
         self._budget = budget
@@ -63,14 +63,14 @@ class BodyLease:
         self._lock = threading.Lock()
 
     def take(self, size: int, total: int) -> None:
-        """Take bytes before they are kept.
+        """Take bytes before they are stored.
 
         Args:
-            size: how many more.
-            total: the bytes of the same body, or of the same unpacked content, with these.
+            size: the number of bytes to take.
+            total: the size of the same body, or of the same unpacked content, including these bytes.
 
         Raises:
-            BodyTooLarge: the total is over the limit of one body.
+            BodyTooLarge: the total is over the limit of a body.
             Unavailable: the bodies of all requests together are over the budget.
             ClientGone: the request has ended.
         """
@@ -81,10 +81,11 @@ class BodyLease:
         self._take(size)
 
     def take_for_objects(self, size: int) -> None:
-        """Take bytes before a body is decoded, for what is made of it.
+        """Take bytes for the objects that a body is decoded to, before it is decoded.
 
         A request is charged for half of the budget at most, so that the largest body can be decoded where workers have
-        small shares. Since large bodies may use three quarters, one request at a time can be over its charge.
+        small shares. Since large bodies may use three quarters, at most a single request at a time uses more than its
+        charge.
 
         Raises:
             Unavailable: the bodies of all requests together are over the budget.
@@ -93,7 +94,7 @@ class BodyLease:
         self._take(max(min(size, self._budget.limit // 2 - self._held), 0))
 
     def _take(self, size: int) -> None:
-        with self._lock:  # a thread may take while the request ends
+        with self._lock:  # a thread may call this while the request ends
             if self._is_over:
                 raise ClientGone("the request ended before its body was read")
             if not self._budget.take(size, self._held):
@@ -105,7 +106,7 @@ class BodyLease:
             self._held += size
 
     def release(self) -> None:
-        """Give everything back, for good."""
+        """Give everything back; the lease can't be used afterwards."""
         with self._lock:
             self._is_over = True
             held, self._held = self._held, 0
@@ -113,14 +114,14 @@ class BodyLease:
 
 
 def take_for_objects(scope: Scope, size: int) -> None:
-    """Take bytes of the budget for what is made of a request's body; see `BodyLease.take_for_objects`."""
+    """Charge a request for the objects that its body is decoded to; see `BodyLease.take_for_objects`."""
     lease: BodyLease | None = scope.get("state", {}).get("body")
     if lease is not None:
         lease.take_for_objects(size)
 
 
 def release_body(scope: Scope) -> None:
-    """Give back what a request's body has of the budget, when the request has ended."""
+    """Give back the share of the budget of a request that has ended."""
     lease: BodyLease | None = scope["state"].pop("body", None)
     if lease is not None:
         lease.release()

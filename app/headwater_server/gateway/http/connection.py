@@ -1,8 +1,9 @@
-"""A client's connection: uvicorn's, with bounds on what the application does not see.
+"""A client's connection: uvicorn's protocol, with limits on everything that the application does not see.
 
-Bounded are the size of a request's head and the time it may take to arrive, the time for the rest of a body after its
-answer, and the time that a client reads nothing of an answer. A client that pipelines is not read from while its
-requests wait. What is refused without the application is refused in order, after the answers to earlier requests.
+There are limits on the size of a request's head and the time until it is complete, on the time for the rest of a body
+after its answer, and on the time that a client reads nothing of an answer. While requests of a client that pipelines
+are waiting, nothing more is read from the client. A refusal without the application is sent in order, after the answers
+to earlier requests.
 """
 
 from __future__ import annotations
@@ -46,28 +47,30 @@ _ESCAPED_SLASH: Final = re.compile("%2f", re.IGNORECASE)
 _TRANSFER_ENCODING_CHARS: Final = len("transfer-encoding")
 
 _PIECE_BYTES: Final = 16 * 1024
-"""Bytes parsed at once. As many requests as fit into them may wait behind the one under way."""
+"""Bytes parsed at once. All requests that fit into them may wait behind the running request."""
 
 _FIRST_PROBE_S: Final = 0.25
-"""From the end of what a client sends to the first probe whether it is there; each further wait is twice as long."""
+"""Seconds from the end of a client's input to the first probe of whether the client is there. Each further wait is
+twice as long."""
 
 _RESET_AFTER_S: Final = 0.05
-"""From a probe to the look whether the client has answered with a reset."""
+"""Seconds from a probe to the check of whether the client has answered with a reset."""
 
 
 class BoundedConnection(HttpToolsProtocol):
-    """One connection.
+    """A client's connection.
 
     Args:
         head_timeout_s: how long a request's line and headers may take from their first byte, how long the rest of a
             body may take after the answer, and how long a client may read nothing of an answer.
         others: the connections of this worker.
-        records: logs and counts what is refused without the application.
-        accepted: what counted for this connection before its TLS handshake.
-        arguments: uvicorn's.
+        records: logs and counts the requests that are refused without the application.
+        accepted: the connection as it was counted before its TLS handshake.
+        arguments: uvicorn's arguments.
     """
 
-    # Without slots the instance has more attributes than a shared-key dict holds: 1 KB more per connection.
+    # Without slots the instance has more attributes than a shared-key dict can hold, which takes 1 KB more per
+    # connection.
     __slots__ = (
         "_accepted", "_head_bytes", "_head_timeout_s", "_head_timer", "_idle_since_s", "_idle_timer", "_in_head",
         "_others", "_probe_timer", "_records", "_refusal", "_rest_timer", "_running", "_unparsed", "_unread_timer",
@@ -75,7 +78,7 @@ class BoundedConnection(HttpToolsProtocol):
     )  # fmt: skip
 
     cycle: Exchange
-    """The last request whose head is complete; None before the first one's, and on an idle connection."""
+    """The last request whose head is complete. None before the first request, and on an idle connection."""
 
     def __init__(
         self,
@@ -96,23 +99,23 @@ class BoundedConnection(HttpToolsProtocol):
         self._head_timer: asyncio.TimerHandle | None = None
         self._idle_timer: asyncio.TimerHandle | None = None
         self._probe_timer: asyncio.TimerHandle | None = None
-        """Runs from the end of what the client sends."""
+        """Timer of the next probe; it runs after the client has ended its input."""
         self._idle_since_s: float | None = None
         self._running: Exchange | None = None
         """The request that the application handles."""
         self._waiting: list[Exchange] = []
-        """Requests behind it, whose heads are complete, in order."""
-        self.pipeline = cast(Any, self._waiting)  # uvicorn's own, of which nothing is used, takes 700 bytes
+        """Requests behind the running request with complete heads, in order."""
+        self.pipeline = cast(Any, self._waiting)  # uvicorn's unused deque would take 700 bytes
         self._head_bytes = 0
         """Bytes of head parsed since the last byte of a body or the last end of a message."""
         self._in_head = False
         self._unparsed: bytes | memoryview = b""
-        """Bytes received behind requests that wait."""
+        """Bytes received behind the waiting requests."""
         self._refusal: HeadwaterError | None = None
-        """The error that ends the connection after the answers under way; nothing more is parsed."""
+        """The error that ends the connection after the pending answers; nothing more is parsed."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the idle timer for the first byte."""
+        """Start the idle timer for the first byte, and count the connection."""
         super().connection_made(transport)
         self.flow = _PipelineFlow(transport, self._waiting)
         self._note_idle()
@@ -122,7 +125,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._others.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Cancel all timers and the request under way."""
+        """Cancel all timers and the running request."""
         self._end_head()
         self._end_rest()
         for timer in (self._unread_timer, self._idle_timer, self._probe_timer):
@@ -141,10 +144,11 @@ class BoundedConnection(HttpToolsProtocol):
             self._parse(data if not self._unparsed else bytes(self._unparsed) + data)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """The client sends nothing more: it has left, or it waits for its answer. Returns whether the connection stays.
+        """Handle the end of the client's input: the client has left, or it waits for its answer. Returns whether the
+        connection stays open.
 
-        Both look the same until something is sent to the client. TLS has no connection with one direction, and in
-        HTTP/1.0 nothing may precede an answer: these clients count as gone.
+        The two cases look the same until data are sent to the client. TLS can't close one direction only, and in
+        HTTP/1.0 nothing may precede an answer: such clients count as gone.
         """
         running = self._running
         if self._probe_timer is not None or self.transport.get_extra_info("ssl_object") is not None:
@@ -159,7 +163,7 @@ class BoundedConnection(HttpToolsProtocol):
         return True
 
     def _probe(self, waited_s: float) -> None:
-        """See whether a client that sends nothing more is there."""
+        """Probe whether a client that has ended its input is still there."""
         if not self._has_left() and self._running is not None:
             self._running.probe()
             self._probe_timer = self.loop.call_later(_RESET_AFTER_S, self._probe_later, 2 * waited_s)
@@ -209,7 +213,7 @@ class BoundedConnection(HttpToolsProtocol):
         """Treat the request as if it asked for no other protocol (RFC 9110, 7.8).
 
         The parser stops behind such a head and does not read the body: a new parser reads the head without the
-        ``Upgrade`` header, and then what follows.
+        ``Upgrade`` header, and then the bytes that follow.
         """
         lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
         lines += [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
@@ -218,7 +222,7 @@ class BoundedConnection(HttpToolsProtocol):
         self.parser.feed_data(b"\r\n".join([*lines, b"", b""]))
 
     def on_message_begin(self) -> None:
-        """The parser is at a request's first byte."""
+        """Prepare for a request; the parser is at its first byte."""
         self._in_head = True
         self._head_bytes = 0
         self._idle_since_s = None
@@ -227,7 +231,7 @@ class BoundedConnection(HttpToolsProtocol):
         self.expect_100_continue = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """The parser is behind a header."""
+        """Store a header, and check the transfer encoding."""
         super().on_header(name, value)
         if len(name) == _TRANSFER_ENCODING_CHARS and name.lower() == b"transfer-encoding":
             coding = value.strip().lower()
@@ -238,7 +242,7 @@ class BoundedConnection(HttpToolsProtocol):
                 )
 
     def on_headers_complete(self) -> None:
-        """The parser is behind a request's headers."""
+        """Make the request's `Exchange`, now that its head is complete, and start it or let it wait."""
         parser = self.parser
         http_version = parser.get_http_version()
         if http_version not in ("1.1", "1.0"):
@@ -247,7 +251,7 @@ class BoundedConnection(HttpToolsProtocol):
         if parser.should_upgrade():
             if method == b"CONNECT":
                 raise MethodNotAllowed("method CONNECT: not allowed, since this server is no proxy")
-            return  # parsed again, see `_ignore_upgrade`
+            return  # the head is parsed again, see `_ignore_upgrade`
         self._end_head()
         target = httptools.parse_url(self.url)
         if target.path is None:
@@ -275,7 +279,7 @@ class BoundedConnection(HttpToolsProtocol):
         if not has_place and not is_health_check(scope["method"], path):
             raise Unavailable("the server has as many connections as it takes (server.max_connections)")
         is_first = self.cycle is None or self.cycle.response_complete
-        # Not by keywords, which take longer than everything else here.
+        # Positional, since keyword arguments would take longer than everything else here.
         self.cycle = exchange = Exchange(
             scope,
             self.transport,
@@ -304,24 +308,24 @@ class BoundedConnection(HttpToolsProtocol):
         self.tasks.add(task)
 
     def on_body(self, body: bytes) -> None:
-        """The parser is at a piece of a request's body."""
+        """Store a piece of a request's body."""
         self._head_bytes = 0
         self.cycle.take_piece(body)
 
     def on_message_complete(self) -> None:
-        """The parser is behind a request's body."""
-        if self._in_head:  # the head of a request that asks for an upgrade
+        """Note that a request's body is complete."""
+        if self._in_head:  # the head of a request for an upgrade
             return
         self._end_rest()
         self._head_bytes = 0
-        # uvicorn does neither if the answer came before the end of the body.
+        # uvicorn does neither if the answer came before the body's end.
         self.cycle.more_body = False
         self.cycle.message_event.set()
         if not self.cycle.response_complete:
             self._others.begin(self)
 
     def on_response_complete(self) -> None:
-        """An answer is complete; its request's body may not be."""
+        """Handle the end of an answer; its request's body may be incomplete."""
         self.server_state.total_requests += 1
         if self._running is not None:
             self._running.end()
@@ -337,10 +341,10 @@ class BoundedConnection(HttpToolsProtocol):
                 self._note_idle()
         if self._unread_timer is None and self.transport.get_write_buffer_size():
             self._watch_reading(None)
-        if self.cycle.response_complete:  # the last request read is answered
+        if self.cycle.response_complete:  # every request that was read is answered
             self._others.end(self)
             if self.cycle.more_body and not self.transport.is_closing():
-                # Not at once: a client that is still sending would lose the answer.
+                # Closed later, since a client that is still sending would lose the answer.
                 self._end_rest()
                 self._rest_timer = self.loop.call_later(self._head_timeout_s, self.abort)
             elif not self.cycle.more_body:
@@ -362,7 +366,7 @@ class BoundedConnection(HttpToolsProtocol):
             self._head_timer = None
 
     def _forget(self) -> None:
-        """Free the last request, which is half of an idle connection."""
+        """Free the last request, which takes half the memory of an idle connection."""
         self.cycle = None  # type: ignore[assignment]
         if not self._in_head:
             self.headers = None  # type: ignore[assignment]
@@ -373,7 +377,7 @@ class BoundedConnection(HttpToolsProtocol):
             self._rest_timer = None
 
     def _watch_reading(self, unread_before: int | None) -> None:
-        """Abort a connection whose client reads nothing: closing it would wait for the client, too."""
+        """Abort a connection whose client reads nothing. Closing it in order would wait for the client, too."""
         self._unread_timer = None
         waiting = self.transport.get_write_buffer_size()
         unread = waiting + _unacknowledged(self.transport)
@@ -382,8 +386,8 @@ class BoundedConnection(HttpToolsProtocol):
         elif waiting:
             self._unread_timer = self.loop.call_later(self._head_timeout_s, self._watch_reading, unread)
 
-    # uvicorn makes a timer after each answer and cancels it with the next request. Here one timer keeps running and
-    # checks when it is due how long the connection has been idle.
+    # uvicorn makes a timer after each answer and cancels it with the next request. Here a single timer keeps running;
+    # when it fires, it checks how long the connection has been idle.
 
     def _note_idle(self) -> None:
         self._idle_since_s = self.loop.time()
@@ -392,7 +396,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     def _end_if_idle(self) -> None:
         self._idle_timer = None
-        if self._idle_since_s is None:  # a request is under way; its answer starts the next timer
+        if self._idle_since_s is None:  # a request is running; its answer starts the next timer
             return
         left_s = self._idle_since_s + self.timeout_keep_alive - self.loop.time()
         if left_s < TIMER_RESOLUTION_S:
@@ -401,7 +405,7 @@ class BoundedConnection(HttpToolsProtocol):
             self._idle_timer = self.loop.call_later(left_s, self._end_if_idle)
 
     def _refuse(self, error: HeadwaterError) -> None:
-        """Refuse what is being parsed, after the answers to earlier requests, and close the connection."""
+        """Refuse the data that are being parsed, after the answers to earlier requests, and close the connection."""
         self._end_head()
         if self.transport.is_closing():
             return
@@ -410,9 +414,9 @@ class BoundedConnection(HttpToolsProtocol):
         running = self._running
         in_body = self.cycle is not None and self.cycle.more_body
         if in_body and self._waiting:
-            self._waiting.pop()  # the request whose body it is
+            self._waiting.pop()  # the request that this body belongs to
         elif in_body and (running is None or self.cycle.response_started):
-            self.transport.close()  # the request has its answer, or a part of it
+            self.transport.close()  # the request has its answer, or part of it
         elif in_body and running is not None:
             running.lose()
             self._write_refusal(error)
@@ -420,7 +424,8 @@ class BoundedConnection(HttpToolsProtocol):
             self._write_refusal(error)
 
     def _write_refusal(self, error: HeadwaterError) -> None:
-        """Answer with a request id and a line in the access log; nothing else of the request is known for certain."""
+        """Send a refusal, with a request id and a line in the access log. Nothing else is known about the request for
+        certain."""
         scope: dict[str, Any] = {
             "type": "http", "method": "-", "path": "-", "query_string": b"", "headers": [], "client": self.client,
             "state": {"error": error},
@@ -452,7 +457,7 @@ class _PipelineFlow(FlowControl):
 
 
 def _unparsable(error: httptools.HttpParserError) -> HeadwaterError:
-    """The client's error for bytes that the parser of requests or of targets refuses."""
+    """The error for bytes that the parser of requests or of targets refuses."""
     if isinstance(error, httptools.HttpParserCallbackError):
         cause = error.__context__
         if isinstance(cause, HeadwaterError):
@@ -465,9 +470,9 @@ def _unparsable(error: httptools.HttpParserError) -> HeadwaterError:
 
 
 def _unacknowledged(transport: asyncio.Transport) -> int:
-    """How many bytes in the kernel the client has not acknowledged.
+    """The number of bytes in the kernel that the client has not acknowledged.
 
-    They show that a slow client reads, because the kernel takes more data from the process in large steps only.
+    They show that a slow client reads, because the kernel takes more data from the process only in large steps.
     """
     try:
         found = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, b"\0" * 4)
@@ -477,7 +482,7 @@ def _unacknowledged(transport: asyncio.Transport) -> int:
 
 
 def _is_reset(transport: asyncio.Transport) -> bool:
-    """Whether the other side has ended both directions, as the kernel says."""
+    """Whether the other side has ended both directions, according to the kernel."""
     poll = select.poll()
     poll.register(transport.get_extra_info("socket").fileno(), 0)
     return bool(poll.poll(0))

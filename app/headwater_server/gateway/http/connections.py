@@ -1,4 +1,5 @@
-"""The number of connections of a worker: which connection makes room for a new one."""
+"""The connections of a worker, their limit, and the choice of a connection to end when a new connection needs its
+place."""
 
 from __future__ import annotations
 
@@ -11,42 +12,43 @@ __all__ = ["Closable", "Connections", "allow_open_files"]
 logger = logging.getLogger("headwater")
 
 OTHER_FILES: Final = 512
-"""Open files of a worker besides its clients' connections: replicas, event loop, logs, limits of keys."""
+"""Open files of a worker besides its clients' connections: for replicas, event loop, logs and limits of keys."""
 SPARE_PLACES: Final = 32
 """Connections beyond the limit, for health checks. Their files are among `OTHER_FILES`."""
 
 
 class Closable(Protocol):
-    """A connection."""
+    """A connection that can be ended at once."""
 
     def abort(self) -> None:
-        """End it at once."""
+        """End the connection at once."""
         ...
 
 
 class Connections:
-    """Tracks connections, and ends one that is not busy where a new one would exceed the limit.
+    """Tracks connections. If a new connection would exceed the limit, it ends a connection that is not busy.
 
-    A connection is busy from the end of a request's body to the end of its answer. Of the others, the one whose last
-    answer or last complete head is oldest makes room; so neither idle connections nor slow bodies keep others out.
-    Where all are busy a new connection gets one of a few spare places, from which only health checks are answered.
+    A connection is busy from the end of a request's body to the end of its answer. Of the connections that are not
+    busy, the connection with the oldest last answer or complete head is ended, so neither idle connections nor slow
+    bodies block new clients. If all connections are busy, a new connection gets a spare place, from which only health
+    checks are answered.
 
     Args:
-        limit: how many there may be, without those in spare places.
+        limit: maximum number of connections, not counting the spare places.
     """
 
     def __init__(self, limit: int) -> None:
         self.is_closing = False
-        """Whether each ends with its next answer, so that its client connects to another server."""
+        """Whether each connection closes with its next answer, so that its client connects to another server."""
         self._limit = limit
         self._busy: set[Closable] = set()
         self._idle: dict[Closable, None] = {}
-        """Connections that have no complete request, in the order in which they make room."""
+        """Connections without a complete request, in the order in which they are ended for new connections."""
         self._spare: dict[Closable, None] = {}
         """Connections in spare places, oldest first."""
 
     def add(self, connection: Closable) -> None:
-        """Add a connection that was accepted just now."""
+        """Add a connection that was just accepted."""
         if self._has_room():
             self._idle[connection] = None
             return
@@ -57,7 +59,8 @@ class Connections:
         self._spare[connection] = None
 
     def admit(self, connection: Closable) -> bool:
-        """A request's head is complete. Returns whether its connection has a place of its own, maybe since now."""
+        """Note that a request's head is complete. Returns whether its connection has a regular place, which it may get
+        only now."""
         if connection not in self._spare:
             return True
         if not self._has_room():
@@ -67,19 +70,19 @@ class Connections:
         return True
 
     def read(self, connection: Closable) -> None:
-        """A request's head is complete, and its body is not."""
+        """Note that a request's head is complete, while its body is not."""
         if connection in self._idle:
             del self._idle[connection]
             self._idle[connection] = None
 
     def begin(self, connection: Closable) -> None:
-        """A request is complete, with its body."""
+        """Note that a request is complete, with its body."""
         if connection in self._idle:
             del self._idle[connection]
             self._busy.add(connection)
 
     def end(self, connection: Closable) -> None:
-        """All requests of a connection are answered."""
+        """Note that all requests of a connection are answered."""
         if connection in self._busy:
             self._busy.discard(connection)
             self._idle[connection] = None
@@ -91,7 +94,7 @@ class Connections:
         self._spare.pop(connection, None)
 
     def _has_room(self) -> bool:
-        """Whether another connection has a place; ends one that is not busy if need be."""
+        """Whether there is a place for another connection; ends a connection that is not busy if necessary."""
         if len(self._busy) + len(self._idle) < self._limit:
             return True
         oldest = next(iter(self._idle), None)
@@ -103,7 +106,7 @@ class Connections:
 
 
 def allow_open_files(connections: int) -> int:
-    """Raise this process's limit of open files for that many connections. Returns how many it can have."""
+    """Raise this process's limit of open files for this many connections. Returns how many connections are possible."""
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = connections + OTHER_FILES
     if most != resource.RLIM_INFINITY and wanted > most:

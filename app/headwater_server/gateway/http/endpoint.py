@@ -1,4 +1,4 @@
-"""What answers a request, behind the entry."""
+"""Endpoints, which answer requests behind the entry."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ __all__ = ["Endpoint", "EndpointRoute", "HeadAsGet"]
 
 
 class Endpoint(ABC):
-    """Answers the routes that are called thousands of times a second, without FastAPI's layers."""
+    """Answers routes that are called thousands of times a second, without FastAPI's layers."""
 
     @abstractmethod
     async def answer(self, scope: Scope, receive: Receive) -> ASGIApp:
-        """Compute the answer, or open one in pieces. Any `HeadwaterError` becomes the answer that its class says."""
+        """Compute the answer, or open an answer in pieces. A `HeadwaterError` becomes the answer that its class
+        defines."""
 
 
 class EndpointRoute(Route):
-    """A path whose POST an endpoint answers. FastAPI has the route too, and refuses other methods."""
+    """A path with an endpoint for POST. FastAPI has the route too, and refuses other methods."""
 
     def __init__(self, path: str, endpoint: Endpoint) -> None:
         super().__init__(path, endpoint.answer, methods=["POST"])
         self.answer = endpoint.answer
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See `Route.handle`. The route is noted, as FastAPI notes its own."""
+        """See `Route.handle`. Notes the route in the scope, as FastAPI does for its routes."""
         scope["route"] = self
         await super().handle(scope, receive, send)
 
@@ -42,7 +43,7 @@ class HeadAsGet:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one connection's scope."""
+        """Handle a connection's scope."""
         if scope["type"] != "http" or scope["method"] != "HEAD":
             await self._app(scope, receive, send)
             return

@@ -1,4 +1,5 @@
-"""The entry of every request: it is recorded and checked, its key is admitted, and any error becomes its answer."""
+"""The entry of every request: the request is recorded and checked, its key is admitted, and any error becomes an
+answer."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ __all__ = [
 ]
 
 MAX_HEADER_BYTES: Final = 32 * 1024
-"""The limit of a request's headers and path together."""
+"""Limit of a request's headers and path together, in bytes."""
 
 INFER_PATH: Final = "/v2/models/{model}/infer"
 _INFER_START, _INFER_END = INFER_PATH.split("{model}")
@@ -42,7 +43,7 @@ _INFER_START, _INFER_END = INFER_PATH.split("{model}")
 logger = logging.getLogger("headwater")
 
 _HOST = re.compile(rb"(?:[\w.~!$&'()*+,;=%-]*|\[[\w.:~!$&'()*+,;=-]+\])(?::[0-9]*)?[ \t]*\Z")
-"""RFC 9112, 3.2: the grammar of RFC 3986, 3.2.2, without a check of what an address or an escape means."""
+"""RFC 9112, 3.2: the grammar of RFC 3986, 3.2.2, without a check of addresses and escapes."""
 
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}\Z")
 
@@ -52,14 +53,15 @@ _IDS_AT_ONCE: Final = 128
 
 
 _SINGLE: Final = (b"content-type", b"content-encoding", b"inference-header-content-length", b"origin")
-"""Headers that say how a request is understood: a proxy in front of the server may read another of two than we do."""
+"""Headers that decide how a request is understood. If a header is sent twice, a proxy in front of the server may read
+the first value and the server the second."""
 
 
 def _check_single(headers: Sequence[tuple[bytes, bytes]]) -> None:
-    """Check that a request has each of `_SINGLE` once at most.
+    """Check that a request has each of `_SINGLE` at most once.
 
     Raises:
-        BadRequest: it has a header twice.
+        BadRequest: the request has such a header more than once.
     """
     seen = [name for name, _ in headers]
     for name in _SINGLE:
@@ -68,7 +70,7 @@ def _check_single(headers: Sequence[tuple[bytes, bytes]]) -> None:
 
 
 class RequestRecord(msgspec.Struct):
-    """One request, from its head to the end of its answer."""
+    """A request, from its head to the end of its answer."""
 
     started_ns: int
     head_bytes: int
@@ -76,9 +78,9 @@ class RequestRecord(msgspec.Struct):
     request_id: bytes
     trace: Trace | None
     state: dict[str, Any]
-    """The request's; has ``version`` if one of a deployment's versions answers."""
+    """State of the request; has ``version`` if a version of a deployment answers."""
     status: int = 0
-    """The answer's; 0 until the answer has begun."""
+    """HTTP status of the answer; 0 until the answer has begun."""
     is_answered: bool = False
     """Whether the whole answer has been sent."""
 
@@ -95,7 +97,7 @@ class RequestRecord(msgspec.Struct):
             raise BadRequest(f"header Host: expected a host name or address, and maybe a port, got {self.host_fault}")
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """The headers that every answer has."""
+        """Headers that every answer gets."""
         headers = [(b"x-request-id", self.request_id)]
         if self.trace is not None:
             headers.append((b"traceresponse", self.trace.header))
@@ -105,7 +107,7 @@ class RequestRecord(msgspec.Struct):
 
 
 def _noting(record: RequestRecord, send: Send) -> Send:
-    """Wrap ``send`` for an answer in pieces: adds the headers that every answer has, and tracks its progress."""
+    """Wrap ``send`` for an answer in pieces: adds the headers that every answer gets, and tracks its progress."""
 
     async def send_noted(message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -119,20 +121,20 @@ def _noting(record: RequestRecord, send: Send) -> Send:
 
 
 class RequestRecords:
-    """Gives each request an id (the client's own, if it sent a sound ``X-Request-Id``), logs and counts each answer.
+    """Gives each request an id (the client's, if it sent a valid ``X-Request-Id``), and logs and counts each answer.
 
-    ``scope["state"]["request_id"]`` is the id. Others cannot guess it, since whoever knows it may cancel the request.
-    ``scope["state"]["note"]`` is added to the log's line; with ``is_routine`` only failures are logged.
+    ``scope["state"]["request_id"]`` is the id. Generated ids can't be guessed, since anybody who knows an id may cancel
+    the request. ``scope["state"]["note"]`` is added to the log's line; with ``is_routine`` only failures are logged.
     """
 
     def __init__(self, access_log: AccessLog | None, stream_limits: StreamLimits) -> None:
         self.log = access_log
         self.stream_limits = stream_limits
         self._ids = ""
-        """Generated many at once; used from `_ids_at` on."""
+        """Ids, generated many at once; unused from `_ids_at` on."""
         self._ids_at = 0
         self._sound_host: bytes | None = None
-        """The last valid one: most requests name the same host."""
+        """The last valid ``Host``: most requests name the same host."""
 
     def begin(self, scope: Scope) -> RequestRecord:
         """Record a request whose head has arrived."""
@@ -175,8 +177,8 @@ class RequestRecords:
 
         Args:
             record: from `begin`.
-            scope: the request's.
-            status: of its answer, or 499 if the client went away; the request's state may overrule it.
+            scope: the request's scope.
+            status: the answer's status, or 499 if the client went away; a status in the request's state overrides it.
         """
         state: dict[str, Any] = scope["state"]
         seen = state.get("status", status)
@@ -186,7 +188,8 @@ class RequestRecords:
             record.trace.end(scope, seen, state.get("error"))
         if self.log is not None and not (seen < 400 and state.get("is_routine")):
             self.log.write(scope, seen, took_ns / 1e9, state)
-        # The error's traceback references the state: without this, both and the body would wait for the collector.
+        # The error's traceback references the state: without this, both and the body would stay until a garbage
+        # collection.
         state.pop("error", None)
 
     def _new_id(self) -> str:
@@ -202,14 +205,15 @@ class Entry:
     """The application: begins, checks, admits and ends every request. A pure ASGI class.
 
     Endpoints are called directly: FastAPI's layers cost time, and would stay in memory as long as a stream is open.
-    Forwarding headers are believed from proxies on this machine, or those that ``FORWARDED_ALLOW_IPS`` names instead.
+    Forwarding headers are trusted only from proxies on this machine, or from the addresses in ``FORWARDED_ALLOW_IPS``
+    if it is set.
 
     Args:
-        framework: answers all routes that have no endpoint.
-        routes: those of endpoints; one has the path `INFER_PATH`.
+        framework: answers all routes without an endpoint.
+        routes: the endpoints' routes, including `INFER_PATH`.
         records: begins and ends each request.
         keys: admits requests; None: every request is admitted.
-        cors: wraps the application for requests with an ``Origin``; None: these are treated like any other.
+        cors: wraps the application for requests with an ``Origin``; None: such requests are treated like any other.
     """
 
     def __init__(
@@ -231,7 +235,7 @@ class Entry:
         self._read_forwarded = cast(ASGIApp, ProxyHeadersMiddleware(cast(Any, _nothing), trusted_hosts=trusted))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one connection's scope."""
+        """Handle a connection's scope."""
         if scope["type"] != "http":
             await self.framework(scope, receive, send)
             return
@@ -272,7 +276,7 @@ class Entry:
             self.records.end(record, scope, record.status if record.is_answered else 499)
 
     def _match(self, scope: Scope) -> EndpointRoute | None:
-        """Find the endpoint's route for a request and note it in the scope. None: FastAPI answers."""
+        """Find the endpoint's route for a request and note it in the scope. None: FastAPI answers the request."""
         if scope["method"] != "POST":
             return None
         path = scope["path"]
@@ -291,7 +295,7 @@ class Entry:
         return None
 
     async def _reply(self, scope: Scope, receive: Receive) -> ASGIApp | None:
-        """Admit a request and compute or open its answer; errors become answers. None: the client has gone."""
+        """Admit a request and compute or open its answer; errors become answers. None: the client has left."""
         state: dict[str, Any] = scope["state"]
         try:
             if self._keys is not None:
@@ -303,7 +307,7 @@ class Entry:
             return None
         except HeadwaterError as error:
             note_error(state, error)
-            # A failed call's future references the error, and the error's traceback the future: break the cycle.
+            # A failed call's future references the error, and the error's traceback the future: break this cycle.
             state["error"] = error.with_traceback(None)
             return error_reply(error, scope["path"])
         except Exception as error:
@@ -317,4 +321,5 @@ class Entry:
 
 
 async def _nothing(scope: Scope, receive: Receive, send: Send) -> None:
-    """The application behind uvicorn's middleware, which is called only for what it writes into the scope."""
+    """An application for uvicorn's middleware that does nothing: the middleware is called only for its changes to the
+    scope."""

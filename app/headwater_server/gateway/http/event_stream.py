@@ -1,7 +1,7 @@
 """An answer as server-sent events: an ASGI response over a stream of events.
 
-Source: the HTML standard's section on server-sent events. A stream may be idle for hours, so nothing here is made
-before it is needed: in silence a stream has its request's task and one timer.
+Source: the HTML standard's section on server-sent events. A stream may be idle for hours, so every object is made only
+when it is needed: an idle stream has only its request's task and a timer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from headwater_server.telemetry.recorder import note_error
 __all__ = ["EventStream", "StreamLimits"]
 
 FIRST_EVENT_TIMEOUT_S = 0.25
-"""How long the status line waits for the first event, so that an early failure has its true status."""
+"""Seconds that the status line waits for the first event, so that an early failure is answered with its true status."""
 
 
 class StreamLimits(NamedTuple):
@@ -31,13 +31,13 @@ class StreamLimits(NamedTuple):
     state."""
 
     ping_s: float = 15
-    """Between keep-alive comments."""
+    """Seconds between keep-alive comments."""
     write_timeout_s: float = 30
-    """How long one event may wait for a client that does not read."""
+    """Seconds that an event may wait for a client that does not read."""
 
 
 PING: Final = b": ping\n"
-"""A comment of one line: with an empty line after it, some clients would see an empty event."""
+"""A comment of a single line: if an empty line followed, some clients would see an empty event."""
 
 
 _START: Final = {
@@ -46,16 +46,16 @@ _START: Final = {
     "headers": (
         (b"content-type", b"text/event-stream; charset=utf-8"),
         (b"cache-control", b"no-store"),
-        (b"x-accel-buffering", b"no"),  # nginx would gather events
+        (b"x-accel-buffering", b"no"),  # else nginx would buffer events
     ),
 }
 
 
 class _Client:
-    """The client of one stream: takes pieces of the answer, and comments in between.
+    """The client of a stream: pieces of the answer are sent to it, and comments in between.
 
     Args:
-        scope, send: of the request.
+        scope, send: ASGI arguments of the request.
     """
 
     __slots__ = ("_comment", "_exchange", "_limits", "_send", "_state")
@@ -66,10 +66,10 @@ class _Client:
         self._state: dict[str, Any] = scope["state"]
         self._limits: StreamLimits = self._state.get("stream_limits", StreamLimits())
         self._comment: asyncio.TimerHandle | asyncio.Task[None] | None = None
-        """The timer of the next comment, or the task that sends one to a client that reads nothing just now."""
+        """The timer of the next comment, or the task that sends a comment to a client that is not reading now."""
 
     async def begin(self) -> None:
-        """Send the response's head; comments follow. Raises: as `send`."""
+        """Send the response's head, and start the comments. Raises the same error as `send`."""
         await self._send_in_time({**_START})
         if self._exchange is not None:
             self._exchange.comment = PING
@@ -83,12 +83,12 @@ class _Client:
         """Send a piece.
 
         Raises:
-            TimeoutError: the client took nothing for too long.
+            TimeoutError: the client read nothing for too long.
         """
         await self._send_in_time({"type": "http.response.body", "body": piece, "more_body": True})
 
     async def end(self) -> None:
-        """End the response. Raises: as `send`."""
+        """End the response. Raises the same error as `send`."""
         self.close()
         await self._send_in_time({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -98,10 +98,10 @@ class _Client:
             self._comment.cancel()
 
     def cut_off(self) -> bool:
-        """Drop the connection: closing it in order would wait for the client, too.
+        """Drop the connection. Closing it in order would wait for the client, too.
 
         Returns:
-            Whether it could be dropped, as it can't under another server than ours.
+            Whether it could be dropped; under another server than Headwater's it can't.
         """
         self._state["status"] = ClientGone.status
         self._state["note"] = f"cut off: the client took nothing for {self._limits.write_timeout_s:g} s"
@@ -110,7 +110,7 @@ class _Client:
         return self._exchange is not None
 
     async def _send_in_time(self, message: Message) -> None:
-        if self._exchange is not None and self._exchange.is_writable:  # then it waits for nobody
+        if self._exchange is not None and self._exchange.is_writable:  # then nothing waits for the client
             await self._send(message)
             return
         with anyio.fail_after(self._limits.write_timeout_s):
@@ -137,11 +137,11 @@ class _Client:
 class EventStream:
     """A response whose events are computed while it is sent.
 
-    However the response ends, what computes the events is closed.
+    However the response ends, the generator of events is closed.
 
     Args:
-        events: what is sent. Whatever it raises ends the stream.
-        ending: the events that end the stream, after an error or (None) without one.
+        events: the events to send. An error from the generator ends the stream.
+        ending: makes the last events of the stream, given the error, or None if there was no error.
         on_closed: called once, when the last event is written or the stream is left.
     """
 
@@ -157,14 +157,14 @@ class EventStream:
         self._ending = ending
         self._on_closed: Callable[[], None] | None = on_closed
         self._first: asyncio.Task[Event | None] | None = None
-        """Computes the first event, until that is sent."""
+        """Task that computes the first event, until the event is sent."""
         self._has_ended = False
 
     async def open(self) -> None:
         """Wait for the first event, at most `FIRST_EVENT_TIMEOUT_S`.
 
         Raises:
-            Exception: what the events raised before the first one.
+            Exception: an error that the generator raised before the first event.
         """
         self._first = first = asyncio.get_running_loop().create_task(self._compute())
         await asyncio.wait([first], timeout=FIRST_EVENT_TIMEOUT_S)
@@ -172,15 +172,15 @@ class EventStream:
             raise error
 
     async def close(self) -> None:
-        """End what computes the events; may be called more than once."""
+        """Close the generator of events; may be called more than once."""
         on_closed, self._on_closed = self._on_closed, None
         first, self._first = self._first, None
         try:
             if first is not None:
-                if first.cancel():  # wait only if need be: a caller cancelled here would leave events open
+                if first.cancel():  # wait only if needed: a cancellation here would leave the generator open
                     await asyncio.wait([first])
                 if not first.cancelled():
-                    first.exception()  # nobody else reads it
+                    first.exception()  # no other code reads the exception
             await self._events.aclose()
         finally:
             if on_closed is not None:
@@ -197,10 +197,10 @@ class EventStream:
                 while frame := await self._next_frame(state):
                     if not client.takes(frame):
                         await client.send(frame)
-                    del frame  # the next one may be long in coming
+                    del frame  # the next event may take long
                 await client.end()
         except ClientGone:
-            pass  # there is nobody to send the rest to
+            pass  # the client has left, so the rest isn't sent
         except TimeoutError:
             if not client.cut_off():
                 raise
@@ -209,7 +209,7 @@ class EventStream:
             await self.close()
 
     async def _next_frame(self, state: dict[str, Any]) -> bytes:
-        """The next event as it is sent; those that end the stream, in one; empty after them."""
+        """The next event, encoded; then all events that end the stream together; then empty."""
         if self._has_ended:
             return b""
         error: HeadwaterError | None = None
@@ -225,7 +225,7 @@ class EventStream:
         self._has_ended = True
         if error is not None:
             note_error(state, error)
-            # The error's traceback references this frame, and this frame the error: break the cycle.
+            # The error's traceback references this frame, and this frame the error: break this cycle.
             state["error"] = error.with_traceback(None)
         return b"".join(map(_frame, self._ending(error)))
 

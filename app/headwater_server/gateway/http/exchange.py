@@ -1,7 +1,7 @@
-"""An extension of ASGI: reads a body and writes an answer in one step each, and reports a lost client by a callback.
+"""An extension of ASGI: reads a body or writes an answer in a single step, and reports a lost client by a callback.
 
-`headwater_server.gateway.http.connection.BoundedConnection` puts an `Exchange` into each request's scope. Code that
-finds none (under another server, or in tests) uses ``receive`` and ``send`` instead.
+`headwater_server.gateway.http.connection.BoundedConnection` puts an `Exchange` into each request's scope. Without an
+exchange (under another server, or in tests), code uses ``receive`` and ``send`` instead.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ __all__ = ["EXTENSION", "DisconnectWatch", "Exchange", "LightEvent", "exchange_o
 EXTENSION: Final = "headwater.exchange"
 
 _JOIN_BYTES: Final = 64 * 1024
-"""Up to this size, joining an answer's pieces costs less than writing each."""
+"""Up to this size in bytes, joining an answer's pieces costs less than writing each piece."""
 
 
 class LightEvent(asyncio.Event):
-    """An event without waiters yet: asyncio's has a queue for them from the start, of 700 bytes.
+    """An event that creates its queue of waiters on demand; asyncio's event has the queue, of 700 bytes, from the
+    start.
 
-    Every connection has one for its lifetime, and every request one.
+    Every connection has an event for its lifetime, and so has every request.
     """
 
     def __init__(self) -> None:
@@ -46,62 +47,65 @@ class LightEvent(asyncio.Event):
 
 
 class Exchange(RequestResponseCycle):
-    """A request and its answer, on their connection: uvicorn's object for both, with shorter ways."""
+    """A request and its answer, on their connection: uvicorn's object for both, with faster methods."""
 
     task: asyncio.Task[None] | None = None
-    """Runs the application."""
+    """The task that runs the application."""
     on_gone: Callable[[], None] | None = None
     """Called when the client leaves before its answer is complete."""
     comment = b""
-    """What clients ignore between two pieces of the answer; empty: there is no such thing."""
+    """Bytes that clients ignore between two pieces of the answer; empty: the answer has no such bytes."""
     _buffer: io.BytesIO | None = None
-    """The body so far, while `gather_body` waits."""
+    """Body received so far, while `gather_body` waits."""
     _take: Callable[[int, int], None] | None = None
     _fault: HeadwaterError | None = None
 
     def begin(self) -> None:
-        """The application begins with the request, and finds this object in its scope."""
+        """Put this object into the request's scope; the application starts."""
         cast("dict[str, Any]", self.scope)["extensions"] = {EXTENSION: self}
 
     def watch(self, on_gone: Callable[[], None]) -> None:
-        """Call ``on_gone`` when the client leaves before its answer is complete; at once if it has left."""
+        """Call ``on_gone`` if the client leaves before its answer is complete; at once if it has already left."""
         self.on_gone = on_gone
         if self.disconnected:
             on_gone()
         elif self.flow.read_paused:
-            # It was at 64 KiB of a body, and only a read shows that the connection has ended.
+            # Reading stopped at 64 KiB of a body, and only a read shows that the connection has ended.
             self.flow.resume_reading()
 
     def lose(self) -> None:
-        """The connection is lost."""
+        """Note that the connection is lost."""
         self.disconnected = True
         self.message_event.set()
         if self.on_gone is not None and not self.response_complete:
             self.on_gone()
 
     def end(self) -> None:
-        """The answer is complete. Breaks the cycle between this object and the scope, so that both are freed."""
+        """Note that the answer is complete. Breaks the cycle between this object and the scope, so that both are
+        freed."""
         self.task = self.on_gone = None
         self.scope.pop("extensions", None)
 
     @property
     def is_writable(self) -> bool:
-        """Whether the client has read enough of what was written for more."""
+        """Whether the client has read enough of the earlier data for more to be written."""
         return not self.flow.write_paused
 
     def probe(self) -> None:
-        """Send something that a client which waits ignores, and that a client which has left answers with a reset."""
+        """Send data that a waiting client ignores, and to which the system of a client that has left answers with a
+        reset."""
         if not self.response_started:
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         elif self.comment:
             self.write(self.comment)
 
     def abort(self) -> None:
-        """Drop the connection, and with it what the client has not read."""
+        """Drop the connection and the data that the client has not read."""
         self.transport.abort()
 
     def take_body(self) -> bytes | None:
-        """The body, if all of it has arrived. May be called once: afterwards ``receive`` only reports a lost client."""
+        """The body, if all of it has arrived. Returns it only once: afterwards ``receive`` only reports a lost
+        client."""
         if self.more_body or self.disconnected:
             return None
         body = bytes(self.body)
@@ -110,13 +114,13 @@ class Exchange(RequestResponseCycle):
         return body
 
     async def gather_body(self, take: Callable[[int, int], None]) -> bytes | None:
-        """Wait for the whole body. None: the client has gone.
+        """Wait for the whole body. None: the client has left.
 
-        ``receive`` would stop reading at 64 KiB, wake the application for each piece, and copy it twice.
+        ``receive`` would stop reading at 64 KiB, wake the application for each piece, and copy each piece twice.
 
         Args:
-            take: called with the size of each piece and of the body so far before the piece is kept. An error that it
-                raises ends the wait.
+            take: called before a piece is stored, with the piece's size and the body's size up to and including the
+                piece. An error that it raises ends the wait.
         """
         take(len(self.body), len(self.body))
         self._take, self._fault = take, None
@@ -141,7 +145,7 @@ class Exchange(RequestResponseCycle):
         return None if self.disconnected else body
 
     def take_piece(self, piece: bytes) -> None:
-        """The next piece of the body has arrived."""
+        """Store the next piece of the body."""
         if self._buffer is not None and self._take is not None:
             if self._fault is not None:
                 return
@@ -161,9 +165,9 @@ class Exchange(RequestResponseCycle):
         """Write a whole answer at once.
 
         Args:
-            status: of the answer.
-            headers: without Content-Length.
-            body: in pieces.
+            status: HTTP status.
+            headers: headers without Content-Length.
+            body: the body in pieces.
 
         Returns:
             False: the client has not read the previous answer yet; ``send`` waits for that.
@@ -221,13 +225,14 @@ def exchange_of(scope: Mapping[str, Any]) -> Exchange | None:
 
 
 WATCH_AFTER_S: Final = 0.02
-"""Delay before a task waits in ``receive``, where there is no exchange: most answers are ready sooner."""
+"""Seconds before a task waits in ``receive``, where there is no exchange: most answers are ready sooner."""
 
 
 class DisconnectWatch:
-    """A context whose body is cancelled when the client goes away; `ClientGone` comes out of it then.
+    """A context whose body is cancelled when the client goes away; then the context raises `ClientGone`.
 
-    The request's own task must enter it, after the body has been read: from then on ``receive`` only reports the loss.
+    The request's task must enter the context after the body has been read: from then on ``receive`` only reports a lost
+    client.
     """
 
     __slots__ = ("_exchange", "_is_gone", "_receive", "_task", "_timer", "_watcher")

@@ -1,4 +1,4 @@
-"""Answers: errors in each API's form, and bodies that are ready."""
+"""Answers: errors in each API's form, and complete bodies."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ __all__ = [
 logger = logging.getLogger("headwater")
 
 RETRY_AFTER_S: Final = 2
-"""The ``Retry-After`` of a 503 whose error names no time."""
+"""The ``Retry-After``, in seconds, of a 503 whose error has no time."""
 
 OPENAI_PATHS: Final = ("/v1/", "/v2/rerank", "/rerank", "/tokenize", "/detokenize")
-"""The beginnings of the paths that answer as OpenAI's API does."""
+"""Prefixes of the paths that answer in the form of OpenAI's API."""
 
 JSON: Final = (b"content-type", b"application/json")
 """The header of a JSON body."""
@@ -38,7 +38,7 @@ Headers = list[tuple[bytes, bytes]]
 
 
 class Reply:
-    """An ASGI response whose body is ready, in pieces."""
+    """An ASGI response with a complete body, in pieces."""
 
     def __init__(self, status: int, body: Sequence[bytes | memoryview], headers: Headers) -> None:
         self.status = status
@@ -46,18 +46,18 @@ class Reply:
         self._headers = headers
 
     def content(self) -> tuple[bytes, Headers]:
-        """The body in one piece, and the headers without its length."""
+        """The body in one piece, and the headers without Content-Length."""
         return b"".join(self._body), self._headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it."""
+        """Send the response."""
         body, headers = self.content()
         length = (b"content-length", b"%d" % len(body))
         await send({"type": "http.response.start", "status": self.status, "headers": [*headers, length]})
         await send({"type": "http.response.body", "body": body})
 
     async def send(self, scope: Scope, send: Send, more_headers: Headers) -> None:
-        """Send it with additional headers: as one write where the connection can, past any middleware."""
+        """Send the response with additional headers: in a single write past any middleware, if the connection can."""
         exchange = exchange_of(scope)
         headers = [*self._headers, *more_headers]
         if exchange is None or not exchange.answer(self.status, headers, self._body):
@@ -69,7 +69,8 @@ async def _nothing() -> Message:
 
 
 def cache_headers(cache: str) -> Headers:
-    """The header that says what a deployment's cache did (`headwater_server.codecs.tensors.Answer`), if it has one."""
+    """The header that says how a deployment's cache was used (`headwater_server.codecs.tensors.Answer`); empty without
+    a cache."""
     return [(b"headwater-cache", cache.encode())] if cache else []
 
 
@@ -79,7 +80,7 @@ def json_reply(content: object, status: int = 200, headers: Headers | None = Non
 
 
 def error_reply(error: HeadwaterError, path: str) -> Reply:
-    """An error in the form of the API that the path belongs to: OpenAI's under `OPENAI_PATHS`, Triton's elsewhere."""
+    """An error in the form of the path's API: OpenAI's under `OPENAI_PATHS`, Triton's elsewhere."""
     if path.startswith(OPENAI_PATHS):
         content: object = openai_error(error)
     else:
@@ -94,7 +95,7 @@ def error_reply(error: HeadwaterError, path: str) -> Reply:
 
 
 def internal_error(state: Mapping[str, Any], error: Exception) -> CallableFailed:
-    """Log a bug of the gateway. Returns the error for the client, which names the request id only."""
+    """Log a bug of the gateway. Returns the error for the client, which names only the request id."""
     request_id = state.get("request_id", "?")
     logger.error("request %s failed in the gateway", request_id, exc_info=error, extra={"request_id": request_id})
     return CallableFailed(f"internal error; the log has more under request id {request_id}")

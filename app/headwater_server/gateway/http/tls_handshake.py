@@ -22,14 +22,14 @@ ACCEPT_AGAIN_S: Final = 1.0
 
 
 class HandshakeFaults:
-    """Logs handshakes that did not succeed: one line for all within a second, since anybody can cause them."""
+    """Logs failed handshakes: a single line for all failures within a second, since anybody can cause them."""
 
     def __init__(self) -> None:
         self._count = 0
         self._last = ""
 
     def note(self, fault: str) -> None:
-        """Note a handshake that did not succeed."""
+        """Note a failed handshake."""
         if not self._count:
             asyncio.get_running_loop().call_later(REPORT_AFTER_S, self._report)
         self._count += 1
@@ -41,25 +41,27 @@ class HandshakeFaults:
 
 
 class Accepted:
-    """A connection that was accepted and has not shaken hands."""
+    """A connection that was accepted and has not completed its handshake."""
 
     def __init__(self, socket: socket.socket) -> None:
         self._socket = socket
 
     def abort(self) -> None:
-        """See `headwater_server.gateway.http.connections.Closable`. The handshake fails at the connection's end."""
+        """See `headwater_server.gateway.http.connections.Closable`. The end of the connection makes the handshake
+        fail."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
 
 class TlsAcceptor:
-    """Accepts connections with TLS, and counts each from that moment.
+    """Accepts connections with TLS, and counts each connection from that moment.
 
-    asyncio's own servers call a protocol only after the handshake, so a connection without one would count nowhere.
+    asyncio's servers call a protocol only after the handshake, so a connection without a handshake would not be
+    counted.
 
     Args:
-        context: has the certificate.
-        make: makes the protocol that reads requests, given what counted for its connection so far.
+        context: TLS context with the certificate.
+        make: makes the protocol that reads requests, given the `Accepted` that counted for its connection so far.
         others: the connections of this worker.
         timeout_s: how long a handshake may take.
     """
@@ -85,7 +87,7 @@ class TlsAcceptor:
         while True:
             try:
                 accepted, _ = await loop.sock_accept(listener)
-            except OSError as error:  # the process has as many open files as it may, or the client is gone
+            except OSError as error:  # the process has too many open files, or the client is gone
                 logger.warning("TLS: a connection can't be accepted: %s", error.strerror)
                 await asyncio.sleep(ACCEPT_AGAIN_S)
                 continue
@@ -100,7 +102,7 @@ class TlsAcceptor:
             await asyncio.get_running_loop().connect_accepted_socket(
                 lambda: self._make(connection), accepted, ssl=self._context, ssl_handshake_timeout=self._timeout_s
             )
-        except OSError as error:  # ssl.SSLError included
+        except OSError as error:  # includes ssl.SSLError
             self._faults.note(str(error) or type(error).__name__)
             accepted.close()
         finally:

@@ -1,1 +1,1 @@
-"""The OpenAPI description of what this server serves now."""
+"""The OpenAPI description of the models and routes that this server serves now."""

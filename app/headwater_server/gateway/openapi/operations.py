@@ -1,4 +1,4 @@
-"""The parts that OpenAPI operations are made of: request bodies, responses and the schemas of objects."""
+"""The parts of OpenAPI operations: request bodies, responses and the schemas of objects."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def object_schema(properties: Mapping[str, Any], *optional: str, closed: bool = 
     """The schema of an object.
 
     Args:
-        properties: schemas by name; all are required but those in ``optional``.
-        optional: names.
+        properties: schemas by name; all are required except the names in ``optional``.
+        optional: names of optional properties.
         closed: whether other properties are refused.
     """
     schema: dict[str, Any] = {"type": "object", "properties": properties}
@@ -44,11 +44,11 @@ def operation(
 
     Args:
         tag: the group under which it is listed.
-        name: its id.
-        summary: one line.
+        name: the operation's id.
+        summary: a single line.
         body: the media type object: ``schema`` and ``example``.
-        responses: of status 200, and of status 409 if a request can be cancelled.
-        description: empty: none.
+        responses: the response of status 200, and the response of status 409 if a request can be cancelled.
+        description: a longer text; empty: no description.
     """
     return {
         "tags": [tag],

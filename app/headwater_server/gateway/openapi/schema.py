@@ -1,4 +1,5 @@
-"""The OpenAPI schema: FastAPI's own, with API keys, and for each model paths with its tensors and an example."""
+"""The OpenAPI schema: FastAPI's schema, with API keys, and with paths for each model with its tensors and an
+example."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ _SCHEMES = {
 
 
 def _version_paths(versions: list[ServedModel]) -> dict[str, Any]:
-    """The paths that choose a version, each with its own tensors."""
+    """The paths that choose a version, each with the tensors of that version."""
     paths: dict[str, Any] = {}
     for one in versions:
         if (signature := one.route.signature) is not None:
@@ -66,9 +67,10 @@ def _version_paths(versions: list[ServedModel]) -> dict[str, Any]:
 
 
 def _paths_by_name() -> dict[str, Any]:
-    """The paths of the protocol for any name: a model that is not there, or that came after this schema, has no other.
+    """The protocol's paths with any model name. Only these paths describe a model that is unknown, or newer than this
+    schema.
 
-    A model's own paths come first (OpenAPI, "Paths Object").
+    A model's specific paths take precedence (OpenAPI, "Paths Object").
     """
     paths: dict[str, Any] = {}
     for route, summary in (
@@ -95,7 +97,7 @@ def _paths_by_name() -> dict[str, Any]:
 
 
 def openapi_schema(generated: dict[str, Any], models: Models, *, has_keys: bool) -> dict[str, Any]:
-    """Add the models' paths, and every path's errors and API keys, to what FastAPI generated."""
+    """Add the models' paths, and every path's errors and API keys, to the schema that FastAPI generated."""
     schema = copy.deepcopy(generated)
     schema["info"]["description"] = "PyTorch models over HTTP: the Open Inference Protocol and OpenAI's API."
     paths = schema["paths"]

@@ -1,4 +1,4 @@
-"""The OpenAPI operations of one model with tensors: inference, and the generate extension."""
+"""The OpenAPI operations of a model with tensors: inference, and the generate extension."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ _OMISSIONS: Final = {
     "properties": {"omitted_heads": STRING},
     "additionalProperties": STRING,
 }
-"""The ``parameters`` of an answer."""
+"""Schema of an answer's ``parameters``."""
 _LARGEST_EXAMPLE: Final = 100
-"""An input with more elements gets no made-up example."""
+"""Number of elements beyond which an input gets no made-up example."""
 
 
 def tensor_operations(signature: Signature) -> dict[str, dict[str, Any]]:
-    """The operations by route: ``infer``, ``generate`` and ``generate_stream``, as far as the model has them."""
+    """The operations that the model has, by route: ``infer``, ``generate`` and ``generate_stream``."""
     infer = {} if signature.streams else {"infer": _infer_operation(signature)}
     return infer | _generate_operations(signature)
 
@@ -116,7 +116,7 @@ def _generate_operations(signature: Signature) -> dict[str, dict[str, Any]]:
     description = f"{signature.description}\n\nInputs: {_described(signature.inputs)}, of which this takes one row: "
     description += "nested, flat, or bare if it is one element. Parameters may stand beside the inputs or in "
     description += "`parameters`."
-    # A number may be written NaN or Infinity, which no schema knows.
+    # Without a type: a number may be written NaN or Infinity, for which JSON schema has no type.
     outputs = {spec.name: {"description": _described([spec])} for spec in signature.outputs}
     optional = ("id", *(outputs if signature.heads else ()))
     answer = _answer_schema(signature, outputs, *optional)
@@ -150,7 +150,7 @@ def _has_json(signature: Signature, outputs: Sequence[str]) -> bool:
 
 
 def _bare(row: Any) -> Any:
-    """The row's element, if it has only one."""
+    """The row's element, if it has a single element; else the row."""
     value = row
     while isinstance(value, (list, tuple)) and len(value) == 1:
         value = value[0]
@@ -183,7 +183,7 @@ def _row_schema(spec: TensorSpec) -> dict[str, Any]:
 
 
 def _event_schema(signature: Signature, answer: dict[str, Any]) -> dict[str, Any]:
-    """One event of a stream: before OpenAPI 3.2 a schema describes each event, not the stream."""
+    """The schema of an event of a stream: before OpenAPI 3.2 a schema describes each event, not the stream."""
     fields = {
         **answer,
         "error": STRING,
@@ -240,7 +240,7 @@ def _element_schema(datatype: str) -> dict[str, Any]:
 
 
 def _described(specs: Sequence[TensorSpec]) -> str:
-    """Tensors in words."""
+    """Tensors in words: name, datatype and shape."""
     words = []
     for spec in specs:
         dims = ", ".join(["rows", *("any" if dim < 0 else str(dim) for dim in spec.shape)])
@@ -253,6 +253,6 @@ def _one_of(names: Iterable[str]) -> dict[str, Any]:
 
 
 def _array(items: dict[str, Any], length: int = -1) -> dict[str, Any]:
-    """An array's schema; a negative length is any."""
+    """An array's schema; a negative length means any length."""
     schema: dict[str, Any] = {"type": "array", "items": items}
     return schema if length < 0 else {**schema, "minItems": length, "maxItems": length}

@@ -1,6 +1,5 @@
-"""The OpenAPI operations whose bodies are the same for every model: OpenAI's, the generate extension of language
-models, and cancelling. Schemas of bodies are made of the structs that read the bodies.
-"""
+"""The OpenAPI operations whose bodies are the same for every model: OpenAI's routes, the generate extension of language
+models, and cancelling. The schemas of bodies are generated from the structs that decode the bodies."""
 
 from __future__ import annotations
 
@@ -50,7 +49,7 @@ _USAGE: Final = object_schema(
 
 
 def body_schemas() -> tuple[dict[str, Any], dict[str, Any]]:
-    """The bodies' schemas by the structs' names, and the components that they refer to."""
+    """The bodies' schemas by the structs' names, and the components that the schemas refer to."""
     kinds = (
         ChatRequest, ClassifyRequest, CompletionRequest, DetokenizeRequest, EmbeddingsRequest, GenerateRequest,
         RerankRequest, ResponsesRequest, TokenizeRequest,
@@ -75,7 +74,7 @@ def _without_null(field: dict[str, Any]) -> dict[str, Any]:
 
 
 def of_models(schema: dict[str, Any], models: list[str]) -> dict[str, Any]:
-    """The schema, with the models that the body may name."""
+    """The schema, with the models' names as the values of ``model``."""
     return {**schema, "properties": {**schema["properties"], "model": {"type": "string", "enum": models}}}
 
 
@@ -86,9 +85,9 @@ def shared_paths(
 
     Args:
         embedders: names of the models with embeddings.
-        language_models: names of the language models of our engines.
-        vllm_models: names of those that vLLM computes.
-        schemas: of the bodies, by the structs' names.
+        language_models: names of the language models that Headwater's engines compute.
+        vllm_models: names of the language models that vLLM computes.
+        schemas: the bodies' schemas, by the structs' names.
     """
 
     def of_both(kind: str, route: Route, asked: str) -> dict[str, Any]:
@@ -179,7 +178,14 @@ def shared_paths(
 def mapped_paths(
     rerankers: list[str], classifiers: list[str], transcribers: list[str], schemas: dict[str, dict[str, Any]]
 ) -> dict[str, dict[str, Any]]:
-    """The operations of models with such a mapping, by path; ``schemas`` are the bodies' by the structs' names."""
+    """The operations of models that rerank, classify or transcribe, by path.
+
+    Args:
+        rerankers: names of the models that rank documents.
+        classifiers: names of the models that score labels.
+        transcribers: names of the models that transcribe audio.
+        schemas: the bodies' schemas, by the structs' names.
+    """
     paths = {}
     usage = object_schema(dict.fromkeys(("prompt_tokens", "total_tokens"), INTEGER))
     number = {"type": "number"}
@@ -241,7 +247,7 @@ def mapped_paths(
 
 
 def _vllm_body(route: Route, asked: str, models: list[str]) -> dict[str, Any]:
-    """The fields that may be asked of vLLM, which checks their values."""
+    """A schema of the fields that a body may have for a vLLM, which checks their values."""
     return {
         "type": "object",
         "description": "For a model that vLLM computes: the fields are those of its API",
@@ -282,7 +288,7 @@ def _responses_operation(schema: dict[str, Any], example: dict[str, Any]) -> dic
 def _answered_in_two_ways(
     name: str, summary: str, body: dict[str, Any], answer: dict[str, Any], end: str
 ) -> dict[str, Any]:
-    """An operation whose answer is whole or a stream that ends so."""
+    """An operation that answers whole, or with a stream; ``end`` describes the stream's end."""
     return operation(
         "openai",
         name,
@@ -295,7 +301,7 @@ def _answered_in_two_ways(
 
 
 def text_operations(signature: Signature, schema: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The operations of the generate extension for one language model, by route; ``schema`` is the body's."""
+    """The operations of the generate extension for a language model, by route; ``schema`` is the body's schema."""
     name = signature.name
     body = {"schema": schema, "example": {"text_input": _PROMPT, "parameters": {"max_tokens": 64}}}
     about = {"model_name": {"type": "string", "enum": [name]}, "model_version": STRING}

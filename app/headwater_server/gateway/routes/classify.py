@@ -1,6 +1,6 @@
-"""``POST /v1/classify``: scores of labels, of a model that declares an `headwater.Classification`.
+"""``POST /v1/classify``: scores of labels, from a model that declares an `headwater.Classification`.
 
-The form is vLLM's, with the labels of all scores, the best first, in ``predictions`` as Jina has them.
+The form is vLLM's. As in Jina's API, ``predictions`` has the labels of all scores, the best first.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _Item(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ClassifyRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """The body. An image is base64, or a data URL."""
+    """The body of a request to classify. An image is base64, or a data URL."""
 
     model: str
     input: Annotated[msgspec.Raw, Meta(extra_json_schema=_INPUT)]
@@ -89,7 +89,7 @@ class ClassifyEndpoint(Endpoint):
 
 
 def _read(raw: bytes) -> tuple[ClassifyRequest, list[tuple[str, str | _Item]]]:
-    """The body, and its inputs with their places."""
+    """The body, and its inputs, each with the name of its place in the request."""
     body: ClassifyRequest = read_json(raw, ClassifyRequest)
     value: Any = read_json(body.input, str | _Item | list[str | _Item], "input", is_checked=True)
     if not isinstance(value, list):
@@ -100,7 +100,7 @@ def _read(raw: bytes) -> tuple[ClassifyRequest, list[tuple[str, str | _Item]]]:
 
 
 def _content(item: str | _Item, media: Literal["text", "image"], place: str) -> bytes:
-    """An input's text or image."""
+    """The text or image of an input."""
     if isinstance(item, str):
         return item.encode()
     other: Literal["text", "image"] = "text" if media == "image" else "image"

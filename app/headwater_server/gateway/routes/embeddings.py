@@ -43,7 +43,7 @@ __all__ = ["EmbeddingsEndpoint", "EmbeddingsRequest"]
 _MAX_INPUTS: Final = 2048
 """OpenAI's limit."""
 _MAX_VALUES: Final = 1 << 20
-"""Token ids that travel together, those that fill up shorter rows included."""
+"""Limit of the token ids in a call, including padding of shorter rows."""
 _TOKEN_IDS: Final = TensorSpec("token_ids", "INT32", (-1,), optional=True)
 _PAD: Final = -1
 _TRUNCATE: Final = "truncate_prompt_tokens"
@@ -52,7 +52,7 @@ _TRUNCATE: Final = "truncate_prompt_tokens"
 _NO_PROMPTS: Final = "has no prompts to choose"
 
 _RELAYED: Final = ("model", "encoding_format", "dimensions", _TRUNCATE)
-"""What vLLM gets of a body, besides its input."""
+"""Fields of a body that vLLM gets, besides the input."""
 
 _TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 _TokenIds: TypeAlias = Annotated[list[_TokenId], Meta(min_length=1)]
@@ -63,7 +63,7 @@ _SYNONYMS: Final = {
     **dict.fromkeys(("query", "search_query"), ("query",)),
     **dict.fromkeys(("document", "passage", "search_document"), ("document", "passage")),
 }
-"""Names of prompts that mean what Cohere, Voyage and NVIDIA call an ``input_type``."""
+"""Names of the prompts that an ``input_type`` of Cohere, Voyage or NVIDIA may stand for."""
 _HINT: Final = "this model takes a string or an array of strings"
 
 _IDS: Final = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
@@ -74,7 +74,7 @@ _INPUT: Final = {"anyOf": [
 
 
 class EmbeddingsRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """The body."""
+    """The body of a request for embeddings."""
 
     model: str
     input: Annotated[msgspec.Raw, Meta(extra_json_schema=_INPUT)]
@@ -129,7 +129,7 @@ class EmbeddingsEndpoint(Endpoint):
                 timeout_us = 0 if len(part) == len(inputs) else max(1, left_us)
                 answer = await computed(model.dispatcher, request.of(part, timeout_us), "input")
                 place = [f"input[{index}]" for index in range(len(rows), len(rows) + len(part))].__getitem__
-                # Rows that share a call are as long as the longest that any of them asked for.
+                # Rows that share a call are as long as the longest embedding that any of their requests asked for.
                 found = answer.outputs[signature.embedding.output]
                 rows.extend(floats([found], signature.embedding.output, place, length=body.dimensions))
                 tokens += _tokens(answer, signature.embedding)
@@ -162,7 +162,7 @@ def _read(raw: bytes) -> tuple[EmbeddingsRequest, _Inputs]:
 
 
 def _parts(inputs: _Inputs, most: int) -> Iterator[_Inputs]:
-    """The inputs in parts of so many at most, whose token ids are bounded, too."""
+    """Split the inputs into parts of at most ``most`` inputs and `_MAX_VALUES` token ids."""
     start = width = 0
     for n, one in enumerate(inputs):
         width = max(width, 0 if isinstance(one, str) else len(one))
@@ -177,12 +177,12 @@ class _Request:
 
     Args:
         body: the client's request.
-        signature: the model's.
-        spec: how the model serves embeddings.
+        signature: the model's signature.
+        spec: the model's declaration of how it serves embeddings.
         owner: see `InferRequest.owner`.
 
     Raises:
-        BadRequest: the request asks for what the model can't do.
+        BadRequest: the request has an option that the model does not support.
     """
 
     def __init__(self, body: EmbeddingsRequest, signature: Signature, spec: Embedding, owner: str) -> None:
@@ -193,13 +193,13 @@ class _Request:
         self._set("dimensions", spec.dimensions, body.dimensions, "has embeddings of one length only")
         cut = body.truncate_prompt_tokens
         if cut is None and _TRUNCATE in self._row_parameters:
-            cut = 0  # an input that is too long is refused
+            cut = 0  # then an input that is too long is refused
         self._set(_TRUNCATE, _TRUNCATE, cut, "cuts no inputs")
         self._set("input_type", spec.prompt, self._prompt_of(body.input_type), _NO_PROMPTS)
         self._set("prompt_name", spec.prompt, body.prompt_name, _NO_PROMPTS)
 
     def _prompt_of(self, input_type: str | None) -> str | None:
-        """The prompt that an ``input_type`` means: of its own name, or of a synonym's."""
+        """The prompt that an ``input_type`` stands for: the prompt with the same name, or with a synonym."""
         known = next((item.choices or () for item in self._signature.parameters if item.name == self._spec.prompt), ())
         names = () if input_type is None else (input_type, *_SYNONYMS.get(input_type, ()))
         return next((name for name in names if name in known), input_type)
@@ -231,7 +231,7 @@ class _Request:
 
 
 def _padded(rows: Sequence[list[int]]) -> RawTensor:
-    """Token ids as one tensor."""
+    """Token ids as a single tensor, with padding."""
     width = max(map(len, rows))
     ids = np.full((len(rows), width), _PAD, "<i4")
     for n, row in enumerate(rows):

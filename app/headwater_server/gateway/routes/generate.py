@@ -42,13 +42,13 @@ _Result = TypeVar("_Result", Answer, HeadAnswer)
 
 
 class GenerateEndpoint(Endpoint):
-    """Answers one row.
+    """Answers a request for one row.
 
     Args:
-        models: the models that may be asked.
+        models: all models of this worker.
         reader: reads bodies.
         pool: turns texts into tokens.
-        streams: whether it answers piece by piece, as server-sent events.
+        streams: whether the answer comes piece by piece, as server-sent events.
     """
 
     def __init__(self, models: Models, reader: BodyReader, pool: TextPool, *, streams: bool) -> None:
@@ -119,7 +119,7 @@ async def _only_result(model: ServedModel, request: InferRequest) -> Answer:
     """The answer of a model that streams, if it is a single result.
 
     Raises:
-        BadRequest: it has none, or more.
+        BadRequest: the model gave no result, or more than a single result.
     """
     found: list[HeadAnswer] = []
     async with _pieces(model, request) as pieces:
@@ -155,7 +155,7 @@ def _stream(
                 text = await _encoded(piece.outputs, encoder.piece, request, piece)
                 statuses[piece.head] = piece.status
                 yield text
-                del piece, text  # the next ones may be long in coming
+                del piece, text  # the next piece may take long
 
     return open_stream(models, events(), ending)
 

@@ -1,4 +1,4 @@
-"""``POST /v2/models/{model}/infer``: JSON, and the binary tensor extension both ways."""
+"""``POST /v2/models/{model}/infer``: JSON, and the binary tensor extension in both directions."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class InferEndpoint(Endpoint):
             answer = await model.dispatcher.infer(request)
         outputs = answer.outputs
         answered_ns = time.perf_counter_ns()
-        text_bytes = 0  # binary tensors cost the same however long they are
+        text_bytes = 0  # binary tensors cost the same at any length
         for name, binary in request.outputs:
             if not binary and name in outputs:
                 text_bytes += len(outputs[name].data)

@@ -1,4 +1,5 @@
-"""Requests of routes that map to a model's tensors (`headwater.mapping`): rows of BYTES in, numbers or texts out."""
+"""Requests of routes that map to a model's tensors (`headwater.mapping`): the inputs are rows of BYTES, the outputs
+numbers or texts."""
 
 from __future__ import annotations
 
@@ -35,23 +36,23 @@ __all__ = [
 
 
 class Computed(NamedTuple):
-    """What `compute` has found."""
+    """The result of `compute`."""
 
     outputs: dict[str, list[RawTensor]]
-    """In a tensor for each call."""
+    """Tensors of each output, one tensor per call."""
     cache: str
     """See `joined`."""
 
 
 def chosen_model(models: Models, scope: Scope, name: str, kind: Route, mapping: str) -> ServedModel:
-    """The deployment, or its version, that answers a request, which is accepted for it.
+    """The deployment, or its version, that answers a request. The request is accepted for it.
 
     Args:
-        models: all of them.
-        scope: the request's.
-        name: the model that it names.
-        kind: of the request, for its record.
-        mapping: see `Models.check_mapped`, which raises for a model without it.
+        models: all models of this worker.
+        scope: the request's scope.
+        name: the model that the request names.
+        kind: the request's route, for its record.
+        mapping: see `Models.check_mapped`, which raises for a model without this mapping.
     """
     model = models.choose(scope, name)
     accept(scope, model.route.name, kind)
@@ -65,7 +66,7 @@ def row_defaults(signature: Signature) -> dict[str, Scalar]:
 
 
 def rows_at_once(count: int, queue_size: int) -> int:
-    """The rows in one call: all, unless the queue couldn't hold them; else half a queue, one call after the other."""
+    """The number of rows in a call: all rows if the queue can hold them, else half a queue, for calls in sequence."""
     return count if count <= queue_size else max(1, queue_size // 2)
 
 
@@ -78,7 +79,7 @@ def model_request(
     timeout_us: int,
     owner: str,
 ) -> InferRequest:
-    """A request for some outputs of a model, with no deadline but the deployment's if ``timeout_us`` is 0."""
+    """A request for some outputs of a model. If ``timeout_us`` is 0, only the deployment's deadline applies."""
     return InferRequest(
         id="",
         inputs=inputs,
@@ -93,20 +94,22 @@ def model_request(
 
 
 async def computed(dispatcher: Dispatcher, request: InferRequest, field: str) -> Answer:
-    """The answer to a request, with everything in it; what the model says of a wrong row names the route's field."""
+    """The whole answer to a request: an omitted head raises its error. An error about a row gets the name of the
+    route's field."""
     try:
         answer = await dispatcher.infer(request)
     except BadRequest as error:
         error.field = field
         raise
-    for head in answer.omitted:  # there is no answer without it
+    for head in answer.omitted:  # the route needs every output
         if head.error is not None:
             raise head.error
     return answer
 
 
 def joined(caches: Collection[str]) -> str:
-    """What the cache did for a request of several calls: as for the one that took longest."""
+    """How the cache was used for a request of several calls: the slowest of its calls' results. A miss is slower than a
+    shared computation, and a shared computation is slower than a hit."""
     return next((one for one in ("miss", "shared", "hit") if one in caches), "")
 
 
@@ -122,12 +125,12 @@ async def compute(
     """Compute rows, within the deployment's ``timeout_s``, in as many calls as its queue needs.
 
     Args:
-        scope, receive: of the request; its body has been read.
-        model: what computes.
+        scope, receive: ASGI arguments of the request; its body has been read.
+        model: the model that computes the rows.
         columns: the rows of each BYTES [1] input.
-        wanted: the outputs.
-        field: the request's field that the rows came in.
-        parameters: per row, besides the defaults.
+        wanted: names of the outputs.
+        field: the request's field that contains the rows.
+        parameters: parameters per row that differ from the defaults.
 
     Raises:
         HeadwaterError: the request can't be answered.
@@ -161,16 +164,16 @@ async def compute(
 def floats(
     parts: Sequence[RawTensor], output: str, place: Callable[[int], str], *, length: int | None = None
 ) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """An FP32 output of several calls as one array.
+    """An FP32 output of several calls as a single array.
 
     Args:
-        parts: of each call, with the same shape but for the number of rows.
+        parts: the output of each call; all have the same shape except for the number of rows.
         output: the output's name.
-        place: where the request has the item of a row.
+        place: names the item of a row in the request.
         length: how many numbers of a row the answer takes; default: all.
 
     Raises:
-        CallableFailed: a number is NaN or infinite: it would put others in a wrong order, and JSON has no such number.
+        CallableFailed: a number is NaN or infinite: it would sort the results wrongly, and JSON has no such number.
     """
     pieces = [np.frombuffer(part.data, np.float32).reshape(part.shape)[:, :length] for part in parts]
     array: np.ndarray[Any, np.dtype[np.float32]] = np.concatenate(pieces)

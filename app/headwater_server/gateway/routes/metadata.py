@@ -1,4 +1,4 @@
-"""What is served: health, metadata, configurations and statistics of server and models, and OpenAI's list of models."""
+"""Health, metadata, configurations and statistics of server and models, and OpenAI's list of models."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ _READY_MODEL: Final = "Only this model; may be repeated. Default: every model th
 
 
 def health_routes(models: Models, *, has_keys: bool = False) -> APIRouter:
-    """``/v2/health/live``, ``/v2/models/{model}/ready`` and ``/v2/health/ready``, which vLLM calls ``/health``, and
-    Triton's OpenAI frontend ``/health/ready``.
+    """``/v2/health/live``, ``/v2/models/{model}/ready`` and ``/v2/health/ready``. The last route is also ``/health``,
+    as in vLLM, and ``/health/ready``, as in Triton's OpenAI frontend.
 
     Args:
-        models: the models.
-        has_keys: whether there are API keys. These routes need no key, so a request without one learns neither reasons
-            nor names.
+        models: all models of this worker.
+        has_keys: whether there are API keys. These routes need no key, but the answer to a request without a key has
+            neither reasons nor names.
     """
     router = APIRouter(tags=["health"])
 
     def is_stranger(request: Request) -> bool:
-        """Whether a request shows no key where there are keys."""
+        """Whether the server has API keys and the request has no key."""
         return has_keys and "key" not in request.scope.get("state", {})
 
     def find(request: Request, name: str, version: str | None = None) -> ServedModel:
@@ -57,7 +57,7 @@ def health_routes(models: Models, *, has_keys: bool = False) -> APIRouter:
             raise NotFound(f"{what}: unknown", field=error.field) from None
 
     def why_not(request: Request, model: ServedModel) -> Unavailable | None:
-        """Why a model isn't ready, if so."""
+        """Why a model isn't ready; None: it is ready."""
         if models.is_leaving:
             return Unavailable("the server is stopping")
         try:
@@ -99,7 +99,7 @@ def health_routes(models: Models, *, has_keys: bool = False) -> APIRouter:
 
 
 def _readiness(error: Unavailable | None, **about: str) -> JSONResponse:
-    """The protocol's answer, and beside it why it is no."""
+    """The protocol's answer; if it is negative, with the reason."""
     if error is None:
         return JSONResponse({**about, "ready": True})
     headers = {"retry-after": str(error.retry_after_s or RETRY_AFTER_S)}
@@ -114,7 +114,7 @@ EXTENSIONS = [
 
 class _IndexRequest(msgspec.Struct, forbid_unknown_fields=True):
     ready: bool | None = None
-    """Only models that are ready."""
+    """Whether to list only models that are ready."""
 
 
 def _index_request(body: bytes) -> _IndexRequest:
@@ -182,7 +182,7 @@ def metadata_routes(models: Models, reader: BodyReader) -> APIRouter:
 
 
 def index_entry(model: ServedModel, models: Models) -> dict[str, Any]:
-    """What the repository index says of a model."""
+    """A model's entry in the repository index."""
     route = model.route
     since = datetime.fromtimestamp(route.since_s, timezone.utc).isoformat(timespec="milliseconds")
     entry: dict[str, Any] = {
@@ -211,7 +211,7 @@ def index_entry(model: ServedModel, models: Models) -> dict[str, Any]:
 
 
 def _environments(replicas: Iterable[ReplicaRoute]) -> list[dict[str, Any]]:
-    """The versions that replicas run with, and the replicas that run with them."""
+    """The library versions that replicas run with, each set of versions with the ids of its replicas."""
     found: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for replica in replicas:
         found.setdefault(tuple(replica.versions.items()), []).append(replica.id)
@@ -280,7 +280,7 @@ def _statistics(model: ServedModel, counts: Counts) -> dict[str, Any]:
     route = model.route
     executions, inferences = 0, counts.total("headwater_rows")
     failures, queue_ns = counts.total("headwater_failures"), 0
-    # The phases of a pipeline are those of its steps. An engine does not report when it starts a sequence: the time in
+    # A pipeline's phases are counted with its steps. An engine does not report when it starts a sequence: the time in
     # its queue counts as computing.
     requests, compute_ns = counts.sum("headwater_request_seconds")
     if not route.is_language_model and not route.is_composite:
@@ -346,7 +346,7 @@ def _language_model_statistics(
         },
         "cache_used": counts.total("headwater_cache_used_tokens"),
     }
-    if signature is not None and (limits := signature.limits) is not None:  # of one replica
+    if signature is not None and (limits := signature.limits) is not None:  # limits of one replica
         names = ("max_sequences", "max_waiting", "context_length", "cache_tokens")
         statistics["limits"] = {name: getattr(limits, name) for name in names if hasattr(limits, name)}
     return statistics
@@ -357,9 +357,9 @@ def openai_model_routes(models: Models) -> APIRouter:
     router = APIRouter(tags=["openai"])
 
     def entry(model: ServedModel) -> dict[str, Any]:
-        created = int(model.route.since_s)  # when it became ready, the same on all workers
+        created = int(model.route.since_s)  # when the model became ready, the same on all workers
         about = {"id": model.name, "object": "model", "created": created, "owned_by": "headwater"}
-        return about if model.name == model.route.name else {**about, "parent": model.route.name}  # as vLLM
+        return about if model.name == model.route.name else {**about, "parent": model.route.name}  # as vLLM does
 
     @router.get("/v1/models", summary="The models that are ready")
     async def list_models() -> JSONResponse:

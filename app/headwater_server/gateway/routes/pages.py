@@ -1,4 +1,4 @@
-"""``/``, the status page, and ``/docs``, Swagger UI: local files, so both work without the internet."""
+"""``/``, the status page, and ``/docs``, Swagger UI. All files are local, so both work without the internet."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ __all__ = ["docs_routes", "page_routes"]
 
 ASSETS: Final = "/docs/assets"
 FRAME_HEADERS: Final = {"content-security-policy": "frame-ancestors 'none'", "x-content-type-options": "nosniff"}
-"""No other page may frame it, and no browser guesses another type."""
+"""Headers that forbid other pages to frame this page, and browsers to guess another content type."""
 
 
 def docs_routes(gateway: FastAPI) -> None:
-    """Add ``/docs``, its assets and ``/openapi.json``: of fastapi-offline only the folder with Swagger UI is used."""
+    """Add ``/docs``, its assets and ``/openapi.json``. Only the folder with Swagger UI is used of fastapi-offline."""
     spec = importlib.util.find_spec("fastapi_offline")
     assert spec is not None
     assert spec.origin is not None
@@ -50,7 +50,7 @@ def docs_routes(gateway: FastAPI) -> None:
 FOLDER: Final = Path(__file__).parents[1] / "static"
 INDEX: Final = "index.html"
 HEADERS: Final = {
-    # No inline script or style, nothing from other hosts, and no other page may frame it.
+    # Inline scripts and styles, content from other hosts and framing by other pages are forbidden.
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
@@ -60,7 +60,8 @@ HEADERS: Final = {
 
 
 def page_routes() -> APIRouter:
-    """``/`` and ``/static/{name}``. The files are read once and found by name: no request leads to a path."""
+    """``/`` and ``/static/{name}``. The files are read once and found by name, so a request can't lead to another
+    path."""
     files = {path.name: path.read_bytes() for path in FOLDER.iterdir() if path.is_file()}
     router = APIRouter()
 

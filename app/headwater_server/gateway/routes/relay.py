@@ -1,4 +1,4 @@
-"""Requests for a model that vLLM computes: checked, counted, and relayed."""
+"""Requests for a model that vLLM computes: they are checked, counted, and relayed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _asked = msgspec.json.Decoder(_Asked)
 
 
 def asked_model(models: Models, raw: bytes) -> VllmDispatcher | None:
-    """The dispatcher of the model that a body names, if vLLM computes it; whatever else the body is."""
+    """The dispatcher of the model that a body names, if vLLM computes it. Nothing else of the body is checked."""
     try:
         name = _asked.decode(raw).model
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -75,14 +75,14 @@ async def answer_relayed(
     request: VllmRequest,
     form: Callable[[TokenCount], Answer],
 ) -> ASGIApp:
-    """Relay a request, whole or as events. If the client goes away, vLLM stops computing it.
+    """Relay a request, and its answer whole or as events. If the client goes away, vLLM stops computing the request.
 
     Args:
-        models: count the open streams.
-        scope, receive: of the request; its body has been read.
-        dispatcher: of the model.
-        request: what is asked.
-        form: makes the answer's form.
+        models: counts the open streams.
+        scope, receive: ASGI arguments of the request; its body has been read.
+        dispatcher: the model's dispatcher.
+        request: the request to vLLM.
+        form: makes the form of the answer.
 
     Raises:
         HeadwaterError: the request can't be answered.
@@ -112,10 +112,10 @@ async def answer_embeddings(
     """Relay a request for embeddings, within the deployment's ``timeout_s``.
 
     Args:
-        scope, receive: of the request; its body has been read.
-        dispatcher: of the model.
-        body: what is asked, without the inputs.
-        parts: the inputs, in so many requests to vLLM, one after the other.
+        scope, receive: ASGI arguments of the request; its body has been read.
+        dispatcher: the model's dispatcher.
+        body: the request without the inputs.
+        parts: the inputs; each part is a request to vLLM, in sequence.
 
     Raises:
         HeadwaterError: the request can't be answered.
@@ -129,17 +129,17 @@ async def answer_embeddings(
             request = VllmRequest("embeddings", {**body, "input": part}, streams=False, timeout_s=left_s)
             try:
                 await _opened(state, dispatcher, request).whole(answer)
-            except BadRequest as error:  # vLLM mostly names no field, and for the input one of its own
+            except BadRequest as error:  # vLLM mostly names no field, and calls the input by another name
                 error.field = next((name for name in body.keys() - {"model"} if name in error.message), "input")
                 raise
-            except DeadlineExceeded as error:  # it names what was left for this part
+            except DeadlineExceeded as error:  # the message has only the time that was left for this part
                 raise error.again(f"the deadline of {dispatcher.route.timeout_s:g} s passed") from None
     state["note"] = _note(answer.count)
     return Reply(200, [answer.body()], [JSON])
 
 
 def _spending(state: dict[str, Any]) -> Callable[[int], None] | None:
-    """What tokens are counted with for the key's limit, if there is one.
+    """The function that counts tokens for the key's limit; None: the key has no limit.
 
     Raises:
         QueueFull: the limit is reached.
@@ -156,5 +156,5 @@ def _opened(state: dict[str, Any], dispatcher: VllmDispatcher, request: VllmRequ
 
 
 def _note(count: TokenCount) -> str:
-    """What the access log says of the request."""
+    """The request's note in the access log."""
     return f"tokens={count.usage.prompt_tokens}+{count.usage.completion_tokens}"

@@ -1,6 +1,5 @@
 """Commands on models under ``POST /v2/repository/models/{model}/``: ``load`` and ``unload`` of Triton's repository
-extension, and our own ``reload``, ``scale``, ``promote`` and ``rollback``.
-"""
+extension, and Headwater's ``reload``, ``scale``, ``promote`` and ``rollback``."""
 
 from __future__ import annotations
 
@@ -54,11 +53,11 @@ class _Rollback(msgspec.Struct, forbid_unknown_fields=True):
 def repository_routes(
     command: Callable[[str, str, Mapping[str, Any]], Awaitable[CommandAnswer]], guard: OperatorGuard, reader: BodyReader
 ) -> APIRouter:
-    """The routes.
+    """The routes of the commands.
 
     Args:
         command: has the supervisor carry out an action on a model, given the action's arguments.
-        guard: decides who may.
+        guard: decides who may give commands.
         reader: reads the bodies.
     """
     router = APIRouter(tags=["operations"], responses=_REFUSALS)
@@ -96,7 +95,7 @@ def _bounds(body: bytes) -> dict[str, Any]:
 
 
 def _arguments(body: bytes, action: str) -> dict[str, Any]:
-    """An action's arguments, from a body; refuses those of Triton's that are not supported."""
+    """Read an action's arguments from a body; refuses parameters of Triton's that are not supported."""
     if action == "scale":
         return _bounds(body)
     if action == "promote":

@@ -28,7 +28,7 @@ class _Text(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class RerankRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """The body."""
+    """The body of a request to rank documents."""
 
     model: str
     query: str

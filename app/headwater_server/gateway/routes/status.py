@@ -1,6 +1,6 @@
 """``GET /metrics`` in Prometheus' text format or OpenMetrics', and ``GET /v2/status``, the status page's data as JSON.
 
-Both give the same counts of all processes since the server's start. A reader of ``/v2/status`` computes rates from two
+Both give the same counts of all processes since the server's start. A client of ``/v2/status`` computes rates from two
 answers.
 """
 
@@ -35,18 +35,18 @@ _TEXT_COUNTS: Final = (
 
 
 def metrics_routes(models: Models, folder: Path, sampler: Sampler) -> APIRouter:
-    """``/metrics``.
+    """The route ``/metrics``.
 
     Args:
-        models: the metrics of their replicas are added.
-        folder: where all processes count.
-        sampler: of this worker's gauges.
+        models: the models of this worker; their replicas' metrics are added.
+        folder: the folder with the counts of all processes.
+        sampler: sets this worker's gauges.
     """
     router = APIRouter(tags=["operations"])
 
     @router.get("/metrics", response_class=Response, summary="Metrics of the whole server, for Prometheus")
     async def metrics(request: Request) -> Response:
-        # In a thread: the first time, it takes a tenth of a second.
+        # Imported in a thread, since the first import takes a tenth of a second.
         await asyncio.to_thread(importlib.import_module, "headwater_server.telemetry.exposition")
         from headwater_server.telemetry.exposition import ReplicaTarget, ask_replicas, exposition
 
@@ -54,7 +54,7 @@ def metrics_routes(models: Models, folder: Path, sampler: Sampler) -> APIRouter:
             ReplicaTarget(model.route.name, replica.id, path if model.route.is_vllm else path.with_name("m"))
             for model in models.with_steps()
             for replica in (*model.route.replicas, *model.route.retiring)
-            if (path := replica.http_path) is not None  # Triton's socket for metrics lies beside that for HTTP
+            if (path := replica.http_path) is not None  # Triton's socket for metrics is beside its socket for HTTP
         ]
         answers = await ask_replicas(targets)
         for answer in answers:
@@ -69,12 +69,13 @@ def metrics_routes(models: Models, folder: Path, sampler: Sampler) -> APIRouter:
 
 
 def status_routes(models: Models, folder: Path | None, sampler: Sampler) -> APIRouter:
-    """``/v2/status``.
+    """The route ``/v2/status``.
 
     Args:
-        models: of this worker.
-        folder: where all processes count; None: the answer has only this process' counts, as its ``scope`` says.
-        sampler: of this worker's gauges.
+        models: the models of this worker.
+        folder: the folder with the counts of all processes; None: the answer has only this process's counts, and says
+            so in its ``scope``.
+        sampler: sets this worker's gauges.
     """
     router = APIRouter(tags=["operations"])
 
@@ -133,7 +134,7 @@ def _deployment(model: ServedModel, models: Models, counts: Counts) -> dict[str,
         "waiting": counts.total("headwater_queue_rows") + counts.total("headwater_waiting_sequences"),
         "retries": counts.total("headwater_retries"),
     }
-    if route.traffic is not None:  # the counts are its versions' sums
+    if route.traffic is not None:  # the counts are the sums over its versions
         traffic = route.traffic
         status |= {"traffic": traffic.shares, "default": traffic.default, "shadow": traffic.shadow or None}
         status |= {"before": traffic.before or None, "rolled_back": traffic.rolled_back or None}
@@ -150,7 +151,7 @@ def _deployment(model: ServedModel, models: Models, counts: Counts) -> dict[str,
 
 
 def _compared(counts: Counts) -> dict[str, Any]:
-    """What came of the copies that a shadow got."""
+    """Results of the comparison of a shadow's answers."""
     seconds = {by: counts.sum("headwater_shadow_seconds", by) for by in ("answer", "shadow")}
     scale = CATALOGUE["headwater_shadow_seconds"].scale
     return {

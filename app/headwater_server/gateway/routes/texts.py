@@ -1,6 +1,5 @@
-"""OpenAI's text routes over a language model, whole or as server-sent events, and the route that cancels a request by
-its id.
-"""
+"""OpenAI's text routes over a language model, with whole answers or server-sent events, and the route that cancels a
+request by its id."""
 
 from __future__ import annotations
 
@@ -51,7 +50,7 @@ _ROUTES: Final[dict[type[_OpenAIRequest], Route]] = {
     ResponsesRequest: "responses",
 }
 LOGPROB_BYTES: Final = 64
-"""About as many bytes as one log probability with its token takes in a chat's answer."""
+"""Approximate size of a log probability with its token in a chat's answer."""
 _PREFIX: Final = "/v2/requests/"
 _SUFFIX: Final = "/cancel"
 
@@ -64,7 +63,7 @@ class CancelEndpoint(Endpoint):
 
     async def answer(self, scope: Scope, receive: Receive) -> Reply:
         """See `Endpoint.answer`."""
-        # The path as sent: the decoded one has `%2F` both for an escaped slash and for `%252F`.
+        # From the raw path: in the decoded path `%2F` stands both for an escaped slash and for `%252F`.
         request_id = unquote(scope["raw_path"].decode("ascii")[len(_PREFIX) : -len(_SUFFIX)])
         cancelled = await self._models.cancel_request(owned_id(scope["state"], request_id))
         if not cancelled:
@@ -89,16 +88,16 @@ async def answer_text(
     size_bytes: int,
     streams: bool,
 ) -> ASGIApp:
-    """Answer one request to a language model, or open its stream. If the client goes away, its sequences are cancelled.
+    """Answer a request to a language model, or open its stream. If the client goes away, its sequences are cancelled.
 
     Args:
-        models: count the open streams.
-        scope, receive: of the request; its body has been read.
-        dispatcher: of the model.
-        request: the body.
+        models: counts the open streams.
+        scope, receive: ASGI arguments of the request; its body has been read.
+        dispatcher: the model's dispatcher.
+        request: the decoded body.
         form: makes the answer's form in the request's API.
         pool: turns the request into tokens.
-        size_bytes: of the body.
+        size_bytes: the body's size.
         streams: whether the answer comes in pieces.
 
     Raises:
@@ -115,10 +114,10 @@ async def answer_text(
             assert specification is not None
             planned = partial(_planned, request, text, specification.limits)
             plan, text_streams = await pool.run(planned, client_of(scope), size_bytes)
-            if text is await dispatcher.text():  # else a reload came meanwhile, perhaps with another tokenizer
+            if text is await dispatcher.text():  # else the model was reloaded meanwhile, perhaps with another tokenizer
                 break
         form_of_this = form(plan, text.tokenizer.texts)
-        # From here to what closes it, nothing is awaited and nothing fails.
+        # From here until the code that closes the generation, nothing may be awaited and nothing may fail.
         request_id = owned_id(scope["state"], scope["state"]["request_id"])
         cache_scope = scope["state"].get("key") or ""
         generation = dispatcher.open(request_id, plan.specs, timeout_s=plan.timeout_s, cache_scope=cache_scope)
@@ -135,7 +134,7 @@ async def answer_text(
 
 
 def client_of(scope: Scope) -> str:
-    """Who sent a request: the name of its key, or else the client's address."""
+    """The sender of a request: the name of its key, or else the client's address."""
     key: str = scope["state"].get("key", "")
     client = scope.get("client")
     return key or (client[0] if client else "")
@@ -147,7 +146,7 @@ def _planned(request: _Request, text: LanguageText, limits: EngineLimits) -> tup
 
 
 async def _whole(form: AnswerForm, texts: Sequence[TextPiece], usage: Usage) -> bytes:
-    """The whole answer, made in a thread if it is large: only log probabilities make it so."""
+    """The whole answer, encoded in a thread if it is large, which only log probabilities cause."""
     logprobs = sum(len(text.logprobs) * (1 + len(text.logprobs[-1].top)) for text in texts if text.logprobs)
     if logprobs * LOGPROB_BYTES < LARGE_BYTES:
         return form.whole(texts, usage)
@@ -158,9 +157,9 @@ def _stream(models: Models, scope: Scope, job: TextGeneration, form: AnswerForm)
     async def events() -> AsyncGenerator[Event, None]:
         begun = False
         told: dict[int, int] = {}
-        """Tokens of each sequence whose pieces have been sent."""
+        """Tokens of each sequence in the pieces sent so far."""
         while pieces := await job.news():
-            if not begun:  # not before the first piece: an early failure is answered with its own status
+            if not begun:  # only with the first piece, so that an early failure is answered with its status
                 begun = True
                 if form.counts_usage:
                     form.count(job.usage._replace(completion_tokens=0))
@@ -186,7 +185,7 @@ def _stream(models: Models, scope: Scope, job: TextGeneration, form: AnswerForm)
 
 
 def _note(job: TextGeneration) -> str:
-    """What the access log says of the request."""
+    """The request's note in the access log."""
     usage = job.usage
     return f"tokens={usage.prompt_tokens}+{usage.completion_tokens}"
 
@@ -195,9 +194,9 @@ class OpenAITextEndpoint(Endpoint):
     """Answers conversations, or continues texts.
 
     Args:
-        models: the models that may be asked.
+        models: all models of this worker.
         reader: reads bodies.
-        kind: the body's type, which says which API it is.
+        kind: the body's type, which decides the API.
         pool: turns requests into tokens.
     """
 

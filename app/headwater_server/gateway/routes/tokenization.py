@@ -25,13 +25,13 @@ _JSON: Final = (b"content-type", b"application/json")
 
 
 class TokenizationEndpoint(Endpoint):
-    """Turns text into tokens, or back.
+    """Turns text into tokens, or tokens into text.
 
     Args:
-        models: the models that may be asked.
+        models: all models of this worker.
         reader: reads bodies.
-        kind: the body's type, which says which of the two it does.
-        pool: does it.
+        kind: the body's type, which decides the direction.
+        pool: runs the tokenizer.
     """
 
     def __init__(

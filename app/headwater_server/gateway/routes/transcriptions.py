@@ -23,12 +23,12 @@ __all__ = ["FIELDS", "FORMATS", "TranscriptionsEndpoint"]
 FIELDS: Final = ("file", "model", "language", "response_format")
 _PLAIN: Final = (b"content-type", b"text/plain; charset=utf-8")
 _MAX_TEXT_BYTES: Final = 1024
-"""Of a field that is no file."""
+"""Size limit of a form field other than the file."""
 FORMATS: Final = ("json", "text", "verbose_json")
 
 
 class TranscriptionsEndpoint(Endpoint):
-    """Answers with what is said in a recording."""
+    """Answers with the text of a recording."""
 
     def __init__(self, models: Models, reader: BodyReader) -> None:
         self._models = models
@@ -79,7 +79,7 @@ class TranscriptionsEndpoint(Endpoint):
 
 
 def _text(fields: dict[str, memoryview], name: str) -> str:
-    """A field's text; empty if it isn't there."""
+    """The text of a form field; empty if the field is missing."""
     value = fields.get(name, memoryview(b""))
     if len(value) > _MAX_TEXT_BYTES:
         raise BadRequest(f"{name}: expected at most {_MAX_TEXT_BYTES} bytes, got {len(value)}", field=name)

@@ -1,4 +1,4 @@
-// Requests to the server that this page came from, the errors they end in, and the same as a curl line.
+// Requests to the server that this page came from, their errors, and the same requests as curl lines.
 
 const JSON_HEADERS = { "Content-Type": "application/json" };
 
@@ -6,8 +6,8 @@ let key = "";
 const onUnauthorized = new Set();
 
 /**
- * An answer that is none: its status, what the server says of it, and of which field, if OpenAI's error object names
- * one. Status 0: there was no answer.
+ * A failed request: the status, the server's message, and the field that it names in OpenAI's error object.
+ * Status 0: there was no answer.
  */
 export class Failure extends Error {
   constructor(status, message, param = null) {
@@ -17,14 +17,14 @@ export class Failure extends Error {
   }
 }
 
-/** Use an API key from now on; it is kept nowhere else. */
+/** Use an API key from now on; it is kept only in this variable. */
 export function useKey(value) {
   key = value;
 }
 
 export const hasKey = () => key !== "";
 
-/** Have something called whenever the server asks for a key. */
+/** Register a listener that is called whenever the server asks for a key. */
 export function whenUnauthorized(listener) {
   onUnauthorized.add(listener);
 }
@@ -50,11 +50,11 @@ async function reason(answer) {
     const { error } = JSON.parse(text);
     return typeof error === "string" ? { message: error } : { message: error.message, param: error.param };
   } catch {
-    return { message: text.slice(0, 2000) }; // no error object of ours: a proxy's page, perhaps
+    return { message: text.slice(0, 2000) }; // not the server's error object: perhaps a proxy's page
   }
 }
 
-// What the server writes, as Triton and Python do, and JSON has no form for; a marked string stands for it.
+// Numbers that the server writes as Triton and Python do, and that JSON doesn't have. A marked string replaces each.
 const MARK = "\u0000number:";
 const NO_JSON_NUMBERS = /"(?:[^"\\]|\\.)*"|-?\b(?:NaN|Infinity)\b/g;
 
@@ -64,7 +64,7 @@ function revived(_, value, context) {
   return isLost && /^-?\d+$/.test(context?.source ?? "") ? BigInt(context.source) : value;
 }
 
-/** Parse JSON, NaN and infinities in it; whole numbers that a float can't hold stay exact. */
+/** Parse JSON that may contain NaN and infinities. Integers that a float can't hold stay exact. */
 export function parse(text) {
   try {
     return JSON.parse(text, revived);
@@ -79,7 +79,7 @@ export async function get(path, signal) {
   return parse(await (await ask("GET", path, undefined, signal)).text());
 }
 
-/** POST a body, which is text; gives what came back, and how long that took. */
+/** POST a body, which is text. Returns the answer, and the time that it took. */
 export async function post(path, body, signal) {
   const begun = performance.now();
   const answer = await ask("POST", path, body, signal);
@@ -87,7 +87,7 @@ export async function post(path, body, signal) {
   return { content: parse(text), seconds: (performance.now() - begun) / 1000 };
 }
 
-/** POST a body, and take the events of the stream that answers, as they come; a broken one throws. */
+/** POST a body, and yield the events of the answer's stream as they arrive. Throws if the stream breaks. */
 export async function* events(path, body, signal) {
   const answer = await ask("POST", path, body, signal);
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
@@ -105,7 +105,7 @@ export async function* events(path, body, signal) {
       const lines = (rest + part.value).split("\n");
       rest = lines.pop();
       for (const line of lines) {
-        signal?.throwIfAborted(); // what has come already isn't wanted any more, either
+        signal?.throwIfAborted(); // after a cancellation, drop events that have already arrived
         if (line.startsWith("data:")) yield line.slice(5).trim();
       }
     }
@@ -116,7 +116,7 @@ export async function* events(path, body, signal) {
 
 const quote = (text) => `'${text.replaceAll("'", "'\\''")}'`;
 
-/** What does the same in a shell. A key is named, not shown. */
+/** A curl line for the same request. A key is replaced by the name of a variable. */
 export function curl(path, body, { streams = false } = {}) {
   const parts = [`curl -s${streams ? "N" : ""} ${quote(location.origin + path)}`];
   if (key) parts.push('-H "Authorization: Bearer $HEADWATER_KEY"');

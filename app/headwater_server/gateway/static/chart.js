@@ -1,4 +1,4 @@
-// A line chart of the last minutes: one SVG, whose paths are set anew each second.
+// A line chart of the last minutes: a single SVG, whose paths are replaced each second.
 
 import { make, makeSvg, say } from "./dom.js";
 
@@ -6,7 +6,7 @@ const WIDTH = 300;
 const HEIGHT = 80;
 const GAP_S = 12;
 
-/** The next of 1, 2, 5, 10, ... */
+/** Round up to 1, 2 or 5 times a power of ten. */
 function ceiling(value) {
   const power = 10 ** Math.floor(Math.log10(value));
   return [1, 2, 5, 10].map((step) => step * power).find((step) => step >= value * 0.999);
@@ -14,10 +14,10 @@ function ceiling(value) {
 
 export class Chart {
   /**
-   * @param title what it shows
-   * @param lines [name, key of the figures] of each line, three at most
-   * @param format makes a text of a value
-   * @param least the vertical axis' smallest upper end
+   * @param title the chart's title
+   * @param lines [name, key of the figures] for each line, at most three
+   * @param format formats a value as text
+   * @param least smallest upper end of the vertical axis
    */
   constructor(title, lines, format, least, shown) {
     this.title = title;
@@ -57,7 +57,7 @@ export class Chart {
 
   #path(points, key, top) {
     let path = "";
-    let before = null; // seconds ago of the point that this one is joined to
+    let before = null; // seconds ago of the point that this point is joined to
     for (const [ago, figures] of points) {
       const value = figures[key];
       if (value === null || value === undefined) {

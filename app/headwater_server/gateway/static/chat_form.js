@@ -1,4 +1,4 @@
-// What a chat's answer must be: fields for a JSON schema and for tools, and the answer's JSON laid out over lines.
+// The form of a chat's answer: fields for a JSON schema and for tools, and the answer's JSON laid out over lines.
 
 import { parse } from "./api.js";
 import { fault, field, make } from "./dom.js";
@@ -45,7 +45,7 @@ export class ChatForm {
     return this.schema.value.trim() !== "";
   }
 
-  /** The request's fields; null if something is wrong, which its field then says. */
+  /** The request's fields; null if a field is wrong, which then shows its error. */
   fields() {
     const areas = [this.schema, this.tools];
     const [schema, tools] = areas.map(read);
@@ -57,7 +57,7 @@ export class ChatForm {
   }
 }
 
-/** A button that fills a field, as if it were typed. */
+/** A button that fills a field as if the user typed. */
 function example(text, area, value) {
   const use = () => {
     area.value = value;
@@ -66,7 +66,7 @@ function example(text, area, value) {
   return make("button", { type: "button", onclick: use }, text);
 }
 
-/** The value of a field, which says so if it is no JSON; undefined if there is none. */
+/** The parsed value of a field; undefined if the field is empty. If it is not JSON, the field shows an error. */
 function read(area) {
   let value;
   let wrong = "";
@@ -79,14 +79,14 @@ function read(area) {
   return value;
 }
 
-/** An answer under way: its content and its calls of tools, which are shown as JSON once they are whole. */
+/** An answer in progress: its content and tool calls, which are shown as JSON once they are complete. */
 export class Answer {
   constructor() {
     this.content = "";
     this.calls = [];
   }
 
-  /** Take the next part; gives what of it the stream shows. */
+  /** Add the next part. Returns the text of it that the stream shows. */
   take({ content, tool_calls: parts = [] }) {
     let text = content ?? "";
     this.content += text;
@@ -101,7 +101,7 @@ export class Answer {
     return text;
   }
 
-  /** Titles and texts of what should be JSON, laid out; instead of a text null if it is none. */
+  /** Titles and texts of the parts that should be JSON, laid out; null for a text that is not JSON. */
   parsed(isSchema) {
     const found = this.calls.map(({ name, text }) => [`Call of ${name}`, text]);
     if (isSchema && (this.content || !found.length)) found.unshift(["Answer as JSON", this.content]);
@@ -111,7 +111,7 @@ export class Answer {
 
 const PARTS = /"(?:[^"\\]|\\.)*"|([{[])\s*([}\]]?)|[}\]]|[,:]|\s+/g;
 
-/** JSON over lines, with numbers as they are written; null if it is none. */
+/** JSON laid out over lines, with numbers as they were written; null if the text is not JSON. */
 export function laidOut(text) {
   try {
     JSON.parse(text);

@@ -31,7 +31,7 @@ async function copied(text) {
     await navigator.clipboard.writeText(text);
     return true;
   } catch {
-    // Without TLS, on another host than this one, there is no such API, or it is refused.
+    // Without TLS, and on another host than localhost, the clipboard API is missing or refused.
     const area = make("textarea", { readonly: true, "aria-hidden": "true" });
     area.value = text;
     document.body.append(area);

@@ -1,8 +1,8 @@
-// Elements, made and changed. No markup is ever parsed from text, so nothing that a model says can be any.
+// Makes and changes elements. No markup is parsed from text, so the text of a model can't become markup.
 
 export const byId = (id) => document.getElementById(id);
 
-/** An element; attributes that begin with "on" are listeners, children are elements or text. */
+/** Make an element; attributes that begin with "on" are listeners, children are elements or text. */
 export function make(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -22,14 +22,14 @@ export function makeSvg(tag, attributes = {}) {
   return element;
 }
 
-/** Set a text, unless it is there: what doesn't change isn't read out again, and costs no layout. */
+/** Set a text only if it differs: unchanged text isn't read out again by screen readers, and costs no layout. */
 export function say(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
 let fields = 0;
 
-/** A label, its control, and a line below that says what is expected or wrong. */
+/** A label, its control, and a line below for a note or an error. */
 export function field(text, control, note = "") {
   control.id ||= `field-${++fields}`;
   const below = make("p", { class: "note", id: `${control.id}-note`, "data-usual": note }, note);
@@ -37,7 +37,7 @@ export function field(text, control, note = "") {
   return make("div", { class: "field" }, make("label", { for: control.id }, text), control, below);
 }
 
-/** Say below a field's control what is wrong with it; if nothing is, what always stands there, or another note. */
+/** Show an error below a field's control; without an error, show another note or the usual note. */
 export function fault(control, message, note) {
   const below = control.closest(".field").querySelector(".note");
   if (message) control.setAttribute("aria-invalid", "true");

@@ -1,8 +1,8 @@
-// A drawing: strokes of points in a unit square, and the pixels that a model makes of them.
+// A drawing: strokes of points in a unit square, and the pixels that a model gets.
 
-const FINE = 8; // each pixel is the mean of so many by so many finer ones
+const FINE = 8; // each pixel is the mean of FINE by FINE finer pixels
 
-/** Stroke points in the unit square of an arc, its angles in turns, clockwise from the right. */
+/** The points of an arc in the unit square; angles are in turns, clockwise from the right. */
 function arc(x, y, rx, ry, from, to, steps = 24) {
   return Array.from({ length: steps + 1 }, (_, index) => {
     const angle = 2 * Math.PI * (from + ((to - from) * index) / steps);
@@ -10,7 +10,7 @@ function arc(x, y, rx, ry, from, to, steps = 24) {
   });
 }
 
-/** Each digit as somebody writes it. */
+/** Strokes of each digit as in handwriting. */
 export const DIGITS = [
   [arc(0.5, 0.5, 0.26, 0.4, -0.25, 0.75)],
   [[[0.34, 0.3], [0.54, 0.1], [0.54, 0.9]]],
@@ -24,7 +24,7 @@ export const DIGITS = [
   [[...arc(0.5, 0.32, 0.21, 0.22, 0, 1), [0.7, 0.5], [0.64, 0.72], [0.5, 0.9]]],
 ];
 
-/** Draw strokes; points are multiplied by the scale, after they were moved. */
+/** Draw strokes; points are first moved, then multiplied by the scale. */
 export function trace(context, strokes, scale, width, [dx, dy] = [0, 0]) {
   context.lineWidth = width;
   context.lineCap = context.lineJoin = "round";
@@ -41,8 +41,8 @@ export function trace(context, strokes, scale, width, [dx, dy] = [0, 0]) {
 }
 
 /**
- * The pixels of a drawing, 0 to 1, rows from the top: it is moved to the middle and made as high as the image, which is
- * how images of handwriting that models learn from are made.
+ * The pixels of a drawing, 0 to 1, rows from the top. The drawing is centred and scaled to the image's height, as the
+ * images of handwriting are that models are trained on.
  */
 export function rasterise(strokes, [height, width]) {
   const canvas = document.createElement("canvas");

@@ -1,4 +1,4 @@
-// A panel for embedding models that only OpenAI's route asks: the curl line that does.
+// A panel for embedding models that only OpenAI's route serves: it shows the curl line of a request.
 
 import { curl } from "./api.js";
 import { CurlBox } from "./curl_box.js";

@@ -1,4 +1,4 @@
-// One question at a time to a model's infer route, and where its answer, error and curl line are shown.
+// Sends requests to a model's infer route one at a time, and shows the answer, the error and the curl line.
 
 import { Failure, curl, post } from "./api.js";
 import { CurlBox } from "./curl_box.js";
@@ -9,9 +9,9 @@ import { NO_JSON, jsonText } from "./tensors.js";
 
 export class Exchange {
   /**
-   * @param model as the playground describes it
-   * @param empty what stands there before the first answer
-   * @param imageTop what full ink is in an image
+   * @param model the playground's description of the model
+   * @param empty text that is shown before the first answer
+   * @param imageTop value of full ink in an image
    */
   constructor(model, empty, imageTop) {
     this.model = model;
@@ -27,7 +27,7 @@ export class Exchange {
     this.isClosed = false;
   }
 
-  /** The body of a request, without what has no form in JSON among the outputs. */
+  /** The body of a request. It asks only for outputs whose datatype has a form in JSON. */
   body(inputs, parameters) {
     const inJson = this.model.outputs.filter((tensor) => !NO_JSON.includes(tensor.datatype));
     const content = { inputs };
@@ -36,12 +36,12 @@ export class Exchange {
     return jsonText(content);
   }
 
-  /** Show the curl line of a request that isn't sent yet. */
+  /** Show the curl line of a request without sending it. */
   offer(inputs, parameters) {
     this.curl.show(curl(this.path, this.body(inputs, parameters)));
   }
 
-  /** Send; while one is on its way, only the newest waits. */
+  /** Send a request. While a request is in flight, only the newest request waits. */
   async send(inputs, parameters) {
     this.next = this.body(inputs, parameters);
     this.curl.show(curl(this.path, this.next));

@@ -1,4 +1,4 @@
-// A panel for models that read a file, an image or a recording, which travels as a data URL.
+// A panel for models that read a file, an image or a recording, which is sent as a data URL.
 
 import { make, field, say } from "./dom.js";
 import { Exchange } from "./exchange.js";

@@ -27,7 +27,7 @@ export class FormPanel {
     this.#offer();
   }
 
-  /** What the server takes: rows of a tensor, or one row where it streams. */
+  /** The shape that the server takes: rows of a tensor, or a single row if the model streams. */
   #shape(tensor) {
     return this.model.streams ? tensor.shape.slice(1) : tensor.shape;
   }
@@ -51,7 +51,7 @@ export class FormPanel {
     return given ? lines(nest(given.data, given.shape)) : "";
   }
 
-  /** The value of one field. Throws an Error that says what is wrong with it. */
+  /** The value of a field. Throws an Error if it is wrong. */
   #read({ tensor, area }) {
     let value;
     try {
@@ -61,14 +61,14 @@ export class FormPanel {
     }
     const expected = this.#shape(tensor);
     const shape = shapeOf(value);
-    // One value stands for a tensor of one element in a stream's body.
+    // In a stream's body, a bare value stands for a tensor of one element.
     const isBare = this.model.streams && !shape.length && expected.length === 1;
     const wrong = (isBare ? "" : shapeFault(shape, expected)) || elementFault(flatten(value), tensor.datatype);
     if (wrong) throw new Error(wrong);
     return { value, shape };
   }
 
-  /** Everything, checked; null if something is wrong, which its field then says. */
+  /** All values, checked; null if a field is wrong, which then shows its error. */
   #collect() {
     let isRight = true;
     const found = [];
@@ -177,5 +177,5 @@ export class FormPanel {
   }
 }
 
-/** Nested lists, a row a line. */
+/** Nested lists, with each row on its own line. */
 const lines = (value) => (value.length > 1 ? `[\n${value.map((row) => `  ${jsonText(row)}`).join(",\n")}\n]` : jsonText(value));

@@ -1,9 +1,9 @@
-// What the server said over the last minutes, and the rates, means and quantiles between two of these times.
+// The server's statuses of the last minutes, and rates, means and quantiles between two of them.
 
 const KEPT_S = 180;
 const WINDOW_S = 10;
 
-/** Sum of counts by bucket, and of what was measured. */
+/** Sum histograms: the counts by bucket, and the sum of the measured values. */
 function added(histograms) {
   const counts = [];
   let sum = 0;
@@ -19,7 +19,7 @@ function between(before, after) {
   return { counts, sum: after.sum - before.sum, total: after.total - before.total };
 }
 
-/** A quantile of what was counted by buckets, on a straight line within one; null of nothing. */
+/** A quantile of a histogram, interpolated linearly within a bucket; null if it is empty. */
 export function quantile({ counts, total }, bounds, part) {
   if (!total) return null;
   let left = part * total;
@@ -33,18 +33,18 @@ export function quantile({ counts, total }, bounds, part) {
   return bounds[bounds.length - 1];
 }
 
-/** Requests that ended as their clients made them end: with a 4xx, or cancelled. */
+/** Requests that ended because of their clients: with a 4xx status, or cancelled. */
 export const byClient = (outcomes) => outcomes.client_error + outcomes.cancelled;
 
-/** Requests that failed: all others but those that are ok. */
+/** Requests that failed: neither ok nor ended by their clients. */
 export const failures = (outcomes) =>
   Object.values(outcomes).reduce((total, one) => total + one, 0) - outcomes.ok - byClient(outcomes);
 
-/** Of one deployment, or all of them together. */
+/** Figures of a deployment, or of all deployments together. */
 function summed(status, name) {
   const all = status.deployments;
-  // A pipeline's requests are counted at the pipeline, its calls at its steps; what a deployment with versions has is
-  // its versions' sum.
+  // A pipeline's requests are counted at the pipeline, its calls at its steps. The counts of a deployment with versions
+  // are the sums over its versions.
   const asked = all.filter((one) => (name ? one.name === name : one.part_of === null));
   const calls = all.filter((one) => !one.traffic && (!name || one.name === name || one.part_of === name));
   const sum = (of, what) => of.reduce((total, one) => total + what(one), 0);
@@ -73,18 +73,18 @@ export class History {
     return this.#kept[this.#kept.length - 1]?.status;
   }
 
-  /** Take in what the server says now. */
+  /** Add a status. */
   add(status) {
     const time = status.now_s;
     const last = this.last;
-    const now = accepted(status); // fails before an answer is kept that nothing can be read from
-    // Counts that went down are another server's; its clock may have been set back, too.
+    const now = accepted(status); // throws before an unreadable status is kept
+    // Counts that went down belong to a restarted server, whose clock may also have been set back.
     if (last && (time <= last.now_s || now < accepted(last))) this.#kept = [];
     this.#kept.push({ time, status });
     while (time - this.#kept[0].time > KEPT_S + WINDOW_S) this.#kept.shift();
   }
 
-  /** The figures of the last seconds, and what is now; null before the second answer. */
+  /** The figures of the last seconds, and the current values; null before the second status. */
   now(name) {
     return this.#figures(this.#kept.length - 1, name, new Map());
   }

@@ -1,4 +1,4 @@
-// A panel for models that read an image of one channel: draw it, by pointer or by keys, or take an example.
+// A panel for models that read an image with one channel: draw it by pointer or keys, or take an example.
 
 import { DIGITS, rasterise, trace } from "./drawing.js";
 import { make, say } from "./dom.js";
@@ -21,10 +21,10 @@ export class ImagePanel {
     this.input = model.inputs[0];
     this.sides = this.input.shape.slice(-2);
     const example = model.example?.inputs.find((tensor) => tensor.name === this.input.name)?.data;
-    this.top = Math.max(0, ...(example ?? [])) || 1; // full ink is what it is in the model's own example
+    this.top = Math.max(0, ...(example ?? [])) || 1; // full ink is the highest value in the model's example
     this.exchange = new Exchange(model, "Draw a digit: every head's answer comes here.", this.top);
     this.strokes = [];
-    this.pen = null; // where the keyboard's pen is
+    this.pen = null; // position of the keyboard's pen
     this.isDown = false;
     this.canvas = make("canvas", {
       width: "480",

@@ -1,4 +1,4 @@
-// A panel for language models: tokens as they arrive, a stop, the time to the first, tokens a second.
+// A panel for language models: tokens as they arrive, a stop button, the time to first token, and tokens per second.
 
 import { Failure, curl, events } from "./api.js";
 import { Answer, ChatForm } from "./chat_form.js";
@@ -75,7 +75,7 @@ export class LanguageModelPanel {
     this.#offer();
   }
 
-  /** Path and body; null if a field is wrong, which it then says. */
+  /** Path and body of the request; null if a field is wrong, which then shows its error. */
   #request() {
     const isChat = this.#isChat;
     const text = this.prompt.value;
@@ -142,7 +142,7 @@ export class LanguageModelPanel {
       else if (error instanceof Failure) {
         say(this.error, error.message);
         say(this.told, "\u00a0");
-        const control = this.controls[/^\w*/.exec(error.param ?? "")[0]]; // of response_format.json_schema, for instance
+        const control = this.controls[/^\w*/.exec(error.param ?? "")[0]]; // such as response_format.json_schema
         if (control) fault(control, error.message);
       } else throw error;
     } finally {
@@ -156,7 +156,7 @@ export class LanguageModelPanel {
     }
   }
 
-  /** Say how the answer ended, and show what is JSON in it. */
+  /** Show how the answer ended, and the JSON in it. */
   #end(parsed, isCut) {
     const whole = parsed.filter(([, text]) => text !== null);
     if (whole.length === parsed.length) say(this.told, isCut ? "Done: as many tokens as were asked for." : "Done: the model ended it.");
@@ -178,7 +178,7 @@ export class LanguageModelPanel {
   }
 }
 
-/** The figures of one answer. The server counts its tokens at the end; until then it is the pieces that came. */
+/** The figures of an answer. The server reports its token count at the end; until then the pieces are counted. */
 class Run {
   constructor(figures) {
     this.figures = figures;

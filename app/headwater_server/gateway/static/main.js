@@ -1,4 +1,4 @@
-// Where the page begins: its two views, the question to the server each second, and the key.
+// The page's start: its two views, the request for the server's status each second, and the key.
 
 import { Failure, get, hasKey, useKey, whenUnauthorized } from "./api.js";
 import { byId, say } from "./dom.js";
@@ -59,7 +59,7 @@ async function ask() {
 async function poll() {
   for (;;) {
     const begun = performance.now();
-    // In a tab that isn't seen nobody looks: the line in the charts has a gap there.
+    // Nothing is requested while the tab is hidden: the charts' lines have a gap there.
     if (!document.hidden) await ask();
     await new Promise((done) => setTimeout(done, Math.max(100, EVERY_MS - (performance.now() - begun))));
   }
@@ -80,7 +80,7 @@ whenUnauthorized(() => {
 });
 byId("metrics-link").addEventListener("click", (event) => {
   if (!hasKey()) return;
-  // A link sends no key.
+  // A link can't send a key.
   event.preventDefault();
   sayTrouble("With a key, ask for /metrics with curl: a link sends none.");
 });

@@ -1,8 +1,8 @@
-// Numbers as people read them.
+// Numbers formatted for people.
 
 const trim = (value, digits) => Number(value.toPrecision(digits));
 
-/** Three digits, and thousands or millions as such. */
+/** Three digits, with large numbers in thousands or millions. */
 export function count(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (value >= 1e6) return `${trim(value / 1e6, 3)} M`;
@@ -30,7 +30,7 @@ export function bytes(value) {
   return `${Math.round(value / 2 ** 20)} MiB`;
 }
 
-/** A tensor's element: four digits of a fraction, whole numbers whole. */
+/** A tensor's element: fractions with four digits, integers in full. */
 export function element(value) {
   return typeof value === "number" && !Number.isInteger(value) ? String(trim(value, 4)) : String(value);
 }

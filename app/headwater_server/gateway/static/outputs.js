@@ -1,4 +1,4 @@
-// Answers for people: a head each, and every tensor in the form that its datatype, shape and name call for.
+// Answers for people: grouped by head, and every tensor in a form that suits its datatype, shape and name.
 
 import { make } from "./dom.js";
 import { element as elementText } from "./numbers.js";
@@ -8,7 +8,7 @@ const MOST_BARS = 64;
 const MOST_ROWS = 10;
 const LONGEST_WORD = 60;
 
-/** An image of one channel, bright where a value is low, as ink on paper. */
+/** Draw an image with one channel like ink on paper: low values are bright. */
 export function drawPixels(canvas, values, [height, width], top) {
   canvas.width = width;
   canvas.height = height;
@@ -64,7 +64,7 @@ function pixels(values, shape, top) {
   return canvas;
 }
 
-/** Named spans of a text, a colour for each name; null if the text holds none in that form. */
+/** Named spans of a text, with a colour for each name; null if the text is not of this form. */
 function spans(text) {
   let found;
   try {
@@ -84,7 +84,7 @@ function spans(text) {
   return make("div", { class: "spans" }, ...marks);
 }
 
-/** One row of one tensor. */
+/** A row of a tensor, as an element. */
 function row(tensor, index, { imageTop, labels }) {
   const values = rowOf(tensor, index);
   const shape = tensor.shape.slice(1);
@@ -122,9 +122,9 @@ function output(tensor, options) {
 }
 
 /**
- * An answer of the infer route, by head where there are heads.
+ * An answer of the infer route, by head if the model has heads.
  *
- * @param imageTop what full ink is in an image
+ * @param imageTop value of full ink in an image
  */
 export function answer(content, model, imageTop) {
   const outputs = content.outputs ?? [];
@@ -142,5 +142,5 @@ export function answer(content, model, imageTop) {
   return make("div", { class: "heads" }, ...heads);
 }
 
-/** Words before bars before long lists. */
+/** Sort order: words before bars before long lists. */
 const weight = (tensor) => (tensor.data?.length === 1 ? (tensor.datatype === "BYTES" ? 0 : 1) : tensor.data?.length > MOST_BARS ? 3 : 2);

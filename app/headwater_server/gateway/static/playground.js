@@ -1,4 +1,4 @@
-// The playground: which models there are, and for the chosen one the panel that its tensors call for.
+// The playground: the list of models, and a panel for the chosen model that suits its tensors.
 
 import { Failure, get } from "./api.js";
 import { byId, make, say } from "./dom.js";
@@ -10,13 +10,13 @@ import { LanguageModelPanel } from "./language_model_panel.js";
 import { count } from "./numbers.js";
 import { TextPanel } from "./text_panel.js";
 
-let models = []; // of the last status: those that stand under their own name
-let wanted = ""; // as the address says
-let shown = ""; // whose panel is there, and in which state it was
+let models = []; // models of the last status that clients can name
+let wanted = ""; // the model named in the address
+let shown = ""; // model and state of the panel that is shown
 let panel = null;
-let version = ""; // of the shown model that is asked; none: each request gets one by its share
+let version = ""; // version of the shown model to ask; empty: the shares of traffic choose
 
-/** Everything that a panel needs to know of a model. */
+/** Fetch everything that a panel needs to know about a model. */
 async function described(entry) {
   if (["language model", "embedding model"].includes(entry.kind)) return { name: entry.name, kind: entry.kind };
   const below = version ? `/versions/${version}` : "";
@@ -52,7 +52,7 @@ function panelFor(model) {
 
 const versionText = (entry, name) => (name ? `${name} (${count(100 * entry.traffic[name])}\u00a0%)` : "by their shares");
 
-/** Chooses the version that is asked; language models have no routes for that. */
+/** A choice of the version to ask; language models have no routes for versions. */
 function versionChoice(entry) {
   if (!entry.traffic || entry.kind === "language model") return null;
   const options = ["", ...Object.keys(entry.traffic)].map((name) =>
@@ -78,14 +78,14 @@ async function render(entry) {
   const mark = shown;
   try {
     const model = await described(entry);
-    if (mark !== shown) return; // another was chosen meanwhile
+    if (mark !== shown) return; // another model was chosen meanwhile
     panel = panelFor(model);
     box.replaceChildren(...[versionChoice(entry), panel.element].filter(Boolean));
     box.dataset.model = entry.name;
   } catch (error) {
     if (!(error instanceof Failure)) throw error;
     if (mark === shown) box.replaceChildren(make("p", { class: "panel error", role: "alert" }, error.message));
-    shown = ""; // try again with the next status
+    shown = ""; // retried with the next status
   }
 }
 
@@ -104,20 +104,20 @@ function follow() {
   }
   const mark = entry ? `${entry.name} ${entry.state} ${entry.since_s} ${versions}` : `no ${wanted}`;
   if (mark === shown) return;
-  // A panel in use stays, whatever becomes of its model: what is asked of it then says so.
+  // A panel in use stays even if its model is not ready: the answers to its requests then say so.
   if (panel && entry && entry.state !== "READY" && shown.startsWith(`${entry.name} `)) return;
   shown = mark;
   if (entry) render(entry);
   else byId("panel").replaceChildren(make("p", { class: "panel empty" }, `This server has no model ${wanted}.`));
 }
 
-/** Show a model; none: the first. */
+/** Show a model; empty: the first. */
 export function choose(name) {
   wanted = name;
   follow();
 }
 
-/** Ask anew for what is shown, with another key. */
+/** Fetch the shown model again, with another key or version. */
 export function refresh() {
   shown = "";
   follow();

@@ -1,4 +1,4 @@
-// The status page: charts, and a table row for each deployment and each replica.
+// The status page: charts, and a table with a row for each deployment and each replica.
 
 import { Chart } from "./chart.js";
 import { byId, make, say } from "./dom.js";
@@ -15,7 +15,7 @@ const charts = [
   new Chart("Generated tokens/s", [["all", "tokens"]], count, 1, SHOWN_S),
 ];
 
-/** Table rows by key, which keep their elements while they stand. */
+/** Table rows by key. A row keeps its elements as long as its key is in the table. */
 class Rows {
   constructor(body, labels) {
     this.body = body;
@@ -51,7 +51,7 @@ const replicas = new Rows(byId("replicas"), [
   ["Replica"], ["Deployment"], ["State"], ["Device"], ["Threads", "number"], ["Memory", "number"], ["GPU memory", "number"],
 ]);
 
-/** A text with a quieter one below it. */
+/** Set a text with a quieter text below it. */
 function sayBoth(cell, text, below, dot) {
   if (!cell.children.length) {
     const mark = dot === undefined ? null : make("span", { "aria-hidden": "true" });
@@ -64,13 +64,13 @@ function sayBoth(cell, text, below, dot) {
   if (mark) mark.className = `dot ${dot}`;
 }
 
-/** How full the engines' caches are, which is what sequences mostly wait for; empty where there is none. */
+/** How full the engines' caches are, since sequences mostly wait for cache; empty if there is no cache. */
 function cacheUse(model) {
   if (!model?.cache_limit_tokens) return "";
   return `cache ${Math.round((model.cache_used_tokens / model.cache_limit_tokens) * 100)}\u00a0%`;
 }
 
-/** What a shadow's answers were like, beside those that clients got. */
+/** How a shadow's answers differ from the answers that clients got. */
 function comparison({ requests, failed, dropped, disagreements, difference, mean_s }, bounds) {
   const last = difference.counts.findLastIndex((value) => value > 0);
   const greatest = last < bounds.length ? `at most ${bounds[last]}` : `over ${bounds[bounds.length - 1]}`;
@@ -84,7 +84,7 @@ function comparison({ requests, failed, dropped, disagreements, difference, mean
   ].filter(Boolean).join(", ");
 }
 
-/** What kind of deployment it is; of versions, how they share its requests. */
+/** The kind of a deployment; for versions, how they share requests. */
 function about(one, status) {
   if (one.traffic) {
     const watched = one.watched ? ", compared for a rollback" : "";
@@ -114,7 +114,7 @@ function deploymentRow(one, status) {
     const active = one.language_model?.active_sequences;
     const cached = figures?.cached ?? null;
     const share = cached === null ? "–" : `${Math.round(cached * 100)}\u00a0%`;
-    // A line that is always there: the table keeps its measures while prompts come and go.
+    // The share's line is always there: the layout of the table stays the same while prompts come and go.
     sayBoth(cells[8], count(one.in_flight), active === undefined ? "" : `${active} sequences\n${share} cached`);
     say(cells[9], count(byClient(one.outcomes)));
     say(cells[10], count(failures(one.outcomes)));
@@ -170,7 +170,7 @@ export function setUp() {
   drawCharts();
 }
 
-/** Take in what the server says, and show it if the page is in view. */
+/** Add a status, and show it if the page is in view. */
 export function update(status, isShown) {
   history.add(status);
   if (!isShown) return;
@@ -179,7 +179,7 @@ export function update(status, isShown) {
   drawCharts();
   deployments.show(status.deployments.map((one) => deploymentRow(one, status)));
   replicas.show(status.deployments.flatMap((one) => one.replica_list.map((replica) => replicaRow(one, replica))));
-  byId("tables").hidden = false; // before the first answer nothing stands there that could be pushed down
+  byId("tables").hidden = false; // shown only now: before the first answer, the tables' rows would move what is below
   const whose = status.scope === "server" ? "" : " Counts are those of one gateway worker: server.pages has no metrics.";
   say(byId("scope-note"), `Rates, quantiles and means are those of the last ten seconds.${whose}`);
 }

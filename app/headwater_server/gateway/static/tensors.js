@@ -1,8 +1,8 @@
-// Tensors as JSON has them: nested lists, their shapes, and what a datatype's elements may be.
+// Tensors in JSON: nested lists, their shapes, and the elements that a datatype allows.
 
 export const NO_JSON = ["FP16", "BF16"];
 
-/** Nested lists of a shape from a flat one. */
+/** Nest a flat list into lists of a shape. */
 export function nest(flat, shape) {
   if (!shape.length) return flat[0];
   if (shape.length === 1) return flat;
@@ -12,7 +12,7 @@ export function nest(flat, shape) {
 
 export const flatten = (value) => (Array.isArray(value) ? value.flatMap(flatten) : [value]);
 
-/** The shape of nested lists. Throws an Error that says where they are uneven. */
+/** The shape of nested lists. Throws an Error that names the place if they are uneven. */
 export function shapeOf(value, where = "") {
   if (!Array.isArray(value)) return [];
   if (!value.length) return [0];
@@ -25,13 +25,13 @@ export function shapeOf(value, where = "") {
 
 export const shapeText = (shape) => `[${shape.map((dim, index) => (dim >= 0 ? dim : index ? "any" : "rows")).join(", ")}]`;
 
-/** Nothing, or what is wrong with a shape. */
+/** The error of a shape; empty if it is right. */
 export function shapeFault(shape, expected) {
   const fits = shape.length === expected.length && expected.every((dim, index) => dim < 0 || dim === shape[index]);
   return fits ? "" : `expected the shape ${shapeText(expected)}, got [${shape.join(", ")}]`;
 }
 
-/** Nothing, or what is wrong with the elements. */
+/** The error of the elements; empty if they are right. */
 export function elementFault(flat, datatype) {
   const kind = datatype === "BOOL" ? "boolean" : datatype === "BYTES" ? "string" : "number";
   const isInteger = datatype.includes("INT");
@@ -44,7 +44,7 @@ export function elementFault(flat, datatype) {
   return `expected ${what} (${datatype}), got ${String(JSON.stringify(flat[odd])).slice(0, 40)}`;
 }
 
-/** JSON text, with what JSON.stringify refuses or loses: BigInt, NaN and infinities. */
+/** JSON text that also has BigInt, NaN and infinities, which JSON.stringify refuses or loses. */
 export function jsonText(value) {
   if (typeof value === "bigint" || typeof value === "number") return String(value);
   if (Array.isArray(value)) return `[${value.map(jsonText).join(",")}]`;
@@ -54,7 +54,7 @@ export function jsonText(value) {
   return JSON.stringify(value);
 }
 
-/** Elements of one row by the row's shape, batch axis and all. */
+/** The elements of a row; the tensor's shape includes the batch axis. */
 export const rowOf = (tensor, index) => {
   const size = tensor.shape.slice(1).reduce((a, b) => a * b, 1);
   return tensor.data.slice(index * size, (index + 1) * size);

@@ -1,4 +1,4 @@
-// A panel for models that read a text: one input of strings, one a row.
+// A panel for models that read a text: an input of strings, one string per row.
 
 import { make, field } from "./dom.js";
 import { Exchange } from "./exchange.js";
