@@ -1,10 +1,10 @@
-"""The model side of Headwater: what a user's callable is made of, and the process that serves it.
+"""The model side of Headwater: the classes of a user's callable, and the process that serves it.
 
 A model file imports from here and from nowhere else in the package::
 
     from headwater import Model, Tensor
 
-Importing the package itself imports neither numpy nor anything else: each name is imported when it is first used.
+Importing the package itself imports neither numpy nor other modules: each name is imported when it is first used.
 """
 
 from __future__ import annotations

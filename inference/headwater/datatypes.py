@@ -2,7 +2,7 @@
 
 Source: the Open Inference Protocol's table of tensor data types and Triton's binary tensor data extension.
 
-Gateway and replica import this module; it imports nothing but numpy.
+Gateway and replica import this module. Besides Python's standard library it imports only numpy.
 """
 
 from __future__ import annotations
@@ -24,20 +24,22 @@ __all__ = [
 
 
 class Datatype(NamedTuple):
-    """One datatype of the protocol."""
+    """A tensor datatype of the protocol."""
 
     name: str
-    """Its name in requests, for example ``FP32``."""
+    """Name in requests, for example ``FP32``."""
     size_bytes: int
-    """Bytes of one element; 0 for ``BYTES``, whose elements vary."""
+    """Bytes per element; 0 for ``BYTES``, whose elements differ in size."""
     numpy: np.dtype[Any]
-    """The numpy type that holds it; ``BF16`` is carried as its bit pattern, ``BYTES`` as objects."""
+    """The numpy type of an array of this datatype. A ``BF16`` array holds bit patterns, a ``BYTES`` array holds
+    objects."""
     wire: str
-    """The datatype under which it is bound to Triton: itself, except for ``BF16``, which numpy lacks."""
+    """The datatype under which the tensor is bound to Triton: the datatype itself, except for ``BF16``, which numpy
+    lacks."""
     config: str
-    """Its name in Triton's model configuration."""
+    """Name in Triton's model configuration."""
     json: bool
-    """Whether the protocol has a JSON form for it."""
+    """Whether the protocol has a JSON form for the datatype."""
 
 
 def _row(name: str, numpy: str, *, wire: str = "", config: str = "", json: bool = True) -> Datatype:
@@ -71,7 +73,7 @@ _LENGTH = struct.Struct("<I")
 
 
 def pack_bytes(elements: Iterable[bytes]) -> bytes:
-    """Encode ``BYTES`` elements as the protocol does: each preceded by its length, little-endian uint32."""
+    """Encode ``BYTES`` elements as the protocol does: each is preceded by its length, a little-endian uint32."""
     parts: list[bytes] = []
     for element in elements:
         parts.append(_LENGTH.pack(len(element)))
@@ -80,10 +82,10 @@ def pack_bytes(elements: Iterable[bytes]) -> bytes:
 
 
 def unpack_bytes(raw: bytes | memoryview) -> list[bytes]:
-    """Decode what `pack_bytes` wrote.
+    """Decode the bytes that `pack_bytes` wrote.
 
     Raises:
-        ValueError: an element's length reaches past the end; the message says which.
+        ValueError: an element's length reaches past the end of the bytes; the message names the element.
     """
     elements: list[bytes] = []
     view = memoryview(raw)
@@ -101,12 +103,12 @@ def unpack_bytes(raw: bytes | memoryview) -> list[bytes]:
 
 
 def bf16_to_float32(bits: np.ndarray[Any, np.dtype[np.uint16]]) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Widen bfloat16 bit patterns to float32, exactly. Same shape out."""
+    """Widen bfloat16 bit patterns to float32. The conversion is exact and keeps the shape."""
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 def float32_to_bf16(values: np.ndarray[Any, np.dtype[np.float32]]) -> np.ndarray[Any, np.dtype[np.uint16]]:
-    """Round float32 to bfloat16 bit patterns, to nearest, ties to even; a NaN stays a NaN. Same shape out."""
+    """Round float32 to bfloat16 bit patterns, to nearest, ties to even. NaN stays NaN. The shape is kept."""
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     quiet_nan = (bits >> np.uint32(16)) | np.uint32(0x0040)

@@ -1,6 +1,6 @@
-"""What a model's Python has: versions of packages, GPUs, and where the user's own code failed.
+"""Facts about a model's Python (versions of packages, GPUs), and the place where the user's code failed.
 
-``python -m headwater.environment`` prints `versions` as JSON. It imports none of the packages, whose metadata it reads.
+``python -m headwater.environment`` prints `versions` as JSON. It reads the packages' metadata without importing them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PROCESS_TIMEOUT_S: Final = 30.0
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of what models use, by name; None where missing or unknown."""
+    """Versions of Python, packages, CUDA and GPUs that models use, by name; None where missing or unknown."""
     return {
         "python": f"{platform.python_version()} ({sys.executable})",
         **{name: installed_version(name) for name in PACKAGES},
@@ -42,14 +42,14 @@ def versions() -> dict[str, str | None]:
 
 
 def imported_versions() -> dict[str, str]:
-    """Versions of Python and of the packages that this process has imported of those that models use, by name."""
+    """Versions of Python and of the packages of `PACKAGES` that this process has imported, by name."""
     found = {name: getattr(sys.modules.get(name), "__version__", None) for name in PACKAGES}
     return {"python": platform.python_version(), **{name: str(version) for name, version in found.items() if version}}
 
 
 def installed_version(distribution: str) -> str | None:
-    """The version of an installed distribution; None: there is none."""
-    import importlib.metadata  # 2 MB, which a replica's host needs for nothing else
+    """The version of an installed distribution, or None if it is not installed."""
+    import importlib.metadata  # takes 2 MB; a replica's host needs it for nothing else
 
     try:
         return importlib.metadata.version(distribution)
@@ -58,10 +58,10 @@ def installed_version(distribution: str) -> str | None:
 
 
 def install_command(extra: str, *distributions: str) -> str:
-    """The command that installs distributions for this Python: as an extra of the server, if that is installed here."""
+    """The command that installs distributions for this Python; as an extra of the server, if that is installed."""
     wanted = " ".join(distributions)
     if installed_version("headwater-server") is not None:
-        wanted = f"'headwater-server[{extra}]'"  # which has the versions that the server works with
+        wanted = f"'headwater-server[{extra}]'"  # the extra pins the versions that the server works with
     return f"{sys.executable} -m pip install {wanted}"
 
 
@@ -70,8 +70,8 @@ def check_installed(title: str, extra: str, *packages: str) -> None:
 
     Args:
         title: begins the message of an error.
-        extra: the server's extra that has them.
-        packages: names of top-level packages, which are those of their distributions.
+        extra: the server's extra that contains the packages.
+        packages: names of top-level packages; their distributions must have the same names.
 
     Raises:
         LoadError: packages are missing; the message says how to install them.
@@ -106,7 +106,7 @@ def _gpus() -> str | None:
     return None if output is None else ", ".join(output.splitlines()) or "none"
 
 
-# In a process of its own, because a process that has initialized CUDA can't fork safely.
+# Runs in a separate process, because a process that has initialized CUDA can't fork safely.
 _ASK_GPUS: Final = """
 import ctypes, sys
 try:
@@ -124,7 +124,7 @@ for index in range(count.value):
 
 
 def run_python(script: str, *arguments: str, changes: Mapping[str, str] | None = None) -> str | None:
-    """The output of a script, run by this interpreter without site-packages; None if it failed."""
+    """The output of a script that this interpreter runs without site-packages, or None if the script failed."""
     status, output = run_command([sys.executable, "-I", "-S", "-c", script, *arguments], changes or {}, stderr=False)
     return output if status == 0 else None
 
@@ -149,11 +149,11 @@ def run_command(command: list[str], changes: Mapping[str, str], *, stderr: bool 
 
 
 def problem_of(error: BaseException, title: str, doing: str) -> Problem:
-    """An exception of the user's code as a problem: its class, message and line."""
+    """Describe an exception of the user's code as a problem: its class, message and line."""
     where = line_of(error)
     if isinstance(error, DeclarationError):
         return Problem(title, f"{error}{f' ({where})' if where else ''}", "correct the declaration")
-    # A SyntaxError's message repeats the file; its `msg` does not.
+    # A SyntaxError's message repeats the file name; its `msg` does not.
     text = str(error.msg if isinstance(error, SyntaxError) else error)
     raised = f"{type(error).__name__}: {text}" if text else type(error).__name__
     at = f" at {where}" if where else ""
@@ -161,7 +161,7 @@ def problem_of(error: BaseException, title: str, doing: str) -> Problem:
 
 
 def line_of(error: BaseException) -> str:
-    """``file:line`` of the innermost frame in the user's own code, or else in any code but ours."""
+    """``file:line`` of the innermost frame in the user's code, or else in any code except Headwater's."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     folder = Path(__file__).parent
@@ -172,7 +172,8 @@ def line_of(error: BaseException) -> str:
         for frame in traceback.extract_tb(error.__traceback__)
         if frame.filename not in raised_by and not frame.filename.startswith("<")
     ]
-    # Headwater itself may be installed among the libraries; it checks declarations and bindings, but doesn't make them.
+    # Headwater may be installed among the libraries. It checks declarations and bindings but doesn't make them, so its
+    # frames in these files aren't the user's.
     ours = (str(folder / "model.py"), str(folder / "runtime" / "pytriton_"))
     users = [frame for frame in frames if not frame.filename.startswith((*libraries, *ours))]
     frame = next(reversed(users or frames), None)
@@ -180,7 +181,7 @@ def line_of(error: BaseException) -> str:
 
 
 def main() -> None:
-    """Print the versions as JSON, after what the interpreter's sitecustomize may have printed."""
+    """Print the versions as JSON, on a new line: the interpreter's sitecustomize may have printed text before."""
     print("\n" + json.dumps(versions()))
 
 

@@ -6,11 +6,11 @@
     ├── DeclarationError         a Tensor, Parameter or Model that contradicts itself
     ├── BadInput                 raised by a callable: the client's rows are wrong (400)
     ├── BadOutput                a callable returned something other than it declared (500)
-    └── ReplicaError             the replica can't start or go on; its message is for the operator
-        ├── EnvironmentUnfit     the Python installation or the machine lacks what every replica needs
+    └── ReplicaError             the replica can't start or continue; its message is for the operator
+        ├── EnvironmentUnfit     the Python installation or the machine lacks requirements of every replica
         ├── LoadError            a model can't be imported or constructed
         ├── ModelUnfit           a model fails with its own example
-        └── Shortage             the machine lacks processes, space or descriptors for now
+        └── Shortage             the machine temporarily lacks processes, space or descriptors
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ SHORT_OF = {
     errno.ENFILE: "file descriptors",
     errno.ENOMEM: "memory",
 }
-"""What a system call that failed with an error lacked."""
+"""What the machine lacks when a system call fails with this error number."""
 _PATH = re.compile(r"(?<![\w/:.~-])~?/[^\s:'\"]*")
-"""An absolute path. Whatever follows the first slash, it matches: a search is linear in the text."""
+"""An absolute path. It matches any text after the first slash, so that a search takes linear time."""
 
 
 class ModelError(Exception):
@@ -62,7 +62,7 @@ class ModelError(Exception):
 class DeclarationError(ModelError):
     """A declaration contradicts itself; raised when the model is imported or constructed.
 
-    Its arguments are messages, one for each fault.
+    Each argument is the message of a fault.
     """
 
     def __str__(self) -> str:
@@ -73,7 +73,7 @@ class DeclarationError(ModelError):
 class BadInput(ModelError):
     """Raised by a callable to answer the client with 400 and this message.
 
-    The other rows of the batch still succeed: the replica calls the model again without the faulty ones.
+    The other rows of the batch still succeed: the replica calls the model again without the faulty rows.
     """
 
 
@@ -82,27 +82,27 @@ class BadOutput(ModelError):
 
 
 class ReplicaError(ModelError):
-    """The replica can't start or go on."""
+    """The replica can't start or continue."""
 
 
 class EnvironmentUnfit(ReplicaError):
-    """The Python installation or the machine lacks what every replica needs."""
+    """The Python installation or the machine lacks a requirement of every replica."""
 
 
 def did_you_mean(wrong: object, known: Iterable[object]) -> str:
-    """The suffix of a message about an unknown name that suggests the closest known name; empty if none is close."""
+    """Suffix for a message about an unknown name: suggests the closest known name; empty if no name is close."""
     found = difflib.get_close_matches(str(wrong), [str(name) for name in known], n=1)
     return f"; did you mean `{found[0]}`?" if found else ""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that keeps Headwater from serving."""
+    """A problem that keeps Headwater from serving."""
 
     title: str
     """The subject, in a few words."""
     reason: str
-    """What was expected, and what was found."""
+    """The expected and the actual state."""
     fix: str
     """How to fix it."""
 
@@ -116,19 +116,19 @@ class LoadError(ReplicaError):
     def __init__(self, problem: Problem) -> None:
         super().__init__(str(problem))
         self.problem = problem
-        """The message in parts."""
+        """The error's message in parts."""
 
 
 class ModelUnfit(ReplicaError):
-    """A model fails with its own example, and would again."""
+    """A model fails with its own example, and would fail again at the next start."""
 
 
 class Shortage(ReplicaError):
-    """The machine lacks something for now.
+    """The machine temporarily lacks a resource.
 
     Args:
-        error: the number of the system call's error, one of `SHORT_OF`.
-        text: what failed.
+        error: the error number of the failed system call, a key of `SHORT_OF`.
+        text: describes the failed operation.
     """
 
     def __init__(self, error: int, text: str) -> None:
@@ -136,8 +136,8 @@ class Shortage(ReplicaError):
 
 
 def shortage_of(error: BaseException) -> Shortage | None:
-    """The shortage that an error of the system or the interpreter shows, or a `LoadError` that such an error caused;
-    None: it is another error."""
+    """The shortage that an error of the system or the interpreter shows, or that caused a `LoadError`; None for other
+    errors."""
     if isinstance(error, Shortage):
         return error
     text = f"{type(error).__name__}: {error}"
@@ -147,11 +147,12 @@ def shortage_of(error: BaseException) -> Shortage | None:
         return Shortage(error.errno, text)
     if isinstance(error, RuntimeError) and str(error) == "can't start new thread":
         return Shortage(errno.EAGAIN, text)
-    return shortage_in([text]) if isinstance(error, ImportError) else None  # what the loader of libraries lacked
+    return shortage_in([text]) if isinstance(error, ImportError) else None  # the shared-library loader's shortage
 
 
 def shortage_in(lines: Iterable[str], what: str = "") -> Shortage | None:
-    """The shortage that a line of a log tells of, in the system's words, after ``what`` failed; None: no line does."""
+    """The shortage that a line of a log reports in the system's words, or None if no line does. ``what`` begins its
+    text."""
     for line in lines:
         for number in SHORT_OF:
             if os.strerror(number) in line:
@@ -163,12 +164,12 @@ FAULTS = (
     AssertionError, AttributeError, IndexError, KeyError, NameError, NotImplementedError, TypeError, UnboundLocalError,
     ValueError, ZeroDivisionError,
 )  # fmt: skip
-"""What the user's code raises because of a fault in it or its options, if it raises exactly this and no subclass. Other
-errors (of connections, files, memory, CUDA, other libraries) may pass."""
+"""Exceptions that the user's code raises because of a fault in the code or in its options, if the type is exactly one
+of these and no subclass. Other errors (of connections, files, memory, CUDA, other libraries) may be temporary."""
 
 
 def is_permanent(error: Exception) -> bool:
-    """Whether another start of the replica would raise it again."""
+    """Whether another start of the replica would raise the error again."""
     if isinstance(error, LoadError):
         cause = error.__cause__
         return isinstance(cause, (type(None), ImportError, SyntaxError, DeclarationError)) or _is_fault(cause)
@@ -176,12 +177,12 @@ def is_permanent(error: Exception) -> bool:
 
 
 def _is_fault(error: BaseException) -> bool:
-    """Whether it is one of `FAULTS` that was not raised because of an error that may pass."""
+    """Whether the error's type is in `FAULTS` and the error was not caused by an error that may be temporary."""
     return type(error) in FAULTS and not isinstance(error.__cause__ or error.__context__, (OSError, MemoryError))
 
 
 def text_for_clients(text: str) -> str:
-    """The first line of an error's text, with paths cut to their last part; at most so long that it can be shown."""
+    """The first line of an error's text, with paths cut to their last part, and at most `CAUSE_CHARACTERS` long."""
     first_line = text.partition("\n")[0]
     return _PATH.sub(_last_part, first_line)[:CAUSE_CHARACTERS]
 

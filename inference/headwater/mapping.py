@@ -1,4 +1,4 @@
-"""Which routes a model answers besides the protocol's: its declared mappings from a route's fields to its tensors."""
+"""Routes that a model serves besides the protocol's: declared mappings from a route's fields to tensors."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["MAPPINGS", "check_mappings"]
 
 
 class _Side(NamedTuple):
-    """What a mapping's field must name: an input or output."""
+    """The input or output that a mapping's field must name."""
 
     side: str
     datatype: str
     is_one: bool = True
-    """Whether the shape must be [1]; otherwise it must have one dimension."""
+    """Whether the shape must be [1]; otherwise the shape must have one dimension."""
     has_labels: bool = False
 
 
@@ -41,14 +41,16 @@ MAPPINGS: Final[Mapping[str, Mapping[str, _Side | str]]] = {
         "audio": _TEXT_IN, "text": _Side("output", "BYTES"), "duration": _Side("output", "FP32"), "language": _STR,
     },
 }  # fmt: skip
-"""By the attribute of `Model`: what each field of the mapping must name; a type is that of a parameter per row."""
+"""For each mapping attribute of `Model`, what each field must name: a tensor, or a parameter per row of the given
+type."""
 
 
 def check_mappings(kind: str, model: Model) -> None:
-    """Check that a model has what its mappings name; ``kind`` begins the message of an error.
+    """Check that a model has the tensors and parameters that its mappings name; ``kind`` begins the message of an
+    error.
 
     Raises:
-        DeclarationError: it lacks a tensor or parameter, or has it otherwise.
+        DeclarationError: the model lacks the tensor or parameter, or declares it with another type or shape.
     """
     for attribute, fields in MAPPINGS.items():
         declared = getattr(model, attribute)

@@ -1,4 +1,4 @@
-"""What a user writes: a `Model` with declared tensors and parameters."""
+"""The classes with which a user writes a model: `Model`, and its declared tensors and parameters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Scalar = str | int | float | bool
 
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*\Z")
 _PARAMETER_TYPES: Final = {"str": str, "int": int, "float": float, "bool": bool}
-# Request parameters that the protocol defines; a model can't declare them.
+# Names of request parameters that the protocol defines; a model can't declare them.
 _RESERVED_PARAMETERS: Final = frozenset(
     {"binary_data_output", "priority", "timeout", "sequence_id", "sequence_start", "sequence_end", "headwater"}
 )
@@ -30,7 +30,7 @@ def _check_name(kind: str, name: object) -> None:
 
 @dataclass(frozen=True)
 class Tensor:
-    """One declared input or output.
+    """A declared input or output.
 
     Args:
         name: its name in requests and in the callable.
@@ -81,15 +81,15 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Parameter:
-    """One declared request parameter.
+    """A declared request parameter.
 
     Args:
         name: its name in a request's ``parameters``.
         type: ``"str"``, ``"int"``, ``"float"`` or ``"bool"``.
-        default: what the callable gets when a request leaves it out; must fit ``type``.
-        per: a client always sends one value for its request. ``"batch"``: the callable gets that value, and requests
-            whose values differ never share a call. ``"row"``: such requests may share a call, and the callable gets a
-            list with, for each row, its request's value.
+        default: the value that the callable gets when a request leaves the parameter out; must fit ``type``.
+        per: how requests with different values are batched. A client always sends one value for its request.
+            ``"batch"``: the callable gets that value, and requests whose values differ never share a call. ``"row"``:
+            such requests may share a call, and the callable gets a list with, for each row, its request's value.
         minimum, maximum: bounds of a number, inclusive.
         choices: the allowed values; None allows all.
         description: shown in the API's documentation.
@@ -119,10 +119,11 @@ class Parameter:
         object.__setattr__(self, "default", self.check(self.default))
 
     def check(self, value: object) -> Scalar:
-        """Check a value and return it as the callable gets it: an int may stand for a float, nothing else is converted.
+        """Check a value and return it as the callable gets it. An int is converted if the type is float; no other value
+        is converted.
 
         Raises:
-            DeclarationError: the value has another type or is out of bounds; the message says what was expected.
+            DeclarationError: the value has another type or is out of bounds; the message states the expectation.
         """
         wanted = _PARAMETER_TYPES[self.type]
         if wanted is float and isinstance(value, int) and not isinstance(value, bool):
@@ -152,22 +153,23 @@ def _shown(value: object) -> str:
 
 @dataclass(frozen=True)
 class Embedding:
-    """Maps a model's tensors to ``/v1/embeddings``, at which the model then answers too.
+    """Maps a model's tensors to ``/v1/embeddings``; the model then serves this route too.
 
     Args:
         input: the ``BYTES [1]`` input that takes one text per row.
         output: the ``FP32`` output of shape ``[dimension]`` that holds the embedding.
         tokens: the ``INT32 [1]`` output with the number of tokens of each text, for ``usage``.
-        dimensions: the declared ``int`` parameter (``per="row"``) that shortens an embedding, if the model can; 0
-            means full length. Rows of one batch may ask for different lengths: return all rows with the longest length
-            asked for, each valid in as many leading elements as it asked for; the gateway cuts off the rest.
+        dimensions: the declared ``int`` parameter (``per="row"``) that shortens an embedding, if the model can; 0 means
+            full length. Rows of one batch may ask for different lengths: return all rows with the longest length that a
+            row asks for. Each row needs valid values only in as many leading elements as it asked for; the gateway cuts
+            off the rest.
         prompt: the declared ``str`` parameter (``per="row"``) that names the prompt before a text; its choices are the
             names.
 
-    Two more abilities are found by their names. An optional ``INT32 [-1]`` input ``token_ids`` takes a text's tokens
-    instead of the text, which is then empty; rows that are shorter than others end with -1. An ``int`` parameter
-    ``truncate_prompt_tokens`` (``per="row"``) cuts a text to that number of tokens, and -1 to as many as the model
-    reads; with 0 a text that is too long must be `BadInput`.
+    The gateway recognizes two more features by their names. An optional ``INT32 [-1]`` input ``token_ids`` takes a
+    text's tokens instead of the text, which is then empty; shorter rows are filled with -1 at the end. An ``int``
+    parameter ``truncate_prompt_tokens`` (``per="row"``) cuts a text to that number of tokens, and -1 to as many as the
+    model reads; with 0 a text that is too long must be `BadInput`.
     """
 
     input: str
@@ -179,7 +181,7 @@ class Embedding:
 
 @dataclass(frozen=True)
 class Reranking:
-    """Maps a model's tensors to ``/v1/rerank``, at which the model then answers too.
+    """Maps a model's tensors to ``/v1/rerank``; the model then serves this route too.
 
     Args:
         query: the ``BYTES [1]`` input that takes the query, the same for all documents of a request.
@@ -196,13 +198,13 @@ class Reranking:
 
 @dataclass(frozen=True)
 class Classification:
-    """Maps a model's tensors to ``/v1/classify``, at which the model then answers too.
+    """Maps a model's tensors to ``/v1/classify``; the model then serves this route too.
 
     Args:
         input: the ``BYTES [1]`` input that takes one text or image per row.
         scores: the ``FP32`` output with a score for each of its ``labels``.
         tokens: the ``INT32 [1]`` output with the number of tokens of each text, for ``usage``.
-        media: what the input takes; an image arrives as the base64 or data URL that the client sent.
+        media: the kind of input; an image arrives as the base64 or data URL that the client sent.
     """
 
     input: str
@@ -213,14 +215,13 @@ class Classification:
 
 @dataclass(frozen=True)
 class Transcription:
-    """Maps a model's tensors to ``/v1/audio/transcriptions``, at which the model then answers too.
+    """Maps a model's tensors to ``/v1/audio/transcriptions``; the model then serves this route too.
 
     Args:
         audio: the ``BYTES [1]`` input that takes an audio file per row.
-        text: the ``BYTES [1]`` output with what is said, in UTF-8.
+        text: the ``BYTES [1]`` output with the transcript, in UTF-8.
         duration: the ``FP32 [1]`` output with the length of the audio in seconds.
-        language: the declared ``str`` parameter (``per="row"``) that says which language is spoken, if the model takes
-            one.
+        language: the declared ``str`` parameter (``per="row"``) with the spoken language, if the model takes it.
     """
 
     audio: str
@@ -248,30 +249,31 @@ class Model:
     """The keyword arguments of `__call__`. Each array has the batch axis first."""
 
     outputs: ClassVar[Sequence[Tensor]] = ()
-    """The keys of the dict that `__call__` returns: all of them, each with as many rows as the inputs."""
+    """The keys of the dict that `__call__` returns. All must be present, each with as many rows as the inputs."""
 
     parameters: ClassVar[Sequence[Parameter]] = ()
     """Request parameters. If there are any, `__call__` also takes ``parameters``, a dict of name to value."""
 
     arrays: ClassVar[Literal["numpy", "torch"]] = "numpy"
     """How inputs arrive: numpy arrays, or torch tensors on the deployment's device. ``BYTES`` is always a numpy array
-    of ``bytes`` objects. ``BF16`` arrives as float32 in numpy and as ``torch.bfloat16`` in torch. Either kind may be
-    returned. The memory of an input serves other calls once `__call__` has returned: copy what you keep."""
+    of ``bytes`` objects. ``BF16`` arrives as float32 in numpy and as ``torch.bfloat16`` in torch. `__call__` may return
+    either kind. The memory of an input is reused for other calls once `__call__` has returned: copy any input that you
+    keep."""
 
     idempotent: ClassVar[bool] = True
-    """Whether computing the same rows twice is harmless. If so, the rows of a call that raises are retried in smaller
-    groups until only the faulty ones fail, and a request whose replica was lost is retried on another. If not, all rows
-    of the call fail."""
+    """Whether computing the same rows twice is harmless. If it is, the rows of a call that raises are retried in
+    smaller groups until only the faulty rows fail, and a request of a lost replica is retried on another replica. If it
+    is not, all rows of the call fail."""
 
     mutates_features: ClassVar[bool] = False
-    """For a step of a pipeline: whether `__call__` writes into its inputs. If so, it gets copies of those that other
-    steps read too. A step that writes without declaring so fails."""
+    """For a step of a pipeline: whether `__call__` writes into its inputs. If it does, it gets copies of the inputs
+    that other steps read too. A step that writes into its inputs without this declaration fails."""
 
     takes_one_row: ClassVar[bool] = False
-    """Whether each call has one row, whatever ``batching.max_batch_size`` says."""
+    """Whether each call has exactly one row, regardless of ``batching.max_batch_size``."""
 
     bare_rows: ClassVar[bool] = False
-    """Whether a request to ``/infer`` may also be one row without the batch axis, and is then answered without it."""
+    """Whether a request to ``/infer`` may also be a row without the batch axis; the answer then has no batch axis."""
 
     embedding: ClassVar[Embedding | None] = None
     """Set to serve the model at ``/v1/embeddings`` too."""
@@ -286,13 +288,13 @@ class Model:
     """Set to serve the model at ``/v1/audio/transcriptions`` too."""
 
     example: ClassVar[Mapping[str, Any] | None] = None
-    """One row, by input name, as nested lists: used for the warm-up and shown in the API's documentation. Inputs
-    without an example get zeros or the text ``"example"``, with 1 for a dimension that varies."""
+    """A row, by input name, as nested lists: used for the warm-up and shown in the API's documentation. Inputs without
+    an example get zeros or the text ``"example"``, with 1 for a dimension that varies."""
 
     def load(self, device: str) -> Awaitable[None] | None:
         """Called once per replica, before the first call. ``device`` is for example ``cpu`` or ``cuda:0``.
 
-        May be ``async def``, as `unload`: it is awaited in the event loop in which the calls run.
+        `load` and `unload` may be ``async def``: they are then awaited in the event loop in which the calls run.
         """
         return None
 

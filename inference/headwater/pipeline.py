@@ -1,7 +1,8 @@
 """Pipelines: steps joined by their tensors, as a configuration specifies them and as a checked plan.
 
-`check_names` finds the faults that need no model; `make_plan` joins the steps' signatures into the pipeline's. Both
-name each fault's place. A source is written ``STEP.OUTPUT``, or ``input.NAME`` for an input of the pipeline itself.
+`check_names` finds the faults that need no model; `make_plan` combines the signatures of the steps into a plan with the
+pipeline's signature. Both name the place of each fault. A source is written ``STEP.OUTPUT``, or ``input.NAME`` for an
+input of the pipeline itself.
 """
 
 from __future__ import annotations
@@ -31,25 +32,25 @@ __all__ = [
 ]
 
 INPUT: Final = "input"
-"""Stands for the pipeline itself where a step's name is expected; no step can have it."""
+"""Stands for the pipeline itself in place of a step's name; no step may have this name."""
 
 
 class FeatureCacheSpec(msgspec.Struct, frozen=True):
-    """How much a fused replica keeps of a step's outputs."""
+    """Limits of a fused replica's cache of a step's outputs."""
 
     max_bytes: int
     ttl_s: float = 0
-    """How long a row is used; 0: until a reload."""
+    """Seconds for which a cached row is used; 0: until a reload."""
     per_key: bool = False
-    """Whether only for the API key with whose request it was computed."""
+    """Whether a cached row is used only for the API key of the request for which it was computed."""
 
 
 class StepSpec(msgspec.Struct, frozen=True):
-    """One step, as configured."""
+    """A step, as configured."""
 
     name: str
     model: str = ""
-    """As a deployment's ``model``, but for language models; empty if another deployment computes the step."""
+    """As a deployment's ``model``, except language models; empty if another deployment computes the step."""
     deployment: str = ""
     """Name of the deployment that computes the step (placement ``graph`` only)."""
     options: dict[str, Any] = {}
@@ -58,7 +59,7 @@ class StepSpec(msgspec.Struct, frozen=True):
     timeout_s: float | None = None
     on_error: Literal["fail", "omit"] = "fail"
     cache: FeatureCacheSpec | None = None
-    """Placement ``fused`` only: in ``graph`` gateways keep what a step answers."""
+    """Placement ``fused`` only: with ``graph``, gateways cache the answers of a step."""
 
 
 class PipelineSpec(msgspec.Struct, frozen=True):
@@ -69,7 +70,7 @@ class PipelineSpec(msgspec.Struct, frozen=True):
     """Steps whose outputs are the pipeline's outputs."""
     placement: Literal["fused", "graph"] = "fused"
     trunk: str | None = None
-    """The step whose inputs are the pipeline's, if the configuration has a trunk and heads rather than a graph."""
+    """The step that takes the pipeline's inputs, if the configuration has a trunk and heads instead of a graph."""
     embedding: Embedding | None = None
 
 
@@ -93,9 +94,9 @@ class PlannedStep(msgspec.Struct, frozen=True):
     spec: StepSpec
     signature: Signature
     wires: tuple[Wire, ...]
-    """One for each connected input; the others are optional."""
+    """The sources of the connected inputs; an input that isn't connected is optional."""
     expected: dict[str, TensorSpec] = {}
-    """For each input the tensor that must arrive, its producer's and its own declaration combined."""
+    """For each input, the tensor that must arrive: the producer's declaration combined with the step's."""
 
     @property
     def name(self) -> str:
@@ -104,12 +105,12 @@ class PlannedStep(msgspec.Struct, frozen=True):
 
     @property
     def parents(self) -> tuple[str, ...]:
-        """Steps that must have run before this one."""
+        """Steps that must have run before this step."""
         return tuple(dict.fromkeys(wire.step for wire in self.wires if wire.step != INPUT))
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """A pipeline whose steps are known to fit together."""
+    """A pipeline with steps that were checked to fit together."""
 
     steps: tuple[PlannedStep, ...]
     """In topological order."""
@@ -117,7 +118,7 @@ class Plan(msgspec.Struct, frozen=True):
     """The pipeline's signature."""
 
     def needed(self, heads: Iterable[str]) -> set[str]:
-        """The steps that must run for these heads, themselves included."""
+        """The given heads and all steps that must run before them."""
         wanted = set(heads)
         for step in reversed(self.steps):
             if step.name in wanted:
@@ -166,7 +167,7 @@ def check_names(spec: PipelineSpec) -> None:
 
 
 def make_plan(spec: PipelineSpec, signatures: Mapping[str, Signature], *, name: str, max_batch_size: int) -> Plan:
-    """Join the steps, whose signatures are given by name, into the plan of a deployment.
+    """Combine the steps, given their signatures by name, into the plan of a deployment.
 
     Raises:
         DeclarationError: the steps don't fit together; the message names step and tensor, the expected and the actual.
@@ -215,7 +216,7 @@ def make_plan(spec: PipelineSpec, signatures: Mapping[str, Signature], *, name: 
 
 
 def _cache_faults(step: PlannedStep) -> Iterator[str]:
-    """Why a step's outputs can't be kept by its inputs, if it should."""
+    """Reasons why the cache that a step's configuration asks for can't work."""
     if step.spec.cache is None:
         return
     if step.parents:
@@ -231,7 +232,7 @@ def _cache_faults(step: PlannedStep) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _noting(faults: list[str]) -> Iterator[None]:
-    """A context that collects faults, so that the checks after it run too."""
+    """Collect the faults of a check that raises, so that the checks after it run too."""
     try:
         yield
     except DeclarationError as error:
@@ -256,7 +257,7 @@ def _split(step: str, name: str, source: str, known: Sequence[str]) -> tuple[str
 
 
 def _order(parents: Mapping[str, set[str]]) -> list[str]:
-    """The steps in topological order, otherwise in the configuration's."""
+    """The steps in topological order; steps that don't depend on each other stay in the order of the configuration."""
     sorter = TopologicalSorter(parents)
     try:
         sorter.prepare()
@@ -274,7 +275,7 @@ def _order(parents: Mapping[str, set[str]]) -> list[str]:
 
 
 def _trunk_inputs(spec: PipelineSpec, signatures: Mapping[str, Signature]) -> set[str]:
-    """The pipeline's names of the trunk's inputs."""
+    """Names of the pipeline's inputs that the trunk takes."""
     trunk = next((step for step in spec.steps if step.name == spec.trunk), None)
     if trunk is None:
         return set()
@@ -283,7 +284,8 @@ def _trunk_inputs(spec: PipelineSpec, signatures: Mapping[str, Signature]) -> se
 
 
 def _wire(spec: PipelineSpec, step: StepSpec, tensor: TensorSpec, signatures: Mapping[str, Signature]) -> Wire | None:
-    """The source of an input: as configured, or else the one tensor of that name."""
+    """The source of an input: the configured source, or else the only tensor with the input's name. None for an
+    optional input without a source."""
     where = f"step `{step.name}`, input `{tensor.name}`"
     if tensor.name in step.inputs:
         producer, output = _split(step.name, tensor.name, step.inputs[tensor.name], list(signatures))
@@ -329,7 +331,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _unified(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...] | None:
-    """The shape that fits both, -1 where both vary; None if there is none."""
+    """The shape that fits both shapes, with -1 where both vary; None if the shapes contradict each other."""
     if len(one) != len(other) or any(-1 not in pair and pair[0] != pair[1] for pair in zip(one, other, strict=True)):
         return None
     return tuple(max(pair) for pair in zip(one, other, strict=True))
@@ -350,7 +352,7 @@ def _joined(step: str, wire: Wire, taken: TensorSpec, producer: Signature) -> Te
 
 
 def _add_input(inputs: dict[str, tuple[str, TensorSpec]], step: str, name: str, tensor: TensorSpec) -> None:
-    """Add a step's input to the pipeline's own inputs, each with the first step that takes it."""
+    """Add a step's input to the pipeline's inputs. Each pipeline input is stored with the first step that takes it."""
     new = TensorSpec(name, tensor.datatype, tensor.shape, tensor.optional)
     first, known = inputs.setdefault(name, (step, new))
     shape = _unified(known.shape, tensor.shape)
@@ -423,7 +425,7 @@ def _signature(
 
 
 def _parameters(steps: Sequence[PlannedStep], name: str) -> tuple[Parameter, ...]:
-    """The parameters of a pipeline of this name, which a plain model has as its step."""
+    """The parameters of a pipeline with this name. A plain model is a single step with the pipeline's name."""
     is_plain = [step.name for step in steps] == [name]
     found: dict[str, tuple[str, Parameter]] = {}
     for step in steps:

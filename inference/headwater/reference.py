@@ -1,7 +1,8 @@
-"""What a deployment's ``model`` may refer to, and where that is.
+"""The forms of a deployment's ``model``, and how the named file or folder is found.
 
-``module:Class``, or a kind and a path: see `PATH_KINDS`, and ``lm:PATH`` or ``lm:PACKAGE:PATH`` of a language model's
-folder, the second within an installed package; with ``vllm:`` instead for a model that vLLM computes.
+A reference is ``module:Class``; or a kind and a path (see `PATH_KINDS`); or ``lm:PATH`` for the folder of a language
+model, or ``lm:PACKAGE:PATH`` for a folder within an installed package. ``vllm:`` in place of ``lm:`` names a model that
+vLLM computes.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ _PACKAGE: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*\Z")
 
 
 class LmReference(NamedTuple):
-    """A parsed reference."""
+    """The parts of a reference to a language model's folder."""
 
     package: str
-    """The package that the path starts in; empty for a path of the file system."""
+    """The package in whose folder the path starts; empty for a path of the file system."""
     path: str
 
 
@@ -60,19 +61,20 @@ def is_vllm(reference: str) -> bool:
 
 
 def kind_and_path(reference: str) -> tuple[str, str]:
-    """One of `PATH_KINDS`, and the path; both empty for another reference."""
+    """A kind of `PATH_KINDS` and the path; both empty for other references."""
     kind, _, path = reference.partition(":")
     return (kind, path) if kind in PATH_KINDS else ("", "")
 
 
 def script_and_name(path: str) -> tuple[str, str]:
-    """The script of ``pytriton:SCRIPT:NAME``, and the name of its model; the second is empty if it isn't there."""
+    """The script of ``pytriton:SCRIPT:NAME``, and the name of its model; the name is empty if it isn't given."""
     script, _, name = path.partition(":")
     return script, name
 
 
 def parse_reference(reference: str) -> LmReference:
-    """Parse ``lm:PATH``, ``lm:PACKAGE:PATH``, or these with ``vllm:``. A path with a colon is read as the second form.
+    """Parse ``lm:PATH``, ``lm:PACKAGE:PATH``, or these with ``vllm:``. If PATH contains a colon, the part before
+    the colon is read as the package.
 
     Raises:
         ValueError: the reference has neither form.
@@ -94,7 +96,7 @@ def find_folder(reference: str, search: Sequence[str] = ()) -> Path:
 
     Args:
         reference: as for `parse_reference`.
-        search: folders in which a relative path is looked for, after the working folder.
+        search: folders in which a relative path is searched, after the working folder.
 
     Raises:
         LoadError: there is no such folder.
@@ -111,7 +113,7 @@ def find_folder(reference: str, search: Sequence[str] = ()) -> Path:
 
 
 def find_path(title: str, path: str, search: Sequence[str], kind: Literal["file", "folder"]) -> Path:
-    """The file or folder of this path, looked for as in `find_folder`; `title` begins the message of an error."""
+    """Find a file or folder in the places that `find_folder` searches; `title` begins the message of an error."""
     wanted = Path(path).expanduser()
     starts = dict.fromkeys(Path(folder).absolute() for folder in (".", *search))
     places = [wanted] if wanted.is_absolute() else [start / wanted for start in starts]

@@ -19,13 +19,13 @@ from headwater.model import Classification, Embedding, Model, Parameter, Reranki
 __all__ = ["REQUEST", "HeadSpec", "LanguageModelSpec", "Signature", "TensorSpec", "VllmSpec", "text_signature"]
 
 REQUEST: Final = "headwater_request"
-"""A ``str`` parameter per row, which no client sends: a model that declares it is told which rows are of one request,
-and takes any parameters. Its value is a number that only the rows of one request share, a space, and the JSON of those
-parameters of the request that aren't declared; empty if there are none."""
+"""Name of a ``str`` parameter per row that no client sends. A model that declares it learns which rows are of one
+request, and accepts any parameters. The value is a number shared by the rows of one request only, a space, and the JSON
+of the request's undeclared parameters. The JSON is empty if there are no undeclared parameters."""
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
-    """A declared tensor. ``shape`` is one row's, without the batch axis; -1 is a dimension that varies."""
+    """A declared tensor. ``shape`` is the shape of one row, without the batch axis; -1 is a dimension that varies."""
 
     name: str
     datatype: str
@@ -36,15 +36,15 @@ class TensorSpec(msgspec.Struct, frozen=True):
 
 
 class HeadSpec(msgspec.Struct, frozen=True):
-    """One head of a pipeline."""
+    """A head of a pipeline."""
 
     name: str
     outputs: tuple[str, ...]
     """The pipeline's outputs that the head computes."""
     timeout_s: float | None = None
-    """The head's deadline after the request's arrival; None for the request's own."""
+    """Seconds from the request's arrival to the head's deadline; None: the request's deadline applies."""
     on_error: Literal["fail", "omit"] = "fail"
-    """Whether the head's failure fails the request; otherwise its outputs are left out."""
+    """Whether the head's failure fails the request; otherwise the head's outputs are left out."""
 
 
 ToolParser: TypeAlias = Literal["hermes", "llama3", "mistral"]
@@ -52,35 +52,35 @@ ToolParser: TypeAlias = Literal["hermes", "llama3", "mistral"]
 
 
 class LanguageModelSpec(msgspec.Struct, frozen=True):
-    """What the gateway needs to turn a language model's text into tokens and back."""
+    """Data with which the gateway turns a language model's text into tokens and tokens into text."""
 
     folder: str
     """Absolute path of the Hugging Face folder with tokenizer and chat template."""
     limits: EngineLimits
     tool_parser: ToolParser | None = None
-    """The format of the model's tool calls; None for that of its chat template."""
+    """The format of the model's tool calls; None: the format of the chat template."""
     sampling: Sampling = Sampling()
-    """How tokens are chosen where a request doesn't say it."""
+    """How tokens are chosen where a request doesn't set it."""
 
 
 class VllmSpec(msgspec.Struct, frozen=True):
-    """A model that vLLM computes, of text or of embeddings: the gateway relays requests to vLLM's own HTTP."""
+    """A model of text or of embeddings that vLLM computes: the gateway relays requests to vLLM's HTTP server."""
 
     max_sequences: int
-    """Sequences computed together."""
+    """Maximum number of sequences that are computed together."""
     context_length: int
-    """The most tokens of a prompt and its answer together."""
+    """Maximum number of tokens of a prompt and its answer together."""
     cache_tokens: int
-    """Tokens that one replica's key/value cache holds."""
+    """Number of tokens that the key/value cache of a replica holds."""
     version: str
-    """vLLM's."""
+    """Version of vLLM."""
     max_lora_rank: int = 0
-    """The highest rank of a LoRA adapter that can be loaded; 0: none can."""
+    """The highest rank of a LoRA adapter that can be loaded; 0: adapters can't be loaded."""
     max_requests: int = 0
-    """Sequences, of an embedding model inputs, that one replica has, computed and waiting; more are refused. 0: not
-    known yet."""
+    """Maximum number of sequences (inputs, for an embedding model) that a replica computes and queues; requests beyond
+    it are refused. 0: not known yet."""
     embedding_length: int = 0
-    """Of an embedding model, -1 if not known yet; 0: it generates text."""
+    """Length of an embedding model's embeddings, -1 if not known yet; 0 if the model generates text."""
 
 
 class Signature(msgspec.Struct, frozen=True):
@@ -95,30 +95,30 @@ class Signature(msgspec.Struct, frozen=True):
     idempotent: bool = True
     embedding: Embedding | None = None
     example: dict[str, Any] | None = None
-    """One row as nested lists, by input name."""
+    """A row as nested lists, by input name."""
     description: str = ""
     """First paragraph of the class's docstring."""
     heads: tuple[HeadSpec, ...] = ()
-    """A pipeline's heads, in the order of the configuration; every output belongs to exactly one."""
+    """A pipeline's heads, in the order of the configuration; every output belongs to exactly one head."""
     bare_rows: bool = False
     """See `headwater.Model.bare_rows`."""
     streams: bool = False
-    """Whether the model answers a request with any number of results rather than one."""
+    """Whether the model answers a request with any number of results instead of exactly one."""
     language_model: LanguageModelSpec | None = None
-    """Set for a language model, whose replica speaks `headwater.wire.lm`."""
+    """Set for a language model, with replicas that speak `headwater.wire.lm`."""
     vllm: VllmSpec | None = None
     """Set for a model that vLLM computes."""
     by_key: bool = False
-    """Whether a replica keeps something for the API key of a request, and calls say whose rows they have."""
+    """Whether a replica keeps data per API key, so that calls must carry the API key of each row."""
     reranking: Reranking | None = None
     classification: Classification | None = None
     transcription: Transcription | None = None
     overlaps: bool = False
-    """Whether a replica computes several calls at once, since a ``__call__`` is a coroutine function."""
+    """Whether a replica computes several calls at once, because a ``__call__`` is a coroutine function."""
 
     @property
     def is_framed(self) -> bool:
-        """Whether replicas answer in frames (`headwater.wire.frame`), and not each call with one message."""
+        """Whether replicas answer in frames (`headwater.wire.frame`) instead of one message for each call."""
         return self.streams or self.overlaps or bool(self.heads)
 
     @property
@@ -133,14 +133,14 @@ class Signature(msgspec.Struct, frozen=True):
 
     @property
     def limits(self) -> EngineLimits | VllmSpec | None:
-        """Those of a language model's engine, once known."""
+        """The limits of a language model's engine, or of vLLM, once they are known."""
         return self.vllm if self.language_model is None else self.language_model.limits
 
     def check_cacheable(self) -> None:
-        """Check that answers may be kept for equal requests.
+        """Check that answers may be cached for equal requests.
 
         Raises:
-            DeclarationError: the model says that calls have effects, or it streams.
+            DeclarationError: the model declares that calls have effects, or it streams.
         """
         if self.streams or not self.idempotent:
             why = "streams its results" if self.streams else "is not idempotent"
@@ -150,7 +150,7 @@ class Signature(msgspec.Struct, frozen=True):
             )
 
     def example_row(self) -> dict[str, Any]:
-        """One row by input name, as nested lists: the model's own example, completed with neutral values."""
+        """A row by input name, as nested lists: the model's example, completed with zeros or the text ``example``."""
         row = dict(self.example or {})
         for spec in self.inputs:
             if spec.name not in row and not spec.optional:
@@ -253,7 +253,8 @@ def _check_unique(where: str, names: list[str]) -> None:
 def text_signature(
     name: str, folder: Path, language_model: LanguageModelSpec | None = None, vllm: VllmSpec | None = None
 ) -> Signature:
-    """A language model's signature, of a Hugging Face folder: text in; text out, or an embedding, if vLLM says so."""
+    """Signature of a language model in a Hugging Face folder. Its input is text; its output is text, or an embedding if
+    vLLM reports an embedding length."""
     if vllm is not None and vllm.embedding_length:
         return Signature(
             name=name,

@@ -22,8 +22,8 @@ def settle(allocations: int | None = None) -> None:
     """Exclude all present objects from future collections; imports alone leave some hundred thousand.
 
     Args:
-        allocations: the collector's new threshold; None keeps the present one, as a process must where reference
-            cycles may hold large tensors.
+        allocations: the collector's new threshold; None keeps the present threshold. A process must keep it if
+            reference cycles may hold large tensors.
     """
     gc.collect()
     gc.freeze()
@@ -34,12 +34,12 @@ def settle(allocations: int | None = None) -> None:
 def keep_freed_memory(kept_bytes: int = KEPT_BYTES, mapped_from_bytes: int = MAPPED_FROM_BYTES) -> None:
     """Have this process's allocator keep freed memory for reuse.
 
-    By default it returns a tensor of some 100 KB to the kernel and faults it in again, page by page, for the next one:
-    several times the cost of copying the tensor.
+    By default it returns a tensor of some 100 KB to the kernel, and the next tensor faults the memory in again, page by
+    page. This takes several times as long as copying the tensor.
 
     Args:
-        kept_bytes: what is kept at most, in each of the allocator's arenas.
-        mapped_from_bytes: what is allocated apart and not kept, from this size, at most 32 MiB.
+        kept_bytes: maximum of freed memory that each of the allocator's arenas keeps.
+        mapped_from_bytes: allocations of at least this size are mapped separately and not kept; at most 32 MiB.
     """
     with contextlib.suppress(OSError, AttributeError):  # another C library
         library = ctypes.CDLL(None)
@@ -48,19 +48,19 @@ def keep_freed_memory(kept_bytes: int = KEPT_BYTES, mapped_from_bytes: int = MAP
 
 
 def switch_soon() -> None:
-    """Shorten Python's thread switch interval, for a process that computes in one thread and sends in others.
+    """Shorten Python's thread switch interval, for a process that computes in one thread and sends in other threads.
 
-    By default each turn of an event loop waits up to 5 ms for a thread that computes: more than a fast model's answer
-    takes, and half a step of a small language model.
+    By default each turn of an event loop waits up to 5 ms for a thread that computes. That is longer than a fast model
+    takes to answer, and half a step of a small language model.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
 
 
 def turn_cudnn_attention_off(device: str) -> None:
-    """Have torch compute attention on a GPU without cuDNN, for networks whose inputs have all lengths.
+    """Have torch compute attention on a GPU without cuDNN, for networks with inputs of many lengths.
 
-    cuDNN, which torch prefers on some GPUs, plans it anew for each length, for tens of milliseconds, and keeps each
-    plan: https://github.com/huggingface/transformers/pull/48163.
+    torch prefers cuDNN on some GPUs. cuDNN plans attention again for each length, which takes tens of milliseconds, and
+    keeps each plan: https://github.com/huggingface/transformers/pull/48163.
     """
     if device.startswith("cuda"):
         import torch

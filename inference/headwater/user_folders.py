@@ -1,4 +1,4 @@
-"""The folders of the user's modules on ``sys.path``, and what else decides where modules come from."""
+"""The folders of the user's modules on ``sys.path``, and environment variables that decide where modules come from."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def decides_modules(variables: Iterable[str]) -> bool:
 def put_on_path(folders: Iterable[str]) -> None:
     """Put folders first on ``sys.path``, as the folder of a script is.
 
-    What Headwater itself imports comes before, so that a user's ``queue.py`` isn't imported in place of Python's.
+    Headwater imports its dependencies before this call, so that a user's ``queue.py`` isn't imported in place of
+    Python's.
     """
     new = [folder for folder in folders if folder not in _folders]
     sys.path[:0] = new
@@ -32,14 +33,15 @@ def put_on_path(folders: Iterable[str]) -> None:
 
 
 def user_folders() -> tuple[str, ...]:
-    """The folders that `put_on_path` has put there."""
+    """The folders that `put_on_path` has put on ``sys.path``."""
     return tuple(_folders)
 
 
 def module_named_headwater(folders: Iterable[str]) -> str | None:
-    """The file of a module or package ``headwater`` in one of these folders that isn't Headwater's, if there is one.
+    """The file of a module or package ``headwater`` in one of these folders that isn't Headwater itself; None if there
+    is no such file.
 
-    A folder without ``__init__.py`` is no package of that name: Headwater's is found all the same.
+    A folder ``headwater`` without ``__init__.py`` is not reported: it does not hide Headwater's package.
     """
     spec = PathFinder.find_spec("headwater", [folder for folder in folders if os.path.isdir(folder)])
     ours = Path(__file__).with_name("__init__.py")

@@ -1,9 +1,9 @@
-"""A replica's host: loads one model, answers the calls of its embedded Triton, and ends on SIGTERM.
+"""A replica's host: loads a model, answers the calls of its embedded Triton, and ends on SIGTERM.
 
 Run as ``python -m headwater.replica NAME FOLDER STATUS_FD BINDER_FD`` (`headwater_server.process.launcher`), or in a
 process that `headwater.replica.preloaded` forked; FOLDER holds ``spec.json`` (`ReplicaSpec`). Reports on the pipe
-STATUS_FD, one JSON `ReplicaStatus` a line. What needs PyTriton it leaves to its binder (`headwater_server.binder`), at
-the other end of the socket BINDER_FD.
+STATUS_FD, one JSON `ReplicaStatus` a line. Work that needs PyTriton is left to the binder (`headwater_server.binder`),
+at the other end of the socket BINDER_FD.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ PR_SET_PDEATHSIG = 1
 READY_FILE = "ready"
 LARGE_EXAMPLE_BYTES = 64 * 1024
 SIGNAL_CHECK_S = 1.0
-"""How long a signal may stay unnoticed that comes just before a wait begins, which it then does not end."""
+"""Maximum delay of a signal that arrives just before a wait begins, because such a signal does not end the wait."""
 
 
 def main() -> None:
     """Run the replica until SIGTERM."""
-    # End with the guardian: if it is killed, nothing else would sweep up this process group.
+    # End with the guardian: if the guardian is killed, nothing else would end this process group.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     keep_freed_memory()
     faulthandler.enable()
@@ -76,9 +76,10 @@ def main() -> None:
 
 
 def _stop_on_sigterm(directory: Path) -> threading.Event:
-    """An event that SIGTERM sets once the replica serves; before that nothing needs unloading, and it ends at once.
+    """An event that SIGTERM sets once the replica serves. Before that nothing needs unloading, and SIGTERM ends the
+    process at once.
 
-    A handler rather than a mask, which Triton and the callable's own processes would inherit.
+    A handler is used instead of a signal mask, because Triton and the callable's processes would inherit a mask.
     """
     stop = threading.Event()
 
@@ -130,12 +131,12 @@ def _serve(
     report(ReplicaStatus("unloaded"))
     sys.stdout.flush()
     sys.stderr.flush()
-    # The guardian ends the whole group at once, Triton too, whose own stop takes 5 s and more.
+    # The guardian ends the whole group at once, including Triton, which takes 5 s and more to stop by itself.
     os._exit(0)
 
 
 def _end_soon(reason: str) -> None:
-    """End the process once the answer that says why has been sent."""
+    """End the process once the answer with the reason has been sent."""
 
     def end() -> None:
         time.sleep(0.5)

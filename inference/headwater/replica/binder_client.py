@@ -21,7 +21,7 @@ class BinderFailed(ReplicaError):
     """The model can't be bound, or Triton can't serve it.
 
     Args:
-        status: the binder's answer, which says why.
+        status: the binder's answer, with the reason.
     """
 
     def __init__(self, status: ReplicaStatus) -> None:
@@ -30,28 +30,29 @@ class BinderFailed(ReplicaError):
 
 
 class BinderClient:
-    """Has a binder work.
+    """Sends requests to a binder, and receives its answers.
 
     Args:
-        fd: of the socket to the binder.
+        fd: descriptor of the socket to the binder.
     """
 
     def __init__(self, fd: int) -> None:
         self._link = Link(fd)
         self._lock = threading.Lock()
         self._is_watched = True
-        """Whether the thread of `watch` receives a failure, and not the thread that asks; guarded by the lock."""
+        """Whether a failure is received by the thread of `watch` instead of the requesting thread; guarded by the
+        lock."""
 
     def watch(self, on_failure: Callable[[ReplicaError], None]) -> None:
-        """Have a failure noticed while the model loads.
+        """Report a failure of the binder while the model loads.
 
         Args:
-            on_failure: called in another thread, with what `warm_up` would raise.
+            on_failure: called in another thread, with the exception that `warm_up` would raise.
         """
         threading.Thread(target=self._await_failure, args=(on_failure,), name="binder", daemon=True).start()
 
     def bind(self, signature: Signature) -> None:
-        """Have a model bound under the signature's name, and Triton started; `warm_up` waits for it.
+        """Have the binder bind a model under the signature's name, and start Triton; `warm_up` waits for the result.
 
         Raises:
             ReplicaError: the binder has ended.
@@ -59,15 +60,16 @@ class BinderClient:
         self._ask(BindRequest(msgspec.structs.replace(signature, example=None)))
 
     def warm_up(self, signature: Signature, sizes: Sequence[int], progress: Callable[[str], None]) -> dict[str, str]:
-        """Wait until Triton serves the model, and have it called through Triton. Returns the binder's facts.
+        """Wait until Triton serves the model, and have the binder call the model through Triton. Returns the binder's
+        facts.
 
         Args:
-            signature: the model's, now complete.
-            sizes: the numbers of rows that it is called with. Those of a language model follow from its limits.
+            signature: the model's signature, now complete.
+            sizes: the numbers of rows of the calls. For a language model they follow from its limits.
             progress: called with each stage.
 
         Raises:
-            BinderFailed: Triton did not start, or a call failed; the message includes the callable's own.
+            BinderFailed: Triton did not start, or a call failed; the message includes the callable's message.
             ReplicaError: the binder has ended.
         """
         self._end_watch()
@@ -96,7 +98,7 @@ class BinderClient:
             self._link.send(request)
         except OSError:
             self._end_watch()
-            self._receive()  # if it said why
+            self._receive()  # raises the binder's reason, if it sent a reason
             raise ReplicaError(ENDED) from None
 
     def _receive(self) -> ReplicaStatus:

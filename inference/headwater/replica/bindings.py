@@ -1,7 +1,7 @@
-"""Runs a PyTriton script to see what it binds, before replicas start.
+"""Runs a PyTriton script before replicas start, to find the models that it binds.
 
 ``python -m headwater.replica.bindings`` reads a `ScriptRequest` as JSON from standard input and prints a
-`ScriptFinding`. It runs in its own process, in which the script may do anything.
+`ScriptFinding`. It runs in a separate process, in which the script may do anything.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ class ScriptRequest(msgspec.Struct, frozen=True):
     path: str
     arguments: list[str] = []
     search: list[str] = []
-    """Folders of the user's modules, in which a relative path is looked for."""
+    """Folders of the user's modules, in which a relative path is searched."""
     working_dir: str = "/"
 
 
 class ScriptFinding(msgspec.Struct, frozen=True):
-    """What it binds, or why it can't be served."""
+    """The models that the script binds, or the reason why it can't be served."""
 
     settings: dict[str, dict[str, Any]] = {}
     """The deployment's fields that the script sets, by model."""
     warnings: list[str] = []
     problem: dict[str, str] | None = None
-    """The fields of an `headwater.errors.Problem`."""
+    """The fields of a `headwater.errors.Problem`."""
 
 
 def main() -> None:
-    """Answer the request on standard input."""
+    """Read a request from standard input and answer it."""
     request = msgspec.json.decode(sys.stdin.buffer.read(), type=ScriptRequest)
     put_on_path(request.search)
     os.chdir(request.working_dir)
@@ -61,7 +61,7 @@ def _find(request: ScriptRequest) -> ScriptFinding:
         script = run_script(title, path, request.arguments)
     except LoadError as error:
         return ScriptFinding(problem=asdict(error.problem))
-    from headwater.runtime.pytriton_model import settings_of  # after the path is set, which may hold PyTriton
+    from headwater.runtime.pytriton_model import settings_of  # after the path is set, which may contain PyTriton
 
     settings = {name: settings_of(binding) for name, binding in script.bindings.items()}
     shared = shared_objects({name: binding.functions for name, binding in script.bindings.items()})

@@ -18,24 +18,24 @@ __all__ = ["Answers", "Request", "start"]
 _BUFFER_BYTES: Final = 1 << 20
 
 Answers = Callable[[list[Any]], Awaitable[list[dict[str, Any]]] | AsyncIterator[list[dict[str, Any]]]]
-"""What answers the requests that Triton merged: at once, or in frames."""
+"""A function that answers the requests that Triton merged: with a single result, or in frames."""
 
 
 class Request(NamedTuple):
-    """One of the requests that Triton merged."""
+    """A request of a call. Triton may merge several requests into a call."""
 
     data: dict[str, np.ndarray[Any, np.dtype[Any]]]
-    """Its inputs, read-only."""
+    """The request's inputs, read-only."""
     parameters: dict[str, Any]
 
 
 def start(path: str, answers: Answers, loop: CallLoop) -> None:
-    """Answer the calls of one instance, from now until the process ends.
+    """Answer the calls of an instance, from now until the process ends.
 
     Args:
-        path: of the instance's socket.
-        answers: answers them. Calls that it answers in frames may overlap.
-        loop: the calls run in it.
+        path: path of the instance's socket.
+        answers: answers the calls. Calls that it answers in frames may overlap.
+        loop: the loop in which the calls run.
     """
     loop.wait(_listen(path, answers))
 
@@ -45,7 +45,7 @@ async def _listen(path: str, answers: Answers) -> asyncio.Server:
 
 
 class Callee:
-    """Answers the calls of one instance."""
+    """Answers the calls of an instance."""
 
     def __init__(self, answers: Answers) -> None:
         self._answers = answers
@@ -85,7 +85,7 @@ class Callee:
 
 
 async def _send(writer: asyncio.StreamWriter, call: int, answer: list[dict[str, Any]] | str | None) -> None:
-    """Send a call's outputs, the text of its error, or its end."""
+    """Send a call's outputs, the text of its error, or the end of its frames (None)."""
     data: list[bytes | memoryview] = []
     content = [describe(outputs, data) for outputs in answer] if isinstance(answer, list) else answer
     for piece in message(call, content, data):

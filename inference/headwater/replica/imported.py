@@ -13,12 +13,12 @@ __all__ = ["imported_files"]
 
 
 def imported_files(folders: Sequence[str], error: BaseException | None = None) -> list[str]:
-    """The files of the modules that were imported from these folders, not of installed packages.
+    """The files of the modules that were imported from these folders, without installed packages.
 
     Args:
-        folders: the user's.
-        error: what an import or the model raised; the files that it went through count too, since a module that can't
-            be imported is none.
+        folders: the user's folders.
+        error: the exception of an import or of the model. The files in its traceback count too, because a module that
+            can't be imported is not in `sys.modules`.
     """
     ours = str(Path(__file__).parents[1])
     away = _prefixes((ours, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))))
@@ -30,12 +30,12 @@ def imported_files(folders: Sequence[str], error: BaseException | None = None) -
 
 
 def _prefixes(folders: Iterable[str]) -> tuple[str, ...]:
-    """What the paths of the files in these folders begin with."""
+    """Prefixes of the paths of the files in these folders."""
     return tuple(os.path.join(os.path.abspath(folder), "") for folder in folders)
 
 
 def _files_of(error: BaseException | None) -> Iterator[str]:
-    """The files in the tracebacks of an error and its causes, and of what can't be parsed."""
+    """The files in the tracebacks of an error and its causes, and the files that can't be parsed."""
     while error is not None:
         yield from (frame.filename for frame in traceback.extract_tb(error.__traceback__))
         if isinstance(error, SyntaxError) and error.filename:

@@ -1,12 +1,13 @@
-"""Forks replicas that need not import anything: this process has imported it before.
+"""Forks replicas that need not import anything, because this process has already imported it.
 
-``python -m headwater.replica.preloaded FOLDER FD MODULE... SPACES`` imports the modules (``MODULE:NAME``: and gets this
-of it, which may import more), says ``ready`` on the socket FD, and then forks a replica for each `ForkRequest` there.
-It runs under the Python of the models, has one thread and no context on a GPU, imports nothing of the user's, and ends
-with the supervisor. Hosts that it forks have its environment, guardians and binders the supervisor's. Their command
-lines are written over its own, SPACES and all.
+``python -m headwater.replica.preloaded FOLDER FD MODULE... SPACES`` imports the modules, sends ``ready`` on the socket
+FD, and then forks a replica for each `ForkRequest` on that socket. For ``MODULE:NAME`` it also reads this attribute of
+the module, which may import more. The process runs under the Python of the models, has a single thread and no context
+on a GPU, imports none of the user's modules, and ends with the supervisor. Hosts that it forks have its environment;
+guardians and binders have the supervisor's environment. The command lines of forked processes are written over this
+process's command line, including SPACES.
 
-A replica's guardian is forked, forks the replica, and then becomes a small Python of its own::
+A replica's guardian is forked, forks the replica, and then becomes a small separate Python::
 
     supervisor ── preloaded ── (ends at once) ── guardian: waits for "go", executes headwater_server.process.guardian
                └───── adopts the guardian ─────┘    └── host: headwater.replica
@@ -44,11 +45,11 @@ PR_SET_PDEATHSIG: Final = 1
 PR_SET_CHILD_SUBREAPER: Final = 36
 REQUEST_BYTES: Final = 64 * 1024
 GPU_DEVICES = "/dev/nvidia"
-"""Begins the names of the files by which GPUs are used."""
+"""Prefix of the names of the device files of GPUs."""
 
 
 def main() -> None:
-    """Serve until the supervisor is gone."""
+    """Serve until the supervisor has ended."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     gc.disable()
     _, _, fd, *modules, _ = sys.argv
@@ -63,8 +64,8 @@ def main() -> None:
         if reason := _unfit():
             connection.send(reason.encode())
             return
-        # So that no collection in a replica writes to the pages that it shares. Without a collection before: it would
-        # take 0.3 s, to find 3 % of the objects and return no page.
+        # Freeze, so that no collection in a replica writes to the pages that it shares. There is no collection before
+        # the freeze: it would take 0.3 s, find 3 % of the objects and return no page.
         gc.freeze()
         gc.enable()
         before = _installed()
@@ -87,7 +88,8 @@ def main() -> None:
 
 
 def _import(modules: Sequence[str]) -> set[str]:
-    """Import what replicas need. Returns the top-level modules that a replica would import only after the user's."""
+    """Import the modules that replicas need. Returns the top-level modules that a normally started replica would import
+    only after the user's modules."""
     first = "headwater.replica.__main__"
     importlib.import_module(first)
     del sys.modules[first]  # each replica runs it
@@ -95,7 +97,7 @@ def _import(modules: Sequence[str]) -> set[str]:
     early = _top_level()
     for name in modules:
         module, _, attribute = name.partition(":")
-        with contextlib.suppress(Exception):  # if it is needed, the replica says so
+        with contextlib.suppress(Exception):  # if the module is needed, the replica reports the failure
             getattr(importlib.import_module(module), attribute or "__name__", None)
     return _top_level() - early
 
@@ -105,27 +107,27 @@ def _top_level() -> set[str]:
 
 
 def _unfit() -> str:
-    """Why no replica may be forked; empty: one may."""
-    if not (child := os.fork()):  # OpenBLAS ends its threads before a fork, and starts them anew when it needs them
+    """The reason why replicas can't be forked from this process; empty if they can."""
+    if not (child := os.fork()):  # OpenBLAS ends its threads before a fork, and starts them again when it needs them
         os._exit(0)
     os.waitpid(child, 0)
     if (count := len(os.listdir("/proc/self/task"))) > 1:
         return f"the imports started {count - 1} threads"
-    # Only to ask whether there is a GPU may be enough: CUDA's driver then fails in what is forked.
+    # Even asking whether there is a GPU may be too much: CUDA's driver then fails in forked processes.
     if any(_target(fd).startswith(GPU_DEVICES) for fd in os.listdir("/proc/self/fd")):
         return "the imports opened a GPU"
     return ""
 
 
 def _target(fd: str) -> str:
-    """What a descriptor is of; empty: it is closed."""
+    """The file behind a descriptor; empty if the descriptor is closed."""
     with contextlib.suppress(OSError):
         return os.readlink(f"/proc/self/fd/{fd}")
     return ""
 
 
 def _installed() -> list[int]:
-    """Changes when a package is installed or removed."""
+    """Modification times of the package folders, which change when a package is installed or removed."""
     folders = dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib"))
     return [os.stat(folder).st_mtime_ns for folder in folders]
 
@@ -178,7 +180,8 @@ def _become_guardian(request: ForkRequest, status: int, command: int, output: in
     os.close(write)
     os.read(read, 1)  # until the replica has a session
     os.close(read)
-    # What starts has a lower priority, which a session does not inherit; see `headwater_server.process.priority`.
+    # Starting replicas have a lower priority, which a session does not inherit; see
+    # `headwater_server.process.priority`.
     with contextlib.suppress(OSError):
         Path(f"/proc/{host}/autogroup").write_text(Path("/proc/self/autogroup").read_text().split()[-1])
     places = {STATUS: str(status), COMMAND: str(command), HOST: str(host)}
@@ -225,7 +228,7 @@ def _change_environment(changes: Mapping[str, str | None]) -> None:
 
 
 def _execute(python: str, command: Sequence[str], fds: Sequence[int]) -> None:
-    """Have a Python run a module, with arguments, in place of this program."""
+    """Replace this program with a Python that runs a module, with arguments."""
     for fd in fds:
         os.set_inheritable(fd, True)
     os.execv(python, [python, "-m", *command])
@@ -234,7 +237,7 @@ def _execute(python: str, command: Sequence[str], fds: Sequence[int]) -> None:
 def _run(command: Sequence[str]) -> None:
     """Run a module, with arguments, in this program."""
     _rename([sys.executable, "-m", *command])
-    # What the libraries drew at random, or kept, when they were imported; `random` sees a fork itself.
+    # Reset values that libraries drew at random, or stored, when they were imported; `random` detects a fork itself.
     sys.modules["numpy"].random.seed()
     multiprocessing.current_process().authkey = os.urandom(32)
     tempfile.tempdir = None
@@ -243,7 +246,7 @@ def _run(command: Sequence[str]) -> None:
 
 
 def _hides(folders: Sequence[str], modules: Collection[str]) -> bool:
-    """Whether a folder has a module of the same name as one of these, and so comes before it."""
+    """Whether a folder has a module with the name of one of these modules, which it would hide."""
     for folder in folders:
         with contextlib.suppress(OSError):
             if any(entry.partition(".")[0] in modules for entry in os.listdir(folder)):
@@ -252,7 +255,7 @@ def _hides(folders: Sequence[str], modules: Collection[str]) -> bool:
 
 
 def _rename(command: Sequence[str]) -> None:
-    """Show another command line, in the memory of the present one."""
+    """Show another command line, written into the memory of the present command line."""
     fields = Path("/proc/self/stat").read_text().rpartition(") ")[2].split()
     start, end = int(fields[45]), int(fields[46])
     line = "\0".join(command).encode()[: end - start - 1]

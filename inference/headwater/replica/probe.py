@@ -1,8 +1,9 @@
-"""Checks models, in general without loading them: imports and constructs each, and reads its declarations.
+"""Checks models, in general without loading them: imports and constructs each model, and reads its declarations.
 
-``python -m headwater.replica.probe`` reads a JSON list of `Request` from standard input and prints one JSON `Finding`
-per line as each is done; for a pipeline one per step, and then one for the whole. It runs in its own process because a
-model's module may do anything: if one ends the process, the findings printed before it remain.
+``python -m headwater.replica.probe`` reads a JSON list of `Request` from standard input and prints a JSON `Finding` per
+line as soon as a check is done. For a pipeline it prints a finding per step, and then a finding for the whole pipeline.
+It runs in a separate process because a model's module may do anything: if a module ends the process, the findings
+printed before remain.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ __all__ = ["Finding", "Request", "main", "own_output", "probe"]
 
 
 class Request(msgspec.Struct, frozen=True):
-    """What to check; the fields are a deployment's."""
+    """The model or pipeline to check; the fields are a deployment's fields."""
 
     name: str
     model: str = ""
-    """Empty for a pipeline."""
+    """As a deployment's ``model``; empty for a pipeline."""
     options: dict[str, Any] = {}
     pipeline: PipelineSpec | None = None
     """The steps of a fused pipeline."""
@@ -50,7 +51,7 @@ class Request(msgspec.Struct, frozen=True):
     working_dir: str | None = None
     """The working folder of the user's code."""
     loads: bool = False
-    """Whether to load the models, too, and to call them."""
+    """Whether to load and call the models, too."""
 
     def enter(self) -> None:
         """Prepare this process for the user's code: ``sys.path`` and the working folder."""
@@ -60,16 +61,16 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """The result for one request, or for one step of it."""
+    """The result for a request, or for a step of it."""
 
     name: str
     step: str = ""
-    """The step, if this is a pipeline's step; more findings of the same name follow."""
+    """The step, if this is the finding of a pipeline's step; more findings with the same name follow."""
     signature: Signature | None = None
     problems: tuple[dict[str, str], ...] = ()
-    """The fields of an `headwater.errors.Problem` each."""
+    """Problems, each as the fields of a `headwater.errors.Problem`."""
     notes: tuple[str, ...] = ()
-    """What the operator should know of what was chosen."""
+    """Notes for the operator about choices that Headwater made."""
 
 
 def probe(request: Request) -> Iterator[Finding]:
@@ -105,7 +106,7 @@ def probe(request: Request) -> Iterator[Finding]:
 def _try(
     title: str, name: str, reference: str, options: dict[str, Any], request: Request
 ) -> tuple[Signature | None, list[Problem], tuple[str, ...]]:
-    """The signature of a model, or its problems; and what the operator should know."""
+    """The signature of a model, or its problems; and notes for the operator."""
     try:
         if is_language_model(reference):
             plan = plan_language_model(reference, options, request.path)
@@ -132,8 +133,8 @@ def _try(
 
 
 def _load(title: str, request: Request) -> list[Problem]:
-    """What keeps a deployment's models from being loaded and called."""
-    from headwater.replica.trial import try_loading  # which imports what nothing else here needs
+    """The problems that keep a deployment's models from being loaded and called."""
+    from headwater.replica.trial import try_loading  # imports modules that only this function needs
 
     spec = ReplicaSpec(
         request.name, request.model, "", request.path, request.working_dir or ".", options=request.options,
@@ -175,15 +176,15 @@ def _device_problems(title: str, wanted: str) -> list[Problem]:
 
 @contextlib.contextmanager
 def own_output() -> Iterator[BinaryIO]:
-    """Standard output, to which models no longer write: what they print goes to standard error."""
+    """Standard output, reserved for findings: output that models print goes to standard error."""
     with os.fdopen(os.dup(1), "wb") as output:
         os.dup2(2, 1)
-        output.write(b"\n")  # after what the interpreter's sitecustomize may have printed
+        output.write(b"\n")  # after text that the interpreter's sitecustomize may have printed
         yield output
 
 
 def main() -> None:
-    """Answer the requests on standard input."""
+    """Read requests from standard input and answer them."""
     requests = msgspec.json.decode(sys.stdin.buffer.read(), type=list[Request])
     with own_output() as output:
         for request in requests:

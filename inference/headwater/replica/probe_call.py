@@ -1,5 +1,4 @@
-"""The call with which a replica's guardian finds out whether the replica answers; see
-`headwater_server.process.probe`."""
+"""The call with which a replica's guardian checks whether the replica answers; see `headwater_server.process.probe`."""
 
 from __future__ import annotations
 
@@ -20,24 +19,24 @@ from headwater.wire.shared_memory import stand_in_shape
 __all__ = ["PROBE_FILE", "probe_request", "write_probe"]
 
 PROBE_FILE: Final = "probe"
-"""The file's name in the replica's folder."""
+"""Name of the request's file in the replica's folder."""
 HTTP_SOCKET: Final = "h"
-"""Triton's, in the same folder."""
+"""Name of Triton's HTTP socket in the replica's folder."""
 
 
 def probe_request(signature: Signature, token: str) -> bytes:
-    """A whole HTTP request to Triton, which the runner answers without calling the model.
+    """A complete HTTP request to Triton, which the runner answers without calling the model.
 
     Args:
-        signature: of a model that answers whole.
-        token: what Triton's requests must carry.
+        signature: the signature of a model that doesn't answer in frames.
+        token: the access token that Triton's requests must carry.
     """
     inputs, data = [], []
     for spec in signature.inputs:
         if spec.optional:
             continue
         datatype, shape = DATATYPES[spec.datatype], stand_in_shape(spec, 1)
-        data.append(bytes(math.prod(shape) * (datatype.size_bytes or 4)))  # of BYTES: empty elements
+        data.append(bytes(math.prod(shape) * (datatype.size_bytes or 4)))  # BYTES: an empty element, four zero bytes
         size = {"binary_data_size": len(data[-1])}
         inputs.append({"name": spec.name, "datatype": datatype.wire, "shape": shape, "parameters": size})
     note = msgspec.json.encode(CallNote(cancel="-")).decode()
@@ -58,8 +57,9 @@ def probe_request(signature: Signature, token: str) -> bytes:
 
 
 def write_probe(directory: Path, signature: Signature, token: str, timeout_s: float) -> None:
-    """Write the request to a replica's folder, if the replica answers it: the guardian ends no replica for a request
-    that its model never answers so. Models that answer in frames take gRPC."""
+    """Write the request to a replica's folder, if the replica answers it. Without the file, the guardian doesn't probe:
+    a replica must not be ended for a request that its model never answers. Models that answer in frames are not probed,
+    because they take gRPC."""
     if signature.is_framed:
         return
     request = probe_request(signature, token)
@@ -77,4 +77,5 @@ def write_probe(directory: Path, signature: Signature, token: str, timeout_s: fl
     fresh = directory / f"{PROBE_FILE}.new"
     fresh.touch(mode=0o600)
     fresh.write_bytes(request)
-    fresh.rename(directory / PROBE_FILE)  # whole: the guardian may read it at any time, and nothing answers a part
+    # Renamed atomically: the guardian may read the file at any time, and a partial request gets no answer.
+    fresh.rename(directory / PROBE_FILE)

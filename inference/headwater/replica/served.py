@@ -1,4 +1,4 @@
-"""What a replica serves, loaded and ready to be bound to Triton: a model, a fused pipeline or a language model."""
+"""Loads the model, fused pipeline or language model that a replica serves, ready to be bound to Triton."""
 
 from __future__ import annotations
 
@@ -37,30 +37,30 @@ __all__ = ["Served", "check_instances", "load_language_model", "load_served"]
 
 
 class Served(NamedTuple):
-    """What a replica serves, loaded."""
+    """A replica's loaded model, fused pipeline or language model."""
 
     signature: Signature
     device: str
     runner: Sequence[Runner] | FusedPipeline | EngineHost
-    """What calls the models or the engine. Several runners, each with its own thread, may call one model at once."""
+    """Calls the models or the engine. Several runners, each with a separate thread, may call a model at once."""
     loop: CallLoop
-    """The calls of the first instance, and the models' coroutines `load` and `unload`, run in it."""
+    """The loop in which the calls of the first instance run, and the models' coroutines `load` and `unload`."""
     models: tuple[Model, ...] = ()
-    """In the order in which they were loaded."""
+    """The models in the order in which they were loaded."""
     warmup_sizes: Sequence[int] = ()
-    """The numbers of rows that models are called with in the warm-up."""
+    """The numbers of rows with which models are called in the warm-up."""
     is_compiled: bool = False
-    """Whether modules of a model are compiled then."""
+    """Whether modules of a model are compiled in the warm-up."""
 
     @property
     def handlers(self) -> list[Answers]:
-        """What answers Triton's requests: one for each of its instances."""
+        """Functions that answer Triton's requests: one for each of Triton's instances."""
         if isinstance(self.runner, (FusedPipeline, EngineHost)):
             return [self.runner.handle]
         return [runner.handle for runner in self.runner]
 
     def answer_calls(self, directory: Path) -> None:
-        """Answer the calls of the Triton in a replica's folder, from now on; each instance's in a thread of its own."""
+        """Answer the calls of the Triton in a replica's folder from now on, each instance in a separate thread."""
         for instance, answers in enumerate(self.handlers):
             callee.start(socket_path(str(directory), instance), answers, CallLoop() if instance else self.loop)
 
@@ -68,7 +68,7 @@ class Served(NamedTuple):
         """Note that the calls of the warm-up have ended.
 
         Raises:
-            ReplicaError: what was to be compiled was not.
+            ReplicaError: modules that should have been compiled were not compiled.
         """
         for model in self.models:
             if isinstance(model, (ExportedModel, ScriptModel)):
@@ -77,7 +77,7 @@ class Served(NamedTuple):
             check_compiled()
 
     def unload(self) -> None:
-        """Close the engine, or call every model's `unload`, last loaded first, even if one raises."""
+        """Close the engine, or call every model's `unload`, last loaded first, even if a model raises."""
         if isinstance(self.runner, EngineHost):
             self.runner.close()
         self.loop.unload(self.models)
@@ -93,7 +93,7 @@ def load_language_model(
     """Find, check and load a language model; the arguments are those of `load_served`.
 
     Raises:
-        ModelError: something doesn't fit; the message names it.
+        ModelError: the model can't be found, loaded or used with its options; the message names the problem.
     """
     progress(f"importing {spec.model}")
     plan = plan_language_model(spec.model, spec.options, spec.user_paths)
@@ -120,18 +120,19 @@ def load_served(
     capacity: Capacity | None = None,
     on_known: Callable[[Signature], None] = lambda signature: None,
 ) -> Served:
-    """Import, construct, check and load what a replica serves.
+    """Import, construct, check and load the models that a replica serves.
 
     Args:
         spec: the replica's specification.
         progress: called with each stage.
         on_broken: called once the device is unusable; the replica then ends.
-        watch: the context in which each call of a model runs; an engine has its own watchdog.
+        watch: the context in which each call of a model runs; an engine has a separate watchdog.
         capacity: learns how much fits in the device's memory at once.
-        on_known: called before anything is loaded with the signature, which of a language model lacks the limits.
+        on_known: called with the signature before anything is loaded; a language model's signature then lacks the
+            limits.
 
     Raises:
-        ModelError: something doesn't fit; the message names step and tensor.
+        ModelError: the models don't fit together or can't be loaded; the message names step and tensor.
     """
     capacity = capacity or Capacity()
     if is_language_model(spec.model):
@@ -154,7 +155,7 @@ def load_served(
         streams = signatures[spec.name].streams
         check_instances(spec.model, spec.options, spec.instances, models[spec.name], streams=streams)
         if signatures[spec.name].is_framed:
-            # Only in its replica is a plain model that answers in frames a pipeline, of one step.
+            # Only within its replica, a plain model that answers in frames is a pipeline of a single step.
             pipeline = PipelineSpec(steps, heads=(spec.name,), trunk=spec.name)
     if pipeline is not None:
         plan = make_plan(pipeline, signatures, name=spec.name, max_batch_size=spec.max_batch_size)
@@ -171,11 +172,11 @@ def load_served(
         loop.load(model, device)
         if asks_compile(type(model), step.options):
             sizes[step.name] = compile_modules(model, signatures[step.name], device, sorted(set(warmup_sizes)))
-    if sizes:  # also what batches are padded to; twice, since a CUDA graph is recorded in a size's second call
+    if sizes:  # add the sizes that batches are padded to; twice, since a size's second call records its CUDA graph
         warmup_sizes = sorted([*{*warmup_sizes}.union(*sizes.values())] * 2)
     loaded = tuple(models.values())
     if pipeline is None:
-        # One runner for each instance, which has a thread; all share the model.
+        # A runner for each instance, which has a thread; all runners share the model.
         padded_to = sizes.get(spec.name, ())
         runners = [
             Runner(models[spec.name], signature, device, on_broken, watch, capacity, padded_to, stream)
@@ -189,13 +190,13 @@ def load_served(
 
 
 def _warmup_sizes(spec: ReplicaSpec, max_batch_size: int) -> list[int]:
-    """The batch sizes of the warm-up, at most the model's own."""
+    """The batch sizes of the warm-up, at most the model's maximum batch size."""
     sizes = batch_sizes(max_batch_size) if spec.warmup_batch_sizes is None else spec.warmup_batch_sizes
     return [min(size, max_batch_size) for size in sizes]
 
 
 def check_instances(reference: str, options: Mapping[str, Any], instances: int, model: Model, *, streams: bool) -> None:
-    """Check that so many threads may call a model.
+    """Check that this many threads may call a model.
 
     Raises:
         DeclarationError: the model streams, is async, compiled or stateful.

@@ -1,4 +1,4 @@
-"""Loads what a replica would serve, and calls it once, without Triton."""
+"""Loads the models that a replica would serve, and calls them once, without Triton."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ __all__ = ["try_loading"]
 
 
 def try_loading(spec: ReplicaSpec) -> None:
-    """Load a deployment's models, call them with their example, and unload them. Of a stream the first result is
-    computed; a language model checks itself.
+    """Load a deployment's models, call them with their example, and unload them. Of a stream only the first result is
+    computed. A language model is only loaded, which includes a check.
 
     Raises:
-        ModelError: loading or the call failed; the message says what and why.
-        Exception: whatever the models' own code raises.
+        ModelError: loading or the call failed; the message says what failed and why.
+        Exception: an exception of the models' code.
     """
     served = load_served(spec, lambda stage: None, lambda reason: None)
     try:
@@ -74,7 +74,7 @@ def _check(status: Status, message: str) -> None:
 
 
 def _example(tensor: TensorSpec, value: object) -> Array:
-    """One row of an input, as Triton would pass it."""
+    """A row of an input, as Triton would pass it."""
     data, shape = example_rows(tensor, value, 1)
     datatype = DATATYPES[tensor.datatype]
     if datatype.numpy.hasobject:

@@ -1,7 +1,7 @@
 """Loads models and measures the size of their weights.
 
-``python -m headwater.replica.weigh`` reads one JSON `headwater.replica.probe.Request` from standard input, loads its
-models, and prints one JSON `Weight`. The planner runs it as a process; see `headwater_server.cli.plan.measuring`.
+``python -m headwater.replica.weigh`` reads a `headwater.replica.probe.Request` as JSON from standard input, loads its
+models, and prints a `Weight` as JSON. The planner runs it as a process; see `headwater_server.cli.plan.measuring`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class Weight(msgspec.Struct, frozen=True):
 
     bytes: int
     how: str
-    """``tensors``: the sum of torch's tensors; ``growth``: the growth of the process's anonymous memory."""
+    """The method of measurement. ``tensors``: the sum of torch's tensors; ``growth``: the growth of the process's
+    anonymous memory."""
 
 
 def weigh(request: Request) -> Weight:
@@ -55,7 +56,7 @@ def weigh(request: Request) -> Weight:
 
 
 def _tensor_bytes() -> int:
-    """Bytes of all live torch tensors; memory that several share counts once."""
+    """Bytes of all live torch tensors; memory that several tensors share counts once."""
     torch: Any = sys.modules.get("torch")
     if torch is None:
         return 0
@@ -74,7 +75,7 @@ def _anonymous_bytes() -> int:
 
 
 def main() -> None:
-    """Answer the request on standard input."""
+    """Read a request from standard input and answer it."""
     request = msgspec.json.decode(sys.stdin.buffer.read(), type=Request)
     with own_output() as output:
         output.write(msgspec.json.encode(weigh(request)))

@@ -1,4 +1,4 @@
-"""Runs one batch through the steps of a fused pipeline, and decides which answers share a frame."""
+"""Runs a batch through the steps of a fused pipeline, and decides which answers share a frame."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ __all__ = ["BatchRun", "Pace"]
 SMOOTHING = 0.2
 
 _READ = CallNote()
-"""In the place of a note that has been read."""
+"""Replaces a call's note after the note has been read."""
 
 
 class Pace:
-    """Smoothed step times, which decide whether an answer that is ready waits for the next one, at most `wait_s`."""
+    """Smoothed step times. They decide whether an answer that is ready waits for the next answer, at most `wait_s`."""
 
     def __init__(self, wait_s: float) -> None:
         self._wait_s = wait_s
@@ -42,11 +42,11 @@ class Pace:
         self._seconds[step] = known + SMOOTHING * (took_s - known)
 
     def allows(self, waited_s: float, steps: Iterable[str]) -> bool:
-        """Whether an answer that has waited this long may wait until these steps have run; not if one never ran."""
+        """Whether an answer that has waited this long may wait for these steps; False if a step never ran before."""
         return waited_s + sum(self._seconds.get(step, math.inf) for step in steps) <= self._wait_s
 
     def left_s(self, waited_s: float) -> float:
-        """How much longer an answer that has waited this long may wait."""
+        """How much longer an answer that has waited this long may wait, in seconds."""
         return max(0.0, self._wait_s - waited_s)
 
 
@@ -57,17 +57,17 @@ _Answer = tuple[Piece, list[bytes]]
 
 
 class _Result(NamedTuple):
-    """A step's result for some of a batch's rows."""
+    """The result of a step for some of a batch's rows."""
 
     rows: list[int]
-    """The batch's rows that succeeded."""
+    """Indices in the batch of the rows that succeeded."""
     values: Mapping[str, Any]
     failures: Mapping[int, RowReport]
     """Reports by row of the batch."""
 
 
 class _Hold:
-    """A batch's hold of the pipeline's turn, which it may give up and take again."""
+    """A batch's hold of the pipeline's turn; the batch may release the turn and take it again."""
 
     __slots__ = ("_has_turn", "_turn")
 
@@ -76,13 +76,13 @@ class _Hold:
         self._has_turn = False
 
     async def take(self) -> None:
-        """Wait for the turn, unless it is held."""
+        """Wait for the turn, unless the batch holds it."""
         if not self._has_turn:
             await self._turn.acquire()
             self._has_turn = True
 
     def leave(self) -> None:
-        """Let another batch have the turn."""
+        """Release the turn to another batch."""
         if self._has_turn:
             self._has_turn = False
             self._turn.release()
@@ -96,11 +96,11 @@ class _Hold:
 
 
 class BatchRun:
-    """Runs one batch and answers in frames. `ancestors` has for each head the steps that must run, itself included.
-    `held_rows` says how many rows the replica has. `caches` keep the outputs of some steps.
+    """Runs a batch and answers in frames. `ancestors` maps each head to the steps that must run for it, the head
+    included. `held_rows` returns the number of rows that the replica holds. `caches` keep the outputs of some steps.
 
     Raises:
-        DeclarationError: the masks of wanted heads, or the owners, are not as many as the rows.
+        DeclarationError: the masks of requested heads, or the owners, don't cover exactly the rows.
     """
 
     __slots__ = (
@@ -120,7 +120,7 @@ class BatchRun:
         self._plan = plan
         self._ancestors = ancestors
         self._steps = steps
-        # Without its note: a stream may be long, and has no use for it.
+        # The note is dropped: a stream may be long and doesn't need it.
         self._part = part._replace(note=_READ)
         self._is_warmup = part.note.warmup
         self._noted_patience_s = part.note.patience_s
@@ -130,9 +130,9 @@ class BatchRun:
         if len(self._owners) != part.rows:
             raise DeclarationError(f"owners: expected those of {part.rows} rows, got {len(self._owners)}")
         self._wanted = _wanted(plan, part)
-        """Rows that want a head, by its name."""
+        """Rows that request a head, by the head's name."""
         self._needed: dict[str, list[int]] = {}
-        """Rows for which a step must run, by its name."""
+        """Rows for which a step must run, by the step's name."""
         for step in plan.steps:
             wanted = (rows for head, rows in self._wanted.items() if step.name in ancestors[head])
             self._needed[step.name] = sorted(set[int]().union(*wanted))
@@ -143,15 +143,16 @@ class BatchRun:
         """Heads whose final piece has not been sent, in order."""
         self._results: dict[str, _Result] = {}
         self._kept: set[str] = set()
-        """Steps whose results are copies."""
+        """Steps with results that are copies."""
         self._spoilers: dict[str, str] = {}
-        """For each step whose outputs were overwritten, the step that did so. They are recomputed when next needed."""
+        """Maps each step with overwritten outputs to the step that overwrote them. The outputs are recomputed when next
+        needed."""
         self._counts: dict[str, StepCount] = {}
 
     async def batch(self, turn: asyncio.Lock, pace: Pace) -> AsyncGenerator[Array, None]:
         """Run the steps, and yield the heads' answers as they become ready.
 
-        The turn is held while a step runs, unless the step overlaps: then other batches run meanwhile.
+        The batch holds the turn while a step runs, unless the step overlaps: then other batches run at the same time.
         """
         ready: list[_Answer] = []
         since_s = 0.0
@@ -161,13 +162,13 @@ class BatchRun:
                 await hold.take()
                 running = asyncio.ensure_future(self._step(self._steps[name], hold, pace))
                 try:
-                    # The pace is an estimate: a step that hangs this time must not delay an answer that is ready.
+                    # The pace is an estimate: if a step hangs this time, it must not delay an answer that is ready.
                     if ready and not await _ends_within(running, self._left_s(ready, pace, since_s)):
                         yield self._frame(ready)
                         ready = []
                     answer = await running
                 finally:
-                    if not running.done():  # even if the consumer leaves early, the turn is held until the step ends
+                    if not running.done():  # even if the consumer stops early, the turn is held until the step ends
                         await asyncio.wait({running})
                 if answer is None:
                     continue
@@ -181,10 +182,10 @@ class BatchRun:
             yield self._frame(ready)
 
     async def stream(self, turn: asyncio.Lock, control: StreamControl) -> AsyncGenerator[Array, None]:
-        """Run the steps up to the one that streams, then its descendants for each of its yields.
+        """Run the steps up to the streaming step, then its descendants for each of its yields.
 
-        A head ends once one of its rows fails; the others go on. The turn is held while steps run, except while the
-        streaming step computes its next yield, or a step overlaps. A cancelled stream ends without a final frame.
+        A head ends once one of its rows fails; the other heads continue. The turn is held while steps run, except while
+        the streaming step computes its next yield, or a step overlaps. A cancelled stream ends without a final frame.
         """
         source = next(step for step in self._plan.steps if step.signature.streams)
         after = [
@@ -221,7 +222,7 @@ class BatchRun:
                 yield self._frame(await self._follow(source.name, made, took_s, after, turn))
                 if not self._unanswered:
                     return
-                if self._is_warmup:  # one result is enough: the stream may be endless
+                if self._is_warmup:  # a single result is enough: the stream may be endless
                     break
                 del made  # free the memory: the next result may take long
                 started_s = time.perf_counter()
@@ -238,7 +239,7 @@ class BatchRun:
     async def _follow(
         self, source: str, made: Made, took_s: float, after: Sequence[PlannedStep], turn: asyncio.Lock
     ) -> list[_Answer]:  # fmt: skip
-        """The heads' pieces for one yield of the streaming step."""
+        """The heads' pieces for a yield of the streaming step."""
         answers = [self._answer(source, made.arrays, took_s, is_last=False)] if source in self._unanswered else []
         needed = [step for step in after if any(step.name in self._ancestors[head] for head in self._unanswered)]
         if needed:
@@ -253,13 +254,13 @@ class BatchRun:
     async def _step(
         self, step: Step, hold: _Hold, pace: Pace | None = None, *, is_last: bool = True
     ) -> _Answer | None:  # fmt: skip
-        """Run a step, whose parents have run, on the rows that need it; one that overlaps gives up the turn.
+        """Run a step on the rows that need it, after its parents have run. A step that overlaps releases the turn.
 
         Returns the piece if the step is a head.
         """
         until_s = max(self._until_s[head] for head in self._wanted if step.name in self._ancestors[head])
         if until_s <= time.monotonic():
-            # The deadlines of its descendants have passed too.
+            # The deadlines of the step's descendants have passed too.
             late = dict.fromkeys(self._needed[step.name], RowReport(Status.RAISED, LATE))
             self._results[step.name] = _Result([], {}, late)
             return self._answer(step.name, {}) if step.name in self._unanswered else None
@@ -289,8 +290,8 @@ class BatchRun:
     async def _given(
         self, step: Step, *, is_private: bool = False
     ) -> tuple[Given, list[int], dict[int, RowReport]]:  # fmt: skip
-        """A step's inputs, copies if they must be private, the batch's rows that they are of, and the reports of the
-        rows lost before. The step's parents must have run."""
+        """The arguments of a step (copies of its inputs if they must be private), the batch's rows in these arguments,
+        and the reports of rows that failed in an earlier step. The step's parents must have run."""
         for parent in step.planned.parents:
             await self._renew(parent)
         lost = self._lost(step.planned.parents)
@@ -321,7 +322,8 @@ class BatchRun:
         return given, rows, {row: lost[row] for row in needed if row in lost}
 
     def _lost(self, steps: Iterable[str]) -> dict[int, RowReport]:
-        """The reports of the rows that failed in those of these steps that have run; the first step's come first."""
+        """Reports of the rows that failed in these steps, as far as they have run. If a row failed in several steps,
+        the report of the first step counts."""
         lost: dict[int, RowReport] = {}
         for name in steps:
             if name in self._results:
@@ -353,7 +355,7 @@ class BatchRun:
     def _take(
         self, name: str, made: Made, took_s: float, rows: Sequence[int], failures: Mapping[int, RowReport]
     ) -> None:  # fmt: skip
-        """Store and count a step's result for these rows of the batch; the other rows failed before."""
+        """Store and count a step's result for these rows of the batch; the other rows failed in an earlier step."""
         failed = {rows[row]: report for row, report in made.failures.items()}
         self._results[name] = _Result([rows[row] for row in made.good], made.values, {**failures, **failed})
         self._kept.discard(name)
@@ -370,13 +372,14 @@ class BatchRun:
         return self._counts.setdefault(name, StepCount(name, 0, 0, 0))
 
     def _is_lost(self, head: str) -> bool:
-        """Whether a row of a streaming head failed before the stream; the failures are then the head's result."""
+        """Whether a row of a streaming head failed before the stream. The failures before the stream become the head's
+        result."""
         lost = self._lost(step.name for step in self._plan.steps if step.name in self._ancestors[head])
         self._results[head] = _Result([], {}, lost)
         return any(row in lost for row in self._wanted[head])
 
     def _keep(self, names: Iterable[str]) -> None:
-        """Copy these steps' results, which are needed while other batches run: a model may reuse its own memory."""
+        """Copy these steps' results, which are needed while other batches run: a model may reuse its memory."""
         for name in names:
             if name in self._results and name not in self._kept:
                 self._kept.add(name)
@@ -385,32 +388,32 @@ class BatchRun:
                 self._results[name] = _Result(rows, kept, failures)
 
     def _waits(self, ready: Sequence[_Answer], pace: Pace, since_s: float, steps: Sequence[str]) -> bool:
-        """Whether answers ready since `since_s` wait for the next one, which takes these steps."""
+        """Whether answers ready since `since_s` wait for the next answer, which needs these steps."""
         waited_s = time.perf_counter() - since_s
         return waited_s < self._patience_s(ready) or pace.allows(waited_s, steps)
 
     def _left_s(self, ready: Sequence[_Answer], pace: Pace, since_s: float) -> float:
-        """How much longer answers ready since `since_s` may wait."""
+        """How much longer answers ready since `since_s` may wait, in seconds."""
         waited_s = time.perf_counter() - since_s
         return max(self._patience_s(ready) - waited_s, pace.left_s(waited_s))
 
     def _patience_s(self, ready: Sequence[_Answer]) -> float:
-        """How long clients can't use these answers without the others. Each frame sent while a step computes slows that
-        step down."""
+        """How long clients can't use these answers without the remaining answers, in seconds. Each frame that is sent
+        while a step computes slows that step down."""
         return 0 if any(piece.failures for piece, _ in ready) else self._noted_patience_s
 
     def _until_next_head(self, names: Sequence[str]) -> Sequence[str]:
-        """These steps up to the first whose answer is wanted; none if there is no such step."""
+        """These steps up to the first step with a requested answer; empty if there is no such step."""
         for place, name in enumerate(names, start=1):
             if name in self._wanted:
                 return names[:place]
         return ()
 
     def _answer(self, head: str, arrays: Mapping[str, Array], took_s: float = 0.0, *, is_last: bool = True) -> _Answer:
-        """A head's result for the rows that wanted it, as a piece and its tensors' bytes.
+        """A head's result for the rows that requested it, as a piece and its tensors' bytes.
 
-        Its outputs are in wire form, for the rows that succeeded, in order. A piece with a failed row is always the
-        head's last.
+        `arrays` holds the head's outputs in wire form, for the rows that succeeded, in order. A piece with a failed row
+        is always the head's last piece.
         """
         wanted = self._wanted[head]
         result = self._results[head]
@@ -452,7 +455,7 @@ async def _ends_within(task: asyncio.Future[Any], timeout_s: float) -> bool:
 
 
 def _wanted(plan: Plan, part: Part) -> dict[str, list[int]]:
-    """The rows that want each head; heads that no row wants are left out."""
+    """The rows that request each head; heads without such rows are left out."""
     heads = [head.name for head in plan.signature.heads]
     runs = part.note.heads or [((1 << len(heads)) - 1, part.rows)]
     total = sum(rows for _, rows in runs)
@@ -464,5 +467,5 @@ def _wanted(plan: Plan, part: Part) -> dict[str, list[int]]:
 
 
 def _text(message: str) -> str:
-    """A message shortened, and without lone surrogates, which UTF-8 can't encode."""
+    """A shortened message without lone surrogates, which UTF-8 can't encode."""
     return message[:MAX_MESSAGE_CHARS].encode("utf-8", "replace").decode()

@@ -1,6 +1,6 @@
-"""The event loop in which an instance's calls run, and in which hooks of a model that are coroutines are awaited.
+"""The event loop in which an instance's calls run, and in which coroutine hooks of a model are awaited.
 
-A connection or a lock of asyncio's belongs to the loop in which it was first used, so `load` must use the loop that
+A connection or a lock of asyncio belongs to the loop in which it was first used, so `load` must use the loop that
 serves.
 """
 
@@ -21,16 +21,16 @@ T = TypeVar("T")
 
 
 class CallLoop:
-    """An event loop in a thread of its own, which starts with the first use and ends with the process."""
+    """An event loop in a separate thread. The thread starts with the first use and ends with the process."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def wait(self, awaitable: Awaitable[T]) -> T:
-        """Await something in the loop, from another thread, and return its result.
+        """Await an awaitable in the loop, from another thread, and return its result.
 
         Raises:
-            BaseException: whatever it raised.
+            BaseException: the awaitable's exception.
         """
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
@@ -51,12 +51,12 @@ class CallLoop:
         """Load a model: in this thread or, if its `load` is a coroutine function, in the loop.
 
         Raises:
-            BaseException: whatever its `load` raised.
+            BaseException: the exception of the model's `load`.
         """
         self._finish(model.load(device))
 
     def unload(self, models: Sequence[Model]) -> None:
-        """Unload models, the last one first, even if one of them raises; each as `load`."""
+        """Unload models, the last model first, even if a model raises; coroutines are awaited as in `load`."""
         with ExitStack() as stack:
             for model in models:
                 stack.callback(self._unload, model)

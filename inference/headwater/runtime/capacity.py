@@ -1,4 +1,4 @@
-"""How many rows fit in a device's memory at once, as learnt from calls that ran out of it."""
+"""How many rows fit in a device's memory at once, learnt from calls that ran out of memory."""
 
 from __future__ import annotations
 
@@ -9,37 +9,38 @@ from typing import Final, NamedTuple
 __all__ = ["HOLDS_S", "Capacity"]
 
 HOLDS_S: Final = 300.0
-"""How long a limit holds. Then more is tried again: what else took memory may be gone."""
+"""Seconds for which a limit holds. Afterwards larger calls are tried again, because other users of the memory may have
+freed it."""
 
 
 class _Limit(NamedTuple):
     rows: int
     until_s: float
-    """On the clock of `time.monotonic`."""
+    """Time at which the limit ends, on the clock of `time.monotonic`."""
 
 
 class Capacity:
-    """The most rows in one call of each of a replica's models.
+    """The maximum number of rows in one call, for each of a replica's models.
 
-    A limit that was learnt from rows of some size holds for rows of that size and larger ones; sizes count as equal if
-    they have as many binary digits.
+    A limit learnt from rows of some size holds for rows of that size and larger rows; sizes count as equal if they have
+    as many binary digits.
 
     Args:
-        on_change: called with a text for operators and the least limit, 0 if there is none any more.
+        on_change: called with a text for operators and the smallest limit; 0 if no limit is left.
     """
 
     def __init__(self, on_change: Callable[[str, int], None] = lambda text, rows: None) -> None:
         self._on_change = on_change
         self._limits: dict[tuple[str, int], _Limit] = {}
-        """By model and binary digits of a row's bytes."""
+        """Limits by model and binary digits of a row's bytes."""
 
     @property
     def is_limited(self) -> bool:
-        """Whether there may be a limit."""
+        """Whether any limit may be known."""
         return bool(self._limits)
 
     def most(self, model: str, row_bytes: int = 0) -> int | None:
-        """The most rows in one call; None: no limit is known."""
+        """The maximum number of rows in one call; None: no limit is known."""
         if not self._limits:
             return None
         now_s = time.monotonic()
@@ -53,7 +54,7 @@ class Capacity:
         return min(found, default=None)
 
     def learn(self, model: str, failed: int, fitted: int, row_bytes: int = 0, *, what: str = "rows") -> None:
-        """Take in that a call of so many rows ran out of memory, and how many of them fitted, at least 1."""
+        """Record that a call with ``failed`` rows ran out of memory, and that ``fitted`` rows (at least 1) fit."""
         before = self.most(model, row_bytes)
         if before is not None and before <= fitted:
             return

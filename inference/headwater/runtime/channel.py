@@ -18,15 +18,15 @@ from headwater.wire.report import CallNote
 __all__ = ["StreamChannels"]
 
 PARCEL_EVERY_S: Final = 0.002
-"""How long frames gather after a parcel; each parcel costs CPU time in Triton and in its Python backend."""
+"""Seconds for which frames gather after a parcel; each parcel costs CPU time in Triton and in its Python backend."""
 LEASE_LOOKS: Final = 10
-"""How often a lease is looked at until it expires."""
+"""How often a lease is checked until it expires."""
 
 logger = logging.getLogger(__name__)
 
 
 class _Channel:
-    """One worker's channel, used in one event loop only.
+    """The channel of a worker, used in a single event loop.
 
     It exists from the first call that names it, and holds back its frames until it is opened.
     """
@@ -38,16 +38,16 @@ class _Channel:
         self._on_close = contextlib.ExitStack()
         self._entries: list[Entry] = []
         self._sent = 0
-        """Parcels sent."""
+        """Number of parcels sent."""
         self._acknowledged = 0
         self._news = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._looks_left = LEASE_LOOKS
-        """At a lease, until it has expired."""
+        """Number of checks of the lease until it expires."""
 
     def watch(self, pid: int) -> None:
-        """Close the channel when the worker's process ends, or its lease expires: the only sign, since Triton tells a
-        model of a cancellation only if it keeps asking."""
+        """Close the channel when the worker's process ends or its lease expires. There is no other sign of the worker's
+        end: Triton reports a cancellation only to a model that keeps polling for it."""
         if pid < 0:
             self._look_later()
             return
@@ -65,15 +65,15 @@ class _Channel:
         loop.add_reader(fd, self.close)
 
     def renew(self) -> None:
-        """Note that the worker has been heard."""
+        """Note that the worker has sent a message, which renews its lease."""
         self._looks_left = LEASE_LOOKS
 
     def _look_later(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(LEASE_S / LEASE_LOOKS, self._look)
 
     def _look(self) -> None:
-        """Count a look at the lease. Looks are counted, not time: what the worker sent in a pause of this process, or
-        while a callable kept its loop from running, must be read first."""
+        """Check the lease. Expiry is measured in checks, not in time: messages that the worker sent while this process
+        was paused, or while a callable blocked the loop, must be read first."""
         self._looks_left -= 1
         if self._looks_left > 0:
             self._look_later()
@@ -82,13 +82,13 @@ class _Channel:
             self.close()
 
     def add(self, stream: str, frame: Array | None) -> None:
-        """Queue a frame of a stream, or its end."""
+        """Queue a frame of a stream, or the end of the stream (None)."""
         if not self.is_closed:
             self._entries.append((stream, None if frame is None else frame.reshape(-1).data))
             self._news.set()
 
     def acknowledge(self, note: ChannelNote) -> None:
-        """Note what the worker has received."""
+        """Note the parcels and frames that the worker has received."""
         self._acknowledged = max(self._acknowledged, min(note.parcels, self._sent))
         self._news.set()
         for name, (frames, size_bytes) in note.taken.items():
@@ -115,7 +115,7 @@ class _Channel:
             self.close()
 
     def close(self) -> None:
-        """Close the channel, whose worker is gone, and cancel its streams."""
+        """Close the channel of a worker that is gone, and cancel its streams."""
         self._on_close.close()
         if self._timer is not None:
             self._timer.cancel()
@@ -137,11 +137,11 @@ class _Channel:
 
 
 class StreamChannels:
-    """The channels of one replica, one for each gateway worker."""
+    """The channels of a replica: one channel for each gateway worker."""
 
     def __init__(self) -> None:
         self._channels: dict[int, _Channel] = {}
-        """By the worker's process id, or what stands for it."""
+        """Channels by the worker's process id; a worker on another machine has a negative number instead."""
         self._streams: dict[str, StreamControl] = {}
         """Running streams by name."""
         self._relays: set[asyncio.Task[None]] = set()
@@ -149,12 +149,13 @@ class StreamChannels:
     def answers(
         self, note: CallNote, frames: Callable[[StreamControl], AsyncGenerator[Array, None]]
     ) -> AsyncGenerator[Array, None] | None:
-        """The answers to a call: its frames or, as its note says, a channel's parcels; None if there are none.
+        """The answers to a call: its frames or, if its note opens a channel, the channel's parcels. None if the call
+        itself gets no answer.
 
         Args:
             note: the call's note.
-            frames: computes the call's frames. If they go over a channel, the call ends before they are made, so they
-                must not need its tensors' memory.
+            frames: computes the call's frames. If they go over a channel, the call ends before they are computed, so
+                they must not need the memory of the call's tensors.
         """
         name, channel = note.stream, note.channel
         if note.cancel:
@@ -178,12 +179,12 @@ class StreamChannels:
         return None
 
     async def _direct(self, stream: StreamControl, frames: AsyncGenerator[Array, None]) -> AsyncGenerator[Array, None]:
-        """The frames of a stream whose call they answer, without flow control."""
+        """Yield a stream's frames as answers to its call, without flow control."""
         try:
             async with contextlib.aclosing(frames):
                 async for frame in frames:
                     yield frame
-                    del frame  # free the memory: the next one may take long
+                    del frame  # free the memory: the next frame may take long
         finally:
             del self._streams[stream.name]
 
@@ -209,7 +210,7 @@ class StreamChannels:
             del self._streams[stream.name]
 
     def _channel(self, note: ChannelNote) -> _Channel:
-        """The channel of this number, made if need be; a closed one if the worker already has a later channel."""
+        """The channel with this number, made if necessary; a closed one if the worker already has a later channel."""
         channel = self._channels.get(note.pid)
         if channel is not None and channel.number == note.number:
             channel.renew()

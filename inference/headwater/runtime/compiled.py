@@ -18,14 +18,14 @@ from headwater.signature import Signature
 __all__ = ["COMPILE", "begin_graphs", "check_compiled", "compile_modules", "compiler_problem"]
 
 COMPILE: Final = "compile"
-"""The option of every `Model` whose constructor doesn't take one of this name."""
+"""The option of every `Model` whose constructor doesn't have a parameter of this name."""
 
 
 def compile_modules(model: Model, signature: Signature, device: str, sizes: Sequence[int]) -> Sequence[int]:
-    """Replace the torch modules among a loaded model's attributes by ones that are compiled when they are called.
+    """Replace the torch modules among a loaded model's attributes by modules that are compiled when they are called.
 
     On a GPU, if the shapes of the inputs are fixed, they are compiled once for each batch size and replayed as CUDA
-    graphs; elsewhere for any batch size.
+    graphs. Otherwise they are compiled for any batch size.
 
     Args:
         model: the model.
@@ -34,7 +34,7 @@ def compile_modules(model: Model, signature: Signature, device: str, sizes: Sequ
         sizes: the batch sizes of the warm-up.
 
     Returns:
-        The batch sizes that batches must be padded to; none if any will do.
+        The batch sizes that batches must be padded to; empty if any batch size will do.
 
     Raises:
         LoadError: the model has no such modules, there is no warm-up, or the machine lacks a compiler.
@@ -55,13 +55,14 @@ def compile_modules(model: Model, signature: Signature, device: str, sizes: Sequ
     is_fixed = all(spec.datatype != "BYTES" and -1 not in spec.shape for spec in signature.inputs)
     replays = device.startswith("cuda") and is_fixed and not signature.streams
     options: dict[str, Any] = {"mode": "reduce-overhead", "dynamic": False} if replays else {}
-    # Beyond its limit torch runs the module as it is, which only its log says. The setting is per thread from 2.13 on.
+    # Beyond its limit torch runs the module uncompiled, and only its log says so. The setting is per thread from 2.13
+    # on.
     limit = max(settings.recompile_limit, 2 * len(sizes))
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
         options["recompile_limit"] = limit
     else:
         settings.recompile_limit = limit
-    for name, module in modules.items():  # not `module.compile`, which leaves torch's own classes as they are
+    for name, module in modules.items():  # `module.compile` would leave torch's classes unchanged
         setattr(model, name, torch.compile(module, **options))
     return sorted({*sizes, signature.max_batch_size}) if replays else ()
 
@@ -69,9 +70,10 @@ def compile_modules(model: Model, signature: Signature, device: str, sizes: Sequ
 def begin_graphs() -> None:
     """Begin a call of a model whose modules may be CUDA graphs, in the thread that computes it.
 
-    What the graphs of a call give keeps its memory until the next one begins: without that, each graph of a model takes
-    the memory of the one before it, whose outputs are its inputs. torch keeps graphs per thread, by itself from 2.13
-    on; before that it fails in every thread but the main one, for lack of these private attributes.
+    The results of a call's graphs keep their memory until the next call begins. Without this function, each graph of a
+    model would reuse the memory of the graph before it, whose outputs are its inputs. From version 2.13 on, torch
+    itself keeps graphs per thread. Before that, it fails in every thread except the main thread, for lack of these
+    private attributes.
     """
     import torch
     from torch._inductor.cudagraph_trees import local
@@ -83,10 +85,10 @@ def begin_graphs() -> None:
 
 
 def check_compiled() -> None:
-    """Check, after the warm-up, that something was compiled.
+    """Check, after the warm-up, that a module was compiled.
 
     Raises:
-        ReplicaError: nothing was.
+        ReplicaError: nothing was compiled.
     """
     from torch._dynamo.utils import counters
 
@@ -98,8 +100,9 @@ def check_compiled() -> None:
 
 
 def compiler_problem(title: str, device: str) -> Problem | None:
-    """What keeps torch from compiling for a device here: a compiler, or Python's headers; None if nothing does."""
-    import shutil  # which other models' hosts don't need
+    """The missing compiler, or the missing Python headers, without which torch can't compile for a device here; None if
+    both are present."""
+    import shutil  # hosts of other models don't need it
 
     on_gpu = device.startswith("cuda")
     language, variable, names = ("C", "CC", ("gcc", "clang")) if on_gpu else ("C++", "CXX", ("g++",))

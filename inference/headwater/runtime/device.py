@@ -1,4 +1,4 @@
-"""Chooses a replica's device, and recognizes errors that make it unusable or say that its memory is exhausted."""
+"""Chooses a replica's device, and recognizes errors that make it unusable or report exhausted memory."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ _OUT_OF_MEMORY: Final = re.compile(
     r"Failed to allocate memory for requested buffer|Available memory of \d+ is smaller than requested bytes)",
     re.DOTALL,
 )
-"""The wording of torch, of CUDA's libraries and of ONNX Runtime, behind the name of the exception's class."""
+"""The wording of torch, of CUDA's libraries and of ONNX Runtime, after the name of the exception's class."""
 _CUDA_ERROR: Final = re.compile(r"CUDA (?:driver )?error|CUDA failure|Triton Error \[CUDA\]|cuDNN (?:Frontend )?error")
-"""The wording of torch, of what it compiles, and of ONNX Runtime."""
+"""The wording of torch, of torch's compiled code, and of ONNX Runtime."""
 
 
 def is_out_of_memory(reason: str) -> bool:
-    """Whether an error, as its class's name and message, says that the device's memory was not enough for a call.
+    """Whether an error, given as its class's name and message, says that the device's memory did not suffice for a
+    call.
 
     The device stays usable.
     """
@@ -37,9 +38,10 @@ def is_out_of_memory(reason: str) -> bool:
 
 
 def free_memory() -> None:
-    """Give back what torch keeps of the GPU's memory for reuse: in other pieces it may suffice.
+    """Return the GPU memory that torch keeps for reuse to the driver: allocated in other pieces it may suffice.
 
-    What a failed call took is free only once its exception is, whose traceback holds it.
+    The memory of a failed call becomes free only after the call's exception is freed, because its traceback holds the
+    memory.
     """
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
@@ -47,9 +49,10 @@ def free_memory() -> None:
 
 
 def breaks_device(reason: str, device: str) -> bool:
-    """Whether a CUDA error has poisoned the context, so that every later call would fail too.
+    """Whether a CUDA error has broken the context, so that every later call would fail too.
 
-    Some CUDA errors (a wrong launch configuration, say) leave it usable, which a trial shows.
+    Some CUDA errors (a wrong launch configuration, for example) leave the context usable; a small trial computation
+    shows it.
     """
     if not _CUDA_ERROR.search(reason) or is_out_of_memory(reason):
         return False
@@ -67,7 +70,7 @@ def breaks_device(reason: str, device: str) -> bool:
 
 
 def choose_device(wanted: str, uses_torch: bool) -> str:
-    """Resolve ``auto`` and check a GPU that was asked for.
+    """Resolve ``auto``, and check that a requested GPU exists.
 
     Args:
         wanted: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
@@ -92,10 +95,10 @@ def choose_device(wanted: str, uses_torch: bool) -> str:
 
 
 def streams_of(device: str, count: int) -> Sequence[Callable[[], AbstractContextManager[Any]]]:
-    """For each of several threads the context in which it computes: on a GPU that torch uses a stream of its own, so
-    that one thread's copies overlap with what another one computes."""
+    """A context for each of several threads in which the thread computes. On a GPU that torch uses, each context is a
+    separate CUDA stream, so that the copies of a thread overlap with the computation of another thread."""
     torch: Any = sys.modules.get("torch")
     if count == 1 or torch is None or not device.startswith("cuda"):
         return [contextlib.nullcontext] * count
-    torch.cuda.synchronize(device)  # the weights are there: other streams don't wait for the one that loaded them
+    torch.cuda.synchronize(device)  # wait for the weights: other streams don't wait for the stream that loaded them
     return [partial(torch.cuda.stream, torch.cuda.Stream(device)) for _ in range(count)]

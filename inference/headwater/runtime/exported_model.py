@@ -1,4 +1,4 @@
-"""A model that is a file of torch.export, an exported program: ``torch:PATH`` in a configuration."""
+"""A model in a file of torch.export, an exported program: ``torch:PATH`` in a configuration."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _EXPORT: str = (
 
 
 class _Port(NamedTuple):
-    """One of the program's inputs or outputs."""
+    """An input or output of the program."""
 
     place: int
-    """Its index among the program's arguments or results, constants included."""
+    """Index among the program's arguments or results, constants included."""
     tensor: Tensor
     is_flat: bool
     """Whether the program's shape is [n], which is declared as [n, 1]; without a batch axis: whether it is a scalar,
@@ -36,21 +36,21 @@ class _Port(NamedTuple):
 class ExportedModel(Model):
     """An exported program as a model, with the program's arguments and results.
 
-    The first dimension of each is the batch axis. If it is fixed to 1 in all, or bounded, the program is run with so
-    many rows at most. Other dynamic dimensions vary between requests. A tensor of one dimension, [n], is declared as
-    [1]. Inputs have the names of the arguments; outputs those of the keys of a dict, or ``output``, or ``output_0`` and
-    so on in a tuple. Results that are no tensors but constants are left out.
+    The first dimension of each input and output is the batch axis. If it is fixed to 1 in all of them, or bounded, the
+    program is run with at most that many rows. Other dynamic dimensions vary between requests. A tensor of one
+    dimension, [n], is declared as [1]. Inputs have the names of the arguments. Outputs have the names of the keys of a
+    dict, or ``output``, or ``output_0`` and so on in a tuple. Results that are constants instead of tensors are left
+    out.
 
     Args:
         path: the file.
         rename: maps names of inputs and outputs to names in requests.
-        has_batch_axis: if not, a row is one run with tensors of the program's own shapes, and a scalar is declared as
-            [1].
-        is_stateful: whether its calls may change its own tensors.
+        has_batch_axis: if not, a row is one run with tensors of the program's shapes, and a scalar is declared as [1].
+        is_stateful: whether calls may change the program's tensors.
 
     Raises:
-        LoadError: torch can't read the file, an input or output can't be served, or it has state that isn't meant; the
-            message names it.
+        LoadError: torch can't read the file, an input or output can't be served, or it has state although
+            ``is_stateful`` is false; the message names it.
     """
 
     arrays = "torch"
@@ -73,7 +73,7 @@ class ExportedModel(Model):
         self._title = f"model torch:{path}"
         try:
             self._program = program = torch.export.load(path)
-        except Exception as error:  # its errors have no common base class
+        except Exception as error:  # torch's errors have no common base class
             text = " ".join(str(error).split())[:300]
             raise self._error(
                 f"torch {torch.__version__} can't read it: {type(error).__name__}: {text}",
@@ -89,9 +89,9 @@ class ExportedModel(Model):
         in_names = [getattr(arg, "name", "") for arg in taken]
         out_names = _result_names(program.call_spec.out_spec, len(given))
         self._constants = [getattr(arg, "value", None) for arg in taken]
-        """What the program was exported with, for arguments that are no tensors."""
+        """Values with which the program was exported, for arguments that are not tensors."""
         self._most: int | None = None
-        """How many rows one run takes at most; None: any number."""
+        """Maximum number of rows in a run; None: any number."""
         self._batch: set[Any] = set()
         """The symbols of the batch axis."""
         self._named = new_names(self._title, rename, [name for name in (*in_names, *out_names) if name])
@@ -113,7 +113,7 @@ class ExportedModel(Model):
         self._check_there("input", self._inputs)
         self._check_there("output", self._outputs)
         self._in_spec = program.call_spec.in_spec
-        # Other models declare these in their class; here the file does.
+        # Other models declare these in their class; here the file declares them.
         self.inputs = tuple(port.tensor for port in self._inputs)  # type: ignore[misc]
         self.outputs = tuple(port.tensor for port in self._outputs)  # type: ignore[misc]
         self.__doc__ = f"The exported program {path.name}."
@@ -129,10 +129,10 @@ class ExportedModel(Model):
         self._program = None
 
     def end_warm_up(self) -> None:
-        """Look for state, or begin anew with the file's.
+        """Check that no call changed the program's state or, for a stateful model, restore the file's state.
 
         Raises:
-            LoadError: a call has changed a buffer, which isn't meant; the message names it.
+            LoadError: a call has changed a buffer although the model isn't stateful; the message names the buffer.
         """
         names = changed(self._buffers, self._before)
         if names and not self.is_stateful:
@@ -145,8 +145,8 @@ class ExportedModel(Model):
         """Compute all outputs.
 
         Raises:
-            BadOutput: in a program that takes a bounded number of rows, an output has not as many as went in, or rows
-                of several runs differ in shape.
+            BadOutput: in a program that takes a bounded number of rows, an output has another number of rows than the
+                inputs, or rows of several runs differ in shape.
         """
         arrays = [inputs[port.tensor.name] for port in self._inputs]
         rows = len(arrays[0])
@@ -205,15 +205,15 @@ class ExportedModel(Model):
             raise self._error(f"{where}, shape: expected a batch axis of any size, got {symbol}", fix)
         self._batch.add(symbol)
         bounds = self._program.range_constraints[symbol]
-        if bounds.lower > 2:  # torch.export says 2 where it means 0
+        if bounds.lower > 2:  # torch.export reports 2 for a lower bound of 0
             reason = f"{where}, shape: expected a batch axis of any size, got at least {bounds.lower}"
             raise self._error(reason, f"{fix}, without `min`")
         if bounds.upper.is_Integer:
             self._most = min(self._most or int(bounds.upper), int(bounds.upper))
 
     def _check_batch_axis(self, inputs: Sequence[tuple[str, Any]]) -> None:
-        """Check that no input's first dimension is 1 beside another's that is dynamic: what is joined along the latter
-        may be the steps of one sequence."""
+        """Check that the inputs' first dimensions are not partly 1 and partly dynamic. Otherwise the dynamic dimension,
+        along which rows would be joined, may be the steps of a sequence instead of the batch axis."""
         fixed = [name for name, value in inputs if _shape_of(value)[:1] == (1,)]
         dynamic = [name for name, value in inputs if _shape_of(value) and name not in fixed]
         if fixed and dynamic:
@@ -253,7 +253,7 @@ class ExportedModel(Model):
         return self._declared(kind, place, name, datatype, others)
 
     def _declared(self, kind: str, place: int, name: str, datatype: str, shape: Sequence[Any]) -> _Port:
-        """An input or output whose rows have this shape."""
+        """An input or output with rows of this shape."""
         dims = [dim if isinstance(dim, int) else -1 for dim in shape]
         try:
             tensor = Tensor(self._named.get(name, served_name(name)), datatype, dims or [1])
@@ -272,12 +272,12 @@ class ExportedModel(Model):
 
 
 def _shape_of(value: Any) -> Sequence[Any]:
-    """A tensor's dimensions, ints or symbols; empty for anything else."""
+    """A tensor's dimensions, ints or symbols; empty for other values."""
     return tuple(getattr(value, "shape", ()))
 
 
 def _result_names(spec: Any, count: int) -> list[str]:
-    """A name for each of a program's results: its keys in dicts, and its places in lists."""
+    """A name for each of a program's results: its keys in dicts, and its indices in lists."""
     from torch.utils import _pytree
 
     paths, _ = _pytree.tree_flatten_with_path(_pytree.tree_unflatten(list(range(count)), spec))

@@ -56,13 +56,13 @@ def text_of(error: BaseException) -> str:
 
 
 class CallFailed(ModelError):
-    """All rows of a call fail with this message as it is; retrying with fewer rows would not help."""
+    """All rows of a call fail with exactly this message; retrying with fewer rows would not help."""
 
 
 class Failures(FailureLog):
-    """Turns a model's exceptions into row reports, besides logging them.
+    """Turns a model's exceptions into row reports, and logs them.
 
-    `where` is the prefix of the messages; `on_broken` is called once the device is unusable; the replica then ends.
+    `where` is the prefix of the messages. `on_broken` is called once the device is unusable; the replica then ends.
     """
 
     def __init__(self, device: str, on_broken: Callable[[str], None], where: str = "") -> None:

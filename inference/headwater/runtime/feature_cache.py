@@ -1,4 +1,4 @@
-"""Rows of a step's outputs that a fused replica keeps, on its device, by what they were computed from."""
+"""A fused replica's cache of a step's output rows, on the step's device, keyed by the inputs of each row."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from headwater.wire.frame import CacheCount
 __all__ = ["FeatureCache"]
 
 ROW_BYTES: Final = 1024
-"""What Python and torch take for a row without its data: at most so much."""
+"""Upper bound of the memory that Python and torch take for a row, without its data."""
 THREAD_BYTES: Final = 256 * 1024
-"""Inputs from this size on are hashed in a thread: it takes a quarter of a millisecond."""
+"""Inputs from this size on are hashed in a thread, because hashing them takes a quarter of a millisecond."""
 
 
 class _Row(NamedTuple):
     values: Mapping[str, Any]
-    """By output, with a batch axis of 1."""
+    """Values by output, with a batch axis of 1."""
     size_bytes: int
     ends_s: float
 
 
 class FeatureCache:
-    """Keeps rows within a number of bytes: the least recently used go first.
+    """Caches rows up to a number of bytes, and evicts the least recently used rows first.
 
-    Rows are independent, as everywhere, so of a batch only those are computed that aren't there. Where a dimension of
-    the outputs varies, rows fit together only if they have the same: then those that are there are used if they are
-    the whole batch, and fit.
+    Rows are independent, as everywhere, so only the rows of a batch that are not cached are computed. Where a dimension
+    of the outputs varies, rows can be joined only if the dimension is equal in all of them. Then cached rows are used
+    only if the whole batch is cached with equal shapes.
 
     Args:
-        planned: the step, with its ``cache``; it reads nothing but the pipeline's inputs.
+        planned: the step, with its ``cache``; it reads only the pipeline's inputs.
     """
 
     def __init__(self, planned: PlannedStep) -> None:
@@ -57,13 +57,13 @@ class FeatureCache:
         self._count = CacheCount()
 
     def counted(self) -> CacheCount:
-        """What happened since the last call of this."""
+        """The counts since the last call of this method."""
         count, self._count = self._count, CacheCount()
         count.size_bytes = self._size_bytes
         return count
 
     async def run(self, step: Step, given: Given) -> Made:
-        """As `Step.run`, with the rows that are there; no more than one at a time. A warm-up leaves nothing."""
+        """Like `Step.run`, with cached rows. Callers make one call at a time. A warm-up doesn't use the cache."""
         if given.is_warmup:
             return await step.run(given)
         if sum(array.nbytes for array in given.inputs.values()) < THREAD_BYTES:
@@ -87,9 +87,10 @@ class FeatureCache:
         return _completed(made, missing, found)
 
     def _keys(self, given: Given) -> list[bytes]:
-        """For each row what stands for all that its outputs depend on.
+        """The cache key of each row: a digest of everything that the row's outputs depend on.
 
-        A digest with a secret key: whoever could make two rows with the same one would read another's features.
+        The digest uses a secret key, because a client who could make two rows with the same digest could read another
+        client's features.
         """
         inputs = sorted(given.inputs.items())
         batch = [(name, given.parameters[name]) for name, per in self._parameters if per == "batch"]
@@ -149,7 +150,7 @@ def _size_bytes(value: Any) -> int:
 
 
 def _fit(found: Sequence[_Row | None]) -> bool:
-    """Whether all rows are there, and their values can be joined."""
+    """Whether all rows are cached, and their values can be joined."""
     shapes = [None if row is None else {name: value.shape for name, value in row.values.items()} for row in found]
     return None not in shapes and all(one == shapes[0] for one in shapes)
 
@@ -165,7 +166,7 @@ def _part(given: Given, rows: Sequence[int]) -> Given:
 
 
 def _completed(made: Made, missing: Sequence[int], found: Sequence[_Row | None]) -> Made:
-    """The result for all rows, from that of those which were missing."""
+    """The result for all rows: the computed result of the missing rows together with the cached rows."""
     places = {missing[row]: place for place, row in enumerate(made.good)}
     good = [row for row, one in enumerate(found) if one is not None or row in places]
 
@@ -174,7 +175,7 @@ def _completed(made: Made, missing: Sequence[int], found: Sequence[_Row | None])
         return made.values[name][places[row] : places[row] + 1] if one is None else one.values[name]
 
     names = next(one.values for one in found if one is not None)
-    # A copy also of one row alone: a head may write into its input.
+    # Copy even a single row: a head may write into its input.
     values = {
         name: settled(joined([value(row, name) for row in good]) if len(good) > 1 else copied(value(good[0], name)))
         for name in names

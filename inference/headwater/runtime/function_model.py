@@ -1,4 +1,4 @@
-"""A model that is a plain function, ``module:function`` in a configuration, with tensors that its options declare."""
+"""A model that is a plain function, ``module:function`` in a configuration; the options declare its tensors."""
 
 from __future__ import annotations
 
@@ -58,14 +58,15 @@ class _AsyncGenerator(FunctionModel):
 
 
 def open_function(reference: str, function: Callable[..., Any], options: Mapping[str, Any]) -> FunctionModel:
-    """Make a model of a function, plain or async, or a generator that streams.
+    """Make a model of a function, plain or async, or of a generator that streams.
 
     Its arguments are the inputs by name, numpy arrays with the batch axis first, or torch tensors with the option
-    ``arrays: torch``. It returns or yields a dict of arrays by output name, or one array if there is one output.
+    ``arrays: torch``. It returns or yields a dict of arrays by output name, or a single array if there is only one
+    output.
 
     Args:
-        reference: the configuration's.
-        function: what that names.
+        reference: the configuration's reference, for messages.
+        function: the function that the reference names.
         options: ``inputs``, ``outputs`` and ``arrays``.
 
     Raises:

@@ -29,7 +29,7 @@ __all__ = ["FusedPipeline"]
 logger = logging.getLogger(__name__)
 
 WAIT_FOR_NEXT_S = 0.002
-"""How long an answer waits for the next one; each frame costs CPU time in Triton and in its Python backend."""
+"""Seconds that an answer waits for the next answer; each frame costs CPU time in Triton and in its Python backend."""
 
 
 class FusedPipeline:
@@ -43,7 +43,7 @@ class FusedPipeline:
         watch: the context in which each call of a model runs.
         capacity: how many rows fit in the device's memory.
         sizes: see `Step`, by step.
-        wait_for_next_s: how long an answer that is ready waits for the next one, to share its frame.
+        wait_for_next_s: seconds that an answer that is ready waits for the next answer, to share a frame with it.
     """
 
     def __init__(
@@ -61,10 +61,10 @@ class FusedPipeline:
         self._plan = plan
         self._heads = [head.name for head in plan.signature.heads]
         self._ancestors = {head: frozenset(plan.needed([head])) for head in self._heads}
-        # One thread: models expect one call at a time, and torch's modes are per thread.
+        # A single thread: models expect one call at a time, and torch's modes are per thread.
         executor = ThreadPoolExecutor(1, thread_name_prefix="steps")
         capacity = capacity or Capacity()
-        # A plain model that streams is no step to its clients.
+        # A plain model that streams is called a model in messages: clients don't know that it is a step.
         kind = "model" if [step.name for step in plan.steps] == [plan.signature.name] else "step"
         self.steps = {
             planned.name: Step(
@@ -80,10 +80,10 @@ class FusedPipeline:
         self._pace = Pace(wait_for_next_s)
         self._channels = StreamChannels()
         self._held_rows = 0
-        """Rows that it has, computed or waiting for their turn."""
+        """Rows that the replica holds, computing or waiting for their turn."""
 
     async def handle(self, requests: Sequence[TritonRequest]) -> AsyncGenerator[list[dict[str, Array]], None]:
-        """Answer one Triton request with frames, a channel's parcels, or nothing, depending on its note."""
+        """Answer a Triton request with frames, with a channel's parcels, or with nothing, depending on its note."""
         (request,) = requests  # the model is bound without Triton's batcher
         try:
             part = read_request(self._plan.signature, request)
@@ -99,10 +99,10 @@ class FusedPipeline:
                     yield [{FRAME: answer}]
 
     async def _frames(self, part: Part, control: StreamControl) -> AsyncGenerator[Array, None]:
-        """A request's frames.
+        """The frames of a request.
 
-        It raises no exception, since a traceback would be the answer. An unexpected error fails all rows of the heads
-        that have not answered yet.
+        The generator raises no exception, because the answer would be a traceback. An unexpected error fails all rows
+        of the heads that have not answered yet.
         """
         run: BatchRun | None = None
         rows = part.rows
@@ -117,7 +117,7 @@ class FusedPipeline:
             async with contextlib.aclosing(frames):
                 async for frame in frames:
                     yield frame
-                    del frame  # free the memory: the next one may take long
+                    del frame  # free the memory: the next frame may take long
         except Exception as error:
             report = _report_of(error)
             yield self._refusal(rows, report) if run is None else run.failed(report)
@@ -125,7 +125,7 @@ class FusedPipeline:
             self._held_rows -= rows
 
     def _refusal(self, rows: int, report: RowReport) -> Array:
-        """A frame that fails all rows of all heads with one report."""
+        """A frame that fails all rows of all heads with the same report."""
         failures = [(row, int(report.status), report.message) for row in range(rows)]
         pieces = [Piece(head, rows, 0, failures) for head in self._heads]
         return encode_frame(Frame(pieces, []), [])

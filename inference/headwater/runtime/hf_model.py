@@ -24,7 +24,7 @@ _CLASSES: Final[Mapping[Task, tuple[str, str]]] = {
     "feature-extraction": ("tokens", "FeatureExtraction"),
     "automatic-speech-recognition": ("speech", "SpeechRecognition"),
 }
-"""The module in `headwater.hf` for a task, and its class."""
+"""The module in `headwater.hf` for a task, and the task's class."""
 
 _ALSO_NEEDED: Final[Mapping[Task, Sequence[str]]] = {
     "sentence-similarity": ["sentence_transformers"],
@@ -35,7 +35,7 @@ _ALSO_NEEDED: Final[Mapping[Task, Sequence[str]]] = {
 def open_model(path: str, options: Mapping[str, Any], search: Sequence[str] = ()) -> Model:
     """Find a Hugging Face folder, as `find_path` does, and make a model of it, not yet loaded.
 
-    The task is the option ``task``, or what the folder's configuration says; the other options are the task's.
+    The task is the option ``task``, or the task in the folder's configuration; the other options are the task's.
 
     Raises:
         LoadError: there is no such folder, its task is not served, or there is no such option.

@@ -21,11 +21,11 @@ from headwater.user_folders import user_folders
 __all__ = ["asks_compile", "construct", "import_for", "load_model", "wrong_options"]
 
 _EXTRAS: Final = {"torch": "torch", "transformers": "lm", "safetensors": "lm", "onnxruntime": "onnx", "scipy": "hf"}
-"""The server's extra that has a package which models often import."""
+"""For packages that models often import: the server's extra that contains the package."""
 
 
 def _find(reference: str) -> object:
-    """What ``module:Class`` names; raises as `load_model`."""
+    """The object that ``module:Class`` names; raises `LoadError` like `load_model`."""
     title = f"model {reference}"
     module_name, separator, class_name = reference.partition(":")
     if not separator or not module_name or not class_name:
@@ -47,7 +47,7 @@ def _find(reference: str) -> object:
 
 
 def _checked_class(reference: str, found: object) -> type[Model]:
-    """What a reference names, if it is a model's class."""
+    """The object that a reference names, checked to be a model's class."""
     title, class_name = f"model {reference}", reference.rpartition(":")[2]
     if not inspect.isclass(found) or not issubclass(found, Model):
         if hasattr(found, "__wrapped__") and not inspect.isclass(found):
@@ -96,7 +96,7 @@ def asks_compile(cls: type[Model], options: Mapping[str, Any]) -> bool:
 
 
 def _takes_compile(cls: type[Model]) -> bool:
-    """Whether the constructor has a parameter of this name, which is then the user's own option."""
+    """Whether the constructor has a parameter named `COMPILE`. The option then belongs to the user's model."""
     try:
         return COMPILE in inspect.signature(cls).parameters
     except (TypeError, ValueError):  # a constructor not written in Python
@@ -104,7 +104,7 @@ def _takes_compile(cls: type[Model]) -> bool:
 
 
 def construct(cls: type[Model], options: Mapping[str, Any]) -> Model:
-    """Construct a model with a deployment's options, less `COMPILE`.
+    """Construct a model with a deployment's options, except `COMPILE`.
 
     Raises:
         ReplicaError: an option is unknown or missing, or the constructor raised; the message names it.
@@ -132,8 +132,8 @@ def load_model(reference: str, options: Mapping[str, Any], search: Sequence[str]
 
     Args:
         reference: ``module:Class``, ``module:function``, or one of `PATH_KINDS` with its path.
-        options: keyword arguments of the constructor; of a function and of a path, what its kind knows.
-        search: folders in which a relative path is looked for, besides the working folder.
+        options: keyword arguments of the constructor; for a function or a path, the options of its kind.
+        search: folders in which a relative path is searched, besides the working folder.
 
     Raises:
         ReplicaError: the model can't be made; the message says why and how to fix it.
@@ -156,7 +156,7 @@ def load_model(reference: str, options: Mapping[str, Any], search: Sequence[str]
 
         return open_torch(path, options, search)
     found = _find(reference)
-    if type(found) is FunctionType:  # not what only claims to be one, as decorators' objects do
+    if type(found) is FunctionType:  # by `type`, because decorators' objects only claim to be functions
         from headwater.runtime.function_model import open_function
 
         return open_function(reference, found, options)
@@ -193,7 +193,7 @@ def _missing_module(title: str, wanted: str, error: ModuleNotFoundError) -> Prob
 def wrong_options(
     title: str, takes: Collection[inspect.Parameter], options: Mapping[str, Any]
 ) -> Problem | None:  # fmt: skip
-    """All faults of options that are passed as keyword arguments; None if there are none."""
+    """All faults of options that are passed as keyword arguments, or None if all options are correct."""
     reasons: list[str] = []
     fixes: list[str] = []
     named = [one.name for one in takes if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]

@@ -1,7 +1,7 @@
-"""Which of their own values files of torch change when they are called: state that requests would share.
+"""Finds values of a file of torch that change when the file is called: state that requests would share.
 
 `script_writes` and `program_writes` read a file's graph: an operator's schema says which arguments it writes into, and
-which results are views of arguments. `changed` looks at buffers after calls.
+which results are views of arguments. `changed` compares buffers after calls.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 __all__ = ["STATEFUL", "asks_stateful", "changed", "copies", "program_writes", "script_writes", "state_problem"]
 
 STATEFUL: Final = "stateful"
-"""The option that says that the state is meant."""
+"""The option that declares that the state is intended."""
 
 _STATISTICS: Final = ("running_mean", "running_var")
-"""Arguments that norms write into while they are in training mode, though no schema says so."""
+"""Arguments that norms write into in training mode, although no schema says so."""
 
 
 def asks_stateful(title: str, options: Mapping[str, Any]) -> bool:
@@ -38,7 +38,7 @@ def asks_stateful(title: str, options: Mapping[str, Any]) -> bool:
 
 
 def state_problem(title: str, names: Iterable[str]) -> Problem:
-    """Why a file that changes these of its values isn't served."""
+    """The problem of a file that changes these values, so that it isn't served."""
     listed = ", ".join(map(repr, names))
     return Problem(
         title,
@@ -82,7 +82,7 @@ def program_writes(program: torch.export.ExportedProgram) -> list[str]:
 
 
 def _graph_writes(graph: torch.fx.GraphModule, paths: dict[Any, str]) -> Iterator[str]:
-    """What a graph writes into, of the values that `paths` names; those that are views are added to it."""
+    """Names of the values in `paths` that a graph writes into. Nodes that are views of them are added to `paths`."""
     from torch.fx import GraphModule, Node
 
     for node in graph.graph.nodes:
@@ -97,7 +97,7 @@ def _graph_writes(graph: torch.fx.GraphModule, paths: dict[Any, str]) -> Iterato
             if sources := [paths[value] for value in _viewed(schema, given) if value in paths]:
                 paths[node] = sources[0]
             continue
-        # A region with another gradient mode, or a branch, is a graph of its own.
+        # A region with another gradient mode, or a branch, is a separate graph.
         given_nodes = [value for value in node.all_input_nodes if value.op != "get_attr"]
         for inner in node.all_input_nodes:
             target = getattr(graph, str(inner.target), None) if inner.op == "get_attr" else None
@@ -109,14 +109,14 @@ def _graph_writes(graph: torch.fx.GraphModule, paths: dict[Any, str]) -> Iterato
 
 
 def _written(schema: Any, given: Mapping[str, Any], is_training: bool) -> list[Any]:
-    """The arguments, by name, that an operator writes into."""
+    """The arguments that an operator writes into."""
     names = [one.name for one in schema.arguments if one.alias_info is not None and one.alias_info.is_write]
     names += _STATISTICS if is_training else ()
     return [given[name] for name in names if _is_value(given.get(name))]
 
 
 def _viewed(schema: Any, given: Mapping[str, Any]) -> list[Any]:
-    """The arguments, by name, of which an operator's results are views or elements."""
+    """The arguments that an operator's results are views or elements of."""
     sets = set[str]().union(*(one.alias_info.before_set for one in schema.returns if one.alias_info is not None))
     return [
         given[one.name]
@@ -127,18 +127,18 @@ def _viewed(schema: Any, given: Mapping[str, Any]) -> list[Any]:
 
 
 def _is_value(given: Any) -> bool:
-    """Whether an argument is a graph's value, and no constant, list or missing."""
+    """Whether an argument is a value of the graph, and not a constant, a list or missing."""
     return isinstance(given, str) or type(given).__name__ == "Node"
 
 
 @functools.cache
 def _schema(text: str) -> Any:
-    """An operator's schema; None if it is one that its own parser doesn't read."""
+    """An operator's schema; None if torch's parser can't read it."""
     import torch
 
     try:
         return torch._C.parse_schema(text)
-    except RuntimeError:  # buffers are compared after the warm-up, too
+    except RuntimeError:  # writes are still found, because buffers are compared after the warm-up
         return None
 
 
@@ -182,7 +182,7 @@ class _ScriptGraph:
             self._constants[value] = False
 
     def _read_if(self, node: Any) -> None:
-        """Read the blocks of an ``if``, but none that is never entered."""
+        """Read the blocks of an ``if``, except a block that is never entered."""
         then, otherwise = node.blocks()
         condition = self._constants.get(next(node.inputs()).debugName())
         blocks = [then, otherwise] if condition is None else [then if condition else otherwise]
@@ -195,7 +195,7 @@ class _ScriptGraph:
             self._alias(output.debugName(), results)
 
     def _read_loop(self, node: Any) -> None:
-        """Read the block of a loop, whose values are those before the loop or of its last turn."""
+        """Read the block of a loop. Its values are the values before the loop, or the values of its last iteration."""
         (block,) = node.blocks()
         before = [value.debugName() for value in node.inputs()][2:]
         inside = [value.debugName() for value in block.inputs()][1:]

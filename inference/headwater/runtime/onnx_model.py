@@ -30,7 +30,7 @@ __all__ = ["OnnxModel", "open_model"]
 CUDA: Final = "CUDAExecutionProvider"
 CPU: Final = "CPUExecutionProvider"
 FATAL: Final = 4
-"""ONNX Runtime's log level: it also raises whatever is less than fatal."""
+"""ONNX Runtime's log level for fatal messages only: it raises less severe errors as exceptions, too."""
 
 _DATATYPES: Final = {
     "bool": "BOOL",
@@ -40,16 +40,16 @@ _DATATYPES: Final = {
     "double": "FP64",
     "string": "BYTES",
 }
-"""Datatypes by ONNX Runtime's name; it has no numpy form of bfloat16."""
+"""Datatypes by ONNX Runtime's name; ONNX Runtime has no numpy form of bfloat16."""
 
 _PREFIX: Final = re.compile(
     r"\[ONNXRuntimeError\] : \d+ : (\w+) : (?:Load model from .*? failed:)?(?:/\S+:\d+ .*?\) (?=[A-Z]))?"
 )
-"""The prefix of its messages: code, file, and sometimes the line and function of its own source."""
+"""The prefix of ONNX Runtime's messages: code, file, and sometimes the line and function in its source code."""
 
 
 class _Port(NamedTuple):
-    """One of the file's inputs or outputs."""
+    """An input or output of the file."""
 
     onnx_name: str
     tensor: Tensor
@@ -63,15 +63,15 @@ class _Port(NamedTuple):
 class OnnxModel(Model):
     """An ONNX file as a model, with the file's inputs and outputs.
 
-    The first dimension of each is the batch axis. If it is fixed to 1 in all inputs, the file is run once per row.
-    Other dimensions without a fixed size vary between requests. A tensor of one dimension, [n], is declared as [1].
-    Strings travel as UTF-8. In names, each run of characters that the protocol doesn't allow becomes ``_``:
-    ``input:0`` becomes ``input_0``, and ``/a/b`` becomes ``_a_b``.
+    The first dimension of each input and output is the batch axis. If it is fixed to 1 in all inputs, the file is run
+    once per row. Other dimensions without a fixed size vary between requests. A tensor of one dimension, [n], is
+    declared as [1]. Strings travel as UTF-8. In names, each run of characters that the protocol doesn't allow becomes
+    ``_``: ``input:0`` becomes ``input_0``, and ``/a/b`` becomes ``_a_b``.
 
     Args:
         path: the file.
         rename: maps names of inputs and outputs in the file to names in requests.
-        has_batch_axis: if not, a row is one run with tensors of the file's own shapes, and a scalar is declared as [1].
+        has_batch_axis: if not, a row is one run with tensors of the file's shapes, and a scalar is declared as [1].
 
     Raises:
         LoadError: ONNX Runtime can't read the file, or an input or output can't be served; the message names it.
@@ -94,7 +94,7 @@ class OnnxModel(Model):
         if has_batch_axis:
             self._check_batch_axis()
         self._row_by_row = not has_batch_axis or any(port.takes_one_row for port in (*self._inputs, *self._outputs))
-        # Other models declare these in their class; here the file does.
+        # Other models declare these in their class; here the file declares them.
         self.inputs = tuple(port.tensor for port in self._inputs)  # type: ignore[misc]
         self.outputs = tuple(port.tensor for port in self._outputs)  # type: ignore[misc]
         self.__doc__ = _description(path, session.get_modelmeta())
@@ -118,7 +118,7 @@ class OnnxModel(Model):
             )
         onnxruntime.preload_dlls()  # finds the CUDA libraries that are installed as Python packages
         index = int(device.partition(":")[2] or 0)
-        # By default each new shape of a convolution's input is measured with every algorithm.
+        # By default ONNX Runtime times every algorithm for each new shape of a convolution's input.
         session = self._open([(CUDA, {"device_id": index, "cudnn_conv_algo_search": "HEURISTIC"}), CPU])
         if CUDA not in session.get_providers():  # ONNX Runtime only logs the failure and falls back to the CPU
             raise self._error(
@@ -132,7 +132,8 @@ class OnnxModel(Model):
 
         Raises:
             BadInput: a string is not UTF-8.
-            BadOutput: in a file that is run once per row, an output has not exactly one row, or rows differ in shape.
+            BadOutput: in a file that is run once per row, an output does not have exactly one row, or rows differ in
+                shape.
         """
         feed = {port.onnx_name: _fed(port, inputs[port.tensor.name]) for port in self._inputs}
         names = [port.onnx_name for port in self._outputs]
@@ -158,16 +159,17 @@ class OnnxModel(Model):
                 names, {name: array[row : row + 1] for name, array in feed.items()}
             )
             return outputs
-        # With an ellipsis a scalar is an array, too.
+        # The ellipsis makes a scalar an array, too.
         results = self._session.run(names, {name: array[row, ...] for name, array in feed.items()})
         return [np.asarray(result)[np.newaxis] for result in results]
 
     def _check_batch_axis(self) -> None:
-        """Check that no first dimension which is 1 stands beside an input's that is dynamic: what is joined along the
-        latter may be the steps of one sequence.
+        """Check that the first dimensions of the file's inputs and outputs are not partly 1 and partly dynamic.
+        Otherwise the dynamic dimension, along which rows would be joined, may be the steps of a sequence instead of the
+        batch axis.
 
         Raises:
-            LoadError: there are both.
+            LoadError: an input or output has the first dimension 1, and an input has a dynamic first dimension.
         """
         dynamic = [port.onnx_name for port in self._inputs if not port.takes_one_row]
         ports = [("input", port) for port in self._inputs] + [("output", port) for port in self._outputs]
@@ -196,7 +198,7 @@ class OnnxModel(Model):
             options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
         try:
             return onnxruntime.InferenceSession(str(self._path), options, providers=providers)
-        except Exception as error:  # its errors have no common base class
+        except Exception as error:  # ONNX Runtime's errors have no common base class
             raise self._error(*_unreadable(str(error), onnxruntime.__version__)) from error
 
     def _ports(self, kind: str, nodes: Sequence[Any], named: Mapping[str, str]) -> list[_Port]:
@@ -281,7 +283,7 @@ def _unreadable(message: str, version: str) -> tuple[str, str]:
 
 
 def _threads() -> int:
-    """The value of ``OMP_NUM_THREADS``; 0, one thread per core, if it isn't set."""
+    """The value of ``OMP_NUM_THREADS``. If it isn't set: 0, which means one thread per core."""
     first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return int(first) if first.isdecimal() else 0
 
@@ -304,7 +306,7 @@ def _decoded(name: str, array: Array) -> Array:
         try:
             texts[index] = element.decode()
         except UnicodeDecodeError as error:
-            # Isolation retries the failing row alone, whose index, then 0, means nothing to the client.
+            # Isolation retries the failing row alone; its index is then 0, which means nothing to the client.
             row = f", row {index * len(array) // array.size}" if len(array) > 1 else ""
             raise BadInput(
                 f"input {name!r}{row}: expected UTF-8, got byte 0x{element[error.start]:02x} at position {error.start}"

@@ -1,6 +1,6 @@
-"""Checks what a PyTriton script binds, and what its functions return.
+"""Checks the models that a PyTriton script binds, and the results of its functions.
 
-A configuration is a ``TritonModelConfig``, whose inputs and outputs are ``TensorSpec``, both of
+A configuration is a ``TritonModelConfig`` with inputs and outputs of type ``TensorSpec``; both classes are in
 ``pytriton.model_config.triton_model_config``.
 """
 
@@ -18,10 +18,10 @@ __all__ = ["check_config", "check_responses", "declared"]
 
 
 def check_config(config: Any) -> None:
-    """Check what PyTriton would check when a model is bound.
+    """Check everything that PyTriton would check when a model is bound.
 
     Raises:
-        DeclarationError: a field is invalid; the message names all of them.
+        DeclarationError: fields are invalid; the message names all of them.
     """
     faults = [f"{kind}: expected at least one" for kind in ("inputs", "outputs") if not getattr(config, kind)]
     faults += [f"output {spec.name!r}: expected optional=False, got True" for spec in config.outputs if spec.optional]
@@ -46,7 +46,7 @@ def declared(spec: Any) -> Tensor:
             f"tensor {spec.name!r}: expected a type of numpy's and a tuple of integers, got {got}: {error}"
         ) from error
     datatype = "BYTES" if dtype.kind in "SO" else next((n for n, d in DATATYPES.items() if d.numpy == dtype), "")
-    if not datatype or spec.dtype is None:  # which numpy takes for float64
+    if not datatype or spec.dtype is None:  # numpy takes None for float64
         raise DeclarationError(
             f"tensor {spec.name!r}, dtype: expected np.bool_, a numpy integer, np.float16, np.float32, np.float64, "
             f"np.bytes_ or object, got {spec.dtype!r}"
@@ -55,16 +55,17 @@ def declared(spec: Any) -> Tensor:
 
 
 def check_responses(config: Any, responses: Any, requests: int, *, strict: bool) -> None:
-    """Check what a function returned for a call.
+    """Check the result of a function for a call.
 
     Args:
-        config: the model's.
-        responses: what the function returned.
-        requests: the requests of the call.
+        config: the model's configuration.
+        responses: the function's result.
+        requests: number of requests in the call.
         strict: whether outputs must have the declared types and shapes.
 
     Raises:
-        ValueError: it isn't a list of a dict of arrays for each request; or strictly, an output isn't as declared.
+        ValueError: the result isn't a list with a dict of arrays for each request; or, with ``strict``, an output isn't
+            as declared.
     """
     name = config.model_name
     if not isinstance(responses, list) or not all(isinstance(response, dict) for response in responses):
@@ -97,7 +98,7 @@ def _check_declared(title: str, spec: Any, value: Any, *, batching: bool) -> Non
     """Check an output against its declaration.
 
     Raises:
-        ValueError: it has another type or shape; in PyTriton's words, which clients may know.
+        ValueError: the output has another type or shape. The message has PyTriton's wording, which clients may know.
     """
     if spec is None:
         raise ValueError(f"{title} is not defined in model config.")

@@ -1,8 +1,8 @@
 """A model that a PyTriton script binds: ``pytriton:SCRIPT`` or ``pytriton:SCRIPT:NAME`` in a configuration.
 
-The bound function gets what PyTriton would give it, a list of ``Request``, one for each client's request in the call.
-What is imported of ``pytriton`` here is PyTriton's, or the stand-in's where PyTriton isn't installed: a script has run
-before (`headwater.runtime.pytriton_script`).
+The bound function gets the argument that PyTriton would pass: a list of ``Request``, one for each client's request in
+the call. The names that this module imports from ``pytriton`` are PyTriton's, or the stand-in's where PyTriton isn't
+installed: a script runs before these imports (`headwater.runtime.pytriton_script`).
 """
 
 from __future__ import annotations
@@ -33,31 +33,31 @@ __all__ = ["PytritonModel", "open_model", "settings_of"]
 logger = logging.getLogger(__name__)
 
 CONTEXT_ATTRIBUTE: Final = "__triton_context__"
-"""Where PyTriton's decorators look for the configuration of the model that they serve."""
+"""The attribute in which PyTriton's decorators look for the configuration of the model that they serve."""
 OPTIONS: Final = ("arguments", "idempotent", "ignore")
 MOST_LEVELS: Final = 10
-"""Headwater's priorities; `headwater_server.dispatch.queue` has 1 to 10, of which a request without one has 5."""
+"""Number of Headwater's priorities; `headwater_server.dispatch.queue` has 1 to 10, by default 5."""
 DEFAULT_PRIORITY: Final = 5
 HEAVIEST: Final = 1_000_000
-"""The greatest weight of a priority: a level goes before the next as far as weights allow."""
+"""The greatest weight of a priority: a level goes before the next level as far as weights allow."""
 
 
 class _Call(NamedTuple):
-    """One call of a bound function."""
+    """A call of a bound function."""
 
     requests: list[Any]
     """``pytriton.proxy.types.Request``."""
     rows: list[int]
-    """Of each request."""
+    """Number of rows of each request."""
 
 
 class PytritonModel(Model):
-    """A function that a PyTriton script binds, as a model that answers whole.
+    """A function that a PyTriton script binds, as a model that answers each request at once, without streaming.
 
-    Inputs, outputs and batching are the script's. Each client's request is a ``Request`` of its own, with its rows in
-    the call, its parameters, and without the optional inputs that it left out. If the model doesn't batch, the function
-    is called for one row, without the batch axis, and clients may leave that axis out too. With several functions each
-    is called by one thread at a time.
+    Inputs, outputs and batching are the script's. Each client's request becomes a separate ``Request`` with its rows in
+    the call and its parameters, without the optional inputs that the client left out. If the model doesn't batch, the
+    function is called for a single row, without the batch axis, and clients may leave that axis out too. If the script
+    binds several functions, each function is called by one thread at a time.
 
     Args:
         script: the script, run up to ``serve()``.
@@ -99,15 +99,15 @@ class PytritonModel(Model):
         for function, data in itertools.product(self._binding.functions, warmup):
             try:
                 await _all(function([self._new_request(dict(data))]))
-            except Exception as error:  # PyTriton serves then, too
+            except Exception as error:  # PyTriton also serves after a failed warm-up
                 logger.warning("model_warmup of %s failed: %s: %s", self._binding.name, type(error).__name__, error)
 
     def __call__(self, /, parameters: Mapping[str, Any], **inputs: Array | None) -> dict[str, Array]:
-        """Call a function; whatever it raises is the client's answer.
+        """Call a function; an exception of the function becomes the client's answer.
 
         Raises:
             ReplicaError: the function raised ``PyTritonUnrecoverableError``.
-            BadOutput: the function's responses don't belong together, or to their requests.
+            BadOutput: the function's responses contradict each other, or don't match their requests.
         """
         made = []
         for call in self._calls(parameters, inputs):
@@ -122,11 +122,11 @@ class PytritonModel(Model):
         return {name: np.concatenate([one[name] for one in made]) for name in self._names}
 
     def unload(self) -> None:
-        """Let the script go on behind ``serve()``, where it may clean up."""
+        """Let the script continue after ``serve()``, where it may clean up."""
         self._script.end()
 
     def _calls(self, parameters: Mapping[str, Any], inputs: Mapping[str, Array | None]) -> list[_Call]:
-        """The calls for these rows: one, or one for each row if the model doesn't batch."""
+        """The calls for these rows: a single call, or a call for each row if the model doesn't batch."""
         given = {name: array for name, array in inputs.items() if array is not None}
         requests, counts, start = [], [], 0
         for request, rows in itertools.groupby(parameters[REQUEST]):
@@ -175,7 +175,7 @@ class PytritonModel(Model):
 
 
 class _AwaitedModel(PytritonModel):
-    """One whose functions are coroutines, any number of which PyTriton runs at once."""
+    """A model with coroutine functions; PyTriton runs any number of their calls at once."""
 
     async def __call__(  # type: ignore[override]
         self, /, parameters: Mapping[str, Any], **inputs: Array | None
@@ -191,10 +191,10 @@ class _AwaitedModel(PytritonModel):
 
 
 class _StreamingModel(PytritonModel):
-    """One with ``decoupled=True``, whose functions are generators."""
+    """A model with ``decoupled=True`` and generator functions."""
 
     def __call__(self, /, parameters: Mapping[str, Any], **inputs: Array | None) -> Iterator[dict[str, Array]]:  # type: ignore[override]
-        """Yield what a function yields; see `PytritonModel.__call__`."""
+        """Yield the results of a function; see `PytritonModel.__call__`."""
         for call in self._calls(parameters, inputs):
             try:
                 result = next(self._turns)(call.requests)
@@ -205,12 +205,12 @@ class _StreamingModel(PytritonModel):
 
 
 class _AwaitedStream(PytritonModel):
-    """One with ``decoupled=True``, whose functions are coroutines or async generators."""
+    """A model with ``decoupled=True`` and functions that are coroutine functions or async generators."""
 
     async def __call__(  # type: ignore[override]
         self, /, parameters: Mapping[str, Any], **inputs: Array | None
     ) -> AsyncGenerator[dict[str, Array], None]:
-        """Yield what a function yields; see `PytritonModel.__call__`."""
+        """Yield the results of a function; see `PytritonModel.__call__`."""
         for call in self._calls(parameters, inputs):
             try:
                 async with contextlib.aclosing(_results(next(self._turns)(call.requests))) as results:
@@ -221,7 +221,7 @@ class _AwaitedStream(PytritonModel):
 
 
 async def _results(result: Any) -> AsyncGenerator[Any, None]:
-    """The results of whatever a function returned: a generator, plain or async, a coroutine, or the result itself."""
+    """The results in a function's return value: a generator, plain or async, a coroutine, or the result itself."""
     if inspect.isasyncgen(result):
         async with contextlib.aclosing(result):
             async for one in result:
@@ -249,11 +249,11 @@ def open_model(path: str, options: Mapping[str, Any], search: Sequence[str] = ()
     Args:
         path: ``SCRIPT``, or ``SCRIPT:NAME`` if it binds several models.
         options: ``arguments``, a list of texts that the script gets as ``sys.argv[1:]``; ``idempotent``; and
-            ``ignore``, a list of names of what the script may be served without.
+            ``ignore``, a list of names of unsupported settings without which the script may be served.
         search: see `find_path`.
 
     Raises:
-        LoadError: there is no such script, binding or option, the script fails, or asks for what it can't have.
+        LoadError: there is no such script, binding or option, the script fails, or it asks for an unsupported setting.
     """
     title = f"model pytriton:{path}"
     _check_options(title, options)
@@ -281,7 +281,8 @@ def open_model(path: str, options: Mapping[str, Any], search: Sequence[str] = ()
 def settings_of(binding: Binding) -> dict[str, Any]:
     """The fields of a deployment's configuration that the script sets.
 
-    There is no warm-up besides the script's own: neutral values may mean nothing to its function.
+    Headwater adds no warm-up to the script's ``model_warmup``, because neutral values may be meaningless to its
+    function.
     """
     config, batcher = binding.config, binding.config.batcher
     batching: dict[str, Any] = {"max_batch_size": config.max_batch_size if config.batching else 1}
@@ -301,7 +302,7 @@ def settings_of(binding: Binding) -> dict[str, Any]:
 
 
 def _kind_of(binding: Binding) -> type[PytritonModel]:
-    """The class of model for these functions; PyTriton tells them apart in the same way."""
+    """The class of model for these functions; PyTriton distinguishes them in the same way."""
     is_async = any(map(_is_async, binding.functions))
     if binding.config.decoupled:
         return _AwaitedStream if is_async else _StreamingModel
@@ -314,7 +315,7 @@ def _is_async(function: Callable[..., Any]) -> bool:
 
 
 def _refusals(binding: Binding) -> dict[str, str]:
-    """What one ``bind()`` asks for that would change answers, and can't be had; with what to do."""
+    """Unsupported settings of a ``bind()`` that would change answers. Maps each name to its fix."""
     batcher = binding.config.batcher
     if not binding.config.batching or batcher is None:
         return {}

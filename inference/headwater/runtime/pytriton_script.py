@@ -1,9 +1,9 @@
-"""Runs a PyTriton script, with a `Triton` that records what the script binds and serves nothing.
+"""Runs a PyTriton script with a `Triton` class that records the models that the script binds, and serves nothing.
 
-Where PyTriton isn't installed, `headwater.runtime.pytriton_stand_in` has the rest of its names.
+Where PyTriton isn't installed, `headwater.runtime.pytriton_stand_in` provides PyTriton's other names.
 
-The script runs as ``__main__`` in a thread of its own, which stays in ``serve()`` until `Script.end`: what the script
-holds in ``with`` blocks around ``serve()`` is there as long as its functions are called.
+The script runs as ``__main__`` in a separate thread, which stays in ``serve()`` until `Script.end`: objects that the
+script holds in ``with`` blocks around ``serve()`` exist as long as its functions are called.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from headwater.runtime.pytriton_stand_in import missing_imports, missing_name, p
 __all__ = ["Binding", "Script", "end_scripts", "run_script"]
 
 END_TIMEOUT_S: Final = 10.0
-"""How long the script may take to end after ``serve()``."""
+"""Seconds that the script may take to end after ``serve()``."""
 
 _NAME: Final = re.compile(r"[A-Za-z0-9._-]+\Z")
 _BOUNDARY: Final = "Headwater serves by its own settings, such as `server.host` and `server.port`"
@@ -40,23 +40,24 @@ _REFUSED: Final = {
     "grpc_use_ssl": "set `server.tls`",
     "grpc_use_ssl_mutual": "set `server.tls`",
 }
-"""Fields of ``TritonConfig`` without which the script would be served otherwise than it asks, and what to do."""
+"""Fields of ``TritonConfig`` that Headwater doesn't support, so that the script would be served differently from its
+request. Maps each name to its fix."""
 
 
 class Binding(NamedTuple):
-    """The arguments of one ``bind()``."""
+    """The arguments of a ``bind()``."""
 
     name: str
     functions: tuple[Callable[..., Any], ...]
-    """One for each instance."""
+    """The bound functions: one for each instance."""
     inputs: tuple[Any, ...]
-    """``pytriton.model_config.Tensor``."""
+    """Inputs, as ``pytriton.model_config.Tensor``."""
     outputs: tuple[Any, ...]
     config: Any
     """``pytriton.model_config.ModelConfig``."""
     strict: bool
     context: Any
-    """``pytriton.decorators.TritonContext``, which the bindings of one ``Triton`` share."""
+    """The ``pytriton.decorators.TritonContext`` that the bindings of a ``Triton`` share."""
 
 
 class Script:
@@ -66,22 +67,22 @@ class Script:
         self.path = path
         self.bindings: dict[str, Binding] = {}
         self.refused: dict[str, str] = {}
-        """What the script asks for and doesn't get, and what to do; by name."""
+        """Settings that the script asks for and Headwater doesn't support. Maps each name to its fix."""
         self.warnings: dict[str, None] = {}
-        """What the script asks for in vain, without effect on its answers; in order, each once."""
+        """Warnings about settings without effect, which don't change answers; in order, each once."""
         self.error: BaseException | None = None
-        """What ended the script before it served."""
+        """The exception that ended the script before it served."""
         self._arguments = [str(path), *arguments]
         self._is_served = False
         self._reached = threading.Event()
         self._ends = threading.Event()
         self._waits = False
         self._thread = threading.Thread(target=self._run, name=f"script {path.name}", daemon=True)
-        self._former = sys.modules["__main__"]  # whose functions may still run
+        self._former = sys.modules["__main__"]  # kept, because its functions may still run
         self._module = ModuleType("__main__")
 
     def start(self) -> None:
-        """Run it, until it serves or ends."""
+        """Run the script until it serves or ends."""
         import pytriton.triton
 
         theirs = pytriton.triton.Triton, pytriton.triton.RemoteTriton
@@ -101,7 +102,7 @@ class Script:
             self._thread.join(END_TIMEOUT_S)
 
     def note_served(self, *, wait: bool) -> None:
-        """Called by the script's ``run()``, or by ``serve()``, which waits."""
+        """Note that the script serves. Called by the script's ``run()``, and by ``serve()``, which waits."""
         self._is_served = True
         self._waits |= wait
         self._reached.set()
@@ -109,7 +110,7 @@ class Script:
             self._ends.wait()
 
     def note_config(self, config: Any, security: Any) -> None:
-        """Take in the configuration of its Triton."""
+        """Note the configuration of the script's Triton."""
         from pytriton.triton import TritonConfig
 
         given = {**_fields(TritonConfig.from_env()), **_fields(config)}
@@ -131,7 +132,7 @@ class Script:
             for line, name in missing_imports(source):
                 self.warnings[f"line {line} imports {name}, {_LACKING}"] = None
             exec(code, vars(self._module))
-        except BaseException as error:  # SystemExit too
+        except BaseException as error:  # including SystemExit
             if self._is_served and not isinstance(error, SystemExit):
                 sys.excepthook(type(error), error, error.__traceback__)
             self.error = error
@@ -139,7 +140,7 @@ class Script:
             self._reached.set()
 
     def problem(self, title: str) -> Problem | None:
-        """Why it can't be served; None if it can."""
+        """The reason why the script can't be served; None if it can."""
         if self._is_served and self.bindings:
             return None
         error = self.error
@@ -168,7 +169,7 @@ class Script:
         return Problem(title, reason, "call bind() and serve() of pytriton.triton.Triton when it is run")
 
     def binding(self, title: str, name: str) -> Binding:
-        """The binding of this name; with an empty name, the only one.
+        """The binding of this name; with an empty name, the only binding.
 
         Raises:
             LoadError: there is no such binding, or more than one.
@@ -184,10 +185,10 @@ class Script:
 
 
 class _Recorder:
-    """What a script gets as ``pytriton.triton.Triton``."""
+    """The class that a script gets as ``pytriton.triton.Triton``."""
 
     script: Script
-    """The one that runs."""
+    """The running script."""
 
     def __init__(
         self, *, config: Any = None, workspace: Any = None, triton_lifecycle_policy: Any = None,
@@ -217,7 +218,7 @@ class _Recorder:
         strict: bool = False,
         trace_config: list[str] | None = None,
     ) -> None:
-        """Record one model."""
+        """Record a model."""
         from pytriton.exceptions import PyTritonValidationError
         from pytriton.model_config import ModelConfig
 
@@ -238,30 +239,30 @@ class _Recorder:
         )
 
     def connect(self) -> None:
-        """Nothing to connect to."""
+        """Do nothing but remember the call: there is no server to connect to."""
         self._is_connected = True
 
     def run(self) -> None:
-        """What is bound is served from here on; the script goes on beside it."""
+        """Serve the bound models from now on; the script continues in parallel."""
         self.connect()
         self._script.note_served(wait=False)
 
     def serve(self, monitoring_period_s: float = 10.0) -> None:
-        """What is bound is served until the replica ends."""
+        """Serve the bound models until the replica ends."""
         self.connect()
         self._script.note_served(wait=True)
 
     def stop(self) -> bool:
-        """Headwater alone ends what it serves."""
+        """Only remember the call: only Headwater ends a served model."""
         self._is_connected = False
         return True
 
     def is_alive(self) -> bool:
-        """Whether it serves."""
+        """Whether the models are served."""
         return self._is_connected
 
     def is_connected(self) -> bool:
-        """Whether it serves."""
+        """Whether the models are served."""
         return self._is_connected
 
 
@@ -279,7 +280,7 @@ _SCRIPTS: Final[dict[tuple[Path, tuple[str, ...]], Script]] = {}
 
 
 def end_scripts() -> None:
-    """Let all scripts go on behind ``serve()``, where they may end threads that the process would else wait for."""
+    """Let all scripts continue after ``serve()``, where they may end threads that would keep the process alive."""
     for script in _SCRIPTS.values():
         script.end()
 
@@ -293,7 +294,7 @@ def run_script(title: str, path: Path, arguments: Sequence[str] = ()) -> Script:
     put_last_on_path()
     try:
         import pytriton.triton  # noqa: F401
-    except Exception as error:  # of an installed PyTriton, beside packages that it wasn't made for
+    except Exception as error:  # from an installed PyTriton, next to incompatible packages
         reason = f"importing pytriton raised {type(error).__name__}: {error} ({line_of(error)})"
         fix = "correct the installation of PyTriton there, or remove it: Headwater stands in for it"
         raise LoadError(Problem(title, reason, fix)) from error

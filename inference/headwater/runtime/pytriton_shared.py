@@ -1,4 +1,4 @@
-"""Finds what several models of a PyTriton script have in common, of which each replica has one of its own."""
+"""Finds objects that several models of a PyTriton script share; each replica has a separate copy of them."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _HARMLESS: Final = (
     str, bytes, int, float, complex, tuple, frozenset, type(None), type, range,
     ModuleType, FunctionType, BuiltinFunctionType, logging.Logger,
 )  # fmt: skip
-"""Types of what can't change, or whose changes no answer depends on."""
+"""Types of objects that can't change, or whose changes no answer depends on."""
 
 
 def shared_objects(functions: Mapping[str, Sequence[Callable[..., Any]]]) -> dict[str, list[str]]:
-    """The objects that the functions of two or more models use and may change, each with those models.
+    """The objects that the functions of two or more models use and may change, each with the names of these models.
 
     Args:
-        functions: what is bound, by model.
+        functions: the bound functions, by model.
 
     Returns:
-        The models by the name of the object's class, and of its variable if it is no model's own object. Found are
-        objects whose methods are bound, and those that functions, and the functions of their module that these call,
-        have in a closure or by the name of a global variable; not constants in capitals, nor networks of torch in
-        evaluation mode.
+        The models by a description of the object: the name of its class, and the name of its variable unless a bound
+            method belongs to the object. These objects are found: objects with bound methods; and objects that
+            functions, and the functions of their module that they call, use in a closure or as a global variable.
+            Constants in capitals and torch networks in evaluation mode are left out.
     """
     names: dict[int, str] = {}
     users: dict[int, list[str]] = {}
@@ -42,11 +42,11 @@ def shared_objects(functions: Mapping[str, Sequence[Callable[..., Any]]]) -> dic
 
 
 def _used_by(function: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    """What may change of the objects that a function uses, with their names."""
+    """Objects that a function uses and that may change, with their names."""
     if id(function) in seen:
         return
     seen.add(id(function))
-    if hasattr(function, "__wrapped__"):  # beneath a decorator, whose own variables count, too
+    if hasattr(function, "__wrapped__"):  # the variables of the decorated function count, too
         yield from _used_by(function.__wrapped__, seen)
     if not inspect.isfunction(function):
         owner = getattr(function, "__self__", function)
@@ -58,7 +58,7 @@ def _used_by(function: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
         return
     for name, thing in _variables(function):
         if isinstance(thing, FunctionType):
-            if thing.__globals__ is function.__globals__:  # not a library's, whose caches are its own affair
+            if thing.__globals__ is function.__globals__:  # libraries manage their caches themselves
                 yield from _used_by(thing, seen)
         elif _may_change(name, thing):
             yield f"{type(thing).__name__} `{name}`", thing
@@ -87,4 +87,4 @@ def _global_names(code: CodeType) -> Iterator[str]:
 def _may_change(name: str, thing: Any) -> bool:
     if isinstance(thing, _HARMLESS) or (name.isupper() and isinstance(thing, (dict, list, set, np.ndarray))):
         return False
-    return getattr(thing, "training", True) is not False  # a network of torch, which isn't trained
+    return getattr(thing, "training", True) is not False  # a network of torch that isn't trained

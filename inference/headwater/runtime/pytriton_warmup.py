@@ -22,7 +22,7 @@ def warmup_calls(warmups: Iterable[Any]) -> Iterator[dict[str, Array]]:
         warmups: ``pytriton.model_config.common.ModelWarmup``, in order.
 
     Raises:
-        DeclarationError: an input says neither zeros, random numbers nor a file, or its file has another shape.
+        DeclarationError: an input specifies neither zeros, random numbers nor a file, or its file has another shape.
         OSError: a file can't be read.
     """
     for warmup in warmups:
@@ -46,7 +46,7 @@ def _array(title: str, given: Any, rows: int) -> Array:
 
 
 def _fitted(title: str, data: Array, shape: tuple[int, ...]) -> Array:
-    """The data of a file with the wanted number of rows, which are repeated if the file has fewer."""
+    """The data of a file with the requested number of rows; the rows are repeated if the file has fewer."""
     if data.shape == shape[1:]:
         data = data[np.newaxis]
     if data.shape[1:] != shape[1:] or not len(data):

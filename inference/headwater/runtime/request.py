@@ -17,23 +17,23 @@ __all__ = ["Part", "TritonRequest", "read_note", "read_request", "refusal"]
 
 
 class TritonRequest(Protocol):
-    """`headwater.replica.callee.Request`."""
+    """A request of Triton: the fields of `headwater.replica.callee.Request`."""
 
     data: dict[str, Array]
     parameters: dict[str, Any] | None
 
 
 class Part(NamedTuple):
-    """One Triton request."""
+    """A Triton request, read."""
 
     rows: int
     inputs: dict[str, Array]
-    """Inputs in wire form; those left out are absent."""
+    """Inputs in wire form, without the inputs that the request left out."""
     batch_parameters: dict[str, Any]
     row_parameters: dict[str, list[Any]]
     note: CallNote
     memory: MappedCall | None
-    """The mapped segment of its large tensors; None if there are none."""
+    """The mapped segment of the request's large tensors; None if the request has no segment."""
 
 
 def read_note(request: TritonRequest) -> CallNote:
@@ -50,10 +50,10 @@ def read_note(request: TritonRequest) -> CallNote:
 
 
 def read_request(signature: Signature, request: TritonRequest) -> Part:
-    """Read one request: restore the true shape of tensors without elements, and fill in parameters' defaults.
+    """Read a request: restore the true shape of tensors without elements, and fill in parameters' defaults.
 
     Raises:
-        DeclarationError: a parameter is invalid, which the gateway would have refused, or the note is malformed.
+        DeclarationError: a parameter is invalid (the gateway would have refused it), or the note is malformed.
         OSError: the request's shared memory can't be opened.
     """
     given = request.parameters or {}
@@ -89,7 +89,7 @@ def read_request(signature: Signature, request: TritonRequest) -> Part:
 
 
 def refusal(error: DeclarationError | OSError) -> RowReport:
-    """The report of all rows of a request for which `read_request` raised this."""
+    """The report for all rows of a request for which `read_request` raised this error."""
     if isinstance(error, OSError):
         return RowReport(Status.UNSHARED, f"{type(error).__name__}: {error}")
     return RowReport(Status.BAD_INPUT, str(error))  # only a client that talks to Triton directly gets here

@@ -1,6 +1,6 @@
 """Runs a callable on the requests that Triton merged, with a report for every row.
 
-`Runner.handle` raises no exception, since the whole batch would be answered with it.
+`Runner.handle` raises no exception, because Triton would answer the whole batch with it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _OK = RowReport(Status.OK)
 
 
 class Runner:
-    """Calls one model, in the thread that awaits `handle`.
+    """Calls a model, in the thread that awaits `handle`.
 
     Args:
         model: the model, loaded.
@@ -43,7 +43,7 @@ class Runner:
         watch: the context in which each call of the model runs.
         capacity: how many rows fit in the device's memory, for all runners of the model.
         sizes: see `Step`.
-        stream: the context in which a batch is computed: a stream of the GPU, if several runners share one.
+        stream: the context in which a batch is computed: a stream of the GPU, if several runners share a GPU.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Runner:
 
 
 def _joined(group: Sequence[Part], rows: int) -> Given:
-    """The arguments of one call for parts that may share it."""
+    """The arguments of a call that these parts share."""
     first = group[0]
     inputs, per_row = first.inputs, first.row_parameters
     if len(group) > 1:

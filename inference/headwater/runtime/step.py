@@ -1,4 +1,4 @@
-"""Calls one model, a plain one or a step of a fused pipeline, with a report for every row that fails."""
+"""Calls one model (a plain model, or a step of a fused pipeline) and makes a report for every row that fails."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ T = TypeVar("T")
 _UNWATCHED: Final = contextlib.nullcontext()
 
 LATE: Final = "its time was over"
-"""The message of rows whose deadline has passed; no client reads it, since the gateway has answered already."""
+"""The message of rows with an exceeded deadline; no client reads it, because the gateway has already answered."""
 
 
 class Handover(NamedTuple):
-    """An output that other steps take."""
+    """An output that another step takes."""
 
     output: str
     consumer: str
@@ -61,7 +61,8 @@ class Given(NamedTuple):
     """The arguments of a step."""
 
     inputs: Mapping[str, Any]
-    """Values by input name: the pipeline's own inputs as arrays in wire form, others as their producer made them."""
+    """Values by input name: the pipeline's inputs as arrays in wire form, other values as the producing step returned
+    them."""
     rows: int
     parameters: Mapping[str, Any] = {}
     """The pipeline's per-batch parameters."""
@@ -69,11 +70,11 @@ class Given(NamedTuple):
     """The pipeline's per-row parameters, one value per row."""
     is_warmup: bool = False
     shared: frozenset[str] = frozenset()
-    """Inputs whose memory other steps read too."""
+    """Inputs that other steps read too, in the same memory."""
     owners: Sequence[str] = ()
-    """The name of each row's API key, if calls say that."""
+    """The name of each row's API key; empty if calls carry no API keys."""
     until_s: float = math.inf
-    """The deadline on the clock of `time.monotonic`, at which a coroutine is cancelled."""
+    """Deadline on the clock of `time.monotonic`; a coroutine is cancelled at this time."""
 
 
 @dataclass(slots=True)
@@ -89,13 +90,13 @@ class Made:
     failures: dict[int, RowReport] = field(default_factory=dict)
     """Reports by row."""
     calls: int = 0
-    """Calls of the model without retries and warm-up; 0 in a stream's results."""
+    """Number of calls of the model, without retries and warm-up; 0 in a stream's results."""
     retries: int = 0
-    """Calls to isolate failing rows, or to recompute outputs that another step overwrote; none in a warm-up."""
+    """Number of calls to isolate failing rows, or to recompute outputs that another step overwrote; 0 in a warm-up."""
     spoiled: tuple[str, ...] = ()
-    """Shared inputs that the model wrote into without declaring so."""
+    """Shared inputs that the model wrote into without declaring `mutates_features`."""
     short: int = 0
-    """Rows of the smallest call for which the device's memory did not suffice; 0: it sufficed for all."""
+    """Rows of the smallest call for which the device's memory did not suffice; 0: it sufficed for all calls."""
 
 
 class _Watched(NamedTuple):
@@ -116,7 +117,7 @@ class _Piece(NamedTuple):
 
 
 class Step:
-    """Calls one step's model.
+    """Calls the model of a step.
 
     Args:
         planned: the step's place in the pipeline.
@@ -124,7 +125,7 @@ class Step:
         device: the device of torch tensors.
         handovers: the step's outputs that other steps take.
         is_head: whether the step's outputs are the pipeline's.
-        executor: runs calls, one after another, outside the event loop; None runs them in it.
+        executor: runs calls, one after another, outside the event loop; None: the calls run in the event loop.
         on_broken: called once the device is unusable; the replica then ends.
         watch: the context in which each call of the model runs; for a streaming model, each of its yields.
         where: prefix of the messages about failures, such as ``step `name`: ``.
@@ -165,13 +166,14 @@ class Step:
         self._outputs = {spec.name: spec for spec in planned.signature.outputs}
         self._from_steps = frozenset(wire.input for wire in planned.wires if wire.step != INPUT)
         self._writes = False
-        """Whether the model was caught writing into its inputs: from then on it gets copies, but still fails."""
+        """Whether the model was caught writing into its inputs: it then gets copies, and such a call still fails."""
 
     async def run(self, given: Given, *, is_retry: bool = False) -> Made:
-        """Call the model; rows that make it fail are isolated by halving, and get a report each.
+        """Call the model. Rows that make it fail are isolated by halving, and each of them gets a report.
 
-        What does not fit in the device's memory is halved, too, and for a while no call has more rows than fitted. If
-        the results of several calls differ in shape, all rows that succeeded are computed once more in one call.
+        Rows that do not fit in the device's memory are halved too, and for a while calls have at most as many rows as
+        fitted. If the results of several calls differ in shape, all rows that succeeded are computed once more in one
+        call.
         """
         made = Made()
         rows = list(range(given.rows))
@@ -198,17 +200,17 @@ class Step:
     async def _attempt(
         self, given: Given, made: Made, rows: list[int], *, is_retry: bool, may_split: bool
     ) -> list[_Piece]:
-        """The pieces of the rows that succeed; reports of the others are added to `made`."""
+        """The results of the rows that succeed; the reports of failed rows are added to `made`."""
         try:
             return [await self._call(given, made, rows, is_retry)]
         except BaseException as error:
-            # SystemExit and the like too: they would end the callable's thread, and the replica would hang.
+            # Also SystemExit and similar: they would end the callable's thread, and the replica would hang.
             report = self._failures.report(error)
             may_split = may_split and not isinstance(error, CallFailed)
         if report.status is Status.OUT_OF_MEMORY:
             made.short = min(made.short or len(rows), len(rows))
             if self._executor is not None:
-                await asyncio.sleep(0)  # until then asyncio holds the exception, and that what the call took
+                await asyncio.sleep(0)  # until then asyncio holds the exception, which holds the memory
             free_memory()
         if may_split and report.status is not Status.BROKEN and len(rows) > 1:
             middle = len(rows) // 2
@@ -220,7 +222,7 @@ class Step:
         return []
 
     def _shortage(self, report: RowReport, rows: int) -> RowReport:
-        """The report of rows that don't fit in the device's memory, and are not split further."""
+        """The report of rows that don't fit in the device's memory and can't be split further."""
         what, fix = "1 row alone", "send a smaller input"
         if rows > 1:
             what, fix = f"{rows} rows, which can't be computed in parts", "lower `batching.max_batch_size`"
@@ -228,16 +230,16 @@ class Step:
         return RowReport(report.status, f"{text}: {report.message.partition(chr(10))[0][:500]}")
 
     async def iterate(self, given: Given, control: StreamControl) -> AsyncGenerator[Made, None]:
-        """Call a streaming model and yield its results one by one; a failure is the last.
+        """Call a streaming model and yield its results as they come; if it fails, the failure is the last result.
 
-        When the stream is cancelled, an async generator is cancelled where it awaits; a plain one is not resumed.
+        When the stream is cancelled, an async generator is cancelled where it awaits; a plain generator is not resumed.
         """
         rows = list(range(given.rows))
         results: AsyncGenerator[_Piece, None] | None = None
         watched: list[_Watched] = []
 
         def own(result: object) -> _Piece:
-            # Copied at once: another request's call of the model may reuse the memory.
+            # Copied immediately: another request's call of the model may reuse the memory.
             return _owned(self._piece(result, rows, watched, len(rows)))
 
         try:
@@ -294,7 +296,7 @@ class Step:
                     await iterator.aclose()
 
         def step() -> _Piece | None:
-            with self._watch():  # the copy from a GPU included, which waits for what was computed
+            with self._watch():  # includes the copy from a GPU, which waits for the computation
                 result = next(iterator, end)
                 return None if result is end else own(result)
 
@@ -309,7 +311,7 @@ class Step:
             await self._in_executor(close)
 
     async def _close(self, results: AsyncGenerator[Any, None]) -> None:
-        """Close a model's generator. What its clean-up raises is only logged, since its rows have been answered."""
+        """Close a model's generator. Exceptions of its clean-up are only logged: its rows have been answered."""
         try:
             await results.aclose()
         except BaseException as error:
@@ -326,7 +328,7 @@ class Step:
         arguments, watched = self._arguments(given, [*rows, *[rows[-1]] * (size - len(rows))])
 
         def compute() -> _Piece | Awaitable[object]:
-            with self._watch():  # the copy from a GPU included, which waits for what was computed
+            with self._watch():  # includes the copy from a GPU, which waits for the computation
                 result = self.model(**arguments)
                 return result if inspect.isawaitable(result) else self._piece(result, rows, watched, size)
 
@@ -335,7 +337,7 @@ class Step:
                 piece = self.model(**arguments)
             elif self._executor is None:
                 piece = compute()
-            else:  # one switch to the thread for call and check: a switch takes as long as a small head
+            else:  # one switch to the thread for both call and check: a switch takes as long as a small head
                 piece = await self._in_executor(compute)
             if not isinstance(piece, _Piece):
                 piece = await _in_time(self._awaited(piece, rows, watched, size), given.until_s)
@@ -349,14 +351,14 @@ class Step:
         with self._watch():
             result = await computed
         with self._watch():
-            if self._device.startswith("cuda"):  # the copy waits for what was computed, and nothing else need wait
+            if self._device.startswith("cuda"):  # in a thread, because the copy blocks until the GPU has finished
                 return await self._in_executor(lambda: self._piece(result, rows, watched, size))
             piece = self._piece(result, rows, watched, size)
             # A copy, before another call runs that may reuse the memory.
             return _owned(piece) if self.overlaps else piece
 
     def _arguments(self, given: Given, rows: list[int]) -> tuple[dict[str, Any], list[_Watched]]:
-        """The model's arguments, and those among them that it must not write into."""
+        """The model's arguments, and the arguments among them that the model must not write into."""
         arguments: dict[str, Any] = {}
         watched: list[_Watched] = []
         kind = self.model.arrays
@@ -390,7 +392,7 @@ class Step:
         """A context in which the model computes, and in which it must not write into these arguments.
 
         Raises:
-            CallFailed: it wrote into one of them, or tried to; this replaces any other exception.
+            CallFailed: the model wrote into an argument, or tried to; this replaces any other exception.
         """
         try:
             yield
@@ -414,22 +416,23 @@ class Step:
         )
 
     def _piece(self, result: object, rows: list[int], watched: Sequence[_Watched], size: int) -> _Piece:
-        """The model's result for these rows, without those that the call was padded with up to its size, checked and
-        ready to be shared."""
+        """Check the model's result, drop the rows that padded the call up to ``size`` rows, and make the outputs ready
+        to be shared."""
         values, arrays = self._check(result, size)
-        if self._sizes:  # a copy, because CUDA graphs give the same memory in each call
+        if self._sizes:  # a copy, because CUDA graphs return the same memory in each call
             values = {name: copied(value[: len(rows)]) for name, value in values.items()}
             arrays = {name: array[: len(rows)] for name, array in arrays.items()}
         for name, value in values.items():
-            # Writing into the output would change its producer's input, which others read.
+            # Writing into the output would change the input that it shares memory with, and other steps read that
+            # input.
             if any(overlaps(value, one.value) for one in watched):
                 value = copied(value)
             values[name] = settled(value)
         return _Piece(rows, values, arrays)
 
     def _check(self, result: object, rows: int) -> tuple[dict[str, Any], dict[str, Array]]:
-        """Check the model's result: handovers against what their consumers expect, a head's outputs against their
-        declarations."""
+        """Check the model's result: handovers against the tensors that their consumers expect, a head's outputs against
+        their declarations."""
         kind = type(self.model).__name__
         if not isinstance(result, Mapping):
             raise BadOutput(f"{kind} returned {type(result).__name__}, expected a dict of output name to array")
@@ -467,7 +470,7 @@ class Step:
         return await asyncio.get_running_loop().run_in_executor(self._executor, run)
 
     def _set_up_thread(self) -> None:
-        # Before each call, because gradient mode is per thread, and so are CUDA graphs.
+        # Before each call, because gradient mode and CUDA graphs are per thread.
         torch: Any = sys.modules.get("torch")
         if torch is not None and torch.is_grad_enabled():
             torch.set_grad_enabled(False)
@@ -499,7 +502,7 @@ def _row_bytes(given: Given) -> int:
 
 
 def _join(made: Made, pieces: Sequence[_Piece]) -> bool:
-    """Join the pieces into `made`: one value for each output, of all rows that succeeded.
+    """Join the pieces into `made`: one value for each output, with all rows that succeeded.
 
     Returns False if the pieces' shapes differ, so that they can't be joined.
     """

@@ -1,4 +1,4 @@
-"""The state that a running stream shares with its request: cancellation, the pipeline's turn, its reader's progress."""
+"""The state that a running stream shares with its request: cancellation, turn, and the reader's progress."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ __all__ = ["StreamControl"]
 
 
 class StreamControl:
-    """Cancels one stream, and holds it back while its reader is behind; used in one event loop only.
+    """Cancels a stream, and holds it back while its reader is behind; used in a single event loop.
 
-    In its context the current task awaits the model's code, the only place that `cancel` interrupts.
+    Used as a context manager while the current task awaits the model's code. `cancel` interrupts the task only there.
     """
 
     __slots__ = (
@@ -25,17 +25,18 @@ class StreamControl:
         self.is_cancelled = False
         """Whether the stream must end."""
         self.has_turn = False
-        """Whether the stream has the pipeline's turn: all others wait for it, so it must not wait for its reader."""
+        """Whether the stream holds the pipeline's turn. All other batches wait for it, so the stream must not wait for
+        its reader."""
         self.frames = self.bytes = 0
-        """Sent so far over a channel."""
+        """Frames and bytes sent over a channel."""
         self.taken_frames = self.taken_bytes = 0
         self._awaiting: asyncio.Task[Any] | None = None
         """The stream's task, while it awaits the model."""
         self._capacity: asyncio.Future[None] | None = None
-        """Set while the stream waits for its reader."""
+        """Pending while the stream waits for its reader; None otherwise."""
 
     def cancel(self) -> None:
-        """End the stream. An async generator gets `asyncio.CancelledError` where it awaits, once."""
+        """End the stream. An async generator gets `asyncio.CancelledError` once, where it awaits."""
         if not self.is_cancelled and self._awaiting is not None:
             self._awaiting.cancel()
         self.is_cancelled = True
@@ -48,7 +49,7 @@ class StreamControl:
         self._awaiting = None
 
     async def wait(self, event: asyncio.Event) -> bool:
-        """Wait for an event; False if the stream is cancelled."""
+        """Wait for an event. Returns False if the stream is cancelled."""
         try:
             if not self.is_cancelled:
                 with self:
@@ -59,7 +60,7 @@ class StreamControl:
         return not self.is_cancelled
 
     def take(self, frames: int, size_bytes: int) -> None:
-        """Note what the reader has taken so far."""
+        """Note the frames and bytes that the reader has taken so far."""
         self.taken_frames, self.taken_bytes = frames, size_bytes
         if not self.is_full:
             self._wake()

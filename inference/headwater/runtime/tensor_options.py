@@ -1,4 +1,4 @@
-"""What a deployment's options say about tensors: their declarations, for what has none itself, and other names."""
+"""A deployment's options about tensors: the declarations for models without declarations, and renames."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = [
 ]  # fmt: skip
 
 BATCH: Final = "batch"
-"""The option that says that a file's tensors have no batch axis."""
+"""The option which declares that a file's tensors have no batch axis."""
 WITHOUT_BATCH: Final = (
     "set `options.batch: none` to serve the file as it is, one request per call with tensors of the file's own shapes"
 )
@@ -30,11 +30,11 @@ def declared_tensors(title: str, options: Mapping[str, Any], where: str) -> tupl
 
     Args:
         title: begins the message of an error.
-        options: the deployment's.
+        options: the deployment's options.
         where: ``inputs`` or ``outputs``.
 
     Raises:
-        LoadError: they are missing or invalid; the message names the field.
+        LoadError: the tensors are missing or invalid; the message names the field.
     """
     place = f"options.{where}"
     fix = f"write it such as {EXAMPLE.replace('inputs', where)}"
@@ -48,10 +48,10 @@ def declared_tensors(title: str, options: Mapping[str, Any], where: str) -> tupl
 
 
 def check_names(title: str, options: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Check that there are no other options than these.
+    """Check that there are no options besides the known names.
 
     Raises:
-        LoadError: there are; the message names one.
+        LoadError: an option is unknown; the message names it.
     """
     for name in options:
         if name not in known:
@@ -60,10 +60,10 @@ def check_names(title: str, options: Mapping[str, Any], known: Sequence[str]) ->
 
 
 def asks_batch_axis(title: str, options: Mapping[str, Any]) -> bool:
-    """Whether the tensors of a deployment's model have a batch axis; not with ``batch: none``.
+    """Whether the tensors of a deployment's model have a batch axis: False with ``batch: none``.
 
     Raises:
-        LoadError: the option is anything else.
+        LoadError: the option has another value.
     """
     batch = options.get(BATCH)
     if batch not in (None, "none"):
@@ -73,15 +73,15 @@ def asks_batch_axis(title: str, options: Mapping[str, Any]) -> bool:
 
 
 def new_names(title: str, rename: object, known: Sequence[str]) -> Mapping[str, str]:
-    """The option ``rename``: names in requests by name in the file.
+    """Read the option ``rename``: names in requests by name in the file.
 
     Args:
         title: begins the message of an error.
-        rename: the option; None: there is none.
+        rename: the option's value; None if it isn't set.
         known: the names in the file.
 
     Raises:
-        LoadError: it is no such mapping, or names what the file doesn't have.
+        LoadError: the value is not such a mapping, or names an input or output that the file doesn't have.
     """
     if rename is None:
         return {}
@@ -97,7 +97,8 @@ def new_names(title: str, rename: object, known: Sequence[str]) -> Mapping[str, 
 
 
 def served_name(name: str) -> str:
-    """A name in a file as requests have it: each run of characters that the protocol doesn't allow is ``_``."""
+    """The name in requests for a name in a file: each run of characters that the protocol doesn't allow becomes
+    ``_``."""
     served = re.sub(r"[^A-Za-z0-9_.-]+", "_", name)
     return served if re.match(r"[A-Za-z_]", served) else f"_{served}"
 
@@ -120,5 +121,5 @@ def _tensor(title: str, place: str, given: object, fix: str) -> Tensor:
         raise LoadError(Problem(title, f"{place}.optional: expected true or false, got {given['optional']!r:.80}", fix))
     try:
         return Tensor(**given)
-    except (DeclarationError, TypeError) as error:  # TypeError: a datatype that is no text
+    except (DeclarationError, TypeError) as error:  # TypeError: a datatype that is not a text
         raise LoadError(Problem(title, f"{place}: {error}", "correct the declaration")) from error

@@ -1,4 +1,4 @@
-"""A model that is a file of torch, ``torch:PATH`` in a configuration: of torch.export, or TorchScript."""
+"""A model in a file of torch, ``torch:PATH`` in a configuration: a file of torch.export, or TorchScript."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ _TRY_EXPORT = "export the model with torch.export.export and torch.export.save, 
 
 
 class ScriptModel(Model):
-    """A TorchScript file as a model, whose tensors the configuration declares.
+    """A TorchScript file as a model, with tensors that the configuration declares.
 
     Args:
         path: the file.
         inputs: arguments of the file's ``forward``, by name.
-        outputs: what it returns: a tensor, several in this order, or a dict with these keys.
+        outputs: the results of ``forward``: a tensor, several tensors in this order, or a dict with these keys.
         has_batch_axis: if not, a row is one call of ``forward`` with tensors of the declared shapes.
-        is_stateful: whether its calls may change its own tensors.
+        is_stateful: whether calls may change the file's tensors.
 
     Raises:
-        LoadError: torch can't read the file, its ``forward`` takes other arguments, or it has state that isn't meant;
-            the message names them.
+        LoadError: torch can't read the file, its ``forward`` takes other arguments, or it has state although
+            ``is_stateful`` is false; the message names the arguments or tensors.
     """
 
     arrays = "torch"
@@ -63,7 +63,7 @@ class ScriptModel(Model):
         self.idempotent = not is_stateful  # type: ignore[misc]
         if not is_stateful and (names := script_writes(module)):
             raise LoadError(state_problem(self._title, names))
-        # Other models declare these in their class; here the configuration does.
+        # Other models declare these in their class; here the configuration declares them.
         self.inputs = tuple(inputs)  # type: ignore[misc]
         self.outputs = tuple(outputs)  # type: ignore[misc]
         self.__doc__ = f"The TorchScript file {path.name}."
@@ -75,10 +75,10 @@ class ScriptModel(Model):
         self._before = {} if self.is_stateful else copies(dict(self._net.named_buffers()))
 
     def end_warm_up(self) -> None:
-        """Look for state, or begin anew with the file's.
+        """Check that no call changed the file's state or, for a stateful model, restore the file's state.
 
         Raises:
-            LoadError: a call has changed a buffer, which isn't meant; the message names it.
+            LoadError: a call has changed a buffer although the model isn't stateful; the message names the buffer.
         """
         if self.is_stateful:
             self._net = self._open(self._device)
@@ -90,7 +90,7 @@ class ScriptModel(Model):
         """Compute all outputs.
 
         Raises:
-            BadOutput: there are more or fewer than the configuration declares.
+            BadOutput: there are more or fewer outputs than the configuration declares.
         """
         given = {name: value for name, value in inputs.items() if value is not None}
         if self._has_batch_axis:
@@ -124,7 +124,7 @@ class ScriptModel(Model):
                 warnings.simplefilter("ignore", DeprecationWarning)  # torch recommends torch.export, as our guide does
                 load: Any = torch.jit.load  # it has no types
                 return load(self._path, map_location=device).eval()
-        except Exception as error:  # its errors have no common base class
+        except Exception as error:  # torch's errors have no common base class
             text = " ".join(str(error).split())[:300]
             reason = f"torch {torch.__version__} can't read it: {type(error).__name__}: {text}"
             raise LoadError(Problem(self._title, reason, "save or copy it again")) from error
@@ -148,7 +148,8 @@ class ScriptModel(Model):
 def open_model(path: str, options: Mapping[str, Any], search: Sequence[str] = ()) -> Model:
     """Find a file of torch, as `find_path` does, and make a model of it, not yet loaded.
 
-    The options of a file of torch.export are those of `ExportedModel`, and of TorchScript those of `ScriptModel`.
+    The options of a file of torch.export are the arguments of `ExportedModel`; the options of a TorchScript file are
+    the arguments of `ScriptModel`.
 
     Raises:
         LoadError: there is no such file, or no such option, or the file can't be served.
@@ -180,12 +181,12 @@ def open_model(path: str, options: Mapping[str, Any], search: Sequence[str] = ()
 
 
 def _kind(title: str, file: Path) -> Literal["exported", "script"]:
-    """What a file holds, by the names of what is packed in it; nothing of it is run.
+    """The kind of a file, from the names of its archive members; no code of the file is run.
 
     Raises:
-        LoadError: it is neither of both.
+        LoadError: the file is of neither kind.
     """
-    import zipfile  # which other models' hosts don't need
+    import zipfile  # hosts of other models don't need it
 
     try:
         with zipfile.ZipFile(file) as packed:

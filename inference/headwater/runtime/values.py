@@ -26,7 +26,7 @@ TORCH_NAMES: Final = {"bfloat16": "BF16", **{dtype.name: name for dtype, name in
 
 
 def checked(spec: TensorSpec, value: Any, rows: int, *, where: str, source: str) -> Any:
-    """Check the output of a step, the source, against the input of another, and return it.
+    """Check the output of a step, called `source` in messages, against the input of another step, and return it.
 
     Raises:
         BadOutput: the output differs in datatype, shape or size.
@@ -56,7 +56,7 @@ def checked(spec: TensorSpec, value: Any, rows: int, *, where: str, source: str)
 
 
 def settled(value: Any) -> Any:
-    """Make a value ready to be shared: torch counts writes into it, numpy refuses them.
+    """Make a value ready to be shared, so that torch counts writes into it, and numpy refuses them.
 
     A tensor made under ``inference_mode`` counts no writes, so it is copied once. Tensors are detached from gradients.
     """
@@ -69,7 +69,7 @@ def settled(value: Any) -> Any:
 
 
 def converted(spec: TensorSpec, value: Any, kind: Literal["numpy", "torch"], device: str) -> Any:
-    """Convert a value to the kind of array that a step takes; a value of that kind is returned as it is."""
+    """Convert a value to the kind of array that a step takes; a value of that kind is returned unchanged."""
     if spec.datatype == "BYTES":
         return value
     if kind == "torch":
@@ -107,10 +107,10 @@ def joined(values: Sequence[Any]) -> Any:
 
 
 def joined_runs(name: str, pieces: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """One output of several runs of a file that takes only so many rows at once, joined by rows.
+    """Join one output of several runs of a file by rows. Used for files that take a limited number of rows at once.
 
     Raises:
-        BadOutput: a run gave another number of rows than it got, or rows differ in shape.
+        BadOutput: a run returned another number of rows than it got, or rows differ in shape.
     """
     where = f"output {name!r}"
     for piece, size in zip(pieces, sizes, strict=True):
@@ -139,12 +139,13 @@ def refuses_writes(value: Any) -> bool:
 
 
 def version_of(value: Any) -> int | None:
-    """The number of writes into a torch tensor; None for anything else."""
+    """The number of writes into a torch tensor; None for other values, and for tensors made under
+    ``inference_mode``."""
     return int(value._version) if _is_torch(value) and not value.is_inference() else None
 
 
 def _memory(value: Any) -> tuple[int, int]:
-    """The first address of a value's memory, and the one after its last."""
+    """The first address of a value's memory, and the address after its last byte."""
     if _is_torch(value):
         storage = value.untyped_storage()
         return storage.data_ptr(), storage.data_ptr() + storage.nbytes()

@@ -1,9 +1,9 @@
-"""The replica's side of the watchdog: a small file of when each call of the user's code began.
+"""The replica's side of the watchdog: a small file with the start time of each call of the user's code.
 
-The guardian reads the file. It ends a replica whose call takes too long, and one that computes nothing and answers
-nothing. The replica need not answer, since a callable may hold the interpreter's lock for ever. The file is an array of
-int64: first the limit of a call in nanoseconds, 0 for no limit, then slots, each with the start of its call on the
-monotonic clock, or 0 while it is free.
+The guardian reads the file. It ends a replica with a call that takes too long, and a replica that neither computes nor
+answers. The replica itself need not answer, because a callable may hold the interpreter's lock for ever. The file is an
+array of int64: first the limit of a call in nanoseconds, 0 for no limit; then slots, each with the start of its call on
+the monotonic clock, or 0 while the slot is free.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SLOTS: Final = 511
 
 
 class Watchdog:
-    """Records calls, from any thread. Of more than `SLOTS` concurrent calls the rest go unrecorded.
+    """Records calls, from any thread. Beyond `SLOTS` concurrent calls, further calls are not recorded.
 
     Args:
         path: the file to create.
@@ -35,13 +35,14 @@ class Watchdog:
 
     def __init__(self, path: Path, limit_s: float) -> None:
         with path.open("xb") as file:
-            # Written, not left sparse: a full disk fails here, and not as SIGBUS in a call.
+            # The zeros are written, so that the file is not sparse: on a full disk this write fails, instead of a
+            # SIGBUS in a call.
             file.write(bytes(8 * (1 + SLOTS)))
         with path.open("r+b") as file:
             memory = mmap.mmap(file.fileno(), 0)
         self._slots = memoryview(memory).cast("q")
         self._slots[0] = int(limit_s * 1e9)
-        # Popped and appended at its end, each one atomic operation, so it needs no lock.
+        # Slots are popped and appended at the list's end, which are atomic operations, so the list needs no lock.
         self._free = list(range(SLOTS, 0, -1))
 
     def call(self) -> _Call:
@@ -50,7 +51,7 @@ class Watchdog:
 
 
 class _Call:
-    """A call under way, recorded in a slot unless all are taken."""
+    """A running call, recorded in a slot unless all slots are taken."""
 
     __slots__ = ("_free", "_slot", "_slots")
 

@@ -1,7 +1,7 @@
 """A stand-in for PyTriton where it isn't installed: the package ``pytriton`` in this folder.
 
-It has the documented names with which scripts bind and serve models, for any numpy, and imports numpy only. Clients,
-Triton's processes and telemetry are not part of it.
+It has the documented names with which scripts bind and serve models. It works with any version of numpy, and imports
+only numpy. Clients, Triton's processes and telemetry are not part of it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def put_last_on_path() -> None:
 
 
 def missing_name(error: BaseException | None) -> str | None:
-    """The module or attribute that an error says is missing, such as ``pytriton.client``, if the stand-in lacks it.
+    """The module or attribute that an error reports as missing, such as ``pytriton.client``, if the stand-in lacks it.
 
-    None: the error is about something else, or PyTriton is installed.
+    None: the error has another cause, or PyTriton is installed.
     """
     if isinstance(error, ImportError):
         imported = re.match(r"cannot import name '(\w+)'", str(error))

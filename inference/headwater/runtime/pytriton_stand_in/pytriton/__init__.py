@@ -1,4 +1,5 @@
-"""What a script gets as ``pytriton`` where PyTriton isn't installed; see `headwater.runtime.pytriton_stand_in`."""
+"""The package that a script gets as ``pytriton`` where PyTriton isn't installed; see
+`headwater.runtime.pytriton_stand_in`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Decorators of functions that answer requests.
 
-A bound function takes a list of requests and returns a list of responses. `batch` and `sample` have it take arrays
-instead; the others change the requests, or the arrays, on the way to it.
+A bound function takes a list of requests and returns a list of responses. With `batch` and `sample` the function takes
+arrays instead. The other decorators change the requests, or the arrays, before the function gets them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 Array = Any
-"""A numpy array, of any type."""
+"""A numpy array of any type."""
 Function = Callable[..., Any]
 InputNames = list[str]
 InferenceRequest = dict[str, Array]
@@ -51,10 +51,11 @@ InferenceRequests = list[InferenceRequest] | tuple[InferenceRequest, ...]
 InferenceResult = dict[str, Array]
 InferenceResults = list[InferenceResult] | tuple[InferenceResult, ...]
 Wrapper = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
-"""Called in place of a function: with the function, the object whose method it is or None, and the call's arguments."""
+"""A function that a decorator calls in place of the decorated function. Its arguments are the decorated function, the
+object whose method it is (or None), and the arguments of the call."""
 
 CONTEXT: Final = "__triton_context__"
-"""The attribute of a bound function, or of the object whose method it is, that has its `TritonContext`."""
+"""The attribute with the `TritonContext`, on a bound function or on the object whose method it is."""
 _NOT_INPUTS: Final = (CONTEXT,)
 _LENGTH: Final = struct.Struct("<I")
 
@@ -62,7 +63,8 @@ _LENGTH: Final = struct.Struct("<I")
 class _Decorated:
     """A function, method or object with a decorator around it.
 
-    It passes for what it decorates: its attributes are read and set there, and it becomes a method as that does.
+    It behaves like the decorated object: attributes are read and set on that object, and it becomes a method if that
+    object would.
     """
 
     def __init__(self, wrapped: Any, wrapper: Wrapper) -> None:
@@ -95,12 +97,12 @@ class _Decorated:
         return str(self.__wrapped__)
 
     @property  # type: ignore[misc]
-    def __class__(self) -> Any:  # by which inspect tells functions and methods
+    def __class__(self) -> Any:  # inspect recognizes functions and methods by it
         return self.__wrapped__.__class__
 
 
 def _decorator(wrapper: Wrapper) -> Callable[[Function], Any]:
-    """Make a decorator of what is called in place of each decorated function."""
+    """Make a decorator from a function that is called in place of each decorated function."""
 
     @functools.wraps(wrapper)
     def decorate(wrapped: Function) -> Any:
@@ -110,7 +112,7 @@ def _decorator(wrapper: Wrapper) -> Callable[[Function], Any]:
 
 
 class ModelConfigDict(MutableMapping[Function, TritonModelConfig]):
-    """Configurations by bound function, or by any decorated or undecorated form of it."""
+    """Configurations by bound function; any decorated or undecorated form of the function may be used as key."""
 
     def __init__(self) -> None:
         self._entries: dict[str, tuple[Function, TritonModelConfig]] = {}
@@ -132,7 +134,7 @@ class ModelConfigDict(MutableMapping[Function, TritonModelConfig]):
 
     @staticmethod
     def _key(infer_callable: Function) -> str:
-        """The text of a function, which all its decorated forms have; of an object for its ``__call__``."""
+        """The text of a function, equal for all its decorated forms; for ``__call__``, the text of its object."""
         if inspect.ismethod(infer_callable) and infer_callable.__name__ == "__call__":
             return str(infer_callable.__self__)
         return str(infer_callable)
@@ -140,7 +142,7 @@ class ModelConfigDict(MutableMapping[Function, TritonModelConfig]):
 
 @dataclass
 class TritonContext:
-    """What the bound functions of one ``Triton`` know of it."""
+    """Data about a ``Triton`` for the functions that it binds."""
 
     model_configs: ModelConfigDict = field(default_factory=ModelConfigDict)
 
@@ -149,7 +151,7 @@ def get_triton_context(wrapped: Any, instance: Any) -> TritonContext:
     """The context of a bound function, or of the object whose method it is.
 
     Raises:
-        PyTritonValidationError: it isn't bound.
+        PyTritonValidationError: the function isn't bound.
     """
     owner = wrapped if instance is None else instance
     if not hasattr(owner, CONTEXT):
@@ -162,13 +164,13 @@ def get_model_config(wrapped: Any, instance: Any) -> TritonModelConfig:
     """The configuration of a bound function.
 
     Raises:
-        PyTritonValidationError: it isn't bound.
+        PyTritonValidationError: the function isn't bound.
     """
     return get_triton_context(wrapped, instance).model_configs[wrapped]
 
 
 def get_inference_request_batch_size(inference_request: Mapping[str, Array]) -> int:
-    """The rows of a request: those of its first input."""
+    """Number of rows of a request: the rows of its first input."""
     rows: int = next(iter(inference_request.values())).shape[0]
     return rows
 
@@ -176,10 +178,11 @@ def get_inference_request_batch_size(inference_request: Mapping[str, Array]) -> 
 def convert_output(
     outputs: Any, wrapped: Any = None, instance: Any = None, model_config: TritonModelConfig | None = None
 ) -> dict[str, Array]:
-    """Outputs by name, of outputs that a function returned by name or in the declared order.
+    """Outputs by name, from outputs that a function returned by name or in the declared order.
 
     Raises:
-        PyTritonValidationError: there are more or fewer than declared, or they are no dict, list or tuple.
+        PyTritonValidationError: there are more or fewer outputs than declared, or they are not in a dict, list or
+            tuple.
     """
     if isinstance(outputs, dict):
         return outputs
@@ -195,18 +198,18 @@ def convert_output(
 
 @_decorator
 def sample(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a function with the inputs of the only request by name; without batching."""
+    """Call a function with the inputs, by name, of the only request. For models without batching."""
     requests, *others = args
     return [convert_output(wrapped(*others, **{**kwargs, **requests[0]}), wrapped, instance)]
 
 
 @_decorator
 def batch(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a function with the inputs of all requests by name, one request's rows after another's.
+    """Call a function with the inputs of all requests by name, with the rows of the requests joined in order.
 
     Raises:
         PyTritonValidationError: the requests have different inputs.
-        ValueError: an output has other rows than the inputs.
+        ValueError: an output has another number of rows than the inputs.
     """
     requests, *others = args
     names = requests[0].keys()
@@ -237,11 +240,12 @@ def batch(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, 
 def group_by_values(
     *keys: str, pad_fn: Callable[[InferenceResults], InferenceResults] | None = None
 ) -> Callable[[Function], Any]:
-    """Make a decorator that calls a function for the rows with equal values of some inputs, after `batch`.
+    """Make a decorator that calls a function separately for each group of rows with equal values of some inputs. It
+    must be used after `batch`.
 
     Args:
         keys: names of the inputs.
-        pad_fn: brings the results of all calls to one shape for each output, such as `ConstantPadder`.
+        pad_fn: pads the results of all calls to a common shape for each output, for example a `ConstantPadder`.
     """
 
     @_decorator
@@ -274,7 +278,7 @@ def group_by_values(
 
 
 def _sortable(value: Any) -> Any:
-    """A value of a row, such that equal values are equal and all can be sorted."""
+    """A row's value in a form that can be compared and sorted: equal values have equal forms."""
     if not isinstance(value, np.ndarray):
         return value
     if value.dtype.kind not in "OS":
@@ -285,17 +289,17 @@ def _sortable(value: Any) -> Any:
 
 
 class ConstantPadder:
-    """Pads the results of calls at the end of each dimension to one shape for each output.
+    """Pads the results of calls at the end of each dimension, so that each output has the same shape in all results.
 
     Args:
-        pad_value: the value of numbers; texts are padded with empty texts.
+        pad_value: the padding of numbers; texts are padded with empty texts.
     """
 
     def __init__(self, pad_value: Any = 0) -> None:
         self.pad_value = pad_value
 
     def __call__(self, batches_list: InferenceResults) -> InferenceResults:
-        """Pad results, each of which may lack outputs.
+        """Pad results; a result may lack outputs.
 
         Raises:
             PyTritonRuntimeError: an output has different types.
@@ -313,7 +317,7 @@ class ConstantPadder:
 
 
 def _common_type(name: str, dtypes: Sequence[np.dtype[Any]]) -> np.dtype[Any]:
-    """The type of all arrays of an output: one type, or the longest texts'."""
+    """The type of all arrays of an output; for texts, the type of the longest."""
     first = dtypes[0]
     same = all(dtype.kind == first.kind if first.kind in "SU" else dtype == first for dtype in dtypes)
     if not same:
@@ -324,7 +328,7 @@ def _common_type(name: str, dtypes: Sequence[np.dtype[Any]]) -> np.dtype[Any]:
 
 @_decorator
 def group_by_keys(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a function for the requests with the same inputs, before `batch`."""
+    """Call a function separately for each group of requests with the same inputs. It must be used before `batch`."""
     requests, *others = args
     names = [tuple(sorted(request.keys())) for request in requests]
     order = sorted(range(len(requests)), key=names.__getitem__)
@@ -337,10 +341,10 @@ def group_by_keys(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: di
 
 
 def fill_optionals(**defaults: Array) -> Callable[[Function], Any]:
-    """Make a decorator that gives requests the optional inputs that they lack.
+    """Make a decorator that adds missing optional inputs to requests.
 
     Args:
-        defaults: one row of each input, without the batch axis.
+        defaults: a row of each input, without the batch axis.
 
     Raises:
         PyTritonBadParameterError: when the function is called: there is no such input, or a default doesn't fit it.
@@ -404,7 +408,8 @@ def triton_context(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: d
 
 @_decorator
 def pad_batch(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Repeat the last row up to the next of ``preferred_batch_size`` and ``max_batch_size``, after `batch`.
+    """Repeat the last row until the batch has the next larger size of ``preferred_batch_size`` and ``max_batch_size``.
+    It must be used after `batch`.
 
     Raises:
         IndexError: there are more rows than ``max_batch_size``.
@@ -424,7 +429,7 @@ def pad_batch(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[s
 def first_value(*keys: str, squeeze_single_values: bool = True, strict: bool = True) -> Callable[[Function], Any]:
     """Make a decorator that gives a function the first row of some inputs, for a model that batches.
 
-    It is for a function of requests, or after `batch`.
+    The function takes requests, or the decorator is used after `batch`.
 
     Args:
         keys: names of the inputs; an optional input may be absent.

@@ -1,7 +1,7 @@
 """``Triton`` and its configuration.
 
-While a script runs up to ``serve()``, `headwater.runtime.pytriton_script` has put a ``Triton`` in place of this
-module's that records what the script binds.
+While a script runs up to ``serve()``, `headwater.runtime.pytriton_script` replaces the ``Triton`` class of this module
+with a class that records the models that the script binds.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ _TYPES: Final[dict[str, Any]] = {
     )
     for name in names.split()
 }
-"""The types of the fields of ``TritonConfig``, of which each may be None."""
+"""The types of the fields of ``TritonConfig``; each field may also be None."""
 _VARIABLES: Final = "PYTRITON_TRITON_CONFIG_"
-"""Begins the names of the environment variables that set a field."""
+"""Prefix of the names of the environment variables that set a field."""
 _PROTECTED: Final = ["shared-memory", "model-repository", "statistics", "trace", "logging"]
 _ENDPOINTS: Final = {*_PROTECTED, "health", "metadata", "inference", "model-config"}
 
@@ -96,7 +96,9 @@ class _Config:
 
     @classmethod
     def from_env(cls) -> Any:
-        """Make a configuration of the variables ``PYTRITON_TRITON_CONFIG_FIELD``, a list's ``..._FIELD_0`` and so on.
+        """Make a configuration of the environment variables ``PYTRITON_TRITON_CONFIG_FIELD``.
+
+        The elements of a list are in ``PYTRITON_TRITON_CONFIG_FIELD_0`` and so on.
 
         Raises:
             ValueError: a value can't be converted.
@@ -126,7 +128,7 @@ TritonConfig = dataclasses.make_dataclass(
 
 @dataclasses.dataclass
 class TritonLifecyclePolicy:
-    """When Triton is started, and where its models are; without effect here."""
+    """When Triton is started, and where its models are stored; without effect here."""
 
     launch_triton_on_startup: bool = True
     local_model_store: bool = False
@@ -141,13 +143,13 @@ class TritonSecurityConfig:
     """A token for some of Triton's endpoints; without effect here.
 
     Raises:
-        PyTritonValidationError: there is no such endpoint.
+        PyTritonValidationError: an endpoint doesn't exist.
     """
 
     access_token: str | None = None
-    """None: a random token, if endpoints are restricted."""
+    """The token; None: a random token, if endpoints are restricted."""
     restricted_endpoints: list[str] | None = None
-    """None: all but those of inference."""
+    """Endpoints that need the token; None: the administrative endpoints in `_PROTECTED`."""
 
     def __post_init__(self) -> None:
         if self.restricted_endpoints is None:
@@ -161,7 +163,7 @@ class TritonSecurityConfig:
 
 
 class Triton:
-    """What binds and serves models; only while the script runs up to ``serve()``."""
+    """Binds and serves models; may be used only while the script runs up to ``serve()``."""
 
     def __init__(self, *_: object, **__: object) -> None:
         raise PyTritonInvalidOperationError(
@@ -170,4 +172,4 @@ class Triton:
 
 
 class RemoteTriton(Triton):
-    """A Triton elsewhere, which Headwater doesn't serve through."""
+    """A Triton on another machine; Headwater doesn't serve through it."""

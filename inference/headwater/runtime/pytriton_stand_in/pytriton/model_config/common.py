@@ -1,4 +1,4 @@
-"""What configurations of models are made of."""
+"""The parts of a model's configuration."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class DeviceKind(enum.Enum):
 
 
 class TimeoutAction(enum.Enum):
-    """What becomes of a request that has waited too long."""
+    """The handling of a request that has waited too long."""
 
     REJECT = "REJECT"
     DELAY = "DELAY"
@@ -27,13 +27,13 @@ class TimeoutAction(enum.Enum):
 
 @dataclass
 class QueuePolicy:
-    """How long requests wait, and how many."""
+    """How long requests wait, and how many may wait."""
 
     timeout_action: TimeoutAction = TimeoutAction.REJECT
     default_timeout_microseconds: int = 0
     allow_timeout_override: bool = False
     max_queue_size: int = 0
-    """0: no limit."""
+    """Maximum number of waiting requests; 0: no limit."""
 
 
 @dataclass
@@ -51,11 +51,11 @@ class DynamicBatcher:
 
 @dataclass
 class WarmupInput:
-    """One input of a warm-up call: zeros, random numbers, or a file of ``np.save``."""
+    """An input of a warm-up call: zeros, random numbers, or a file of ``np.save``."""
 
     dtype: Any
     shape: Sequence[int]
-    """Of one row."""
+    """Shape of a row."""
     zero_data: bool | None = False
     random_data: bool | None = False
     input_data_file: str | None = None

@@ -18,5 +18,5 @@ class ModelConfig:
     batcher: DynamicBatcher = field(default_factory=DynamicBatcher)
     response_cache: bool = False
     decoupled: bool = False
-    """Whether it answers a request with any number of responses."""
+    """Whether the model answers a request with any number of responses."""
     model_warmup: list[ModelWarmup] | None = None

@@ -12,7 +12,7 @@ __all__ = ["Tensor"]
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor by its row's shape, where -1 is a dimension that varies, and by its numpy type; ``bytes`` is text."""
+    """A tensor's row shape, in which -1 is a dimension that varies, and its numpy type; ``bytes`` is text."""
 
     shape: tuple[int, ...]
     dtype: Any

@@ -30,7 +30,7 @@ class TensorSpec:
 
 @dataclass
 class TritonModelConfig:
-    """What a model is bound as."""
+    """The configuration with which a model is bound."""
 
     model_name: str
     model_version: int = 1

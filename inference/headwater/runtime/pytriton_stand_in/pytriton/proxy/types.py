@@ -1,4 +1,4 @@
-"""What a bound function gets and may return."""
+"""The types of a bound function's argument and results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Request", "Requests", "Response", "Responses"]
 
 @dataclass
 class _Tensors(MutableMapping[str, Any]):
-    """Arrays by name, as a mapping that has them in `data`, too."""
+    """A mapping of arrays by name; the arrays are also in `data`."""
 
     data: dict[str, Any]
 
@@ -34,11 +34,11 @@ class _Tensors(MutableMapping[str, Any]):
 
 @dataclass
 class Request(_Tensors):
-    """A client's request: its inputs, without the optional ones that it left out, and its parameters."""
+    """A client's request: its inputs, without the optional inputs that it left out, and its parameters."""
 
     parameters: dict[str, str | int | bool] | None = None
     span: Any = None
-    """Always None: nothing is traced here."""
+    """Always None: requests are not traced here."""
     requested_output_names: list[str] | None = None
 
     def traced_span(self, span_name: str) -> AbstractContextManager[None]:
@@ -48,7 +48,7 @@ class Request(_Tensors):
 
 @dataclass
 class Response(_Tensors):
-    """The outputs for one request."""
+    """The outputs for a request."""
 
 
 Requests = list[Request]
