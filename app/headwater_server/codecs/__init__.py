@@ -1,1 +1,1 @@
-"""Bytes to checked tensors and back, and what is wrong with a body."""
+"""Decodes and checks requests, encodes answers, and reports the faults of a request's body."""

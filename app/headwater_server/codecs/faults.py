@@ -1,6 +1,6 @@
-"""Reads a request's JSON and reports its faults: the field, what was expected, and what the client sent.
+"""Reads a request's JSON and reports its faults: the field, the expected value, and the value that the client sent.
 
-Every route reports a fault in the same words.
+All routes report a fault with the same message.
 """
 
 from __future__ import annotations
@@ -43,24 +43,25 @@ __all__ = [
 ]
 
 MAX_CONTAINERS: Final = 100_000
-"""Keys, objects and arrays in a body, not counting a tensor's numbers. One call decodes a body, and no other thread
-runs meanwhile: this bounds that time to a few hundredths of a second."""
+"""The most keys, objects and arrays in a body, not counting a tensor's numbers. A body is decoded in a single call,
+during which no other thread runs: the limit keeps the call to a few hundredths of a second."""
 MAX_VALUES: Final = 1_000_000
-"""Values in a body, not counting a tensor's numbers; a plain value costs a tenth of a key or an object."""
+"""The most values in a body, not counting a tensor's numbers. A plain value takes a tenth of the time of a key or an
+object."""
 
 _ENTRY: Final = re.compile(r"\.(?:inputs|outputs)\[\d+\]")
 _NOT_FINITE: Final = re.compile(rb"-?\b(?:NaN|Infinity)\b")
 _NOT_FINITE_HERE: Final = re.compile(rb"nan|inf", re.IGNORECASE)
 _HIGH_SURROGATE: Final = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}")
 _BACKSLASHES: Final = re.compile(rb"\\*")
-# A longer body is not parsed again for an error's words: errors must be cheap too.
+# A longer body is not parsed again to make an error's message more precise: errors must be cheap too.
 _LOOK_AGAIN_BYTES: Final = 1 << 20
 _PIECE_BYTES: Final = 1 << 16
 _FEW_BYTES: Final = 4096
 _LONG_TEXT_BYTES: Final = 1 << 20
 _LONG_STRING_BYTES: Final = 1 << 16
 _STRINGS: Final = re.compile(rb'(?:[^"]*"[^"\\]*(?:\\.[^"\\]*)*")*', re.DOTALL)
-"""Whole strings, and what stands before each."""
+"""Whole strings, each with the text before it."""
 _IN_STRING: Final = re.compile(rb'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)
 """A string's characters up to its closing quote."""
 _FEW_COLONS: Final = 1000
@@ -73,13 +74,13 @@ class _Inputs(msgspec.Struct):
 
 
 def at(path: str, tensor: str | None, message: str) -> BadRequest:
-    """A `BadRequest` that names the field by its path, and the tensor, if any."""
+    """A `BadRequest` whose message names the field by its path and, if given, the tensor."""
     named = f"{path} (tensor {shown(tensor)})" if tensor is not None else path
     return BadRequest(f"{named}: {message}", field=path)
 
 
 def shown(value: object) -> str:
-    """A JSON value as quoted in a message; its length is bounded."""
+    """A JSON value as quoted in a message, with a bounded length."""
     if isinstance(value, str):
         return repr(value) if len(value) <= 80 else f"{value[:80]!r}... ({len(value)} characters)"
     if isinstance(value, bool):
@@ -92,18 +93,18 @@ def shown(value: object) -> str:
 
 
 def key_text(name: str) -> str:
-    """A key from the client as the last part of a path."""
+    """A key that a client sent, as the last part of a path in a message, with a bounded length."""
     return repr(name[:80])[1:-1] + "..." * (len(name) > 80)
 
 
 def shape_text(shape: Sequence[int]) -> str:
-    """A shape as quoted in a message; its length is bounded."""
+    """A shape as quoted in a message, with a bounded length."""
     text = ", ".join(shown(dim) for dim in shape[:12])
     return f"[{text}]" if len(shape) <= 12 else f"[{text}, ...] ({len(shape)} dimensions)"
 
 
 def no_json_form(path: str, tensor: str, datatype: str) -> BadRequest:
-    """The error for an output requested in JSON that has no JSON form."""
+    """The error for an output that was requested in JSON, although its datatype has no JSON form."""
     fix = 'ask for binary data: "parameters": {"binary_data": true} on the output, or "parameters": '
     fix += '{"binary_data_output": true} on the request'
     return at(path, tensor, f"expected a datatype that has a JSON form, got {datatype}; {fix}")
@@ -122,12 +123,14 @@ def read_json(
 
     Args:
         text: the JSON.
-        kind: the value's type. A struct's field of type None is part of the API but not supported here: only null is
-            accepted. A bound has words of its own where its `msgspec.Meta` has `extra={"expected": words}`.
+        kind: the value's type. If a struct has a field of type None, the field is part of the API but not supported
+            here: only null is accepted. If the `msgspec.Meta` of a bound has `extra={"expected": words}`, messages use
+            these words for the bound.
         path: the field whose value the JSON is; empty: the body.
         hint: added to an error's message.
-        strict: whether a number or a boolean may not be written as a string.
-        is_checked: whether the text is a part of a text that this function has read, and so has no duplicate key.
+        strict: whether to refuse a number or a boolean that is written as a string.
+        is_checked: whether the text is a part of a text that this function has already read, so that it has no
+            duplicate keys.
 
     Raises:
         BadRequest: the text isn't JSON, is too large, or has a duplicate key; or a field is unknown, missing,
@@ -147,20 +150,24 @@ def read_json(
 
 
 def _hinted(fault: BadRequest, hint: str) -> HeadwaterError:
-    """The fault with a hint. A local variable of the function that raises it would make a cycle that keeps the body."""
+    """The fault with a hint added to its message.
+
+    This is a function, because a fault in a local variable of the function that raises it would make a reference cycle,
+    which would keep the body in memory.
+    """
     return fault.again(f"{fault.message}; {hint}") if hint else fault
 
 
 def check_size(text: bytes, end: int | None = None, *, tensors: bool = False) -> None:
-    """Check that JSON may be decoded in one call: see `MAX_CONTAINERS`.
+    """Check that JSON is small enough to be decoded in a single call: see `MAX_CONTAINERS` and `MAX_VALUES`.
 
     Args:
         text: the JSON; need not be valid.
-        end: where it ends in ``text``.
-        tensors: whether arrays are the elements of tensors, so that only keys count.
+        end: the offset in ``text`` at which the JSON ends; None: the text's end.
+        tensors: whether arrays hold the elements of tensors, so that only keys are counted.
 
     Raises:
-        BadRequest: the JSON holds too much.
+        BadRequest: the JSON has too many keys, objects and arrays, or too many values.
     """
     end = len(text) if end is None else end
     if end <= MAX_CONTAINERS:
@@ -174,14 +181,20 @@ def check_size(text: bytes, end: int | None = None, *, tensors: bool = False) ->
 
 
 def _check_outside(text: bytes, end: int, counted: Sequence[bytes], limit: int, what: str) -> None:
-    """Count outside strings, in pieces, so that other threads can run in between."""
+    """Check that the characters ``counted`` occur at most ``limit`` times outside of strings.
+
+    Counts in pieces, so that other threads can run in between.
+
+    Raises:
+        BadRequest: the characters occur more often.
+    """
     found = start = 0
     quotes = 0
     while start < end:
         stop = min(start + _PIECE_BYTES, end)
         if text[stop - 1 : stop] == b"\\":  # don't cut an escape in two
             backslashes = _BACKSLASHES.match(text, stop, end)
-            assert backslashes is not None  # it may be empty
+            assert backslashes is not None  # the pattern also matches an empty text
             stop = min(backslashes.end() + 1, end)
         parts = text[start:stop].replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
         outside = b"".join(parts[quotes % 2 :: 2])
@@ -193,7 +206,7 @@ def _check_outside(text: bytes, end: int, counted: Sequence[bytes], limit: int, 
 
 
 def colons(text: bytes, end: int) -> int:
-    """``text.count(b":", 0, end)``, ten times as fast where colons are rare: `bytes.find` uses memchr."""
+    """The result of ``text.count(b":", 0, end)``, ten times as fast if colons are rare: `bytes.find` uses memchr."""
     if end < _FEW_BYTES:
         return text.count(b":", 0, end)
     found, place = 0, text.find(b":", 0, end)
@@ -205,7 +218,7 @@ def colons(text: bytes, end: int) -> int:
 
 
 def check_keys(text: bytes) -> None:
-    """Refuse duplicate keys, of which some readers take the first and most the last.
+    """Refuse duplicate keys, because JSON parsers disagree about them: some take the first value, most take the last.
 
     Args:
         text: valid JSON.
@@ -220,24 +233,24 @@ def check_keys(text: bytes) -> None:
 
 
 def is_narrow(text: bytes) -> bool:
-    """Whether all characters of the text's strings are ASCII, so that each takes one byte in memory."""
+    """Whether all characters of the text's strings are ASCII, so that each character takes a single byte in memory."""
     return text.isascii() and b"\\u" not in text
 
 
 def _without_long_strings(text: bytes) -> bytes:
-    """The text with a digest in place of each long string, so that one call can decode it in a short time.
+    """The text with a digest in place of each long string, so that a single call can decode it in a short time.
 
-    No other thread runs during that call, and a wide character gives each character of its string 4 bytes. Two long
-    strings with the same characters have different digests if their escapes differ.
+    No other thread runs during that call, and a wide character makes each character of its string take 4 bytes. Two
+    long strings with the same characters have different digests if their escapes differ.
 
     Args:
-        text: valid JSON, which is read in pieces, so that other threads can run in between.
+        text: valid JSON. It is read in pieces, so that other threads can run in between.
     """
     parts: list[bytes] = []
     kept = end = 0
     while end < len(text):
         strings = _STRINGS.match(text, end, end + _PIECE_BYTES)
-        assert strings is not None  # it may be empty
+        assert strings is not None  # the pattern also matches an empty text
         if strings.end() > end:
             end = strings.end()
             continue
@@ -278,12 +291,12 @@ def unreadable(
     """The error that says why a request's JSON does not parse.
 
     Args:
-        error: one of `PARSE_ERRORS`.
+        error: an instance of `PARSE_ERRORS`.
         text: the JSON.
-        kind: the type expected.
+        kind: the expected type.
         path: the field whose value the JSON is; empty: the body.
-        binary: how to send a tensor that JSON can't carry; empty: the request has no tensors.
-        tensor: the name of the tensor that the value belongs to; None: the text tells it.
+        binary: words for the way to send a tensor that JSON can't carry; empty: the request has no tensors.
+        tensor: the name of the tensor that the value belongs to; None: the name is looked up in the text.
     """
     text = memoryview(text)
     whole = path or "body"
@@ -319,7 +332,7 @@ def unreadable(
 
 
 def _got(fault: ParsedError, text: bytes | memoryview) -> str:
-    """The value that is out of bounds, for a message; empty if it can't be found."""
+    """The value that is out of bounds, as the end of a message; empty if the value can't be found."""
     value = _value_at(text, fault.path, check=True)
     if value is None:
         return ""
@@ -331,9 +344,10 @@ def _got(fault: ParsedError, text: bytes | memoryview) -> str:
 
 
 def _value_at(text: bytes | memoryview, path: str, *, check: bool = False) -> Any:
-    """The value at a path; None if the text is long or malformed, or the path leads into an object of any keys.
+    """The value at a path; None if the text is long or malformed, if the value is a long array or object, or if the
+    path has ``[...]`` for a key of a dict.
 
-    Only this value is built, and no long array or object: a tensor's elements may be many more than a request's keys,
+    Only the value at the path is built, since a tensor may have many more elements than a request may have keys,
     objects and arrays.
 
     Raises:
@@ -358,7 +372,7 @@ def _value_at(text: bytes | memoryview, path: str, *, check: bool = False) -> An
 
 
 def _tensor(text: bytes | memoryview, path: str) -> str | None:
-    """The name of the input or output that a path lies in."""
+    """The name of the input or output that a path leads into; None if the path leads elsewhere, or has no name."""
     place = _ENTRY.match(path)
     name = None if place is None else _value_at(text, f"{place[0]}.name")
     return name if isinstance(name, str) else None
@@ -374,7 +388,7 @@ def _malformed(fault: ParsedError, text: bytes | memoryview, path: str, binary: 
         hint = f"; send the tensor as {binary}, which has both" if binary else ""
         message = f"expected JSON numbers, got a NaN or Infinity at byte {position}: JSON has neither{hint}"
         return at(field, tensor, message)
-    # A high surrogate without a low one after it; msgspec reports it in some places only.
+    # A lone surrogate: a high surrogate that no low surrogate follows. msgspec names it only in some cases.
     before = text[-16:] if fault.byte is None else text[max(position - 6, 0) : position]
     if "surrogate" in fault.text or _HIGH_SURROGATE.search(bytes(before)):
         hint = f"; bytes that are no text can be sent as {binary}" if binary else ""
@@ -383,7 +397,7 @@ def _malformed(fault: ParsedError, text: bytes | memoryview, path: str, binary: 
 
 
 def _not_finite_tensor(text: bytes | memoryview) -> tuple[str, str | None]:
-    """The path and name of the first input whose data hold a NaN or an infinity."""
+    """The path and name of the first input whose data contain a NaN or an infinity; the body if it can't be found."""
     if len(text) <= _LOOK_AGAIN_BYTES:
         text = _NOT_FINITE.sub(b"null", bytes(text))
         try:

@@ -1,6 +1,6 @@
-"""Requests and answers of Triton's generate extension: one row per request, its inputs and outputs as plain fields.
+"""Requests and answers of Triton's generate extension: a request is a single row; inputs and outputs are JSON fields.
 
-Beyond the extension, rows may have any shape, and a pipeline's heads can be chosen.
+In addition to the extension, rows may have any shape, and requests can choose a pipeline's heads.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _MAX_NESTING: Final = 64
 
 
 class GenerateDecoder:
-    """Decodes requests to one model. Stateless, so any number of tasks may share it.
+    """Decodes requests to a model. Stateless, so any number of tasks may share it.
 
     Args:
         signature: the model's inputs, outputs, parameters and heads.
@@ -60,23 +60,24 @@ class GenerateDecoder:
         self._parameters = RequestParameters(signature, binary=False)
 
     def decode(self, body: bytes) -> InferRequest:
-        """Decode one request.
+        """Decode a request.
 
         Args:
             body: the whole body, decompressed, within the size limit: a JSON object with the inputs by name, and
-                optionally ``id`` and ``parameters``. A value is one row: nested as its shape, flat, or, for a single
-                element, a scalar; it determines the dimensions that vary. Parameters may also stand beside the inputs.
+                optionally ``id`` and ``parameters``. An input's value is a row: nested as its shape, flat, or, for a
+                single element, a scalar. The value determines the dimensions that vary. Parameters may also be fields
+                of the object, next to the inputs.
 
         Returns:
-            The request, of one row; all its outputs in JSON.
+            The request, with a single row and with all outputs in JSON.
 
         Raises:
-            BadRequest: the request is invalid; the message names the field, what was expected and what was sent.
+            BadRequest: the request is invalid; the message names the field, the expected value and the sent value.
         """
         check_size(body, tensors=True)
         try:
             fields = _BODY.decode(body)
-            # One colon for each key, and those within the values.
+            # Without duplicate keys, the body's colons are a colon for each key, and the colons in the values.
             if colons(body, len(body)) != sum(1 + colons(bytes(raw), len(raw)) for raw in fields.values()):
                 check_keys(body)
         except PARSE_ERRORS as error:
@@ -129,7 +130,7 @@ class GenerateDecoder:
 
 
 def _row(raw: msgspec.Raw, declared: DeclaredInput) -> RawTensor:
-    """One row as a request's tensor."""
+    """The tensor, of a single row, that an input's JSON stands for."""
     spec = declared.spec
     text = bytes(raw).strip()
     path = key_text(spec.name)
@@ -140,7 +141,7 @@ def _row(raw: msgspec.Raw, declared: DeclaredInput) -> RawTensor:
     if len(nesting) == 1:
         dims = _dims_of_flat(nesting[0], declared)
     elif len(nesting) == rank or (len(nesting) < rank and nesting[-1] == 0):
-        # An empty array hides the dimensions within it.
+        # An empty array doesn't show its inner dimensions: the declared sizes are used.
         dims = [*nesting, *(max(dim, 0) for dim in spec.shape[len(nesting) :])]
     else:
         expected = f"expected a flat array, or one nested as a row of shape {shape_text(spec.shape)}"
@@ -151,7 +152,7 @@ def _row(raw: msgspec.Raw, declared: DeclaredInput) -> RawTensor:
 
 
 def _single(text: bytes, declared: DeclaredInput) -> RawTensor:
-    """A row of one element, given as a scalar."""
+    """The tensor of a row with a single element, which the client sent as a scalar."""
     spec = declared.spec
     path = key_text(spec.name)
     if any(dim not in (1, -1) for dim in spec.shape):
@@ -161,15 +162,15 @@ def _single(text: bytes, declared: DeclaredInput) -> RawTensor:
     shape = [1] * (len(spec.shape) + 1)
     try:
         data = declared.data.pack(b"[%b]" % text, shape[1:], 1, None)
-    except BadRequest as error:  # it names an array's first element
+    except BadRequest as error:  # the message names the scalar as an array's first element
         raise BadRequest(error.message.replace(f"{path}[0]", path, 1), field=path) from None
     return RawTensor(spec.datatype, tuple(shape), data)
 
 
 def _nesting(text: bytes, datatype: str, path: str) -> list[int]:
-    """The lengths of an array, of its first element if that is an array, and so on.
+    """The length of an array, the length of its first element if that is an array, and so on to the innermost array.
 
-    The other elements are not compared with the first.
+    The lengths of the other elements are not checked.
     """
     lengths = []
     if datatype == "BYTES":
@@ -178,7 +179,7 @@ def _nesting(text: bytes, datatype: str, path: str) -> list[int]:
             lengths.append(len(value))
             value = value[0] if value else None
         return lengths
-    # Without the numbers, the text has one bracket or comma for each, and no object is allocated per number.
+    # Brackets and commas are counted in the text without its numbers, so that no object is allocated per number.
     skeleton = text.translate(None, _NUMBER_TEXT)
     depth = len(skeleton) - len(skeleton.lstrip(b"["))
     if depth > _MAX_NESTING:
@@ -195,7 +196,7 @@ def _nesting(text: bytes, datatype: str, path: str) -> list[int]:
 
 
 def _dims_of_flat(length: int, declared: DeclaredInput) -> list[int]:
-    """A row's dimensions, from the number of its elements."""
+    """A row's dimensions, computed from the number of elements in a flat array."""
     shape = declared.spec.shape
     path = key_text(declared.spec.name)
     fixed = math.prod(dim for dim in shape if dim >= 0)
@@ -211,11 +212,11 @@ def _dims_of_flat(length: int, declared: DeclaredInput) -> list[int]:
 
 
 class GenerateEncoder:
-    """Encodes the answers of one model, whole or piece by piece. Stateless, so any number of tasks may share it.
+    """Encodes the answers of a model, whole or piece by piece. Stateless, so any number of tasks may share it.
 
     Args:
         signature: the model's name, outputs and heads.
-        version: the model's, in answers.
+        version: the model's version in answers.
     """
 
     def __init__(self, signature: Signature, version: str = "1") -> None:
@@ -227,7 +228,7 @@ class GenerateEncoder:
         self._gives_text = any((spec.name, spec.datatype) == ("text_output", "BYTES") for spec in signature.outputs)
 
     def whole(self, request: InferRequest, answer: Answer) -> bytes:
-        """The JSON of a whole answer: a scalar for an output of one element, a flat array otherwise.
+        """The JSON of a whole answer. An output with a single element is a scalar, any other output a flat array.
 
         Raises:
             BadRequest: an output isn't UTF-8 text.
@@ -241,7 +242,7 @@ class GenerateEncoder:
         return b"%b%b%b}" % (self._begin(request), parameters, self._values(names, answer.outputs))
 
     def piece(self, request: InferRequest, answer: HeadAnswer) -> bytes:
-        """The JSON of one result among several.
+        """The JSON of a piece of an answer: the result of a head, or an element of a stream.
 
         Raises:
             BadRequest: an output isn't UTF-8 text.
@@ -260,7 +261,7 @@ class GenerateEncoder:
         return b"%b,%b%b}" % (begin, orjson.dumps(fields)[1:-1], self._values(names, answer.outputs))
 
     def failure(self, error: HeadwaterError) -> bytes:
-        """The JSON of an error that ends an answer which has begun."""
+        """The JSON of an error that ends a started answer."""
         return orjson.dumps({"error": error.message, "status": error.status})
 
     def end(self, request: InferRequest, statuses: Mapping[str, str]) -> bytes:
@@ -268,10 +269,10 @@ class GenerateEncoder:
 
         Args:
             request: the request.
-            statuses: by head; empty for a model without heads.
+            statuses: the heads' statuses, by head; empty for a model without heads.
         """
         heads = b',"heads":%b' % orjson.dumps(dict(statuses)) if self._heads else b""
-        # The Open Inference Protocol (`generate_rest.yaml`) has a text in every event.
+        # The Open Inference Protocol (`generate_rest.yaml`) requires ``text_output`` in every event.
         text = b',"text_output":""' if self._gives_text else b""
         return b'%b%b,"final":true%b}' % (self._begin(request), text, heads)
 

@@ -1,6 +1,7 @@
-"""The JSON of a request to infer, as msgspec parses it.
+"""The JSON of an inference request, as msgspec parses it.
 
-Parsing builds no list of a client's length: those stay text until their sizes are checked.
+Shapes, data and parameters' values stay text (`msgspec.Raw`) until their sizes are checked, so that parsing builds no
+large lists.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ NO_DATA: Final = msgspec.Raw(b"")
 
 
 class InputEntry(msgspec.Struct, forbid_unknown_fields=True, gc=False):
-    """One of ``inputs``."""
+    """An element of ``inputs``."""
 
     name: str
     datatype: str
@@ -28,18 +29,18 @@ class InputEntry(msgspec.Struct, forbid_unknown_fields=True, gc=False):
 
 
 class OutputEntry(msgspec.Struct, forbid_unknown_fields=True, gc=False):
-    """One of ``outputs``."""
+    """An element of ``outputs``."""
 
     name: str
     parameters: _Parameters = None
 
 
 class InferBody(msgspec.Struct, forbid_unknown_fields=True, gc=False):
-    """The whole body, or its part that is JSON."""
+    """The body's JSON: the whole body, or the part before the binary tensors."""
 
     inputs: list[InputEntry]
     id: RequestId | None = None
     model_name: str | None = None
-    """KServe's client repeats the path's here."""
+    """KServe's client repeats the path's model name here."""
     parameters: _Parameters = None
     outputs: list[OutputEntry] | None = None

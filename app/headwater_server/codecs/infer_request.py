@@ -1,4 +1,4 @@
-"""The body of ``POST /v2/models/{m}/infer``, decoded and checked against the model's signature.
+"""Decodes the body of ``POST /v2/models/{m}/infer`` and checks it against the model's signature.
 
 Sources: the Open Inference Protocol's inference request; Triton's binary tensor data, classification, sequence,
 schedule policy and shared memory extensions (classification, sequences and shared memory are refused).
@@ -40,11 +40,11 @@ _SHAPE: Final = msgspec.json.Decoder(list[int])
 _VALUE: Final = msgspec.json.Decoder()
 LIGHT_BYTES: Final = 64 * 1024
 LARGEST_EXAMPLE: Final = 1000
-"""An input with more elements gets no made-up example."""
+"""For an input with more elements, no example is generated."""
 
 
 class RequestDecoder:
-    """Decodes requests to one model. Stateless, so any number of tasks may share it.
+    """Decodes requests to a model. Stateless, so any number of tasks may share it.
 
     Args:
         signature: the model's inputs, outputs and parameters.
@@ -57,31 +57,32 @@ class RequestDecoder:
         self._required = tuple(spec.name for spec in signature.inputs if not spec.optional)
         self._outputs = {spec.name: DATATYPES[spec.datatype] for spec in signature.outputs}
         self._wishes = {binary: [OutputWish(name, binary) for name in self._outputs] for binary in (False, True)}
-        """All outputs, as JSON and binary."""
+        """All outputs as JSON (False), and all outputs as binary data (True)."""
         self._binary_only = next((name for name, datatype in self._outputs.items() if not datatype.json), None)
         self._parameters = RequestParameters(signature, binary=True)
         self._heads = self._parameters.heads
-        self._has_texts = any(spec.datatype == "BYTES" for spec in signature.inputs)  # whose lengths are checked
+        self._has_texts = any(spec.datatype == "BYTES" for spec in signature.inputs)  # each text's length is checked
         self._parse: Callable[[bytes | memoryview], InferBody] = msgspec.json.Decoder(InferBody).decode
 
     def is_light(self, header_length: int) -> bool:
-        """Whether decoding is fast, however long the binary tensors after ``header_length`` bytes of JSON are."""
+        """Whether decoding is fast, regardless of the size of the binary tensors after the ``header_length`` bytes of
+        JSON."""
         return header_length < LIGHT_BYTES and not self._has_texts
 
     def decode(self, body: bytes, header_length: int | None = None) -> InferRequest:
-        """Decode one request.
+        """Decode a request.
 
         Args:
             body: the whole body, decompressed, within the size limit.
-            header_length: the value of ``Inference-Header-Content-Length``: how many bytes of the body are JSON. The
-                binary tensors follow, in the order of the inputs that have ``parameters.binary_data_size``. None: the
-                whole body is JSON.
+            header_length: the value of ``Inference-Header-Content-Length``: the number of bytes of JSON at the start of
+                the body. The binary tensors follow, in the order of the inputs that have
+                ``parameters.binary_data_size``. None: the whole body is JSON.
 
         Returns:
             The request; binary tensors are views of ``body``.
 
         Raises:
-            BadRequest: the request is invalid; the message names the field, what was expected and what was sent.
+            BadRequest: the request is invalid; the message names the field, the expected value and the sent value.
         """
         text: bytes | memoryview = body
         if header_length is not None:
@@ -104,7 +105,7 @@ class RequestDecoder:
             expected = f"expected {self._name!r} as in the request's path"
             raise at("model_name", None, f"{expected}, got {shown(asked.model_name)}; leave it out")
         request = self._parameters.request(asked.id)
-        # The cheap checks come first: an invalid request should cost no work on its data.
+        # The cheap checks come first, so that no data are decoded for an invalid request.
         given = asked.parameters
         binary_output = self._parameters.take(_values(given, "parameters"), request) if given else False
         if asked.outputs:
@@ -166,7 +167,7 @@ class RequestDecoder:
         return wishes
 
     def _take_inputs(self, asked: list[InputEntry], body: bytes, offset: int, request: InferRequest) -> int:
-        """Check and read the inputs; return where the last binary tensor ends in the body."""
+        """Check and read the inputs. Returns the offset in the body at which the last binary tensor ends."""
         inputs = request.inputs
         for index, tensor in enumerate(asked):
             name = tensor.name
@@ -186,7 +187,7 @@ class RequestDecoder:
                 shape = [1]
             if self._bare_rows and len(shape) == len(declared.spec.shape):
                 request.is_bare, shape = True, [1, *shape]
-                if (text := bytes(values))[1:].lstrip().startswith(b"["):  # nested as the shape is
+                if (text := bytes(values))[1:].lstrip().startswith(b"["):  # the data are nested as the shape says
                     values = msgspec.Raw(b"[%b]" % text)
             count = element_count(shape, declared, index)
             if not inputs:
@@ -214,7 +215,7 @@ class RequestDecoder:
 
 
 def _keys(asked: InferBody) -> int:
-    """The number of keys in a request, without nulls, if none is a duplicate."""
+    """The number of keys in a request's JSON, if it has no duplicate keys and no keys with null."""
     count = 1 + (asked.id is not None) + (asked.model_name is not None)
     if asked.parameters is not None:
         count += 1 + len(asked.parameters)
@@ -230,7 +231,8 @@ def _keys(asked: InferBody) -> int:
 
 
 def _check_keys(asked: InferBody, text: bytes | memoryview) -> None:
-    """Refuse duplicate keys in a request that has more colons than distinct keys: in strings, or with nulls.
+    """Check a request that has more colons than distinct keys. The surplus may be colons in strings, or keys with null;
+    if it is duplicate keys, the request is refused.
 
     Raises:
         BadRequest: an object has a key twice.
@@ -242,12 +244,12 @@ def _check_keys(asked: InferBody, text: bytes | memoryview) -> None:
 
 
 def _without_data(asked: InferBody, text: bytes | memoryview) -> bytes:
-    """The JSON that a request was parsed from, with all tensors' arrays empty."""
+    """The JSON that a request was parsed from, with the data of all tensors replaced by empty arrays."""
     whole = memoryview(text)
     pieces: list[bytes | memoryview] = []
     begin, end = _address(whole), 0
     for tensor in asked.inputs:
-        data = memoryview(tensor.data)  # a part of the text's memory: to search or copy it would keep others waiting
+        data = memoryview(tensor.data)  # a view of the text: to search or copy it would block other threads
         if data and data[0] == ord("["):
             start = _address(data) - begin
             pieces += (whole[end:start], b"[]")
@@ -256,16 +258,16 @@ def _without_data(asked: InferBody, text: bytes | memoryview) -> bytes:
 
 
 def _address(data: memoryview) -> int:
-    """Where the data's memory begins."""
+    """The address in memory at which the data begin."""
     address: int = np.frombuffer(data, np.uint8).__array_interface__["data"][0]
     return address
 
 
 def _values(given: dict[str, msgspec.Raw], where: str, tensor: str | None = None) -> dict[str, Any]:
-    """Parameters' values.
+    """The values of parameters, decoded.
 
     Raises:
-        BadRequest: one has a string that is no text, or is nested too deeply.
+        BadRequest: a value has a string that isn't UTF-8 text, or is nested too deeply.
     """
     values = {}
     for name, raw in given.items():
@@ -286,7 +288,7 @@ def _wrong_datatype(index: int, name: str, declared: str, got: str) -> BadReques
 
 
 def _binary_size(tensor: InputEntry, index: int) -> int | None:
-    """The input's ``binary_data_size``; refuses any other parameter."""
+    """The ``binary_data_size`` of an input with parameters. Any other parameter is refused."""
     where = f"inputs[{index}].parameters"
     assert tensor.parameters is not None
     for key in tensor.parameters:
@@ -300,7 +302,8 @@ def _binary_size(tensor: InputEntry, index: int) -> int | None:
 
 
 def example_body(signature: Signature) -> dict[str, Any] | None:
-    """A request in JSON that the model answers; None if an input has no JSON form, or is too large to read."""
+    """An example of a JSON request to the model; None if an input has no JSON form, or has over `LARGEST_EXAMPLE`
+    elements and the model declares no example."""
     row = json_example(signature, LARGEST_EXAMPLE)
     if row is None:
         return None
@@ -320,7 +323,8 @@ def example_body(signature: Signature) -> dict[str, Any] | None:
 
 
 def json_example(signature: Signature, most: int) -> dict[str, Any] | None:
-    """One row by input name; None if an input has no JSON form, or a made-up one would have over ``most`` elements."""
+    """An example row, by input name. None if an input has no JSON form, or if the model declares no example and an
+    input has over ``most`` elements."""
     if signature.example is None and any(math.prod(spec.shape) > most for spec in signature.inputs):
         return None
     row = signature.example_row()

@@ -1,4 +1,4 @@
-"""The body of the answer to ``POST /v2/models/{m}/infer``, laid out as Triton does.
+"""The body of the answer to ``POST /v2/models/{m}/infer``, in Triton's layout.
 
 Sources: the Open Inference Protocol's inference response; Triton's binary tensor data extension.
 """
@@ -27,7 +27,7 @@ def checked_size(name: str, tensor: RawTensor, datatype: Datatype) -> int:
     """The tensor's size in bytes, checked against its shape and declared datatype.
 
     Raises:
-        CallableFailed: they disagree.
+        CallableFailed: the tensor has another datatype, or its size contradicts its shape.
     """
     data = tensor.data
     size_bytes = data.nbytes if isinstance(data, memoryview) else len(data)
@@ -54,14 +54,14 @@ def flat_json(name: str, tensor: RawTensor, datatype: Datatype) -> bytes:
         return _strings(name, tensor)
     values = np.frombuffer(tensor.data, datatype.numpy)
     text = orjson.dumps(values, option=_NUMPY)
-    # orjson writes null for NaN and infinities; looking for an "n" is faster than np.isfinite.
+    # orjson writes null for NaN and infinities; to search for an "n" is faster than np.isfinite.
     if datatype.numpy.kind == "f" and b"n" in text:
         return _not_finite(text, values)
     return text
 
 
 def _not_finite(text: bytes, values: np.ndarray[Any, np.dtype[Any]]) -> bytes:
-    """Replace each null by the literal that Triton writes and Python's json reads."""
+    """Replace each null with ``NaN``, ``Infinity`` or ``-Infinity``, which Triton writes and Python's json reads."""
     first, *rest = text.split(b"null")
     pieces = [first]
     for value, piece in zip(values[~np.isfinite(values)], rest, strict=True):
@@ -88,11 +88,11 @@ def _strings(name: str, tensor: RawTensor) -> bytes:
 
 
 class ResponseEncoder:
-    """Encodes the answers of one model. Stateless, so any number of tasks may share it.
+    """Encodes the answers of a model. Stateless, so any number of tasks may share it.
 
     Args:
         signature: the model's name and outputs.
-        version: the model's, in answers.
+        version: the model's version in answers.
     """
 
     def __init__(self, signature: Signature, version: str = "1") -> None:
@@ -104,22 +104,23 @@ class ResponseEncoder:
             )
             for spec in signature.outputs
         }
-        """Datatype, and the output's JSON up to its shape."""
+        """Each output's datatype, and its JSON up to the shape."""
         self._heads = {head.name: head.outputs for head in signature.heads}
 
     def encode(
         self, request: InferRequest, outputs: Mapping[str, RawTensor], omitted: Sequence[HeadAnswer] = ()
     ) -> tuple[list[bytes | memoryview], int | None]:
-        """Encode one answer.
+        """Encode an answer.
 
         Args:
             request: the request; its ``outputs`` decide which outputs are written, in which order and form.
-            outputs: the model's outputs by name; those not requested are left out.
-            omitted: heads whose outputs are left out; ``parameters`` then say which, and why.
+            outputs: the model's outputs by name; outputs that were not requested are left out.
+            omitted: heads whose outputs are left out; the answer's ``parameters`` then name the heads and the reasons.
 
         Returns:
             The body in pieces, the first of which is the JSON; and, if any output is binary, the JSON's length for
-            the header ``Inference-Header-Content-Length``, otherwise None. Binary pieces are the outputs' own bytes.
+            the header ``Inference-Header-Content-Length``, otherwise None. Binary pieces are the outputs' bytes,
+            not copied.
 
         Raises:
             BadRequest: an output was requested in JSON and has no JSON form.
@@ -160,7 +161,7 @@ class ResponseEncoder:
 
 
 def omission_parameters(omitted: Sequence[HeadAnswer]) -> dict[str, str]:
-    """A response's ``parameters`` about omitted heads, all scalars."""
+    """The ``parameters`` of an answer about omitted heads. All values are scalars."""
     parameters = {"omitted_heads": ",".join(head.head for head in omitted)}
     for head in omitted:
         parameters[f"head.{head.head}.status"] = head.status

@@ -1,4 +1,4 @@
-"""Checks a request's inputs against those the model declares: shapes, and the binary tensors that follow the JSON."""
+"""Checks a request's inputs against the model's declared inputs: shapes, and the binary tensors after the JSON."""
 
 from __future__ import annotations
 
@@ -27,24 +27,25 @@ class DeclaredInput(NamedTuple):
 
     spec: TensorSpec
     dims: tuple[int | None, ...]
-    """Batch axis first; None: the dimension varies."""
+    """Dimensions, batch axis first; None: the dimension varies."""
     size_bytes: int
+    """Bytes of an element; 0 for ``BYTES``."""
     data: JsonData
 
 
 def declared_input(spec: TensorSpec, *, rows: bool) -> DeclaredInput:
-    """Prepare the checks of one input; for ``rows`` see `JsonData`."""
+    """Prepare the checks of an input. `JsonData` describes ``rows``."""
     dims = (None, *(None if dim < 0 else dim for dim in spec.shape))
     return DeclaredInput(spec, dims, DATATYPES[spec.datatype].size_bytes, JsonData(spec, rows=rows))
 
 
 def element_count(shape: list[int], declared: DeclaredInput, index: int | None) -> int:
-    """The number of elements of a shape, checked against the declared one.
+    """Check a shape against an input's declaration. Returns the number of elements.
 
     Args:
-        shape: batch axis first.
+        shape: the shape that the client sent, batch axis first.
         declared: the input.
-        index: its place in the request, for messages; None: a single row under the input's name.
+        index: the input's index in the request, for messages; None: the data are a single row under the input's name.
 
     Raises:
         BadRequest: the shape doesn't fit.
@@ -84,7 +85,8 @@ def _named(declared: DeclaredInput, index: int | None) -> tuple[str, str | None]
 
 
 def _check_hollow(shape: list[int], declared: DeclaredInput, index: int | None) -> None:
-    """Bound the dimensions of an empty tensor: it costs no bytes, but a callable may allocate by its dimensions."""
+    """Limit the dimensions of a tensor without elements. The tensor itself takes no memory, but a callable may allocate
+    memory by its dimensions."""
     if math.prod(dim for dim in shape if dim) > _MAX_HOLLOW:
         path, name = _named(declared, index)
         expected = f"expected non-zero dimensions with a product of at most {_MAX_HOLLOW}"
@@ -94,22 +96,22 @@ def _check_hollow(shape: list[int], declared: DeclaredInput, index: int | None) 
 def take_binary(
     body: bytes, offset: int, size: int, spec: TensorSpec, shape: Sequence[int], count: int, index: int
 ) -> memoryview:
-    """An input's bytes, checked for what the datatype rules out.
+    """Take an input's binary data from a body, and check them against the input's datatype.
 
     Args:
         body: the whole body.
-        offset: where the tensor begins in it.
-        size: its ``binary_data_size``, not negative.
+        offset: the offset in ``body`` at which the tensor begins.
+        size: the input's ``binary_data_size``, not negative.
         spec: the declared input.
-        shape: the request's shape, already checked against the declared one.
-        count: its number of elements.
-        index: the input's place in the request, for messages.
+        shape: the request's shape, already checked against the declared shape.
+        count: the number of elements of that shape.
+        index: the input's index in the request, for messages.
 
     Returns:
         A view of ``body``: nothing is copied.
 
     Raises:
-        BadRequest: the size contradicts the shape or the body, or the bytes contradict their datatype.
+        BadRequest: the size contradicts the shape or the body, or the bytes contradict the datatype.
     """
     datatype = DATATYPES[spec.datatype]
     fault = ""
@@ -137,7 +139,8 @@ def take_binary(
 
 
 def _bytes_fault(data: memoryview, shape: Sequence[int], count: int) -> str:
-    """What is wrong with the lengths before the elements; empty if nothing. The elements are not copied."""
+    """The first fault in the lengths of ``BYTES`` elements, for a message; empty if all lengths are correct. The
+    elements are not copied."""
     offset, end, got = 0, len(data), 0
     length_at = _LENGTH.unpack_from
     while offset < end and got < count:

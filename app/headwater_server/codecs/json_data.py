@@ -1,4 +1,4 @@
-"""An input's ``data`` in JSON: parsed by its datatype and packed into the protocol's binary form."""
+"""Parses an input's ``data`` in JSON, and packs the elements into the protocol's binary form."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _STRUCT_CODES: Final = {
 }  # fmt: skip
 _LENGTH: Final = struct.Struct("<I")
 _NESTED: Final = re.compile(rb"\s*\[\s*\[")
-# A list of Python floats takes 32 bytes for the two of "1,". Longer texts are parsed in pieces of this many bytes, so
-# that a body's memory stays a small multiple of its size.
+# In a list of Python floats an element takes 32 bytes, but its text may take only two ("1,"). Longer texts are parsed
+# in pieces of this many bytes, so that a body's memory stays a small multiple of its size.
 _PIECE_BYTES: Final = 1 << 16
-# A search of this many bytes keeps other threads waiting for less than a millisecond.
+# A search through this many bytes blocks other threads for less than a millisecond.
 _COUNTED_BYTES: Final = 1 << 20
 _LARGEST_ELEMENT_BYTES: Final = 8
 # The last double that still rounds to a finite float32.
@@ -40,15 +40,16 @@ _NUMBER: Final = re.compile(rb"[-+.0-9eE]+")
 _NOT_ZERO: Final = re.compile(rb"-?[0.]*[1-9]")
 
 _EXACT_BELOW: Final = 2.0**53
-"""From here on a float may stand for another integer than was written."""
+"""From this value on, a float may be a different integer than the number that was written."""
 
 
 class JsonData:
-    """Reads the ``data`` of one declared input: flat, or nested as the shape says.
+    """Reads the ``data`` of a declared input: flat, or nested as the shape says.
 
     Args:
         spec: the input.
-        rows: whether the data are one row, without a batch axis, under the input's own name.
+        rows: whether the data are a single row without a batch axis, in a field with the input's name (as in
+            `headwater_server.codecs.generate`).
     """
 
     def __init__(self, spec: TensorSpec, *, rows: bool = False) -> None:
@@ -60,12 +61,12 @@ class JsonData:
         element: Any = {"BOOL": bool, "BYTES": str}.get(spec.datatype)
         if element is None:
             element = float if spec.datatype.startswith("FP") else int
-        # The characters of an element's text; without them, the skeleton of brackets and commas is left.
+        # The characters of elements' texts. Without these characters a text is a skeleton of brackets and commas.
         self._text = b" \t\r\n" + (b"truefals" if element is bool else b"0123456789+-.eE")
         rank = len(spec.shape) + (not rows)
         self._flat = _arrays(element, 1)
         self._nested = _arrays(element, rank)
-        # For clients that write 1.0 where they mean 1: generated from a schema, or with one type of numbers only.
+        # Some clients write the integer 1 as 1.0: clients generated from a schema, or with a single type of numbers.
         self._flat_floats = _arrays(int | float, 1) if element is int else None
         self._nested_floats = _arrays(int | float, rank) if element is int else None
         self._has_json = DATATYPES[spec.datatype].json
@@ -75,9 +76,9 @@ class JsonData:
 
         Args:
             raw: the text of ``data``.
-            shape: the request's shape, already checked against the declared one.
-            count: its number of elements.
-            index: the input's place in the request, for messages; None: the data stand under the input's name.
+            shape: the request's shape, already checked against the declared shape.
+            count: the number of elements of that shape.
+            index: the input's index in the request, for messages; None: the data are in a field with the input's name.
 
         Raises:
             BadRequest: the elements don't fit the datatype or the shape.
@@ -107,7 +108,7 @@ class JsonData:
             if self._code:
                 return struct.pack(f"<{len(values)}{self._code}", *values)
             if self._datatype != "BYTES":
-                return bytes(values)  # BOOL and UINT8: an element is a byte
+                return bytes(values)  # BOOL and UINT8: each element is a byte
             packed = bytearray()
             for value in values:
                 element = value.encode()
@@ -122,7 +123,8 @@ class JsonData:
     def _pack_in_pieces(self, text: bytes, shape: Sequence[int], count: int, index: int | None) -> bytes:
         nested = _NESTED.match(text) is not None
         if nested:
-            # "[1]" and "[]" have the same skeleton, so the elements are counted below.
+            # "[1]" and "[]" have the same skeleton: for a shape without elements, the text must have no elements, and
+            # for any other shape the elements are counted below.
             values_left = text.translate(None, b"[], \t\r\n") if count == 0 else b""
             if values_left or not _nested_as(text.translate(None, self._text), shape):
                 raise self._nested_otherwise(index, shape)
@@ -131,7 +133,7 @@ class JsonData:
             text = b"[%b]" % text.translate(None, b"[]")
         if not text.lstrip().startswith(b"["):
             raise self._bad(index, "", f"expected an array of {self._elements()}, got a single value")
-        # The text is known to be valid JSON, and in a flat array of numbers every comma separates two.
+        # The text is known to be valid JSON, and in a flat array of numbers every comma separates two elements.
         packed = io.BytesIO()
         begin, end, got = text.index(b"[") + 1, text.rindex(b"]"), 0
         while begin < end:
@@ -152,7 +154,11 @@ class JsonData:
         return packed.getvalue()
 
     def _with_floats(self, text: bytes | memoryview, error: Exception, index: int | None, start: int) -> list[Any]:
-        """The elements of a flat array that can't be read because of an error, unless only floats among integers."""
+        """Read a flat array of integers again after an error, this time accepting floats with integral values.
+
+        Raises:
+            BadRequest: the error had another cause, or a float isn't an exact integer.
+        """
         if self._flat_floats is None or not has_float(error):
             raise self._unreadable(error, index, start) from None
         try:
@@ -164,11 +170,21 @@ class JsonData:
     def _made_integers(
         self, values: list[Any], text: bytes | memoryview, index: int | None, subscript: Callable[[int], str]
     ) -> list[Any]:
-        """Turn floats that are integers into these; ``text`` is the JSON that the values were read from."""
+        """Convert floats with integral values to integers.
+
+        Args:
+            values: the elements, which are changed in place.
+            text: the JSON that the elements were read from.
+            index: the input's index in the request, for messages.
+            subscript: gives an element's subscript, for messages.
+
+        Raises:
+            BadRequest: a float has a fraction, or may not be exactly the number that was written.
+        """
         written: list[bytes] | None = None
         for place, value in enumerate(values):
             if value.__class__ is float:
-                if value == 0:  # maybe a number too small for a float
+                if value == 0:  # the text may be a number that is too small for a float
                     if written is None:
                         written = _NUMBER.findall(text)
                     number = written[place]
@@ -257,26 +273,27 @@ class JsonData:
 
 
 def tensor_bytes(text: bytes, end: int | None = None) -> int:
-    """The memory of the tensors that a text's arrays become: they are packed in pieces, without an object for each
-    element.
+    """The memory in bytes that decoding a text's arrays into tensors takes. Arrays are packed in pieces, so that only a
+    piece's elements are objects at the same time.
 
     Args:
         text: the JSON; need not be valid.
-        end: where it ends in ``text``.
+        end: the offset in ``text`` at which the JSON ends; None: the text's end.
     """
     end = len(text) if end is None else min(max(end, 0), len(text))
     return occurrences(b",", text, end) * _LARGEST_ELEMENT_BYTES + 2 * end
 
 
 def occurrences(byte: bytes, text: bytes, end: int) -> int:
-    """How often a byte is in ``text[:end]``, counted in pieces, so that other threads can run in between."""
+    """The number of times that a byte occurs in ``text[:end]``. Counts in pieces, so that other threads can run in
+    between."""
     if end <= _COUNTED_BYTES:
         return text.count(byte, 0, end)
     return sum(text.count(byte, start, min(start + _COUNTED_BYTES, end)) for start in range(0, end, _COUNTED_BYTES))
 
 
 def _arrays(element: Any, rank: int) -> msgspec.json.Decoder[list[Any]]:
-    """Reads arrays of elements, nested so deep."""
+    """A decoder of arrays of elements with ``rank`` levels of nesting."""
     kind: Any = element
     for _ in range(rank):
         kind = list[kind]
@@ -293,15 +310,16 @@ def _subscript(place: int, shape: Sequence[int]) -> str:
 
 
 def _nested_as(skeleton: bytes, shape: Sequence[int]) -> bool:
-    """Whether brackets and commas are those of an array of that shape. Allocates no more than ``skeleton`` has."""
+    """Whether a skeleton (the brackets and commas of an array's text) is that of an array of this shape. Allocates no
+    more bytes than ``skeleton`` has."""
     rank = next((axis for axis, dim in enumerate(shape) if dim == 0), len(shape) - 1)
-    dims = shape[: rank + 1]  # an axis after one of size 0 leaves no trace in the text
+    dims = shape[: rank + 1]  # axes after an axis of size 0 don't show in the text
     size = 0
     for dim in reversed(dims):
         size = 2 + dim * size + max(dim - 1, 0)
     if size != len(skeleton):
         return False
-    expected = b""  # an element's; built without bytes.join, which takes 80 bytes for each part
+    expected = b""  # bytes.join isn't used, because it takes 80 bytes for each part
     for dim in reversed(dims):
         expected = b"[%b]" % ((expected + b",") * dim)[:-1]
     return expected == skeleton

@@ -1,7 +1,8 @@
-"""The most memory that decoding a body's JSON takes beside the body, counted in its text without decoding it.
+"""Estimates the most memory that decoding a body's JSON takes, in addition to the body, without decoding it.
 
-The figures are CPython's sizes of the objects, with the second copy that a check for duplicate keys makes for a moment.
-`tests/app/codecs/test_memory.py` measures them with the worst known texts.
+The estimate counts characters of the text. The figures are CPython's sizes of the objects, including the second copy
+that exists while duplicate keys are searched for. `tests/app/codecs/test_memory.py` measures the figures with the worst
+known texts.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from headwater_server.codecs.json_data import occurrences
 __all__ = ["MOST_TIMES", "object_bytes"]
 
 MOST_TIMES: Final = 80
-"""No text's objects take more than so many times its bytes."""
+"""The most bytes of objects for each byte of a text."""
 _LIST_BYTES: Final = 150
 _OBJECT_BYTES: Final = 100
 _KEY_BYTES: Final = 100
@@ -22,14 +23,15 @@ _VALUE_BYTES: Final = 50
 _STRING_BYTES: Final = 180
 _NARROW: Final = 3
 _WIDE: Final = 16
-"""Bytes for a byte of a string with characters beyond ASCII: a single such character may give all others 4 bytes."""
+"""Bytes of memory for each byte of a string with characters beyond ASCII: a single such character may make every
+character of the string take 4 bytes."""
 _FEW_STRINGS: Final = 10_000
-"""In a text with more, one wide character makes all strings count as wide."""
+"""In a text with more quotes, strings are not told apart: a single wide character makes all strings count as wide."""
 _PIECE_BYTES: Final = 1 << 20
 
 
 def object_bytes(text: bytes) -> int:
-    """The memory of the objects that `headwater_server.codecs.faults.read_json` makes of a text.
+    """The most memory in bytes of the objects that `headwater_server.codecs.faults.read_json` makes of a text.
 
     Args:
         text: the JSON; need not be valid.
@@ -42,7 +44,7 @@ def object_bytes(text: bytes) -> int:
 
 
 def _character_bytes(text: bytes, quotes: int) -> int:
-    """The memory of strings' characters."""
+    """The most memory in bytes of the characters of a text's strings."""
     if len(text) <= _PIECE_BYTES and is_narrow(text):
         return len(text) * _NARROW
     total = length = 0
@@ -54,13 +56,13 @@ def _character_bytes(text: bytes, quotes: int) -> int:
         has_wide = not is_narrow(piece)
         parts = [piece] if quotes > _FEW_STRINGS else piece.split(b'"')
         for number, part in enumerate(parts):
-            if number and not is_escaped:  # another string, or what is between two
+            if number and not is_escaped:  # the part begins a string, or the text between two strings
                 total += length * factor
                 length, factor = 0, _NARROW
             length += len(part)
             if has_wide and not is_narrow(part):
                 factor = _WIDE
             is_escaped = part.endswith(b"\\") or (is_escaped and not number and not part)
-        if text[end - 1 : end + 1] == b"\\u":  # an escape that two pieces share
+        if text[end - 1 : end + 1] == b"\\u":  # an escape that is cut by the end of the piece
             factor = _WIDE
     return total + length * factor

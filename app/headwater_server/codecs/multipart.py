@@ -1,4 +1,4 @@
-"""Bodies of ``multipart/form-data`` (RFC 7578), as clients send forms with files."""
+"""Reads bodies of ``multipart/form-data`` (RFC 7578): forms with files."""
 
 from __future__ import annotations
 
@@ -14,25 +14,27 @@ __all__ = ["MAX_HEAD_BYTES", "MAX_PARTS", "read_form"]
 
 MAX_PARTS: Final = 100
 MAX_HEAD_BYTES: Final = 8 * 1024
-"""Of a part: its headers together, and its share of all that is no content."""
+"""Limit on a part's headers together. Also the limit, per part on average, on all bytes of a body that are not
+content."""
 _MAX_HEADERS: Final = 16
 _MAX_BOUNDARY_BYTES: Final = 70
-"""RFC 2046, 5.1.1."""
+"""Limit of RFC 2046, 5.1.1."""
 _CHUNK_BYTES: Final = 16 * 1024
-"""Read in one call of the parser, during which no other thread may run."""
+"""Bytes that a single call of the parser reads. No other thread may run during the call."""
 
-# The parser warns of each fault; the client's answer names it.
+# The parser logs a warning for each fault, although the client's answer already reports the fault.
 logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
 
 
 def read_form(body: bytes, content_type: bytes) -> dict[str, memoryview]:
-    """The fields' contents by name, which are views of the body.
+    """The fields' contents by name, as views of the body.
 
-    Takes a time proportional to the body's size, most of it for the search of the boundary: nothing of the body but
-    `MAX_HEAD_BYTES` for each of `MAX_PARTS` parts is read byte by byte.
+    The time is proportional to the body's size, and is mostly spent in the search for the boundary. At most
+    `MAX_HEAD_BYTES` for each of `MAX_PARTS` parts are read byte by byte.
 
     Raises:
-        BadRequest: the body is no such form, has too many parts or a part with too large a head, or has a field twice.
+        BadRequest: the body isn't a valid form, has too many parts, has a part whose head is too large, or has a field
+            twice.
     """
     boundary = parse_options_header(content_type)[1].get(b"boundary", b"")
     if not 0 < len(boundary) <= _MAX_BOUNDARY_BYTES:
@@ -50,11 +52,11 @@ def read_form(body: bytes, content_type: bytes) -> dict[str, memoryview]:
 
 
 class _Form:
-    """One body while it is read: the parser calls the methods that begin with ``on``.
+    """A form that is being read: the parser calls the methods whose names begin with ``_on``.
 
     Args:
         body: the form.
-        boundary: between its parts.
+        boundary: the boundary between the form's parts.
     """
 
     def __init__(self, body: bytes, boundary: bytes) -> None:
@@ -81,25 +83,25 @@ class _Form:
         self._chunk = b""
         self._chunk_at = 0
         self._content_bytes = 0
-        """Of all parts so far."""
+        """Bytes of content in all parts so far."""
         self._name = ""
         self._names = 0
         self._head_bytes = 0
         self._field = self._value = b""
         self._start = self._end = 0
-        """Where the part's content is in the body."""
+        """Offsets of the current part's content in the body."""
 
     def read(self) -> None:
         """Read the body.
 
         Raises:
-            BadRequest: it exceeds a bound, or a field has no name or comes twice.
-            FormParserError: it is no form.
+            BadRequest: the body exceeds a limit, or a field has no name or occurs twice.
+            FormParserError: the body is not a form.
         """
         marks = 0
         for at in range(0, len(self._body), _CHUNK_BYTES):
             end = min(at + _CHUNK_BYTES, len(self._body))
-            # What begins as a boundary and goes on as content is read byte by byte, too.
+            # After a boundary's text the parser reads byte by byte even if content follows: each occurrence counts.
             marks += self._body.count(self._mark, at, end + len(self._mark) - 1)
             if marks > MAX_PARTS:
                 raise BadRequest(f"body: expected at most {MAX_PARTS} parts, got more", field="body")
@@ -142,7 +144,7 @@ class _Form:
 
     def _on_part_data(self, data: bytes, start: int, end: int) -> None:
         size = end - start
-        # What might have begun a boundary at the end of the last chunk comes from a buffer of the parser's.
+        # If the last chunk ended like the beginning of a boundary, the parser passes these bytes from its own buffer.
         begin = self._chunk_at + start if data is self._chunk else self._chunk_at - size
         if self._start == self._end:
             self._start = self._end = begin

@@ -1,4 +1,4 @@
-"""A request's ``parameters``: those that the model declares, the protocol's own, and a pipeline's ``heads``.
+"""Checks a request's ``parameters``: the model's declared parameters, the protocol's, and a pipeline's ``heads``.
 
 Sources: the Open Inference Protocol's parameters; Triton's binary tensor data and schedule policy extensions.
 """
@@ -26,14 +26,14 @@ _INT64: Final = range(-(2**63), 2**63)
 _BINARY_OUTPUT: Final = "binary_data_output"
 _HEADS: Final = "heads"
 RequestId: TypeAlias = Annotated[str, Meta(max_length=1000)]
-"""The client's own id of a request."""
+"""An id that a client gives to a request."""
 
 
 class _HeadChoice:
-    """Resolves which heads of a pipeline a request wants, by ``parameters.heads``, by its ``outputs``, or by both.
+    """Finds the heads of a pipeline that a request asks for by ``parameters.heads``, by ``outputs``, or by both.
 
     Args:
-        heads: in the order of the configuration; every output belongs to exactly one.
+        heads: the pipeline's heads, in the configuration's order; every output belongs to exactly one head.
     """
 
     def __init__(self, heads: Sequence[HeadSpec]) -> None:
@@ -46,14 +46,14 @@ class _HeadChoice:
         """Read the parameter's value: a list of names, or names separated by commas.
 
         Args:
-            value: as parsed from JSON.
+            value: the value, parsed from JSON.
             path: the parameter's path, for messages.
 
         Returns:
             The names, in the signature's order.
 
         Raises:
-            BadRequest: the value is neither, is empty, or has an unknown or repeated name.
+            BadRequest: the value is neither a list nor a text, is empty, or has an unknown or repeated name.
         """
         if isinstance(value, str):
             named: list[object] = [part.strip() for part in value.split(",")] if value.strip() else []
@@ -74,15 +74,15 @@ class _HeadChoice:
         return tuple(name for name in self.names if name in seen)
 
     def outputs_of(self, heads: Sequence[str], outputs: Sequence[str]) -> list[str]:
-        """The outputs that these heads compute."""
+        """The elements of ``outputs`` that these heads compute."""
         return [output for output in outputs if self._owners[output] in heads]
 
     def heads_of(self, outputs: Sequence[str], heads: Sequence[str]) -> tuple[str, ...]:
-        """The heads that compute what a request named, in the signature's order.
+        """The heads that compute the requested outputs, in the signature's order. Other heads are not run.
 
         Args:
             outputs: the request's ``outputs``.
-            heads: the request's ``parameters.heads``; empty: any. A head without a requested output is not run.
+            heads: the request's ``parameters.heads``; empty: any head is allowed.
 
         Raises:
             BadRequest: an output belongs to a head that is not among ``heads``.
@@ -99,7 +99,7 @@ class _HeadChoice:
 
 
 class RequestParameters:
-    """Checks the parameters of requests to one model.
+    """Checks the parameters of requests to a model.
 
     Args:
         signature: the model's parameters and heads.
@@ -109,7 +109,7 @@ class RequestParameters:
     def __init__(self, signature: Signature, *, binary: bool) -> None:
         self._declared = {parameter.name: parameter for parameter in signature.own_parameters}
         self.takes_any = signature.takes_any_parameter
-        """Whether parameters needn't be declared."""
+        """Whether the model accepts parameters that it doesn't declare."""
         self._defaults: dict[str, dict[str, Scalar]] = {"batch": {}, "row": {}}
         for parameter in signature.parameters:
             self._defaults[parameter.per][parameter.name] = parameter.default
@@ -118,22 +118,22 @@ class RequestParameters:
         self._binary = binary
         own = ((_BINARY_OUTPUT,) if binary else ()) + ("priority", "timeout") + ((_HEADS,) if signature.heads else ())
         self.known = (*self._declared, *own)
-        """All names, for messages."""
+        """Names of all known parameters, for messages."""
 
     def request(self, id: str | None) -> InferRequest:
-        """A request with an id and default parameters, still without inputs and outputs."""
+        """A request with an id and default parameters. Its inputs, rows and outputs are yet to be set."""
         return InferRequest(id or "", {}, 0, (), self._defaults["batch"].copy(), self._defaults["row"].copy())
 
     def take(self, given: Mapping[str, Any], request: InferRequest, where: str = "parameters") -> bool:
         """Check parameters and set them in the request.
 
         Args:
-            given: values by name.
-            request: the request to complete.
-            where: the field that holds the parameters; empty: they are fields of the request.
+            given: the parameters' values, by name.
+            request: the request whose parameters are set.
+            where: the field that holds the parameters, for messages; empty: the parameters are fields of the body.
 
         Returns:
-            ``binary_data_output``.
+            The value of ``binary_data_output``; False if it isn't given.
 
         Raises:
             BadRequest: a parameter is unknown, of another type, or out of bounds.
@@ -171,7 +171,7 @@ def boolean(path: str, tensor: str | None, value: object) -> bool:
 
 
 def integer(path: str, tensor: str | None, value: object, maximum: int) -> int:
-    """Check that a value is an integer from 0 to ``maximum``, maybe written as a float."""
+    """Check that a value is an integer from 0 to ``maximum``; it may be written as a float."""
     whole = _whole(value)
     if isinstance(whole, int) and not isinstance(whole, bool) and 0 <= whole <= maximum:
         return whole
@@ -179,7 +179,7 @@ def integer(path: str, tensor: str | None, value: object, maximum: int) -> int:
 
 
 def unsupported(where: str, tensor: str | None, name: str, known: Sequence[str]) -> BadRequest:
-    """The error for an unknown parameter."""
+    """The error for a parameter that is unknown or not supported."""
     path = _path(where, key_text(name))
     if _is_protocols(name):
         return at(path, tensor, f"not supported by this server; expected one of {', '.join(known)}, got {shown(name)}")
@@ -187,7 +187,7 @@ def unsupported(where: str, tensor: str | None, name: str, known: Sequence[str])
 
 
 def _is_protocols(name: str) -> bool:
-    """Whether the protocol or an extension of it gives this parameter a meaning, which this server doesn't offer."""
+    """Whether this parameter is defined by the protocol or an extension of it, but not supported by this server."""
     return name.startswith(("shared_memory_", "sequence_")) or name == "classification"
 
 
@@ -203,7 +203,7 @@ def _path(where: str, name: str) -> str:
 
 
 def _whole(value: object) -> object:
-    """A float that stands for exactly one integer as that integer; anything else as it is."""
+    """Convert a float that is exactly an integer, below 2**53, to the integer; return any other value unchanged."""
     return int(value) if type(value) is float and value.is_integer() and abs(value) < 2.0**53 else value
 
 
@@ -218,6 +218,6 @@ def _checked(parameter: Parameter, value: object, where: str) -> Scalar:
     except OverflowError:
         raise at(path, None, f"expected float, got {shown(value)}, which is beyond a float") from None
     except DeclarationError as error:
-        # The error's message quotes the whole value, as Python writes it.
+        # The error's message quotes the whole value in Python's notation; `shown` quotes it as JSON, and shortened.
         message = str(error).removeprefix(f"parameter {parameter.name!r}: ").rpartition(", got ")[0]
         raise at(path, None, f"{message}, got {shown(value)}") from None

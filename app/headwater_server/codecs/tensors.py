@@ -1,4 +1,4 @@
-"""Requests, answers and tensors as the gateway carries them: raw bytes with a shape, cut and joined undecoded."""
+"""Requests, answers and tensors in the gateway. A tensor is raw bytes with a shape: it is cut and joined undecoded."""
 
 from __future__ import annotations
 
@@ -36,51 +36,53 @@ class RawTensor(msgspec.Struct, gc=False):
 
 
 class OutputWish(NamedTuple):
-    """An output that a request wants, and in which form."""
+    """An output that a request asks for, and whether its data are binary or JSON."""
 
     name: str
     binary: bool
 
 
 class InferRequest(msgspec.Struct, gc=False):
-    """A request to infer, checked against the model's signature."""
+    """An inference request, checked against the model's signature."""
 
     id: str
     inputs: dict[str, RawTensor]
-    """By name; an optional input that was left out is absent."""
+    """The inputs by name, without optional inputs that the client left out."""
     rows: int
-    """The batch axis, the same in all inputs; may be 0."""
+    """Size of the batch axis, the same in all inputs; may be 0."""
     outputs: Sequence[OutputWish]
-    """The wanted outputs, in the request's order; all declared ones if the request named none."""
+    """The requested outputs, in the request's order; all declared outputs if the request named no outputs."""
     batch_parameters: dict[str, Scalar]
-    """Declared parameters per batch, defaults filled in."""
+    """Declared parameters per batch, with defaults filled in."""
     row_parameters: dict[str, Scalar]
-    """Declared parameters per row, defaults filled in; the same value for all rows of this request."""
+    """Declared parameters per row, with defaults filled in; the same value for all rows of this request."""
     heads: tuple[str, ...] = ()
-    """A pipeline's wanted heads, in the signature's order, never empty; always empty for other models."""
+    """A pipeline's requested heads, in the signature's order, never empty; always empty for other models."""
     priority: int = 0
     """1 is the most urgent; 0: the default."""
     timeout_us: int = 0
-    """The client's own deadline in microseconds; 0: none."""
+    """The time limit that the client sent, in microseconds; 0: the client sent no limit."""
     cancel_id: str = ""
-    """The id by which a client may cancel the request (`headwater_server.security.key_check.owned_id`); empty: none."""
+    """The id by which a client may cancel the request (`headwater_server.security.key_check.owned_id`); empty: the
+    request can't be cancelled by an id."""
     is_bare: bool = False
-    """Whether it is one row without the batch axis, and is answered without it."""
+    """Whether the inputs are a single row without the batch axis; the outputs then have no batch axis either."""
     owner: str = ""
-    """The name of the API key that it came with; empty: none."""
+    """The name of the API key that was sent with the request; empty: the request came without a key."""
     is_copy: bool = False
-    """Whether no client waits for its answer (`headwater_server.dispatch.shadow`): it gives way to all others."""
+    """Whether the request is a shadow copy (`headwater_server.dispatch.shadow`), for which no client waits. Copies are
+    dropped before any client's request."""
 
 
 Outputs = dict[str, RawTensor]
 
 
 class HeadAnswer(msgspec.Struct):
-    """One result of a request: from one head of a pipeline, or from a plain model (then the name is empty)."""
+    """A result for a request, from a head of a pipeline or from a plain model (then ``head`` is empty)."""
 
     head: str
     outputs: Outputs = {}
-    """The wanted outputs that the head computes; empty if it failed."""
+    """The requested outputs that the head computes; empty if the head failed."""
     error: HeadwaterError | None = None
     took_ms: float = 0.0
     """Time since the request was accepted."""
@@ -99,15 +101,16 @@ class Answer(msgspec.Struct):
     """The whole answer to a request."""
 
     outputs: Outputs
-    """The wanted outputs, without those of omitted heads."""
+    """The requested outputs, without the outputs of omitted heads."""
     omitted: Sequence[HeadAnswer] = ()
     """Heads that failed and have ``on_error: omit``."""
     cache: Literal["", "hit", "miss", "shared"] = ""
-    """Of a deployment that keeps answers: whether it was kept, computed, or computed for an equal request."""
+    """For a deployment with a cache: the answer was in the cache (``hit``), was computed (``miss``), or was computed
+    for an identical request (``shared``). Empty: the deployment has no cache."""
 
 
 class SlicedTensor:
-    """A tensor ready to be cut: knows where each row's bytes begin."""
+    """A tensor that can be cut into rows: it has the offset of each row's bytes."""
 
     __slots__ = ("_offsets", "_row_bytes", "_tensor")
 
@@ -121,7 +124,7 @@ class SlicedTensor:
             self._row_bytes = len(tensor.data) // tensor.shape[0]
 
     def rows(self, start: int, count: int) -> RawTensor:
-        """Some of the tensor's rows; a view, not a copy."""
+        """``count`` rows of the tensor from row ``start`` on, as a view if the tensor's data are a memoryview."""
         tensor = self._tensor
         if self._offsets:
             data = tensor.data[self._offsets[start] : self._offsets[start + count]]
@@ -148,13 +151,13 @@ def join_rows(name: str, parts: Sequence[RawTensor]) -> RawTensor:
 
 
 def longest_row(tensor: RawTensor) -> int:
-    """Bytes of the longest row of a ``BYTES`` tensor."""
+    """Size in bytes of the longest row of a ``BYTES`` tensor."""
     offsets = _offsets(tensor.data, math.prod(tensor.shape[1:]))
     return max((end - start for start, end in itertools.pairwise(offsets)), default=0)
 
 
 def element_count(data: bytes | memoryview) -> int | None:
-    """The number of ``BYTES`` elements in these bytes; None if they end within one."""
+    """The number of ``BYTES`` elements in data; None if the data end in the middle of an element."""
     offset, count = 0, 0
     while offset < len(data):
         offset += 4 + int.from_bytes(data[offset : offset + 4], "little")
@@ -163,7 +166,12 @@ def element_count(data: bytes | memoryview) -> int | None:
 
 
 def _offsets(data: bytes | memoryview, elements: int) -> list[int]:
-    """Where each row of a ``BYTES`` tensor starts, and the end."""
+    """The offset at which each row of a ``BYTES`` tensor starts, and the offset of the last row's end.
+
+    Args:
+        data: the tensor's bytes.
+        elements: the number of elements in a row.
+    """
     offsets = [0]
     offset, count = 0, 0
     from_bytes = int.from_bytes

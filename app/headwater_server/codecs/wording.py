@@ -1,4 +1,7 @@
-"""msgspec's wording: the parts of its errors, and what its types accept, in words. No other module knows it."""
+"""Parses msgspec's error messages, and describes in words the values that its types accept.
+
+No other module depends on msgspec's wording.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +27,9 @@ __all__ = [
 ]
 
 PARSE_ERRORS: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""Everything msgspec raises for a client's input."""
+"""All exceptions that msgspec raises for a client's input."""
 PATH_PART: Final = re.compile(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]")
-"""A key or a subscript of a path."""
+"""A key or a subscript in a path."""
 _KINDS: Final = {
     "int": "an integer", "float": "a number", "str": "a string", "bool": "a boolean",
     "array": "an array", "object": "an object", "null": "null",
@@ -47,7 +50,7 @@ _BYTE: Final = re.compile(r"\(byte (\d+)\)\Z")
 
 
 def kind_of(name: str) -> str:
-    """The words for a type that msgspec calls ``int`` or ``float | null``."""
+    """The words for a type, from msgspec's name of the type, such as ``int`` or ``float | null``."""
     return " or ".join(_KINDS.get(part, part) for part in name.split(" | ") if part != "null" or name == "null")
 
 
@@ -57,27 +60,28 @@ class ParsedError(NamedTuple):
     text: str
     """The message without the path."""
     path: str
-    """As in ``.inputs[0].shape[1]``; ``[...]`` for a value of a dict."""
+    """The value's path, such as ``.inputs[0].shape[1]``; ``[...]`` stands for a key of a dict."""
     expected: str = ""
-    """msgspec's name of one or several types: ``float | null``."""
+    """msgspec's name of the expected type or types, such as ``float | null``."""
     got: str = ""
+    """msgspec's name of the value's type."""
     unknown: str | None = None
     """A field that the object must not have."""
     missing: str | None = None
     """A required field that the object lacks."""
     value: str | None = None
-    """A value that is none of the choices."""
+    """A value that isn't among the choices."""
     bounded: str | None = None
     """msgspec's name of the type of a value that is out of bounds."""
     is_out_of_range: bool = False
     byte: int | None = None
-    """Where the JSON is malformed."""
+    """The offset at which the JSON is malformed."""
     is_followed: bool = False
-    """Whether more follows valid JSON."""
+    """Whether further characters follow valid JSON."""
 
 
 def parsed(error: Exception) -> ParsedError:
-    """Parse the wording of an error of msgspec."""
+    """Parse the message of an msgspec error."""
     text, found, path = str(error).rpartition(" - at `$")
     text, path = (text, path[:-1]) if found else (str(error), "")
     if wording := _WORDING.fullmatch(text):
@@ -94,12 +98,13 @@ def parsed(error: Exception) -> ParsedError:
 
 
 def has_array_first(error: Exception) -> bool:
-    """Whether an array has another as its first element, against its type; faster than `parsed`."""
+    """Whether the error is that an array's first element is an array, although the type allows no nesting. Faster than
+    `parsed`."""
     return str(error).endswith("got `array` - at `$[0]`")
 
 
 def has_float(error: Exception) -> bool:
-    """Whether a float stands where an integer is expected; faster than `parsed`."""
+    """Whether the error is a float in place of an integer. Faster than `parsed`."""
     return str(error).startswith("Expected `int`, got `float` - at ")
 
 
@@ -107,7 +112,7 @@ _type_info: Final[Callable[[Any], inspect.Type]] = functools.cache(inspect.type_
 
 
 def _types_at(kind: Any, path: str) -> Sequence[inspect.Type]:
-    """The types accepted at a path."""
+    """The types that ``kind`` accepts at a path."""
     found = _alternatives(_type_info(kind))
     for part in PATH_PART.finditer(path):
         inner: list[inspect.Type] = []
@@ -145,7 +150,7 @@ def bounds_at(kind: Any, path: str, name: str) -> str:
 
 
 def choices_at(kind: Any, path: str) -> str:
-    """The values accepted at a path, in words."""
+    """The values that ``kind`` accepts at a path, in words."""
     literals = [one for one in _types_at(kind, path) if isinstance(one, inspect.LiteralType)]
     return " or ".join(repr(value) for one in literals for value in one.values)
 

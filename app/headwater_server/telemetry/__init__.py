@@ -1,1 +1,1 @@
-"""What a server tells of itself: metrics, logs and traces."""
+"""Metrics, logs and traces of a server."""

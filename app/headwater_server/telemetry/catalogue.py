@@ -1,7 +1,8 @@
-"""Every series that a server exposes under its own name: its meaning, kind and labels.
+"""All metrics series that Headwater defines: their meaning, kind and labels.
 
-Each label's values are bounded: deployments, heads and replicas come from the configuration, all others are listed
-here. Nothing that a client sends becomes a label. `docs/metrics.md` has the same as a table.
+The number of values of each label is bounded: names of deployments, heads, steps, outputs, versions and replicas come
+from the configuration and the models, and all other values come from fixed lists. No value that a client sends becomes
+a label. `docs/metrics.md` has the series as a table.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ Route = Literal[
 ]  # fmt: skip
 Phase = Literal["queue", "batch_wait", "transport", "compute", "serialise"]
 ShadowDrop = Literal["in_flight", "bytes", "load", "unavailable", "signature", "stream", "ended"]
-"""Why a request was not copied, or its copy was given up."""
+"""Why a request was not copied to a shadow, or its copy was dropped."""
 Outcome = Literal["ok", "client_error", "shed", "cancelled", "timeout", "failed", "unavailable", "lost"]
-"""How a request ends; the supervisor books `lost` for requests whose gateway worker ended."""
+"""How a request ends. The supervisor counts a request as `lost` if its gateway worker ended."""
 OUTCOMES: Final[tuple[Outcome, ...]] = get_args(Outcome)
 
 REQUESTS: Final = "headwater_requests"
@@ -31,30 +32,30 @@ REQUEST_SECONDS: Final = "headwater_request_seconds"
 VERSION_TIMES: Final = "headwater_version_times"
 
 _NS: Final = 1e-9
-# 1 : 2.5 : 5, from a quarter of a millisecond to a minute.
+# Steps of 1, 2.5 and 5 in each power of ten, from a quarter of a millisecond to a minute.
 _TIMES_MS: Final = (0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 2500, 5000, 10_000, 30_000, 60_000)
-# Eight to a doubling, from an eighth of a millisecond to 131 s.
+# Eight bounds for each factor of two, from an eighth of a millisecond to 131 s.
 _FINE_TIMES_NS: Final = tuple(round(125_000 * 2 ** (step / 8)) for step in range(161))
 _TIMES_NS: Final = tuple(round(ms * 1_000_000) for ms in _TIMES_MS)
-# Zero, which is equality, and powers of ten from a millionth to a thousand, in millionths.
+# In millionths: zero, for equal numbers, and powers of ten from a millionth to a thousand.
 _DIFFERENCES: Final = (0, *(10**power for power in range(10)))
 _ROWS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
 class Series(NamedTuple):
-    """One series. Slots hold integers: nanoseconds, rows, tokens."""
+    """A series. Its numbers are stored as integers: nanoseconds, rows, tokens."""
 
     name: str
-    """Without the suffix ``_total`` of exposed counters."""
+    """The name without the suffix ``_total``, which counters have where they are exposed."""
     kind: Literal["counter", "gauge", "histogram"]
     help: str
     labels: tuple[str, ...] = ("deployment",)
     scale: float = 1.0
-    """The value of one count in the base unit."""
+    """Factor from stored integers to the base unit, such as seconds."""
     bounds: tuple[int, ...] = ()
-    """A histogram's inclusive upper bounds; the last bucket has none."""
+    """A histogram's inclusive upper bounds, as stored integers. The last bucket has no bound."""
     merge: Literal["sum", "max"] = "sum"
-    """How the values of several workers are combined."""
+    """How the values of several processes are combined."""
 
 
 def _counter(name: str, help: str, *labels: str, scale: float = 1.0) -> Series:
@@ -98,7 +99,7 @@ CATALOGUE: Final[dict[str, Series]] = {
         _gauge("headwater_queue_rows", "Rows waiting for a replica."),
         _counter("headwater_retries", "Requests retried on another replica."),
         _counter("headwater_quarantined", "Requests refused because the same request had taken two replicas down."),
-        # Answers that are kept
+        # Caches of answers and of steps' outputs
         _counter(
             "headwater_answer_cache_requests",
             "Requests of deployments that keep answers: answered with a kept one (hit), computed (miss), or answered "
@@ -154,7 +155,7 @@ CATALOGUE: Final[dict[str, Series]] = {
         _gauge("headwater_waiting_sequences", "Sequences waiting in engines.", merge="max"),
         _gauge("headwater_cache_used_tokens", "Tokens reserved in the engines' caches.", merge="max"),
         _gauge("headwater_cache_limit_tokens", "Capacity of the engines' caches in tokens.", merge="max"),
-        # Deployments and replicas, counted by the supervisor
+        # Deployments and replicas, measured by the supervisor
         _gauge("headwater_deployment_state", "1 for the deployment's current state, 0 for the others.", "state"),
         _counter("headwater_deployment_state_transitions", "Changes of a deployment's state.", "from", "to"),
         _counter("headwater_rollbacks", "Versions that lost their share of the requests by themselves.", "version"),
@@ -205,12 +206,12 @@ CATALOGUE: Final[dict[str, Series]] = {
         Series("process_start_time_seconds", "gauge", "Start time, in seconds since the Unix epoch.", ("process",)),
     )
 }
-"""What ``/metrics`` exposes."""
+"""The series that ``/metrics`` exposes, by name."""
 
 ALL_SERIES: Final = {
     **CATALOGUE,
-    # For ``/v2/models/{model}/stats`` only: one for each batch size would be too many for ``/metrics``. A record may
-    # have several numbers.
+    # Only for ``/v2/models/{model}/stats``: a series for each batch size would be too many for ``/metrics``. A record
+    # of these series may have several numbers.
     **{
         series.name: series
         for series in (
@@ -219,7 +220,7 @@ ALL_SERIES: Final = {
             _counter("headwater_steps", "Steps of a fused pipeline: calls, retries, and their nanoseconds.", "step"),
             _counter("headwater_sequences", "Sequences of answered language-model requests."),
             _counter("headwater_frames", "Frames received from engines."),
-            # For the supervisor, which compares versions.
+            # Only for the supervisor, which compares versions.
             Series(VERSION_TIMES, "histogram", "The same as headwater_request_seconds.", bounds=_FINE_TIMES_NS),
         )
     },

@@ -1,6 +1,6 @@
-"""The answer to a scrape: the server's own series, and those of each replica's Triton or vLLM.
+"""The answer to a scrape: Headwater's series, and the series of each replica's Triton or vLLM.
 
-Imported at the first scrape: the Prometheus client and httpx take 6 MB and a tenth of a second.
+This module is imported at the first scrape, because the Prometheus client and httpx take 6 MB and a tenth of a second.
 """
 
 from __future__ import annotations
@@ -27,49 +27,49 @@ from headwater_server.telemetry.ledger import Totals
 __all__ = ["ReplicaTarget", "ReplicaText", "ask_replicas", "exposition"]
 
 _PREFIXES: Final = ("nv_", "vllm:")
-"""Of Triton's own series, and of vLLM's; those of its process and its HTTP server are left out."""
+"""Prefixes of the exposed series of Triton and vLLM. Series about vLLM's process and HTTP server are left out."""
 _ASK_TIMEOUT_S: Final = 1.0
-"""For all replicas together."""
+"""Time limit in seconds for asking all replicas together."""
 _SIZE_LIMIT_BYTES: Final = 1024 * 1024
 
 
 class ReplicaTarget(NamedTuple):
-    """A replica whose own metrics are to be read."""
+    """A replica from which Triton's or vLLM's metrics are read."""
 
     deployment: str
     replica: str
     socket: Path
-    """Where it answers ``/metrics``."""
+    """The unix socket at which the replica answers ``/metrics``."""
 
 
 class ReplicaText(NamedTuple):
-    """The metrics of one replica."""
+    """The metrics that a replica answered with."""
 
     deployment: str
     replica: str
     text: str | None
-    """In Prometheus' text format; None: no answer in time."""
+    """The metrics in Prometheus' text format; None: the replica did not answer in time, or answered with an error."""
 
 
 def exposition(totals: Totals, replicas: Sequence[ReplicaText], accept: str) -> tuple[bytes, str]:
     """The answer to a scrape, and its media type.
 
     Args:
-        totals: the server's own counts.
-        replicas: the replicas' own metrics.
-        accept: the request's header; it may ask for OpenMetrics.
+        totals: the counts of the server's processes.
+        replicas: the metrics of the replicas' Triton or vLLM.
+        accept: the request's ``Accept`` header, which may ask for OpenMetrics.
     """
     registry = CollectorRegistry()
     registry.register(_Scrape(totals, replicas))
     encode: Any
     encode, media_type = choose_encoder(accept)
-    # No name needs escaping, but the library's OpenMetrics would replace the colon in those of vLLM.
+    # No name needs escaping, but the library's OpenMetrics encoder would replace the colon in vLLM's names.
     return encode(registry, escaping=ALLOWUTF8), media_type
 
 
 @dataclass(eq=False)
 class _Scrape:
-    """Collects the series of one scrape."""
+    """Collects the series for a single scrape."""
 
     totals: Totals
     replicas: Sequence[ReplicaText]
@@ -126,12 +126,12 @@ def _processes(pids: Mapping[str, int]) -> dict[str, list[tuple[Sequence[str], f
 
 
 def _replica_series(replicas: Iterable[ReplicaText]) -> Iterator[Metric]:
-    """The replicas' series under their own names, with the labels ``deployment`` and ``replica`` added."""
+    """The series of the replicas' Triton or vLLM: names are kept, labels ``deployment`` and ``replica`` are added."""
     found: dict[str, Metric] = {}
     for deployment, replica, text in replicas:
-        with contextlib.suppress(ValueError):  # truncated or malformed: what was parsed before is kept
+        with contextlib.suppress(ValueError):  # truncated or malformed: the series before the fault are kept
             for family in text_string_to_metric_families(text or ""):
-                # When a series of vLLM's began would be a series of its own.
+                # vLLM's `_created` values, the time at which a series began, would be exposed as separate series.
                 if not family.name.startswith(_PREFIXES) or family.name.endswith("_created"):
                     continue
                 # Triton's counters lack the suffix `_total` that the type requires, and the parser adds it.
@@ -145,7 +145,7 @@ def _replica_series(replicas: Iterable[ReplicaText]) -> Iterator[Metric]:
 
 
 async def ask_replicas(targets: Sequence[ReplicaTarget], timeout_s: float = _ASK_TIMEOUT_S) -> list[ReplicaText]:
-    """Ask all replicas at once; one that is stopped or ending may not answer in time."""
+    """Ask all replicas for their metrics at once. A replica that is suspended or ending may not answer in time."""
     if not targets:
         return []
     clients = await asyncio.to_thread(_clients, targets)
@@ -163,7 +163,7 @@ async def ask_replicas(targets: Sequence[ReplicaTarget], timeout_s: float = _ASK
 
 
 def _clients(targets: Sequence[ReplicaTarget]) -> list[httpx.AsyncClient]:
-    """A client for each target; slow the first time, so not for the event loop."""
+    """Create a client for each target. The first call is slow, and so must not run in the event loop's thread."""
     return [
         httpx.AsyncClient(
             base_url="http://replica",
@@ -175,10 +175,10 @@ def _clients(targets: Sequence[ReplicaTarget]) -> list[httpx.AsyncClient]:
 
 
 async def _ask(client: httpx.AsyncClient) -> str:
-    """The metrics of one replica.
+    """Read the metrics of a replica.
 
     Raises:
-        httpx.HTTPError: it can't be reached, or answers with an error.
+        httpx.HTTPError: the replica can't be reached, or answers with an error.
         ValueError: the answer is too long, or not UTF-8.
     """
     async with client, client.stream("GET", "/metrics") as response:

@@ -1,7 +1,7 @@
-"""Counters, gauges and histograms, each on its own slots of a store.
+"""Counters, gauges and histograms, which write to records in a store.
 
-Counters write at once. Histograms gather values until the end of the event loop's turn (`Store.later`): requests that
-share a batch end in the same turn, and many values together cost less than one by one.
+Counters write immediately. Histograms gather values until the end of the event loop's turn (`Store.later`), because
+requests that share a batch end in the same turn, and it costs less to write many values together than one by one.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ __all__ = ["ACCEPTED_AT", "Counter", "Gauge", "Histogram", "Requests", "Statisti
 
 _OUTCOME_AT: Final = {outcome: index for index, outcome in enumerate(OUTCOMES)}
 ACCEPTED_AT: Final = len(OUTCOMES)
-"""Index of the accepted requests in a record of `Requests`. They come after the ended ones, and a reader reads slots in
-ascending order, so it never sees more ended than accepted requests."""
+"""Index of the number of accepted requests in a record of `Requests`. It is behind the numbers of ended requests: a
+reader reads slots in ascending order, and so never sees more ended than accepted requests."""
 
 
 class _Instrument:
-    """A record in a store, written by one thread of one process."""
+    """A record in a store. Only a single thread of a single process writes it."""
 
     def __init__(self, store: Store, name: str, *labels: str, numbers: int = 1) -> None:
         self._slots = store.slots
@@ -38,7 +38,7 @@ class Counter(_Instrument):
 
 
 class Statistics(_Instrument):
-    """Several counters in one record."""
+    """Several counters in the same record."""
 
     def add(self, *amounts: int) -> None:
         """Add to each counter."""
@@ -55,7 +55,7 @@ class Gauge(_Instrument):
 
 
 class Histogram(_Instrument):
-    """A record with a count for each bucket, including the unbounded one, and then the sum."""
+    """A record with the number of values in each bucket, the bucket without a bound included, and the values' sum."""
 
     def __init__(self, store: Store, name: str, *labels: str) -> None:
         self._bounds = ALL_SERIES[name].bounds
@@ -79,7 +79,7 @@ class Histogram(_Instrument):
             self._store.later(self._write)
 
     def observe_all(self, values: Iterable[int]) -> None:
-        """Count several values at once. They are sorted, so that each bucket is found once."""
+        """Count several values at once. The values are sorted first, so that each bucket is searched for only once."""
         slots, at, bounds = self._slots, self._at, self._bounds
         values = sorted(values)
         start = 0
@@ -96,7 +96,7 @@ class Histogram(_Instrument):
 
 
 class Requests(_Instrument):
-    """Requests for one deployment over one route: accepted, and ended by outcome."""
+    """Counts of requests for a deployment over a route: ended requests by outcome, and accepted requests."""
 
     def __init__(self, store: Store, deployment: str, route: str) -> None:
         super().__init__(store, REQUESTS, deployment, route, numbers=len(OUTCOMES) + 1)

@@ -1,13 +1,13 @@
-"""The counts of all processes of a server, kept in files that any process can read without asking another.
+"""The counts of all processes of a server, in files that every process can read without asking another process.
 
 The folder contains
 
-- ``worker-I.N``, one for each gateway worker, by its index and a unique number, and ``supervisor``:
-  `headwater_server.telemetry.store` files. A worker that starts while the disk is full has a link to a file in memory;
-- ``ended``: the counts of workers that ended, and their names. It is replaced as a whole before a worker's file is
-  removed. A reader counts everything exactly once if it reads the workers' files first, then this one, and leaves out
-  the workers that it names;
-- ``state``: gauges of what the supervisor sees, replaced as a whole, so that nothing obsolete remains.
+- ``worker-I.N`` for each gateway worker, with its index I and a unique number N, and ``supervisor``: files of
+  `headwater_server.telemetry.store`. If a worker starts while the disk is full, its file is a link to a file in memory;
+- ``ended``: the counts and the names of workers that have ended. This file is replaced as a whole before a worker's
+  file is removed. A reader counts everything exactly once if it reads the workers' files first, then ``ended``, and
+  ignores the files of workers that ``ended`` names;
+- ``state``: the supervisor's gauges. This file is replaced as a whole, so that it has no obsolete gauges.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _STATE: Final = "state"
 _SUPERVISOR: Final = "supervisor"
 _WORKER_PREFIX: Final = "worker-"
 _NAMES_LIMIT: Final = 1000
-"""How many ended workers ``ended`` names, latest last."""
+"""The most names of ended workers in ``ended``. The latest name is the last."""
 
 Records = dict[Key, list[int]]
 Content = TypeVar("Content")
@@ -51,10 +51,10 @@ class _Ended(msgspec.Struct):
 
 
 class Ledger:
-    """The supervisor's side of the files.
+    """Creates and updates the files; used by the supervisor.
 
     Args:
-        folder: created here; its parent must be closed to other users.
+        folder: the folder, which is created here. Other users must not have access to its parent.
 
     Raises:
         OSError: the folder can't be created.
@@ -65,24 +65,24 @@ class Ledger:
         folder.mkdir(mode=0o700)
         Store.create(folder / _SUPERVISOR)
         self.store = Store(folder / _SUPERVISOR)
-        """The supervisor's own counts."""
+        """The supervisor's counts."""
         self._next = 0
         self._ended = _Ended()
         self._in_memory: dict[Path, int] = {}
-        """Descriptors of workers' files that are in memory."""
+        """Descriptors of the workers' files in memory, by path."""
         self._unread: list[Path] = []
-        """Files of ended workers that could not be booked because the disk was full."""
+        """Files of ended workers that are not yet in ``ended``, because it could not be written (full disk)."""
 
     @property
     def is_damaged(self) -> bool:
-        """Whether the supervisor's own file was removed."""
+        """Whether the supervisor's file was removed."""
         return not (self._folder / _SUPERVISOR).exists()
 
     def restore(self) -> None:
-        """Make what was removed again. What the supervisor counted and booked stays.
+        """Create removed files again, with the counts of the supervisor and of ended workers.
 
         Raises:
-            OSError: it can't be made. It counts as damaged as before.
+            OSError: a file can't be created; `is_damaged` doesn't change then.
         """
         self._folder.mkdir(mode=0o700, exist_ok=True)
         if not self.is_damaged:
@@ -95,7 +95,7 @@ class Ledger:
         self._ended = ended
 
     def add_worker(self, index: int) -> Path:
-        """Create the file for a new gateway worker with this index; in memory if the disk is full.
+        """Create the file for a new gateway worker with this index, in memory if the disk is full.
 
         Raises:
             OSError: the file can't be created.
@@ -110,7 +110,11 @@ class Ledger:
         return path
 
     def end_worker(self, path: Path) -> int:
-        """Book the counts of a worker that has ended. Returns the number of requests lost with it."""
+        """Move the counts of an ended worker to ``ended``. If that is impossible now, the next call tries it again.
+
+        Returns:
+            The number of requests in flight in the workers whose counts were moved. These requests are lost.
+        """
         self._unread.append(path)
         lost = 0
         try:
@@ -143,7 +147,7 @@ class Ledger:
         return lost
 
     def write_state(self, values: Mapping[Key, int]) -> None:
-        """Publish what the supervisor sees."""
+        """Publish the supervisor's gauges in ``state``."""
         try:
             self._replace(_STATE, values)
         except OSError as error:
@@ -160,23 +164,24 @@ class Totals(NamedTuple):
     """The counts of all processes of a server."""
 
     records: Records
-    """Counters and gauges have one number; histograms those of `headwater_server.telemetry.instruments.Histogram`."""
+    """The records by key. A counter or gauge has a single number; for the numbers of a histogram see
+    `headwater_server.telemetry.instruments.Histogram`."""
     pids: dict[str, int]
-    """The process ids of live processes, by name."""
+    """The process ids of the server's live processes, by name."""
 
 
 def read_totals(folder: Path) -> Totals:
-    """Read all files of a server; the module's docstring says why everything is counted exactly once."""
+    """Read all files of a server. The module's docstring says why everything is counted exactly once."""
     workers: dict[str, Snapshot] = {}
     for path in sorted(folder.glob(f"{_WORKER_PREFIX}*")):
-        with contextlib.suppress(FileNotFoundError):  # booked in the meantime
+        with contextlib.suppress(FileNotFoundError):  # its counts were moved to ``ended`` in the meantime
             workers[path.name] = read_store(path)
     ended = _read_message(folder / _ENDED, _Ended)
     for name in ended.names:
         workers.pop(name, None)
     try:
         supervisor = read_store(folder / _SUPERVISOR)
-    except FileNotFoundError:  # removed by somebody; the supervisor makes it again
+    except FileNotFoundError:  # a user removed the file; the supervisor creates it again
         supervisor = Snapshot(0, {})
     records = merged([*(one.records for one in workers.values()), ended.records, supervisor.records])
     for key, value in _read_message(folder / _STATE, dict[Key, int]).items():
@@ -186,7 +191,7 @@ def read_totals(folder: Path) -> Totals:
 
 
 def _read_message(path: Path, kind: type[Content]) -> Content:
-    """The content of a file that is replaced as a whole; the type's default if it doesn't exist."""
+    """The content of a file that is replaced as a whole; an empty value of the type if the file doesn't exist."""
     try:
         return msgspec.msgpack.decode(path.read_bytes(), type=kind)
     except FileNotFoundError:
@@ -194,7 +199,7 @@ def _read_message(path: Path, kind: type[Content]) -> Content:
 
 
 def merged(parts: Iterable[Records]) -> Records:
-    """Merge the counts of several processes into the catalogue's series."""
+    """Combine the records of several processes into records of the catalogue's series."""
     totals = _added_up(parts)
     for key in [key for key in totals if key.name == REQUESTS]:
         numbers = totals.pop(key)
@@ -217,7 +222,7 @@ def _added_up(parts: Iterable[Records]) -> Records:
 
 
 class Counts:
-    """The counts of one deployment."""
+    """The records of a deployment."""
 
     def __init__(self) -> None:
         self._found: dict[str, list[tuple[tuple[str, ...], list[int]]]] = defaultdict(list)
@@ -227,7 +232,7 @@ class Counts:
         self._found[key.name].append((key.labels[1:], numbers))
 
     def include(self, other: Counts) -> None:
-        """Add another deployment's records."""
+        """Add the records of another deployment."""
         for name, records in other._found.items():
             self._found[name] += records
 
@@ -235,32 +240,34 @@ class Counts:
         return [numbers for labels, numbers in self._found[name] if last is None or labels[-1] == last]
 
     def total(self, name: str, last: str | None = None) -> int:
-        """The sum of a counter or gauge over its other labels, optionally only those whose last label is ``last``."""
+        """The sum of a counter's or gauge's records; with ``last``, only of records with this last label."""
         return sum(numbers[0] for numbers in self._numbers(name, last))
 
     def sum(self, name: str, last: str | None = None) -> tuple[int, int]:
-        """The number of a histogram's values, and their sum in counted units; ``last`` as for `total`."""
+        """The number of a histogram's values, and their sum in stored units; with ``last``, only of records with this
+        last label."""
         found = self._numbers(name, last)
         return sum(sum(numbers[:-1]) for numbers in found), sum(numbers[-1] for numbers in found)
 
     def histogram(self, name: str) -> dict[str, Any]:
-        """Counts by bucket, the unbounded one last, and the sum in the base unit."""
+        """A histogram over all records: the counts of its buckets, with the unbounded bucket at the end, and the sum in
+        the base unit."""
         series = CATALOGUE[name]
         columns = zip([0] * (len(series.bounds) + 2), *self._numbers(name, None), strict=True)
         *counts, total = map(sum, columns)
         return {"counts": counts, "sum": total * series.scale}
 
     def statistics(self, name: str) -> list[tuple[str, list[int]]]:
-        """The last label and the numbers of each record."""
+        """The last label and the numbers of each record of a series."""
         return [(labels[-1], numbers) for labels, numbers in self._found[name]]
 
     def of_replica(self, name: str, replica: str) -> int | None:
-        """A gauge of one replica; None if it was not measured."""
+        """The value of a replica's gauge; None if it was not measured."""
         return next((numbers[0] for labels, numbers in self._found[name] if labels == (replica,)), None)
 
 
 def together(parts: Iterable[Counts]) -> Counts:
-    """The counts of several deployments as those of one."""
+    """The combined counts of several deployments, as if they were a single deployment."""
     found = Counts()
     for part in parts:
         found.include(part)
@@ -268,14 +275,14 @@ def together(parts: Iterable[Counts]) -> Counts:
 
 
 async def read_records(folder: Path | None) -> Records:
-    """The counts of all processes, or, without a folder, of this one."""
+    """The counts of all processes of the server, or, without a folder, of this process only."""
     if folder is None:
         return merged([recorder().store.snapshot().records])
     return (await asyncio.to_thread(read_totals, folder)).records
 
 
 def counts_by_deployment(records: Mapping[Key, list[int]]) -> Mapping[str, Counts]:
-    """The records by deployment; empty counts for a deployment without records."""
+    """The records by deployment. A deployment without records has empty counts."""
     found: dict[str, Counts] = defaultdict(Counts)
     for key, numbers in records.items():
         if ALL_SERIES[key.name].labels[:1] == ("deployment",):

@@ -1,7 +1,7 @@
 """A text stream that never blocks its writers: a thread writes, and lines that don't fit into its queue are dropped.
 
-Standard error is often a pipe. If nobody reads it, a write waits for ever, and an event loop that writes answers nobody
-meanwhile.
+Standard error is often a pipe. If no process reads the pipe, a write waits forever, and an event loop that waits in a
+write answers no requests.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ __all__ = ["LogOutput", "never_blocking"]
 logger = logging.getLogger("headwater")
 
 QUEUE_BYTES: Final = 4 * 1024 * 1024
-"""What may wait to be written: some 10,000 lines."""
+"""The most bytes in the queue: some 10,000 lines."""
 WRITE_BYTES: Final = 64 * 1024
-"""Written at once; the default size of a pipe."""
+"""The most bytes of a single write, unless a text is longer; the default size of a pipe."""
 END_TIMEOUT_S: Final = 2.0
-"""How long the end of the process waits for what is queued."""
+"""Seconds that the process, when it ends, waits until queued lines have been written."""
 
 
 class LogOutput(io.TextIOBase):
     """Writes to a file descriptor, in a thread. Any thread may call its methods.
 
-    A write that does not fit is dropped whole, and its lines are counted. Once the queue is half empty again, the log
-    has a line with the number of the lines that are missing at that place.
+    A text that doesn't fit into the queue is dropped as a whole, and its lines are counted. Once the queue is at most
+    half full again, a line in the log says how many lines are missing at that place.
 
     Args:
-        descriptor: of the file; stays open.
-        queue_bytes: the limit of what waits to be written.
+        descriptor: the file's descriptor, which stays open.
+        queue_bytes: the most bytes in the queue.
     """
 
     def __init__(self, descriptor: int, queue_bytes: int = QUEUE_BYTES) -> None:
@@ -44,30 +44,34 @@ class LogOutput(io.TextIOBase):
         self._queue_bytes = queue_bytes
         self._pieces: deque[bytes] = deque()
         self._size = 0
-        """Bytes queued, those being written included."""
+        """Bytes in the queue or being written."""
         self._missing = 0
-        """Lines dropped since the log last had a line about that."""
+        """Dropped lines that the log doesn't mention yet."""
         self._on_dropped: Callable[[int], None] | None = None
         self._dropped = 0
         self._changed = threading.Condition()
-        """Notified when something is queued, and when all of it has been written."""
+        """Notified when a text is queued, and when everything queued has been written."""
         threading.Thread(target=self._run, name="log", daemon=True).start()
 
     @property
     def dropped(self) -> int:
-        """Lines dropped so far."""
+        """Number of lines dropped so far."""
         return self._dropped
 
     def on_dropped(self, count: Callable[[int], None]) -> None:
-        """Call ``count`` with the number of lines dropped so far, and with each further number when it is dropped; in
-        any thread, but never in two at once. It may replace another, which has counted the lines so far."""
+        """Call ``count`` with a number of lines whenever lines are dropped.
+
+        The first function that is set is also called at once, with the number of lines dropped so far. A later function
+        replaces it, and is called for further lines only. ``count`` may be called in any thread, but never in two
+        threads at once.
+        """
         with self._changed:
             if self._on_dropped is None:
                 count(self._dropped)
             self._on_dropped = count
 
     def write(self, text: str) -> int:
-        """Queue a text, or drop it."""
+        """Queue a text, or drop it if the queue has no capacity for it. Returns the text's length in characters."""
         data = text.encode("utf-8", "backslashreplace")
         with self._changed:
             if self._size + len(data) > self._queue_bytes:
@@ -79,23 +83,23 @@ class LogOutput(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Nothing: see `finish`."""
+        """Do nothing: `finish` waits until everything has been written."""
 
     def finish(self, timeout_s: float = END_TIMEOUT_S) -> None:
-        """Wait until all that is queued has been written, at most for so long."""
+        """Wait until everything queued has been written, for at most ``timeout_s`` seconds."""
         with self._changed:
             self._changed.wait_for(lambda: not self._size, timeout_s)
 
     def fileno(self) -> int:
-        """The descriptor."""
+        """The file's descriptor."""
         return self._descriptor
 
     def isatty(self) -> bool:
-        """Whether it writes to a terminal."""
+        """Whether the file is a terminal."""
         return os.isatty(self._descriptor)
 
     def writable(self) -> bool:
-        """See `io.IOBase`."""
+        """True: see `io.IOBase`."""
         return True
 
     def _drop(self, data: bytes) -> None:
@@ -122,7 +126,7 @@ class LogOutput(io.TextIOBase):
                 logger.warning(text, missing, extra={"dropped_lines": missing})
 
     def _next(self) -> bytes:
-        """Wait for pieces, and take some."""
+        """Wait for queued texts, and take texts of up to `WRITE_BYTES` together, but at least a single text."""
         with self._changed:
             self._changed.wait_for(lambda: self._pieces)
             taken = [self._pieces.popleft()]
@@ -133,12 +137,12 @@ class LogOutput(io.TextIOBase):
         return b"".join(taken)
 
     def _write(self, data: bytes) -> bool:
-        """Write all of it. Returns False if the descriptor takes no more."""
+        """Write all data. Returns False if the file can't be written any more."""
         rest = memoryview(data)
         while rest:
             try:
                 rest = rest[os.write(self._descriptor, rest) :]
-            except BlockingIOError:  # whoever shares the file made it so
+            except BlockingIOError:  # another process that shares the file made it non-blocking
                 poll = select.poll()
                 poll.register(self._descriptor, select.POLLOUT)
                 poll.poll()
@@ -148,7 +152,7 @@ class LogOutput(io.TextIOBase):
 
 
 def never_blocking(stream: IO[str]) -> IO[str]:
-    """A `LogOutput` that takes the place of a standard stream; the stream itself if no file is behind it."""
+    """A `LogOutput` that replaces a standard stream; the stream itself if it has no file descriptor."""
     if isinstance(stream, LogOutput):
         return stream
     try:

@@ -1,7 +1,7 @@
-"""Logs on standard error, one line per event, in UTC: text on a terminal, JSON otherwise.
+"""Logs on standard error, with a line per event and times in UTC: text on a terminal, JSON otherwise.
 
-A record's ``extra`` becomes fields: ``logger.info("...", extra={"request_id": id})``. The access log has one line per
-request and writes them in groups, which costs little.
+A record's ``extra`` becomes fields: ``logger.info("...", extra={"request_id": id})``. The access log has a line per
+request, and writes lines in groups to save time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from headwater_server.telemetry.store import Store
 __all__ = ["REPLICA_LOGGER", "AccessLog", "count_dropped_lines", "finish_log", "printable", "set_up_logging"]
 
 REPLICA_LOGGER: Final = "headwater.replica"
-"""The logger for the replicas' own output; the field ``replica`` names the replica."""
+"""The logger for the output that replicas print. The field ``replica`` names the replica."""
 _OWN: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 """Attributes that every record has."""
 _JSON_ENCODER: Final = msgspec.json.Encoder(enc_hook=str)
@@ -63,7 +63,8 @@ class _Json(logging.Formatter):
 
 
 def set_up_logging(log_format: LogFormat) -> None:
-    """Send the log to standard error, and have all that Python writes there queued, so that no write blocks."""
+    """Send the log to standard error. Everything that Python writes to standard error is queued, so that no write
+    blocks."""
     sys.stderr = never_blocking(sys.stderr)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Human() if is_for_people(log_format, sys.stderr) else _Json())
@@ -72,19 +73,20 @@ def set_up_logging(log_format: LogFormat) -> None:
 
 
 def count_dropped_lines(store: Store) -> None:
-    """Have the lines that this process drops of its log counted in a store."""
+    """Have a store count the log lines that this process drops."""
     if isinstance(sys.stderr, LogOutput):
         sys.stderr.on_dropped(Counter(store, "headwater_log_lines_dropped").add)
 
 
 def finish_log() -> None:
-    """Wait a moment for what is queued, before the process ends without Python's own end."""
+    """Wait, for a limited time, until queued lines have been written (`LogOutput.finish`). To be called before the
+    process ends without Python's exit handlers."""
     if isinstance(sys.stderr, LogOutput):
         sys.stderr.finish()
 
 
 def is_for_people(log_format: LogFormat, stream: IO[str]) -> bool:
-    """Whether to write text for people to this stream, and not JSON."""
+    """Whether the log on this stream is text for people rather than JSON."""
     return log_format == "human" or (log_format == "auto" and stream.isatty())
 
 
@@ -104,12 +106,13 @@ def _utc_seconds(time_s: int) -> str:
 
 
 def fields_of(record: logging.LogRecord) -> dict[str, Any]:
-    """The fields given as ``extra``, without those that a library gives every record, such as ``_ray_timestamp_ns``."""
+    """A record's fields from ``extra``, without fields that a library adds to all records, such as
+    ``_ray_timestamp_ns``."""
     return {name: value for name, value in vars(record).items() if name not in _OWN and not name.startswith("_")}
 
 
 def json_line(content: Mapping[str, Any] | msgspec.Struct) -> str:
-    """One line of JSON, even with lone surrogates in its strings."""
+    """A line of JSON, without the line break. Lone surrogates in strings are escaped."""
     try:
         return _JSON_ENCODER.encode(content).decode()
     except UnicodeEncodeError:  # lone surrogates, which stand for undecodable bytes
@@ -121,7 +124,7 @@ def json_line(content: Mapping[str, Any] | msgspec.Struct) -> str:
 
 
 def json_lines(contents: Sequence[Mapping[str, Any] | msgspec.Struct]) -> str:
-    """The same for several lines at once, each ended by a line break."""
+    """Several lines of JSON, encoded together; each ends with a line break. See `json_line`."""
     try:
         return _JSON_ENCODER.encode_lines(contents).decode()
     except UnicodeEncodeError:
@@ -139,7 +142,7 @@ def _word(value: object) -> str:
 
 
 class _Line(msgspec.Struct, gc=False):
-    """The fields of every access-log line in JSON."""
+    """The fields of an access-log line in JSON."""
 
     time: str
     level: str
@@ -158,7 +161,7 @@ class AccessLog:
     """Writes a line for each request, as text or JSON.
 
     Args:
-        stream: the output; default: standard error.
+        stream: the output stream; default: standard error.
         log_format: text or JSON; auto: text on a terminal.
         payloads: whether to log error messages that may quote a client's data or a callable's message; otherwise such
             an error's class name is logged.
@@ -170,10 +173,10 @@ class AccessLog:
         self._payloads = payloads
         self._lines: list[str] = []
         self._contents: list[_Line | dict[str, Any]] = []
-        """Of lines in JSON, which cost a fraction if they are encoded together."""
+        """Contents of the JSON lines to write. They are encoded together, which costs a fraction of encoding each."""
 
     def write(self, scope: Mapping[str, Any], status: int, took_s: float, state: Mapping[str, Any]) -> None:
-        """Log one answer, without the query string. ``status`` 499: the client disconnected.
+        """Log an answer, without the request's query string. ``status`` 499: the client disconnected.
 
         ``state`` provides ``request_id``, ``note``, ``error`` (a `HeadwaterError`) and ``log_fields`` (a mapping).
         """

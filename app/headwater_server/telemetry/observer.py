@@ -1,4 +1,4 @@
-"""Records what the supervisor sees of deployments, replicas and gateway workers, for scrapes that workers answer."""
+"""Publishes the supervisor's metrics of deployments, replicas and gateway workers: workers read them for scrapes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MEASURE_EVERY_S: Final = 5.0
 
 
 class DeploymentView(NamedTuple):
-    """One deployment: how many replicas are ready, and how many it should have."""
+    """A deployment's state, the number of its ready replicas, and the number of replicas that it should have."""
 
     name: str
     state: State
@@ -33,23 +33,23 @@ class DeploymentView(NamedTuple):
 
 
 class ReplicaView(NamedTuple):
-    """One replica that has not ended."""
+    """A replica that has not ended."""
 
     deployment: str
     id: str
     group: int
-    """The group of its processes; 0: none yet."""
+    """The replica's process group; 0: its processes have not started."""
     batch_limit: int = 0
-    """The most rows, or sequences, that fit in its device's memory at once; 0: no limit is known."""
+    """The most rows, or sequences, that fit in the device's memory at once; 0: no limit is known."""
     use: GroupUse | None = None
-    """What its processes use, if that was measured on another machine."""
+    """Threads and memory of the replica's processes, if they were measured on another machine."""
 
 
 class Observer:
-    """Counts what the supervisor sees, and publishes the present state.
+    """Counts changes of state, and publishes the current state of deployments and replicas.
 
     Args:
-        folder: for the files, created here; None: metrics are off, and counts stay in memory.
+        folder: the folder for the files, which is created here; None: metrics are off, and counts stay in memory.
 
     Raises:
         OSError: the folder can't be created.
@@ -67,10 +67,10 @@ class Observer:
         self._replicas: dict[Key, int] = {}
 
     def restore(self) -> None:
-        """Make files again that somebody removed.
+        """Create removed files again.
 
         Raises:
-            OSError: they can't be made.
+            OSError: a file can't be created.
         """
         if self._ledger is not None:
             self._ledger.restore()
@@ -80,28 +80,29 @@ class Observer:
 
     @property
     def is_damaged(self) -> bool:
-        """Whether somebody removed the supervisor's file."""
+        """Whether the supervisor's file was removed."""
         return self._ledger is not None and self._ledger.is_damaged
 
     def has_file(self, index: int) -> bool:
-        """Whether the file of the gateway worker with this index is there, if it has one."""
+        """Whether the counts file of the gateway worker with this index exists; True if the worker needs no file."""
         path = self._workers.get(index)
         return path is None or path.exists()
 
     def start_worker(self, index: int) -> str:
-        """Prepare for a new gateway worker with this index. Returns the path of the file that it counts in.
+        """Prepare for a new gateway worker with this index. Returns the path of its counts file; empty if metrics are
+        off.
 
         Raises:
             OSError: the file can't be created.
         """
-        self.end_worker(index)  # a former one may have failed to start
+        self.end_worker(index)  # an earlier worker with this index may have failed to start
         if self._ledger is None:
             return ""
         path = self._workers[index] = self._ledger.add_worker(index)
         return str(path)
 
     def end_worker(self, index: int) -> None:
-        """The gateway worker with this index has ended, if there was one."""
+        """Keep the counts of the gateway worker with this index, which has ended. Without such a worker, do nothing."""
         path = self._workers.pop(index, None)
         if self._ledger is None or path is None:
             return
@@ -109,7 +110,7 @@ class Observer:
             logger.error("gateway worker %d ended with %d requests in flight, which are lost", index, lost)
 
     def see_deployments(self, views: Iterable[DeploymentView]) -> None:
-        """Update all deployments after one has changed; each change of state is counted once."""
+        """Update the metrics of all deployments after a deployment has changed. Each state change is counted once."""
         values: dict[Key, int] = {}
         states: dict[str, State] = {}
         for view in views:
@@ -128,14 +129,14 @@ class Observer:
             self._write()
 
     def see_utilization(self, shares: Mapping[str, float]) -> None:
-        """Update the share of its replicas' capacity that each deployment uses, 0 to 1."""
+        """Update each deployment's utilization: the share of its replicas' capacity in use, 0 to 1."""
         values = dict(_share("headwater_utilization", (name,), share) for name, share in shares.items())
         if values != self._utilization:
             self._utilization = values
             self._write()
 
     def see_replicas(self, views: Iterable[ReplicaView]) -> None:
-        """Measure the threads and memory of all replicas; takes a millisecond or more."""
+        """Measure the threads, memory and GPU use of all replicas. Takes a millisecond or more."""
         replicas = [view for view in views if view.group or view.use is not None]
         uses = group_uses({view.group for view in replicas if view.use is None})
         values: dict[Key, int] = {}
@@ -151,11 +152,11 @@ class Observer:
         self._replicas = values
 
     async def watch(self, replicas: Callable[[], Iterable[ReplicaView]]) -> None:
-        """Measure every few seconds, forever; return at once if metrics are off."""
+        """Measure the replicas every `MEASURE_EVERY_S` seconds, forever; return at once if metrics are off."""
         while self._ledger is not None:
             try:
                 await asyncio.to_thread(self.see_replicas, list(replicas()))
-            except (OSError, ValueError, IndexError) as error:  # serving does not depend on it
+            except (OSError, ValueError, IndexError) as error:  # serving doesn't depend on the measurements
                 logger.error("metrics: can't measure the replicas: %s", error)
             self._write()
             await asyncio.sleep(MEASURE_EVERY_S)
@@ -166,11 +167,11 @@ class Observer:
 
 
 def deployment_view(route: DeploymentRoute) -> DeploymentView:
-    """A deployment of the routing table."""
+    """The `DeploymentView` of a deployment in the routing table."""
     wanted = 0 if route.is_composite or route.is_set_aside else route.wanted
     return DeploymentView(route.name, route.state, len(route.replicas), wanted)
 
 
 def _share(name: str, labels: tuple[str, ...], share: float) -> tuple[Key, int]:
-    """What is stored of a share, 0 to 1."""
+    """A gauge's key, and the integer that is stored for a share, 0 to 1."""
     return Key(name, labels), round(share / CATALOGUE[name].scale)

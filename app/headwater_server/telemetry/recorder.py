@@ -1,11 +1,11 @@
-"""Where the code counts: one recorder per process, with a meter for each deployment.
+"""The process's recorder of metrics, with a meter for each deployment.
 
-A gateway worker and the supervisor give it a file as they start (`use`); until then, and in tests, it counts in memory.
-Objects that count often keep their meter.
+A gateway worker and the supervisor give the recorder a file when they start (`use`); until then, and in tests, it
+counts in memory. Objects that count often keep a reference to their meter.
 
 A request is accepted as soon as its deployment is known (`accept`), and then ends with exactly one outcome (`leave`),
-so that accepted = sum over all outcomes + in flight, for every deployment and route. A request refused earlier, for its
-method, its JSON or an unknown model, counts in `headwater_http_requests_total` only.
+so that accepted = sum over all outcomes + in flight, for every deployment and route. A request that is refused earlier,
+because of its method, its JSON or an unknown model, counts only in `headwater_http_requests_total`.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ __all__ = [
 
 PHASE_SECONDS: Final = "headwater_request_phase_seconds"
 FAILURES: Final[tuple[Outcome, ...]] = ("timeout", "failed", "unavailable", "lost")
-"""Outcomes that are no fault of the client's."""
+"""Outcomes that count as failures of a version."""
 ABORTED: Final = 499
-"""The status of an answer whose client disconnected."""
+"""The status that is recorded for an answer if the client disconnected before its end."""
 _BY_STATUS: Final[dict[int, Outcome]] = {429: "shed", ABORTED: "cancelled", 503: "unavailable", 504: "timeout"}
 
 
@@ -56,7 +56,7 @@ def _outcome_of_status(status: int) -> Outcome:
 
 
 class DeploymentMeter:
-    """The series of one deployment that is called with tensors."""
+    """The series of a deployment that is called with tensors."""
 
     def __init__(self, store: Store, name: str) -> None:
         self._store = store
@@ -70,9 +70,9 @@ class DeploymentMeter:
         phases: tuple[Phase, ...] = ("queue", "batch_wait", "compute", "transport")
         self._phases = [Histogram(store, PHASE_SECONDS, name, phase) for phase in phases]
         self._answered: list[tuple[int, int, int, int, int]] = []
-        """For each request, its rows and the time in each of these phases."""
+        """Answered requests that are not written yet: rows, and nanoseconds in each of these phases."""
         self.serialise = Histogram(store, PHASE_SECONDS, name, "serialise")
-        """Time for reading a request's body and writing its answer's, once per request."""
+        """Time for decoding a request's body and encoding its answer's body together; a single value per request."""
         self.failures = Counter(store, "headwater_failures", name)
         self._batches = functools.cache(lambda rows: Statistics(store, "headwater_batches", name, str(rows), numbers=2))
         self._steps = functools.cache(lambda step: Statistics(store, "headwater_steps", name, step, numbers=3))
@@ -87,11 +87,11 @@ class DeploymentMeter:
 
         Args:
             rows: the request's rows.
-            waited_ns: time until its last call began.
-            batch_wait_ns: the part of that spent waiting for more rows while a replica was free.
+            waited_ns: time until the request's last call to a replica began.
+            batch_wait_ns: the part of ``waited_ns`` spent waiting for more rows while a replica was free.
             compute_ns: time in the callable.
-            transport_ns: the remaining time until its answer arrived; None: the answer is a stream, whose time depends
-                on its reader.
+            transport_ns: the remaining time until the answer arrived; None: the answer is a stream, so that this time
+                depends on the stream's reader.
         """
         if transport_ns is None:
             self.rows.add(rows)
@@ -118,7 +118,7 @@ class DeploymentMeter:
             rows: the call's rows.
             capacity_rows: the rows that it could have held.
             compute_ns: time in the callable.
-            is_merged: whether Triton merged the call into the execution of another, whose count includes it.
+            is_merged: whether Triton merged the call with another call, which already counts the compute time.
         """
         self.batch_rows.observe(rows)
         self.batch_capacity_rows.add(capacity_rows)
@@ -134,19 +134,19 @@ class DeploymentMeter:
 
     def note_head(self, head: str, error: HeadwaterError | None, took_ms: float) -> None:
         """Count a head's final result for a request."""
-        seconds = self._head_seconds(head)  # a head that never succeeds is shown with zeros, too
+        seconds = self._head_seconds(head)  # creates the series, so that a head that never succeeds has zeros
         self._head_results(head, "ok" if error is None else outcome_of(error)).add()
         if error is None:
             seconds.observe(int(took_ms * 1_000_000))
 
     def leave_head(self, head: str) -> None:
-        """Count a head whose result is no longer wanted."""
+        """Count a head as cancelled, because no client waits for its result any more."""
         self._head_seconds(head)
         self._head_results(head, "cancelled").add()
 
 
 class CacheMeter:
-    """The series of a deployment whose answers are kept."""
+    """The series of a deployment with an answer cache."""
 
     def __init__(self, store: Store, name: str) -> None:
         self.hits, self.misses, self.shared = (
@@ -157,7 +157,7 @@ class CacheMeter:
 
 
 class FeatureMeter:
-    """The series of a step of a fused pipeline whose outputs are kept."""
+    """The series of the cache of a fused pipeline's step."""
 
     def __init__(self, store: Store, name: str, step: str) -> None:
         self._hits, self._misses = (
@@ -167,7 +167,7 @@ class FeatureMeter:
         self._size_bytes = Gauge(store, "headwater_feature_cache_bytes", name, step)
 
     def note(self, count: CacheCount) -> None:
-        """Count what a replica says."""
+        """Count a replica's report about the cache."""
         self._hits.add(count.hits)
         self._misses.add(count.misses)
         self._evictions.add(count.evictions)
@@ -175,7 +175,7 @@ class FeatureMeter:
 
 
 class ShadowMeter:
-    """The series of one shadow."""
+    """The series of a shadow."""
 
     def __init__(self, store: Store, name: str) -> None:
         self.compared, self.failed = (
@@ -184,23 +184,23 @@ class ShadowMeter:
         self.dropped: Callable[[ShadowDrop], Counter] = functools.cache(
             functools.partial(Counter, store, "headwater_shadow_dropped", name)
         )
-        """By reason."""
+        """The count of dropped copies, by reason."""
         self.rows = Counter(store, "headwater_shadow_rows", name)
         self.disagreements: Callable[[str, str], Counter] = functools.cache(
             functools.partial(Counter, store, "headwater_shadow_disagreements", name)
         )
-        """By output and kind."""
+        """The count of rows that differ, by output and kind."""
         self.difference: Callable[[str], Histogram] = functools.cache(
             functools.partial(Histogram, store, "headwater_shadow_difference", name)
         )
-        """By output, in millionths."""
+        """The greatest difference of each answer, by output, in millionths."""
         self.answer_seconds, self.seconds = (
             Histogram(store, "headwater_shadow_seconds", name, by) for by in ("answer", "shadow")
         )
 
 
 class LanguageModelMeter:
-    """The series of one language model."""
+    """The series of a language model."""
 
     def __init__(self, store: Store, name: str) -> None:
         self.first_token = Histogram(store, "headwater_time_to_first_token_seconds", name)
@@ -218,14 +218,14 @@ class LanguageModelMeter:
 
 
 class Recorder:
-    """Counts in a store; for one thread only."""
+    """Counts in a store. Only a single thread may use it."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
         self.deployment: Callable[[str], DeploymentMeter] = functools.cache(functools.partial(DeploymentMeter, store))
         """The meter of a deployment that is called with tensors."""
         self.cache: Callable[[str], CacheMeter] = functools.cache(functools.partial(CacheMeter, store))
-        """The meter of a deployment's kept answers."""
+        """The meter of a deployment's answer cache."""
         self.shadow: Callable[[str], ShadowMeter] = functools.cache(functools.partial(ShadowMeter, store))
         """The meter of a version that gets copies of requests."""
         self.language_model: Callable[[str], LanguageModelMeter] = functools.cache(
@@ -237,7 +237,7 @@ class Recorder:
         self.version_times: Callable[[str], Histogram] = functools.cache(
             functools.partial(Histogram, store, VERSION_TIMES)
         )
-        """The times of a version's answered requests."""
+        """The histogram of the times of a version's answered requests."""
         self.http_requests: Callable[[str, int], Counter] = functools.cache(functools.partial(_http_requests, store))
         """The count of HTTP requests for a route's path, such as ``/v2/models/{model}``, by class of the status."""
 
@@ -247,7 +247,8 @@ class Recorder:
         return None if self.store.path is None else self.store.path.parent
 
     def tally(self, deployment: str) -> Tally:
-        """What a version's requests over all routes have come to so far, in this process."""
+        """Counts of a version's requests over all routes so far, in this process: requests that were answered or
+        failed, requests that failed (`FAILURES`), and the times of answered requests."""
         ended = failed = 0
         for route in get_args(Route):
             outcomes = dict(
@@ -260,7 +261,7 @@ class Recorder:
         return Tally(deployment, ended, failed, times)
 
     def count(self, name: str, *labels: str) -> None:
-        """Count one; for series that are counted rarely."""
+        """Add 1 to a counter that is rarely used, and so has no meter."""
         Counter(self.store, name, *labels).add()
 
 
@@ -277,7 +278,7 @@ def recorder() -> Recorder:
 
 
 def use(store: Store) -> Recorder:
-    """Count in this store from now on; meters handed out before keep their store."""
+    """Count in this store from now on. Meters that were returned earlier keep their store."""
     global _current
     _current = Recorder(store)
     return _current
@@ -288,8 +289,8 @@ def accept(scope: MutableMapping[str, Any], deployment: str, route: Route) -> No
 
     Args:
         scope: the request's ASGI scope.
-        deployment: a name from the routing table, never one that only the client knows.
-        route: the route it came over.
+        deployment: a name from the routing table, never an unchecked name from the client.
+        route: the request's route.
     """
     requests = recorder().requests(deployment, route)
     requests.accept()
@@ -297,7 +298,7 @@ def accept(scope: MutableMapping[str, Any], deployment: str, route: Route) -> No
 
 
 def note_error(state: MutableMapping[str, Any], error: HeadwaterError) -> None:
-    """Record that a request failed, whatever status its answer began with."""
+    """Record that a request failed, even if its answer has begun with a status of success."""
     state["outcome"] = outcome_of(error)
 
 

@@ -1,15 +1,15 @@
 """Numbers in a file that other processes can read at any time, and that outlives the process that counts.
 
-A file is an array of int64 slots, mapped into memory: counting adds to a slot, without a system call. Slot 0 holds the
-number of used slots, slot 1 the process id. Records follow, each of them:
+A file is an array of int64 slots, mapped into memory: to count is to add to a slot, without a system call. Slot 0 holds
+the number of used slots, slot 1 the process id. The records follow. Each record consists of
 
-    slots of the whole record; bytes of its key; the key, padded to whole slots; its numbers
+    the record's length in slots; the key's length in bytes; the key, padded to whole slots; the record's numbers
 
 A key is the JSON of a series' name and its label values. Records are appended and never moved, and a record is readable
 as soon as slot 0 covers it, so a killed process leaves no half-written record. Readers read slots in ascending order.
 
-Frequent numbers may wait for the end of the event loop's turn and are then written together (`Store.later`); a process
-killed in between loses those numbers only.
+Frequent numbers may wait for the end of the event loop's turn and are then written together (`Store.later`). If the
+process is killed before the end of the turn, only these numbers are lost.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ SLOT_BYTES: Final = 8
 SIZE_BYTES: Final = 32 * 1024 * 1024
 """Size of the mapping. Only used pages take memory and disk space."""
 GROWTH_BYTES: Final = 64 * 1024
-"""Disk space allocated at once. Writing to a page that the full disk can't hold would kill the process."""
+"""Disk space that is allocated at once, in advance: to write to a page for which a full disk has no space would kill
+the process."""
 _USED: Final = 0
 _PID: Final = 1
 _HEAD_SLOTS: Final = 2
 
 
 class Key(NamedTuple):
-    """Identifies a record."""
+    """The key of a record."""
 
     name: str
     """A series of `headwater_server.telemetry.catalogue`."""
@@ -47,19 +48,19 @@ class Key(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """A file's content at one time."""
+    """The content of a store at a point in time."""
 
     pid: int
     records: dict[Key, list[int]]
 
 
 class Store:
-    """The counts of one process.
+    """The counts of a process.
 
     Args:
-        path: the file, from `create`; None: private memory.
-        call_soon: the event loop's; numbers that may wait are then written once per turn. None: everything is written
-            at once.
+        path: the file, made by `create`; None: the counts are in the process's private memory.
+        call_soon: the event loop's ``call_soon``: numbers that may wait are then written once per turn of the loop.
+            None: all numbers are written immediately.
     """
 
     def __init__(
@@ -98,10 +99,10 @@ class Store:
 
     @staticmethod
     def create_in_memory(path: Path) -> int:
-        """Create an empty file in memory, and a link to it at the path, which needs no space on a disk.
+        """Create an empty file in memory, and a link to it at the path. The file needs no disk space.
 
         Returns:
-            The file's descriptor, with which the file ends.
+            The file's descriptor. The link works until the descriptor is closed.
 
         Raises:
             OSError: the link can't be created.
@@ -116,9 +117,9 @@ class Store:
         return fd
 
     def record(self, key: Key, numbers: int) -> int:
-        """The slot of a record's first number; a missing record is appended, with zeros.
+        """The slot of a record's first number. A missing record is appended, with zeros.
 
-        If the file is full, the numbers go to slots that are never read.
+        If the file is full, the returned slots are never read.
         """
         found = self._records.get(key)
         if found is None:
@@ -126,12 +127,12 @@ class Store:
         return found
 
     def numbers(self, key: Key, count: int) -> list[int]:
-        """A record's first numbers; zeros if there is no such record."""
+        """The first ``count`` numbers of a record; zeros if the record doesn't exist."""
         at = self._records.get(key)
         return [0] * count if at is None else self.slots[at : at + count].tolist()
 
     def later(self, write: Callable[[], None]) -> None:
-        """Schedule a write for the end of this turn of the event loop; without one, write at once."""
+        """Schedule a write for the end of this turn of the event loop; without an event loop, write immediately."""
         if self._call_soon is None:
             write()
             return
@@ -140,7 +141,7 @@ class Store:
         self._waiting.append(write)
 
     def write(self) -> None:
-        """Write all waiting numbers."""
+        """Run all scheduled writes."""
         waiting, self._waiting = self._waiting, []
         for write in waiting:
             try:
@@ -162,7 +163,8 @@ class Store:
         return first
 
     def _has_capacity(self, used: int) -> bool:
-        """Whether this many slots may be used; some beyond them are reserved for records that no longer fit."""
+        """Whether ``used`` slots may be used; the file grows if necessary. Further slots behind them stay reserved for
+        the numbers of records that no longer fit."""
         used += GROWTH_BYTES // SLOT_BYTES // 8
         if used <= self._capacity:
             return True
@@ -180,7 +182,7 @@ class Store:
         return True
 
     def snapshot(self) -> Snapshot:
-        """The present content."""
+        """The current content, scheduled writes included."""
         self.write()
         return _snapshot(self.slots)
 

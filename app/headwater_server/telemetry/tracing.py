@@ -1,11 +1,11 @@
-"""Traces: one tree of OpenTelemetry spans per request, from HTTP through queue, replica, trunk and heads.
+"""Traces: a tree of OpenTelemetry spans per request, for HTTP, queue, replica, trunk and heads.
 
-With tracing off, OpenTelemetry's SDK is not imported, and a request costs one check of a variable. With tracing on,
-`headwater_server.gateway.worker` calls `use`, `headwater_server.gateway.http.entry.RequestRecords` begins a request's
-`Trace`, and the code that serves the request adds spans afterwards, from times that are measured anyway.
+With tracing off, OpenTelemetry's SDK is not imported, and tracing costs a request only the check of a variable. With
+tracing on, `headwater_server.gateway.worker` calls `use`, `headwater_server.gateway.http.entry.RequestRecords` begins a
+request's `Trace`, and the code that serves the request adds spans afterwards, from times that are measured anyway.
 
-Names and attributes follow OpenTelemetry's semantic conventions for HTTP; others begin with ``headwater.``. No span
-quotes a client's data or a callable's message.
+Names and attributes follow OpenTelemetry's semantic conventions for HTTP. Attributes that the conventions don't define
+begin with ``headwater.``. No span quotes a client's data or a callable's message.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ class Tracing:
     Args:
         processor: receives ended spans.
 
-    Which requests are traced the environment says, as for all of OpenTelemetry: OTEL_TRACES_SAMPLER and
-    OTEL_TRACES_SAMPLER_ARG. By default those are traced that have no ``traceparent``; with one, its sender decides.
+    OpenTelemetry's environment variables OTEL_TRACES_SAMPLER and OTEL_TRACES_SAMPLER_ARG decide which requests are
+    traced. By default a request without ``traceparent`` is traced, and for a request with this header the sender
+    decides.
     """
 
     def __init__(self, processor: SpanProcessor) -> None:
@@ -71,7 +72,7 @@ class Tracing:
         self._propagator = TraceContextTextMapPropagator()
 
     def begin(self, scope: Mapping[str, Any], request_id: str) -> Trace | None:
-        """Begin a request's trace, which this task and its child tasks add to.
+        """Begin a request's trace. This task and its child tasks add spans to it.
 
         Returns:
             The trace; None for health checks and scrapes, which come every few seconds.
@@ -84,7 +85,7 @@ class Tracing:
 
         carrier = {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in _CARRIED}
         context = self._propagator.extract(carrier, Context())
-        # One clock for all of a request's spans, even if the system's clock is changed in the meantime.
+        # All spans of a request use the same clock, even if the system's clock is changed in the meantime.
         began_ns = time.perf_counter_ns()
         offset_ns = time.time_ns() - began_ns
         span = self._tracer.start_span(
@@ -112,10 +113,10 @@ class Tracing:
 
 
 class Trace:
-    """The trace of one request.
+    """The trace of a request.
 
     Args:
-        tracer: makes its spans.
+        tracer: makes the request's spans.
         span: the HTTP span.
         offset_ns: the difference between Unix time and `time.perf_counter_ns`.
     """
@@ -127,13 +128,13 @@ class Trace:
 
     @property
     def header(self) -> bytes:
-        """The value of the answer's ``traceresponse`` (W3C Trace Context, level 2)."""
+        """The value of the answer's header ``traceresponse`` (W3C Trace Context, level 2)."""
         context = self._span.get_span_context()
         return b"00-%032x-%016x-%02x" % (context.trace_id, context.span_id, int(context.trace_flags))
 
     @property
     def log_fields(self) -> dict[str, str]:
-        """Fields for the access log."""
+        """The fields that the trace adds to the access log."""
         context = self._span.get_span_context()
         return {"trace_id": f"{context.trace_id:032x}", "span_id": f"{context.span_id:016x}"}
 
@@ -144,8 +145,8 @@ class Trace:
 
         Args:
             name: the span's name.
-            began_ns, ended_ns: by `time.perf_counter_ns`.
-            parent: default: the HTTP span.
+            began_ns, ended_ns: the span's begin and end, by `time.perf_counter_ns`.
+            parent: the span's parent; default: the HTTP span.
             error: the error's name, if the span failed.
             fields: attributes, without the prefix ``headwater.``.
         """
@@ -184,7 +185,7 @@ class Trace:
 
 @dataclass(slots=True)
 class _Step:
-    """The progress of one step of a call; a stream's step continues."""
+    """The times of a step in a call. The step of a stream has several results, which extend these times."""
 
     started_ns: int
     ended_ns: int = 0
@@ -192,7 +193,7 @@ class _Step:
 
 
 class _Work:
-    """The spans of a deployment's work for a request. The work begins now."""
+    """The spans of a deployment's work for a request. The work begins when the object is created."""
 
     def __init__(self, trace: Trace, deployment: str) -> None:
         self._trace = trace
@@ -210,12 +211,12 @@ class ModelTrace(_Work):
         self._steps: dict[str, _Step] = {}
 
     def call(self, replica: str) -> None:
-        """A call to this replica begins; only the last call is traced."""
+        """Note that a call to this replica begins. Only the request's last call is traced."""
         self._called_ns, self._replica = time.perf_counter_ns(), replica
         self._steps.clear()
 
     def step(self, name: str, compute_us: int) -> None:
-        """A step of a pipeline has just reported its time for the whole batch."""
+        """Note that a step of a pipeline has just reported its compute time for the whole batch."""
         now_ns = time.perf_counter_ns()
         step = self._steps.get(name)
         if step is None:
@@ -224,9 +225,12 @@ class ModelTrace(_Work):
         step.compute_us += compute_us
 
     def end(self, rows: int, compute_ns: int, error: str) -> None:
-        """The model has just answered, or failed with the error of this name.
+        """Add the spans of the work: the model has just answered, or failed.
 
-        ``compute_ns`` is the time in the callable for the whole batch; 0: unknown.
+        Args:
+            rows: the request's rows.
+            compute_ns: the time in the callable for the whole batch; 0: unknown.
+            error: the error's name; empty: the model answered.
         """
         name, began_ns, called_ns, ended_ns = self._deployment, self._began_ns, self._called_ns, time.perf_counter_ns()
         add = self._trace.add
@@ -238,7 +242,7 @@ class ModelTrace(_Work):
         for step_name, step in self._steps.items():
             add(f"step {step_name}", step.started_ns, step.ended_ns, call, compute_us=step.compute_us)
         if compute_ns and not self._steps:
-            # Only the duration is known: both ways are assumed to take equally long.
+            # Only the duration is known: the ways to the callable and back are assumed to take equally long.
             started_ns = called_ns + max(0, ended_ns - called_ns - compute_ns) // 2
             add("compute", started_ns, started_ns + compute_ns, call)
 
@@ -249,11 +253,17 @@ class GenerationTrace(_Work):
     _first_ns = 0
 
     def first_token(self) -> None:
-        """The first token has arrived."""
+        """Note that the first token has just arrived."""
         self._first_ns = time.perf_counter_ns()
 
     def end(self, sequences: int, tokens: int, error: str) -> None:
-        """The request has ended, after so many tokens of all its sequences, or with the error of this name."""
+        """Add the spans of the work: the request has just ended.
+
+        Args:
+            sequences: the number of the request's sequences.
+            tokens: the number of generated tokens of all sequences.
+            error: the error's name; empty: the request was answered.
+        """
         add, name, ended_ns = self._trace.add, self._deployment, time.perf_counter_ns()
         whole = add(
             f"generate {name}", self._began_ns, ended_ns, None, error,
@@ -269,30 +279,30 @@ _tracing: Tracing | None = None
 
 
 def use(tracing: Tracing | None) -> None:
-    """Set this process's tracing; None switches it off."""
+    """Set this process's tracing; None switches tracing off."""
     global _tracing
     _tracing = tracing
 
 
 def current() -> Tracing | None:
-    """This process's tracing; None: off."""
+    """This process's tracing; None: tracing is off."""
     return _tracing
 
 
 def add_model(deployment: str) -> ModelTrace | None:
-    """Begin the spans of a model's work for this task's request; None if it isn't traced."""
+    """Begin the spans of a model's work for this task's request. Returns None if the request isn't traced."""
     trace = None if _tracing is None else _trace.get()
     return None if trace is None else ModelTrace(trace, deployment)
 
 
 def add_generation(deployment: str) -> GenerationTrace | None:
-    """Begin the spans of a language model's work for this task's request; None if it isn't traced."""
+    """Begin the spans of a language model's work for this task's request. Returns None if the request isn't traced."""
     trace = None if _tracing is None else _trace.get()
     return None if trace is None else GenerationTrace(trace, deployment)
 
 
 def exporting(section: TracingSection) -> Tracing:
-    """A `Tracing` that exports spans over OTLP/HTTP to the configured collector."""
+    """Create a `Tracing` that exports spans over OTLP/HTTP to the configured collector."""
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 

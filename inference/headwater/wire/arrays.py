@@ -1,4 +1,4 @@
-"""Converts tensors in a replica from wire form to a callable's arguments and back, and checks them."""
+"""Converts a replica's tensors from wire form to a callable's arguments and back, and checks the callable's outputs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["NAMES", "Array", "argument", "as_objects", "fetched", "fits", "sent"
 Array = np.ndarray[Any, np.dtype[Any]]
 
 NAMES: Final = {row.numpy: row.name for row in DATATYPES.values() if row.name != "BF16"}
-"""Datatype of each numpy type."""
+"""The protocol's datatype for each numpy type."""
 
 
 def zeros(spec: TensorSpec, shape: tuple[int, ...]) -> Array:
@@ -28,17 +28,17 @@ def zeros(spec: TensorSpec, shape: tuple[int, ...]) -> Array:
 
 
 def spread(spec: TensorSpec, array: Array, places: Sequence[int], rows: int) -> Array:
-    """Put an array's rows, in wire form, at these places of an array of so many rows; the others are zeros."""
+    """An array of ``rows`` rows in wire form: the rows of ``array`` at the indices ``places``, and zeros elsewhere."""
     whole = zeros(spec, (rows, *array.shape[1:]))
     whole[places] = array
     return whole
 
 
 def wire(spec: TensorSpec, value: object, rows: int) -> Array:
-    """Check one output and bring it into wire form: numpy, ``BF16`` as its bit pattern, ``BYTES`` as objects.
+    """Check an output and convert it to wire form: numpy, with ``BF16`` as its bit pattern and ``BYTES`` as objects.
 
     Raises:
-        BadOutput: the output isn't as declared, or has another number of rows.
+        BadOutput: the output isn't as declared, or doesn't have ``rows`` rows.
     """
     where = f"output {spec.name!r}"
     array, datatype = _as_array(spec, value, where)
@@ -50,7 +50,7 @@ def wire(spec: TensorSpec, value: object, rows: int) -> Array:
 
 
 def fits(declared: Sequence[int], shape: Sequence[int]) -> bool:
-    """Whether an array of this shape is as declared, with -1 for a dimension that varies."""
+    """Whether a shape matches the declared shape, in which -1 stands for a dimension that varies."""
     return len(declared) == len(shape) and all(dim in (-1, got) for dim, got in zip(declared, shape, strict=True))
 
 
@@ -76,7 +76,7 @@ def _as_array(spec: TensorSpec, value: object, where: str) -> tuple[Array, str]:
 
 
 def as_objects(value: Array, where: str) -> Array:
-    """Convert an array of text or bytes to one of ``bytes`` objects.
+    """Convert an array of text or bytes to an array of ``bytes`` objects.
 
     Raises:
         BadOutput: an element is neither text nor bytes.
@@ -94,14 +94,14 @@ def as_objects(value: Array, where: str) -> Array:
 def argument(
     spec: TensorSpec, array: Array, kind: Literal["numpy", "torch"], device: str, rows: Sequence[int] | None = None
 ) -> Any:
-    """Convert an input to a callable's argument: a copy, into which the callable may write.
+    """Convert an input to a callable's argument. The argument is a copy, so the callable may write to it.
 
     Args:
         spec: the input's declaration.
-        array: the input in wire form; its memory is not read any more after the return.
+        array: the input in wire form; its memory is not read after the return.
         kind: the kind of array that the callable takes, see `headwater.Model.arrays`.
         device: the device of torch tensors.
-        rows: which rows of the array; None: all.
+        rows: indices of the rows to convert; None: all rows.
     """
     if spec.datatype != "BYTES" and kind == "torch":
         tensor = sent(array.view(np.int16) if spec.datatype == "BF16" else array, device, rows)
@@ -113,10 +113,10 @@ def argument(
 
 
 def sent(array: Array, device: str, rows: Sequence[int] | None = None) -> Any:
-    """A torch tensor on a device with a copy of an array, or of some of its rows.
+    """Copy an array, or some of its rows, to a torch tensor on a device.
 
-    To a GPU it is on its way when this returns, from pinned memory that torch keeps until it has arrived; what the GPU
-    does next waits for it.
+    The copy to a GPU is asynchronous: it may still run when the function returns, and later work in the same CUDA
+    stream waits for it. torch keeps the pinned memory that it is copied from until the copy is complete.
     """
     import torch
 
@@ -127,12 +127,12 @@ def sent(array: Array, device: str, rows: Sequence[int] | None = None) -> Any:
     if rows is None:
         np.copyto(pinned.numpy(), array)
     else:
-        np.take(array, rows, axis=0, out=pinned.numpy(), mode="clip")  # other modes copy once more
+        np.take(array, rows, axis=0, out=pinned.numpy(), mode="clip")  # the default mode, "raise", makes another copy
     return pinned.to(device, non_blocking=True)
 
 
 def fetched(outputs: Mapping[str, Any]) -> dict[str, Any]:
-    """A model's outputs, those on a GPU copied to pinned memory: all at once, with one wait for the last."""
+    """A model's outputs, with GPU tensors copied to pinned memory. All copies are started before the wait for them."""
     torch: Any = sys.modules.get("torch")
     found = dict(outputs)
     streams = set()

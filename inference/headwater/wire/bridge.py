@@ -1,16 +1,19 @@
-"""The way of a call from Triton to the callable in the replica, and of its answers back.
+"""Carries a call from Triton to the callable in the replica, and the answers back.
 
-PyTriton's own way leads through a message queue and three event loops, and ends each call with a message of its own.
-Here an instance of the model (`TritonPythonModel`, in Triton's process) writes a call to a unix socket; the thread of
-its callable (`headwater.replica.callee`) reads it there and writes the answers.
+PyTriton sends a call through a message queue and three event loops, and ends each call with a second message, which
+takes most of a small call's time. Here an instance of the model (`TritonPythonModel`, in Triton's process) writes the
+call to a unix socket. The thread of the callable (`headwater.replica.callee`) reads the call from the socket and writes
+the answers to it.
 
-A message is a head (`HEAD`: the call's number and the lengths of what follows), JSON, and the bytes of the tensors that
-the JSON describes, one after another. A call's JSON lists the requests that Triton merged, each with its tensors and
-with its parameters as Triton has them. An answer's lists the tensors for each of these requests; an error's is its
-text; and null ends a call that is answered in frames, as an error does, too. Tensors are described by name, dtype
-(numpy's ``str``), shape and size in bytes; a ``BYTES`` element follows its length.
+A message is a head (`HEAD`: the call's number, the lengths of the JSON and of the data), the JSON, and the data: the
+bytes of the tensors that the JSON describes, in the JSON's order. The JSON of a call lists the requests that Triton
+merged, each with its tensors and with its parameters as Triton passes them. The JSON of an answer lists the tensors for
+each of these requests. The JSON of an error is the error's text. A call that is answered in frames ends with null or
+with an error. Tensors are described by name, dtype (numpy's ``str``), shape and size in bytes; each ``BYTES`` element
+follows its length.
 
-Triton runs a copy of this file, where none of our modules is: it imports the standard library and numpy only.
+Triton runs a copy of this file, which can't import Headwater's modules: the file imports only the standard library and
+numpy.
 """
 
 from __future__ import annotations
@@ -33,41 +36,43 @@ __all__ = [
 ]  # fmt: skip
 
 HEAD: Final = struct.Struct("<QIQ")
-"""Of a message: the number of its call, and the lengths of its JSON and of its data."""
+"""A message's head: the call's number, and the lengths of the JSON and of the data in bytes."""
 
 _PIECE_BYTES: Final = 1 << 16
-"""Up to this size, joining a message's pieces costs less than writing each."""
+"""Up to this size of the data, joining a message's pieces is faster than writing each piece."""
 _LENGTH: Final = struct.Struct("<I")
 _ENDED: Final = "the callable's process has ended"
-"""As `headwater.wire.triton_words` knows it."""
+"""`headwater.wire.triton_words` recognizes the error by this text."""
 
 Arrays = Mapping[str, "np.ndarray[Any, np.dtype[Any]]"]
 Pieces = list["bytes | memoryview"]
 
 
 class Message(NamedTuple):
-    """A message."""
+    """A decoded message."""
 
     call: int
+    """The call's number."""
     content: Any
+    """The JSON, decoded."""
     body: bytes
-    """The JSON and the data."""
+    """The JSON's text and the data."""
     start: int
-    """Of the data in it."""
+    """Offset of the data in ``body``."""
 
 
 def socket_path(directory: str, instance: int) -> str:
-    """Where an instance of the model in a replica's folder finds its callable."""
+    """The path of the socket, in the replica's folder, over which an instance of the model reaches its callable."""
     return f"{directory}/c{instance}"
 
 
 def install(script: Path) -> None:
-    """Put this file in the place of PyTriton's ``model.py`` in a model store.
+    """Replace PyTriton's ``model.py`` in a model store with a copy of this file.
 
     Raises:
-        OSError: it can't be written.
+        OSError: the file can't be written.
     """
-    script.unlink()  # a copy has the mode of what it was made from, which may be for reading only
+    script.unlink()  # PyTriton copies the file with its mode, which may be read-only
     script.write_bytes(Path(__file__).read_bytes())
 
 
@@ -75,7 +80,7 @@ class TritonPythonModel:
     """An instance of the model. Triton's Python backend finds the class by its name."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        """Prepare; the callable can't be reached yet."""
+        """Read the model's configuration. The callable can't be reached yet: the first call connects."""
         import triton_python_backend_utils
 
         self._triton: Any = triton_python_backend_utils
@@ -88,10 +93,11 @@ class TritonPythonModel:
         self._socket: socket.socket | None = None
         self._numbers = itertools.count()
         self._open: dict[int, tuple[list[Any], list[Sequence[str]]]] = {}
-        """By call that is answered in frames: the senders of its requests' answers, and the outputs that each wants."""
+        """Running calls that are answered in frames, by number: for each request its response sender, and its requested
+        outputs."""
 
     def execute(self, requests: Sequence[Any]) -> list[Any] | None:
-        """Answer the requests that Triton merged. None: frames answer them.
+        """Compute the requests that Triton merged. Returns their responses, or None if they are answered in frames.
 
         Raises:
             ConnectionError: the callable's process has ended.
@@ -127,7 +133,7 @@ class TritonPythonModel:
             return
         with contextlib.suppress(OSError):  # the other end may have closed it
             self._socket.shutdown(socket.SHUT_RDWR)
-        if not self._is_decoupled:  # else the thread that reads it does
+        if not self._is_decoupled:  # the thread that reads frames closes its file itself
             self._file.close()
         self._socket.close()
 
@@ -140,11 +146,11 @@ class TritonPythonModel:
         return connection
 
     def _send_frames(self) -> None:
-        """Send the frames of all calls as they come."""
+        """Send the frames of all calls as they arrive, until the connection closes. Runs in a thread."""
         try:
             while True:
                 answer = self._receive()
-                if answer.call not in self._open:  # it has ended, since an answer could not be sent
+                if answer.call not in self._open:  # the call has ended, because a response could not be sent
                     continue
                 if not isinstance(answer.content, list):
                     self._end(answer.call, answer.content)
@@ -153,7 +159,7 @@ class TritonPythonModel:
                 try:
                     for sender, response in zip(senders, self._responses(answer, wanted), strict=True):
                         sender.send(response)
-                except Exception as error:  # Triton's, whose tensors don't fit into /dev/shm, for one
+                except Exception as error:  # e.g. Triton's error if the tensors don't fit into /dev/shm
                     self._end(answer.call, str(error))
         except OSError:
             for call in list(self._open):
@@ -193,7 +199,7 @@ class TritonPythonModel:
 
 
 def describe(arrays: Arrays, data: Pieces) -> list[Any]:
-    """Describe tensors, and append their bytes to the data."""
+    """Describe tensors for a message's JSON, and append their bytes to ``data``."""
     described = []
     for name, array in arrays.items():
         if array.dtype.hasobject:
@@ -206,7 +212,17 @@ def describe(arrays: Arrays, data: Pieces) -> list[Any]:
 
 
 def tensors(described: Iterable[Any], body: bytes, start: int) -> tuple[dict[str, Any], int]:
-    """The tensors of a description, read-only and in the body's memory, and where the data behind them begin."""
+    """Read described tensors from a body.
+
+    Args:
+        described: the descriptions, from `describe`.
+        body: the message's body.
+        start: the offset of the first tensor's bytes in ``body``.
+
+    Returns:
+        The arrays by name, which are read-only views of ``body`` (except for ``BYTES``), and the offset at which the
+        last tensor ends.
+    """
     arrays: dict[str, Any] = {}
     for name, dtype, shape, size in described:
         end = start + size
@@ -227,7 +243,7 @@ def _elements(body: bytes, start: int, end: int) -> Iterable[bytes]:
 
 
 def message(call: int, content: Any, data: Pieces) -> Pieces:
-    """Encode a message, in pieces to be written one after another."""
+    """Encode a message as pieces, to be written in their order."""
     text = json.dumps(content).encode()
     size = sum(map(len, data))
     pieces = [HEAD.pack(call, len(text), size), text, *data]
@@ -238,8 +254,8 @@ def read_body(call: int, body: bytes, length: int) -> Message:
     """Decode a message.
 
     Args:
-        call: the number of its call.
-        body: what follows the head.
-        length: of the JSON.
+        call: the call's number.
+        body: the JSON and the data, without the head.
+        length: the JSON's length in bytes.
     """
     return Message(call, json.loads(body[:length]), body, length)

@@ -1,4 +1,4 @@
-"""The rows that a model is called with before clients call it: how many, and their bytes."""
+"""The rows that warm a model up before clients call it: their numbers, and their bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def batch_sizes(max_batch_size: int) -> list[int]:
 
 
 def example_rows(spec: TensorSpec, value: object, rows: int) -> tuple[bytes, list[int]]:
-    """One example row repeated: its bytes as they travel, and the shape with the batch axis.
+    """A batch that repeats one example row: its bytes in the protocol's binary form, and its shape with the batch axis.
 
     Raises:
         DeclarationError: the value doesn't fit the declaration.

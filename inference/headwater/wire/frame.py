@@ -1,8 +1,8 @@
 """Frames: the decoupled Triton responses of a fused pipeline or a streaming model.
 
-Triton's requested outputs are per request, and each costs a copy of its own; so a frame is one output, `FRAME`:
-``UINT8 [1, size]``. Its bytes are the length of a MessagePack header (little-endian uint32), the header, and the
-tensors' bytes in the protocol's binary form, in the header's order.
+Triton's requested outputs are fixed per request, and Triton copies each output separately. A frame is therefore a
+single output, `FRAME`: ``UINT8 [1, size]``. Its bytes are the length of a MessagePack header (little-endian uint32),
+the header, and the tensors' bytes in the protocol's binary form, in the header's order.
 """
 
 from __future__ import annotations
@@ -46,31 +46,32 @@ class FrameTensor(msgspec.Struct, array_like=True):
 
 
 class Piece(msgspec.Struct, array_like=True):
-    """One head's answer for the rows of the batch that want it, in their order."""
+    """One head's answer for the rows of the batch that requested this head, in the batch's order."""
 
     head: str
     rows: int
     compute_us: int
     """Time of the head's step, in microseconds."""
     failures: list[tuple[int, int, str]] = []
-    """(index among these rows, `headwater.wire.report.Status`, message); the tensors hold zeros in failed rows."""
+    """For each failed row: its index in this piece, its `headwater.wire.report.Status`, and a message. In failed rows
+    the tensors hold zeros."""
     tensors: list[FrameTensor] = []
     """Empty if every row failed."""
     is_last: bool = True
-    """Whether this is the head's final piece for these rows; in a stream only the last piece."""
+    """Whether this is the head's final piece for these rows. In a stream, earlier pieces have False."""
 
 
 class CacheCount(msgspec.Struct, array_like=True):
-    """What became of rows where a step's outputs are kept, since the call's last frame."""
+    """Counters of the cache of a step's outputs, since the call's last frame."""
 
     hits: int = 0
-    """Rows whose outputs were there."""
+    """Rows whose outputs were in the cache."""
     misses: int = 0
     """Rows that were computed."""
     evictions: int = 0
-    """Rows that made way for others."""
+    """Rows removed from the cache to make room."""
     size_bytes: int = 0
-    """Memory of all rows that the replica keeps now."""
+    """Memory of all cached rows now."""
 
 
 class StepCount(msgspec.Struct, array_like=True):
@@ -78,21 +79,21 @@ class StepCount(msgspec.Struct, array_like=True):
 
     step: str
     calls: int
-    """Calls without retries and warm-up."""
+    """Calls, not counting retries and warm-up."""
     retries: int
     compute_us: int
     """Compute time in microseconds, including retries."""
     cache: CacheCount | None = None
-    """Of a step whose outputs are kept."""
+    """Counters of the step's cache; None if the step has no cache."""
 
 
 class Frame(msgspec.Struct, array_like=True):
-    """Everything new since the call's last frame."""
+    """The results and counters since the call's last frame."""
 
     pieces: list[Piece]
     counts: list[StepCount]
     held_rows: int = 0
-    """Rows of all gateway workers that the replica has now, this call's included, computed or waiting."""
+    """Rows of all gateway workers that the replica is computing or has waiting now, including this call's rows."""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -114,7 +115,7 @@ def encode_frame(frame: Frame, data: Sequence[bytes]) -> np.ndarray[Any, np.dtyp
 
 
 def decode_frame(raw: bytes | memoryview) -> tuple[Frame, list[list[memoryview]]]:
-    """Decode what `encode_frame` wrote: the frame, and for each piece its tensors' bytes as views of ``raw``.
+    """Decode an encoded frame: returns the frame, and for each piece its tensors' bytes as views of ``raw``.
 
     Raises:
         ValueError: the bytes are not a frame.

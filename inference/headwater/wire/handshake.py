@@ -1,9 +1,10 @@
-"""Messages between supervisor and replica: the specification down, status lines up; and what a fork takes.
+"""Messages between supervisor and replica: the specification goes to the replica, status lines come back. Also the
+request to fork a replica, and the messages between a replica's host and its binder.
 
-A replica has two sides: its host loads and runs the model under the Python of the deployment, and its binder, under
-Headwater's own, has PyTriton bind the model to an embedded Triton, which the binder becomes. The host asks over a
-`headwater.wire.link`, first with a `BindRequest`, then with a `WarmUpRequest`. The binder answers the second with any
-number of ``progress`` and a ``done``, or either of them with a ``failed``.
+A replica has two sides. Its host loads and runs the model under the deployment's Python. Its binder, under Headwater's
+Python, has PyTriton bind the model to an embedded Triton, and then becomes that Triton. The host sends requests over a
+`headwater.wire.link`: first a `BindRequest`, then a `WarmUpRequest`. The binder answers the `WarmUpRequest` with any
+number of ``progress`` statuses and a ``done``. It answers either request with ``failed`` if an error occurs.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True):
     name: str
     """The deployment's name."""
     model: str
-    """As the configuration has it; empty for a pipeline."""
+    """The configuration's ``model``; empty for a pipeline."""
     token: str
     """The embedded Triton's access token."""
     user_paths: tuple[str, ...]
@@ -38,7 +39,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True):
     """The working folder of the user's code."""
     options: dict[str, Any] = {}
     adapters: dict[str, str] = {}
-    """Folders of LoRA adapters for vLLM, by served name, as the configuration has them."""
+    """Folders of LoRA adapters for vLLM, by served name, as written in the configuration."""
     pipeline: PipelineSpec | None = None
     """The steps of a fused pipeline."""
     max_batch_size: int = 1
@@ -49,48 +50,51 @@ class ReplicaSpec(msgspec.Struct, frozen=True):
     warmup_batch_sizes: tuple[int, ...] | None = None
     load_timeout_s: float = 600
     max_compute_s: float | None = None
-    """The longest that a call of the user's code may take, once the replica serves."""
+    """Time limit of a call of the user's code, in seconds, once the replica serves; None: no limit."""
     is_cached: bool = False
-    """Whether gateways keep its answers."""
+    """Whether gateway workers cache the replica's answers."""
     environment: dict[str, str | None] = {}
-    """What the host's environment has otherwise than the supervisor's; None: it lacks this."""
+    """Variables in which the host's environment differs from the supervisor's; None: the variable is unset."""
 
     @property
     def is_language_model(self) -> bool:
-        """Whether it serves a language model, which takes control messages in place of the signature's inputs."""
+        """Whether the replica serves a language model, which takes control messages in place of the signature's
+        inputs."""
         return self.pipeline is None and is_language_model(self.model)
 
 
 class ReplicaStatus(msgspec.Struct, omit_defaults=True):
-    """One line on the status pipe, from the replica or its guardian; and what a binder answers its host."""
+    """A line on the status pipe, from the replica or its guardian; also a binder's answer to its host."""
 
     event: Literal["progress", "ready", "limited", "failed", "unloaded", "ending", "ended", "done"]
-    """``done`` comes from a binder only."""
+    """The kind of status. Only a binder sends ``done``."""
     text: str = ""
-    """In ``progress`` the stage; in ``failed`` and ``ending`` the reason; in ``limited`` what changed."""
+    """In ``progress`` the stage; in ``failed`` and ``ending`` the reason; in ``limited`` a text about the change."""
     cause: str = ""
-    """In ``failed``: the reason for clients: the error's class and message, with paths cut to their last part."""
+    """In ``failed``: the reason as shown to clients: the error's class and message, with paths cut to their last
+    part."""
     is_permanent: bool = False
     """In ``failed``: whether another start would fail in the same way."""
     is_shortage: bool = False
-    """In ``failed``: whether the machine lacked something: processes, space, descriptors."""
+    """In ``failed``: whether the machine ran out of a resource: processes, disk space or memory, descriptors."""
     signature: dict[str, Any] | None = None
-    """In ``ready``: an `headwater.signature.Signature`."""
+    """In ``ready``: a `headwater.signature.Signature`."""
     facts: dict[str, str] = {}
-    """In ``ready``: the ``device``, and the versions of ``python`` and the packages that models use, or of ``vllm``;
-    and what the binder tells in ``done``: versions on Headwater's own side, with names that begin with `OWN_SIDE`."""
+    """In ``ready``: the ``device``, and the versions of ``python`` and of the packages that models use, or of ``vllm``.
+    In a binder's ``done``, and then also in ``ready``: versions of the binder's Python and packages, with names that
+    begin with `OWN_SIDE`."""
     imported: list[str] = []
-    """In ``ready`` and ``failed``: the files of the modules that it imported from the user's folders."""
+    """In ``ready`` and ``failed``: the files of the modules that the host imported from the user's folders."""
     exit_status: int = 0
     """In ``ended``: the exit status, as in `subprocess.Popen.returncode`."""
     leftovers: list[str] = []
-    """In ``ended``: what the sweep could not remove."""
+    """In ``ended``: the files and folders that the sweep could not remove."""
     batch_limit: int = 0
-    """In ``limited``: the most rows, or sequences, that fit in its device's memory at once; 0: no limit is known."""
+    """In ``limited``: the most rows, or sequences, that fit in the device's memory at once; 0: no limit is known."""
 
 
 def failure_of(error: Exception) -> ReplicaStatus:
-    """The status that reports an error which keeps a replica from serving."""
+    """The ``failed`` status for an error that keeps a replica from serving."""
     if (shortage := shortage_of(error)) is not None:
         return ReplicaStatus("failed", str(shortage), cause=text_for_clients(str(shortage)), is_shortage=True)
     if not isinstance(error, ModelError):
@@ -105,51 +109,54 @@ def failure_of(error: Exception) -> ReplicaStatus:
 
 
 def _cause(error: BaseException) -> str:
-    """An error for clients: its class and message."""
+    """An error's class and message, as shown to clients."""
     text = str(error)
     return text_for_clients(f"{type(error).__name__}: {text}" if text else type(error).__name__)
 
 
 class BindRequest(msgspec.Struct, frozen=True):
-    """Bind a model, and start its Triton."""
+    """Asks the binder to bind a model and start its Triton."""
 
     signature: Signature
-    """Without the example; a language model's lacks its limits, too."""
+    """The model's signature without the example and, for a language model, without its limits."""
 
 
 class WarmUpRequest(msgspec.Struct, frozen=True):
-    """Wait until Triton serves the model, and call it."""
+    """Asks the binder to wait until Triton serves the model, and then to call the model."""
 
     signature: Signature
     sizes: list[int]
-    """The numbers of rows that it is called with; those of sequences follow from a language model's limits."""
+    """Numbers of rows of the calls. For a language model the numbers of sequences follow from its limits instead."""
 
 
 READY: Final = b"ready"
-"""What `headwater.replica.preloaded` says once it can fork."""
+"""Sent by `headwater.replica.preloaded` when it is ready to fork."""
 GO: Final = b"go\n"
-"""What a forked guardian waits for on its command pipe: the supervisor knows it and has set its priority."""
+"""Sent on a forked guardian's command pipe when the supervisor has set the guardian's priority. The guardian waits for
+it."""
 STATUS: Final = "{status}"
 OWN_SIDE: Final = "headwater-"
-"""Begins the names of a replica's facts that are of Headwater's own Python, not of the model's."""
+"""Prefix of the names of a replica's facts about Headwater's Python, as opposed to the model's Python."""
 COMMAND: Final = "{command}"
 HOST: Final = "{host}"
 
 
 class ForkRequest(msgspec.Struct, frozen=True):
-    """A replica to fork. With it come three pipes: for its status, from the supervisor, and for what it prints."""
+    """Asks the preloaded process to fork a replica. Three descriptors of pipes are sent with the request: to write
+    status lines, to read the supervisor's commands, and to write the printed output."""
 
     name: str
     directory: str
     user_paths: tuple[str, ...]
     variables: dict[str, str]
-    """Those of the host's environment that the preloaded process hasn't."""
+    """Environment variables that the host gets in addition to those of the preloaded process."""
     python: str
-    """Headwater's own Python, in which guardian and binder run."""
+    """Path of Headwater's Python, which runs the guardian and the binder."""
     binder: str
     """The binder's module."""
     changes: dict[str, str | None]
-    """What the environment of guardian and binder has otherwise than the preloaded process's; None: it lacks this."""
+    """Variables in which the environment of guardian and binder differs from the preloaded process's environment;
+    None: the variable is unset."""
     guardian: list[str]
-    """The guardian's command line, with `STATUS`, `COMMAND` and `HOST` for two descriptors and the replica's process
-    id."""
+    """The guardian's command line. `STATUS` and `COMMAND` stand for the descriptors of two pipes, `HOST` for the
+    process id of the replica's host."""

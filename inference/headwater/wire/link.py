@@ -1,4 +1,4 @@
-"""Messages between two processes of a replica, over a socket: each a MessagePack document behind its length."""
+"""Messages between two processes of a replica, over a socket. Each message is a length and a MessagePack document."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Link:
     """One end of a socket.
 
     Args:
-        fd: of the socket, which no program that this process starts inherits.
+        fd: the socket's descriptor. It is made non-inheritable, so that no program started later keeps the socket open.
     """
 
     def __init__(self, fd: int) -> None:
@@ -39,7 +39,7 @@ class Link:
         self._socket.sendall(_LENGTH.pack(len(data)) + data)
 
     def wait(self) -> None:
-        """Wait until there is something to receive, or the process at the other end has ended."""
+        """Wait until a message arrives, or the process at the other end has ended."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         poll.poll()

@@ -1,16 +1,15 @@
 """Messages between gateway workers and a replica's engine, and the packed answers of the engine.
 
-A replica binds one decoupled model. Every request to it carries one `Message` in the input `CONTROL`, UINT8 [1, size];
-every response carries one `StepFrame` in the output `headwater.wire.frame.FRAME`, UINT8 [1, size]. Both are
-MessagePack.
+A replica binds a single decoupled model. Every request carries a `Message` in the input `CONTROL`, UINT8 [1, size];
+every response carries a `StepFrame` in the output `headwater.wire.frame.FRAME`, UINT8 [1, size]. Both are MessagePack.
 
-- `Open` makes a channel, which belongs to one gateway worker. Its frames are a stream like that of any other model
-  (`headwater.wire.parcel`), which also brings flow control, the channel's end with its worker, and the way to close it:
-  cancelling the stream. The first frame has no events and confirms the channel. Then each engine step makes one frame
-  with the tokens of all the channel's sequences; if the worker is behind by a window, steps are merged into the next
-  frame.
-- `Post` starts and cancels sequences of a channel. It is answered only if the channel is unknown: with one frame whose
-  `closed` says so. What several of its sequences share, as the choices of one prompt do, is in the message once.
+- `Open` opens a channel, which belongs to a single gateway worker. The channel's frames are a stream, as with any other
+  model (`headwater.wire.parcel`). The stream provides flow control, ends when its worker ends, and is cancelled to
+  close the channel. The first frame has no events and confirms the channel. Then each engine step makes a frame with
+  the tokens of all the channel's sequences; if the worker is behind by a window, steps are merged into the next frame.
+- `Post` starts and cancels sequences of a channel. It is answered only if the channel is unknown: with a single frame
+  that says so in `closed`. Values that several sequences share (the choices of a prompt share it) are in the message
+  only once.
 """
 
 from __future__ import annotations
@@ -44,21 +43,21 @@ CONTROL: Final = "control"
 _TOKEN_BYTES: Final = 5
 _FLOAT_BYTES: Final = 9
 _CHARACTER_BYTES: Final = 4
-"""The most that each takes in MessagePack."""
+"""The most bytes of a token id, a float and a character in MessagePack."""
 _Place: TypeAlias = Annotated[int, Meta(ge=0)]
 
 Ending: TypeAlias = Literal["stop", "length", "cancelled", "error", "full", "rejected", "out_of_memory"]
-"""Why a sequence ended: as `headwater.engine.Finish`; ``full``: the engine's queue is full; ``rejected``: the sequence
-can never be served. The last four have a message in `SequenceEvent.error`."""
+"""Why a sequence ended: a `headwater.engine.Finish`, or ``full``: the engine's queue is full, or ``rejected``: the
+sequence can never be served. The last four values come with a message in `SequenceEvent.error`."""
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """A sequence to generate; the fields are those of `headwater.engine.SequenceRequest`."""
 
     number: int
-    """Identifies the sequence within its channel; never used twice."""
+    """Number of the sequence within its channel; never used twice."""
     request_id: str
-    """Identifies the request, which may have several sequences."""
+    """Id of the request, which may have several sequences."""
     prompt: list[TokenId]
     max_tokens: int
     sampling: Sampling = Sampling()
@@ -70,7 +69,7 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
 
     @property
     def shared(self) -> tuple[list[TokenId], frozenset[TokenId], LogitBias, Grammar | None]:
-        """What may be large, and the same object in several sequences of a request."""
+        """The values that may be large, and that sequences of a request may share as the same object."""
         return self.prompt, self.stop_ids, self.sampling.logit_bias, self.grammar
 
 
@@ -78,7 +77,7 @@ class Open(msgspec.Struct, frozen=True, array_like=True, tag="open"):
     """Opens a channel."""
 
     channel: str
-    """The channel's name, never used before; also the name of its stream."""
+    """The channel's name, which must be new; also the name of the channel's stream."""
 
 
 class Post(msgspec.Struct, frozen=True, array_like=True, tag="post", omit_defaults=True):
@@ -94,7 +93,7 @@ Message: TypeAlias = Open | Post
 
 
 class _PackedSubmit(msgspec.Struct, array_like=True):
-    """A sequence without the values that it may share, and the places of these in the message."""
+    """A sequence without its shareable values, and for each of these values its index in the message's tables."""
 
     submit: Submit
     prompt: _Place
@@ -104,7 +103,7 @@ class _PackedSubmit(msgspec.Struct, array_like=True):
 
 
 class _PackedPost(msgspec.Struct, array_like=True, tag="post"):
-    """A `Post` as it travels."""
+    """A `Post` in the form that is sent."""
 
     channel: str
     submits: list[_PackedSubmit]
@@ -116,7 +115,7 @@ class _PackedPost(msgspec.Struct, array_like=True, tag="post"):
 
     @classmethod
     def of(cls, post: Post) -> _PackedPost:
-        """A message in which each value that sequences share, as one object, stands once."""
+        """Pack a `Post`: a value that sequences share as the same object is in the message only once."""
         packed = cls(post.channel, [], post.cancels, [], [], [], [])
         tables: tuple[list[Any], ...] = (packed.prompts, packed.stop_ids, packed.biases, packed.grammars)
         known: tuple[dict[int, int], ...] = ({}, {}, {}, {})
@@ -135,10 +134,10 @@ class _PackedPost(msgspec.Struct, array_like=True, tag="post"):
         return packed
 
     def post(self) -> Post:
-        """The message, in which sequences share values as objects.
+        """Unpack the `Post`: sequences share values as the same object again.
 
         Raises:
-            msgspec.ValidationError: a place is in none of the tables.
+            msgspec.ValidationError: an index is outside of its table.
         """
         try:
             return Post(self.channel, [self._submit(packed) for packed in self.submits], self.cancels)
@@ -157,46 +156,48 @@ class _PackedPost(msgspec.Struct, array_like=True, tag="post"):
 
 
 class SequenceEvent(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """Consecutive tokens of a sequence, or its end, or both; or a part of its prompt's log probabilities."""
+    """Consecutive tokens of a sequence, or the sequence's end, or both; or a part of the prompt's log probabilities."""
 
     number: int
     index: int
-    """Position of the first of these tokens in the answer; without tokens, the length of the answer."""
+    """Position of the event's first token in the answer; without tokens, the length of the answer."""
     tokens: list[int]
     logprobs: list[float] | None = None
-    """One per token, if the request asked for them."""
+    """The log probability of each token, if the request asked for logprobs."""
     tops: list[tuple[tuple[int, float], ...]] | None = None
     """For each token the most probable tokens with their logprobs, if the request asked for them."""
     finish: Ending | None = None
     error: str = ""
     cached: int = 0
-    """With the first token: how many of the prompt's tokens the engine's prefix cache had."""
+    """With the first token: the number of prompt tokens found in the engine's prefix cache."""
     prompt: tuple[PromptLogprob, ...] = ()
-    """As `headwater.engine.TokenEvent.prompt`."""
+    """A part of the prompt's log probabilities: see `headwater.engine.TokenEvent.prompt`."""
 
 
 class Load(msgspec.Struct, array_like=True, gc=False):
     """The engine's load, over all channels."""
 
     active: int = 0
+    """Sequences that are being computed."""
     waiting: int = 0
+    """Sequences in the engine's queue."""
     cache_used: int = 0
-    """Tokens."""
+    """Tokens reserved in the engine's cache."""
 
 
 class StepFrame(msgspec.Struct, array_like=True, omit_defaults=True):
-    """One response."""
+    """A response on a channel: the events of a step or of several merged steps."""
 
     number: int
     """The frame's number in its channel, from 0."""
     events: list[SequenceEvent]
     load: Load
     closed: str = ""
-    """Why the channel ended, in its last frame."""
+    """In the channel's last frame: why the channel ended."""
 
 
 def most_bytes(value: list[TokenId] | frozenset[TokenId] | LogitBias | Grammar | None) -> int:
-    """The most bytes that one of `Submit.shared` takes in a message."""
+    """The most bytes that a value of `Submit.shared` takes in a message."""
     if value is None:
         return 1
     if isinstance(value, Grammar):
@@ -208,7 +209,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encode(what: Message | StepFrame) -> bytes:
-    """The bytes of a message or a frame."""
+    """Encode a message or a frame."""
     return _encoder.encode(_PackedPost.of(what) if isinstance(what, Post) else what)
 
 
@@ -218,7 +219,7 @@ def _decoder(kind: Any) -> Callable[[bytes | memoryview], Any]:
     def decode_raw(raw: bytes | memoryview) -> Any:
         try:
             return decode(raw)
-        except (UnicodeDecodeError, RecursionError) as error:  # which msgspec lets through
+        except (UnicodeDecodeError, RecursionError) as error:  # not converted by msgspec
             raise msgspec.DecodeError(str(error)) from None
 
     return decode_raw
@@ -228,14 +229,14 @@ _decode_packed: Callable[[bytes | memoryview], Open | _PackedPost] = _decoder(Op
 
 
 def decode_message(raw: bytes | memoryview) -> Message:
-    """Decode what `encode` wrote.
+    """Decode a message that `encode` encoded.
 
     Raises:
-        msgspec.MsgspecError: it is anything but a message.
+        msgspec.MsgspecError: the bytes are not a message.
     """
     message = _decode_packed(raw)
     return message if isinstance(message, Open) else message.post()
 
 
 decode_frame: Callable[[bytes | memoryview], StepFrame] = _decoder(StepFrame)
-"""Decodes what `encode` wrote; raises `msgspec.MsgspecError` for anything but a frame."""
+"""Decodes a frame that `encode` encoded; raises `msgspec.MsgspecError` if the bytes are not a frame."""

@@ -1,13 +1,13 @@
-"""Parcels: packed frames of all the streams that one gateway worker has in a replica, sent over its channel.
+"""Parcels: packed frames of all streams of a gateway worker in a replica, sent over the worker's channel.
 
-One call per stream would cost memory in Triton and its stub for as long as the stream lasts, and CPU time per frame. So
-a worker opens one call, its channel, and the frames made while a response is on its way leave with the next one, a
-parcel: MessagePack of `Entry` tuples in the one output `headwater.wire.frame.FRAME`. The call that asks for a stream is
-answered by nothing but its end.
+A call per stream would cost memory in Triton and its stub for as long as the stream lasts, and CPU time per frame. A
+worker therefore opens a single call, its channel. Frames that are made while a response is being sent leave together
+with the next response. Such a response is a parcel: MessagePack of `Entry` tuples in the output
+`headwater.wire.frame.FRAME`. The call that requests a stream ends without a response.
 
-Triton's queue of responses is unbounded, so the worker acknowledges the parcels it has received and what its readers
-have taken of each stream (`ChannelNote`). Beyond the windows here the channel waits before it sends, and the stream
-before it computes its next result.
+Triton's queue of responses is unbounded, so the worker acknowledges the parcels that it has received, and the frames
+that its readers have taken from each stream (`ChannelNote`). When the windows defined here are exceeded, the channel
+waits before it sends a parcel, and the stream waits before it computes its next result.
 """
 
 from __future__ import annotations
@@ -33,35 +33,35 @@ __all__ = [
 PARCEL_WINDOW: Final = 16
 """The most parcels sent but not acknowledged."""
 PARCEL_BYTES: Final = 1024 * 1024
-"""A parcel of this size gets no further frame."""
+"""A parcel that has reached this size gets no further frames."""
 STREAM_WINDOW: Final = 64
-"""The most frames of one stream that its reader has not taken."""
+"""The most frames of a stream that its reader has not taken."""
 STREAM_WINDOW_BYTES: Final = 1024 * 1024
-"""The same in bytes; a frame that is larger goes alone."""
+"""A stream pauses once the frames that its reader has not taken have this many bytes. A frame may be larger."""
 
 LEASE_S: Final = 10.0
-"""How long the channel of a worker on another machine stays open without a message about it. The worker sends one at
-least three times as often."""
+"""Seconds that the channel of a worker on another machine stays open without a message from the worker. The worker
+sends at least three messages in this time."""
 
 Entry = tuple[str, bytes | memoryview | None]
 """A stream's name and its next frame; None ends the stream."""
 
 
 class ChannelNote(msgspec.Struct, omit_defaults=True):
-    """A worker's message about its one channel; in a call that asks for a stream it only identifies the channel."""
+    """A worker's message about its channel. In a call that requests a stream it only identifies the channel."""
 
     pid: int
-    """The worker's process; the replica closes the channel when it ends. Negative: the worker is on another machine, is
-    known by this number, and has a lease (`LEASE_S`)."""
+    """The worker's process id; the replica closes the channel when this process ends. Negative: the worker is on
+    another machine, is identified by this number, and has a lease (`LEASE_S`)."""
     number: int
-    """Identifies the channel; a greater number closes the worker's previous channel. It is taken from the system's
-    monotonic clock in nanoseconds, so that a later worker with the same process id can't repeat one."""
+    """Number of the channel; a greater number closes the worker's previous channel. It is taken from the system's
+    monotonic clock in nanoseconds, so that a later worker with the same process id can't repeat it."""
     opens: bool = False
-    """Whether to open the channel: the call stays open and is answered with parcels."""
+    """Whether to open the channel: the call then stays open and is answered with parcels."""
     parcels: int = 0
     """The number of parcels received so far."""
     taken: dict[str, tuple[int, int]] = {}
-    """For each stream the frames and bytes that its reader has taken so far."""
+    """For each stream the numbers of frames and of bytes that its reader has taken so far."""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -74,7 +74,7 @@ def encode_parcel(entries: Sequence[Entry]) -> np.ndarray[Any, np.dtype[np.uint8
 
 
 def decode_parcel(raw: bytes | memoryview) -> list[tuple[str, bytes | None]]:
-    """Decode what `encode_parcel` wrote. Each frame has its own memory, so that none keeps its neighbours alive.
+    """Decode an encoded parcel. Each frame is a separate copy, so that a kept frame doesn't keep the whole parcel.
 
     Raises:
         ValueError: the bytes are not a parcel.

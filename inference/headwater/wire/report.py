@@ -1,13 +1,16 @@
-"""The hidden output by which a replica says how each row of a batch fared.
+"""The hidden output in which a replica reports the outcome of each row of a batch.
 
-No exception of a callable reaches Triton (it would fail the whole batch), so every bound model has one more output,
-`REPORT`: ``UINT8 [rows, width]``. Of each row's bytes the first is a `Status`, the next four are the microseconds that
-the callable took (little-endian uint32, the same in all rows of a call), the next two the rows that the replica had
-(uint16, likewise), and the rest is UTF-8 text padded with zeros: the message of a row that failed; in a row that did
-not, empty, or the JSON ``{"output": shape}`` of those outputs that have no elements (they travel as placeholders, see
-`placeholder_shape`).
-Triton may merge calls that wait together; in all but one of them the first byte's high bit is set, so that whoever
-counts what the callable did counts it once.
+An exception of a callable must not reach Triton, where it would fail the whole batch. Every bound model therefore has
+an additional output, `REPORT`: ``UINT8 [rows, width]``. The bytes of a row are
+
+- a `Status` (1 byte);
+- the microseconds that the callable took (little-endian uint32, the same in all rows of a call);
+- the number of rows that the replica had (little-endian uint16, the same in all rows of a call);
+- UTF-8 text, padded with zeros. In a failed row it is the error's message. In a row that succeeded it is empty, or the
+  JSON ``{"output": shape}`` of the outputs without elements (they are sent as placeholders, see `placeholder_shape`).
+
+Triton may merge waiting calls into one execution of the callable. In all merged calls except the first, the high bit
+of the first byte is set, so that the gateway counts the execution only once.
 
 A request's hidden parameter `HEADWATER` is the JSON of a `CallNote`.
 """
@@ -52,15 +55,15 @@ class Status(enum.IntEnum):
     RAISED = 1
     """The callable raised."""
     BAD_OUTPUT = 2
-    """The callable returned something other than it declared."""
+    """The callable's outputs are not as declared."""
     BAD_INPUT = 3
     """The callable raised `headwater.BadInput`: the client's fault."""
     BROKEN = 4
-    """The replica can't go on (a CUDA context is poisoned); it ends and is replaced."""
+    """The replica can't continue (a CUDA context is poisoned); it ends and is replaced."""
     UNSHARED = 5
     """The replica can't open the call's shared memory (`headwater.wire.shared_memory`); nothing was computed."""
     OUT_OF_MEMORY = 6
-    """The device's memory does not suffice for the row, even alone; or for a batch that can't be split."""
+    """The device's memory is too small for the row, even in a batch by itself, or for a batch that can't be split."""
 
 
 class RowReport(NamedTuple):
@@ -68,7 +71,7 @@ class RowReport(NamedTuple):
 
     status: Status
     message: str = ""
-    """Why the row failed; for a row that succeeded, empty or the JSON described above."""
+    """Why the row failed; for a row that succeeded, empty or the JSON described in the module's docstring."""
 
 
 class CallReport(NamedTuple):
@@ -78,50 +81,54 @@ class CallReport(NamedTuple):
     compute_us: int
     """Microseconds that the callable took."""
     is_merged: bool
-    """Whether another call's report counts these microseconds too, because both were computed together."""
+    """Whether another call's report has the same microseconds, because Triton merged the two calls."""
     held_rows: int
-    """Rows of all gateway workers that the replica had when it computed these, which it counts too; at most 65,535.
-    Those that waited in Triton although a batch had place for them are unknown to it."""
+    """Rows of all gateway workers that the replica was computing, including this call's rows; at most 65,535. Rows
+    that waited in Triton's queue are not counted, because the replica doesn't know of them."""
 
 
 class CallNote(msgspec.Struct, omit_defaults=True):
-    """What the gateway tells a replica about one call besides its tensors."""
+    """Data about a call that the gateway sends to a replica besides the tensors."""
 
     parameters: dict[str, str | int | float | bool] = {}
     """Values of per-batch parameters."""
     rows: dict[str, list[str | int | float | bool]] = {}
-    """Values of per-row parameters, one for each row."""
+    """Values of per-row parameters: a list with a value for each row."""
     shapes: dict[str, list[int]] = {}
     """True shapes of inputs without elements, batch axis included."""
     warmup: bool = False
     """Whether this is a warm-up call, which is counted separately."""
     alone: bool = False
-    """Whether its rows must share no call of the model with other requests' rows, even if Triton merges them."""
+    """Whether the model must compute these rows separately from other calls' rows, even if Triton merges the calls."""
     heads: list[tuple[int, int]] = []
-    """For a pipeline, runs of (mask of wanted heads, number of rows); bit 0 stands for the signature's first head."""
+    """For a pipeline: runs of (mask of requested heads, number of rows); bit 0 stands for the signature's first head.
+    """
     owners: list[tuple[str, int]] = []
     """If the signature is `by_key`, runs of (name of the API key, number of rows)."""
     patience_s: float = 0
-    """For a pipeline, how long a head's answer may wait for the others because clients can't use it alone; a failure
-    doesn't wait."""
+    """For a pipeline: seconds that a head's answer may wait for the answers of the other heads, because clients can't
+    use it alone. A failure is sent at once."""
     left_s: dict[str, float] = {}
-    """The time left until each head's deadline, or by a plain model's own name; a head that is absent has none."""
+    """Seconds until the deadline of each head, by head; for a plain model, by the model's name. A head without a
+    deadline is absent."""
     stream: str = ""
-    """The name by which a streaming request can be cancelled."""
+    """The name of the stream that this call starts, by which it can be cancelled."""
     cancel: str = ""
     """The name of a stream to end; the rest of the call is then ignored."""
     channel: ChannelNote | None = None
-    """The worker's channel, on which the stream's frames are sent; in a call without a stream, news of the channel."""
+    """The worker's channel, on which the stream's frames are sent. In a call without a stream, an update about the
+    channel."""
     shared: SharedCall | None = None
     """The location of the call's large tensors, if they are in shared memory."""
 
 
 def placeholder_shape(rows: int, declared: Sequence[int]) -> list[int]:
-    """The shape under which a tensor without elements travels (PyTriton can't carry it).
+    """The shape of the placeholder that is sent for a tensor without elements, because PyTriton can't carry such a
+    tensor.
 
     Args:
         rows: the batch axis, at least 1.
-        declared: one row's declared shape; dimensions that vary become 1, whatever their true size.
+        declared: the declared shape of a row; dimensions that vary become 1, regardless of their true size.
     """
     return [rows, *(1 if dim < 0 else dim for dim in declared)]
 
@@ -129,8 +136,8 @@ def placeholder_shape(rows: int, declared: Sequence[int]) -> list[int]:
 def encode_reports(
     reports: Sequence[RowReport], compute_us: int, *, is_merged: bool = False, held_rows: int = 0
 ) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Encode one report per row (see `CallReport`). Returns UINT8 [rows, width]."""
-    # Only a callable's message may be cut; the JSON of a row that succeeded must stay whole.
+    """Encode a report for each row; the other arguments are fields of `CallReport`. Returns UINT8 [rows, width]."""
+    # A failed row's message may be cut; the JSON of a row that succeeded must stay whole.
     texts = [report.message.encode() if report.status is Status.OK else _cut(report.message) for report in reports]
     width = _HEAD.size + max((len(text) for text in texts), default=0)
     compute_us = min(compute_us, 0xFFFFFFFF)
@@ -144,16 +151,16 @@ def encode_reports(
 
 
 def decode_reports(raw: bytes | memoryview, rows: int) -> CallReport:
-    """Decode what `encode_reports` wrote.
+    """Decode the reports of a call.
 
     Raises:
-        ValueError: the bytes are not reports of that many rows.
+        ValueError: the bytes are not reports of ``rows`` rows.
     """
     width = len(raw) // rows if rows else 0
     if width < _HEAD.size or width * rows != len(raw):
         raise ValueError(f"expected reports of {rows} rows, got {len(raw)} bytes")
     raw = bytes(raw)
-    is_alike = raw == raw[:width] * rows  # as in nearly every call
+    is_alike = raw == raw[:width] * rows  # all rows have the same report, in nearly every call
     reports = []
     compute_us = first = held_rows = 0
     for offset in range(0, width if is_alike else len(raw), width):

@@ -1,20 +1,21 @@
-"""Large tensors of one call, in memory shared by the gateway and the replica.
+"""Large tensors of a call, in memory shared by the gateway and the replica.
 
-Triton copies a tensor some six times in each direction. A large one bypasses it: the gateway writes it into a segment,
-an anonymous file (``memfd_create``) that the replica opens under ``/proc``, and sends a placeholder through Triton. The
-replica may put the answer's large tensors into the same segment, behind the inputs.
+Triton copies a tensor some six times in each direction. Large tensors bypass Triton: the gateway writes them into a
+segment, an anonymous file (``memfd_create``) that the replica opens under ``/proc``, and sends placeholders through
+Triton. The replica may put the answer's large tensors into the same segment, behind the inputs.
 
-Segments need no sweep: the file ends with the last process that has it open. ``/dev/shm`` isn't used, because its size,
-64 MB in a container, would be a limit.
+Segments need no sweep: the kernel removes the file when the last process that has it open ends. ``/dev/shm`` isn't
+used, because its size, 64 MB in a container, would be a limit.
 
-What does not go this way goes inline: the tensors in frames (`headwater.wire.frame`) and the inputs of streams.
+Tensors in frames (`headwater.wire.frame`) and the inputs of streams don't use segments: they are sent inline.
 
 From ``answer_at`` on a segment holds the length (little-endian uint32) of a JSON object
-``{"output": [offset, [shape]]}``, 0 if there is none; the offset of the outputs' end (uint64); the object; and,
-`ANSWER_HEAD_BYTES` further on, the outputs.
+``{"output": [offset, [shape]]}``, or 0 if there is no object; the offset at which the outputs end (uint64); the object;
+and, at ``answer_at`` + `ANSWER_HEAD_BYTES`, the outputs.
 
-The segment of a replica on another machine is a file of that machine: its port (`headwater_server.cluster.port`) makes
-it, puts its path in the place of `ELSEWHERE`, and sends what the replica left in it after Triton's answer.
+The segment of a replica on another machine is a file on that machine. The replica's port
+(`headwater_server.cluster.port`) creates the file, replaces `ELSEWHERE` with its path, and sends the outputs that the
+replica wrote into it after Triton's answer.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ __all__ = [
 ]
 
 SHARED_FROM_BYTES: Final = 64 * 1024
-"""Tensors of at least this size go into a segment; smaller ones are faster through Triton."""
+"""Tensors of at least this size go into a segment; smaller tensors are faster through Triton."""
 ALIGNMENT: Final = 64
 """Alignment of every tensor in a segment."""
 STAND_IN_BYTES: Final = 256
@@ -61,7 +62,7 @@ ASSUMED_DIMENSION: Final = 64
 """The assumed size of a dimension that varies, and the assumed bytes of a ``BYTES`` element."""
 
 ELSEWHERE: Final = "headwater:elsewhere"
-"""The path of a segment that the replica's port has still to make."""
+"""Stands for the path of a segment on the replica's machine, which the replica's port has yet to create."""
 
 _ANSWER: Final = struct.Struct("<IQ")
 _Placed = dict[str, tuple[int, list[int]]]
@@ -75,13 +76,13 @@ class SharedCall(msgspec.Struct):
     """The segment's path in its owner's ``/proc`` folder."""
     size_bytes: int
     inputs: _Placed
-    """Offset and shape with the batch axis, by name."""
+    """Offset and shape (with the batch axis) of each input, by name."""
     answer_at: int
     """The offset at which the answer begins."""
 
 
 class MappedCall:
-    """A call's segment in the replica, mapped only during the call, since its owner reuses it.
+    """A call's segment in the replica. It is mapped only during the call, because its owner reuses it.
 
     Raises:
         OSError: the segment can't be opened: the gateway runs as another user, or in another process namespace.
@@ -90,7 +91,7 @@ class MappedCall:
     def __init__(self, shared: SharedCall) -> None:
         fd = os.open(shared.path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            # All its pages at once: faulting them in one by one costs more than the copy.
+            # MAP_POPULATE maps all pages at once: page faults during the copy would cost more than the copy itself.
             self._map = mmap.mmap(fd, shared.size_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         finally:
             os.close(fd)
@@ -105,7 +106,7 @@ class MappedCall:
         return array
 
     def leave(self, outputs: Mapping[str, Array]) -> set[str]:
-        """Put the large outputs into the segment as far as its capacity allows. Returns their names."""
+        """Write large outputs into the segment, as far as they fit. Returns the names of the written outputs."""
         at = self._answer_at
         offset = end = at + ANSWER_HEAD_BYTES
         placed: _Placed = {}
@@ -125,8 +126,8 @@ class MappedCall:
 
 
 def bound_shape(spec: TensorSpec) -> tuple[int, ...]:
-    """The row shape bound to Triton: the declared one if a placeholder can have it, or else dimensions of any size. The
-    gateway and the runner check the declared one."""
+    """The row shape bound to Triton: the declared shape if a placeholder of that shape is small enough, otherwise
+    dimensions of any size. The gateway and the runner check tensors against the declared shape."""
     fixed = math.prod(dim for dim in spec.shape if dim > 0)
     if fixed * DATATYPES[spec.datatype].size_bytes <= STAND_IN_BYTES:
         return tuple(spec.shape)
@@ -139,12 +140,12 @@ def stand_in_shape(spec: TensorSpec, rows: int) -> list[int]:
 
 
 def aligned(size_bytes: int) -> int:
-    """The next multiple of `ALIGNMENT`."""
+    """``size_bytes``, rounded up to a multiple of `ALIGNMENT`."""
     return -(-size_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def placed_outputs(segment: memoryview, answer_at: int) -> _Placed:
-    """The outputs in a segment: offset and shape with the batch axis, by name.
+    """The outputs in a segment: offset and shape (with the batch axis), by name.
 
     Raises:
         msgspec.DecodeError: the segment holds no valid object.
@@ -157,7 +158,7 @@ def placed_outputs(segment: memoryview, answer_at: int) -> _Placed:
 
 
 def left_bytes(segment: memoryview, answer_at: int) -> int:
-    """How many bytes from ``answer_at`` on the replica's answer takes; 0: it left none.
+    """The size of the replica's answer in a segment: bytes from ``answer_at`` on; 0 if the segment holds no answer.
 
     Raises:
         ValueError: the answer would end outside of the segment.
@@ -171,7 +172,7 @@ def left_bytes(segment: memoryview, answer_at: int) -> int:
 
 
 def batch_bytes(specs: Iterable[TensorSpec], rows: int) -> int:
-    """Estimated bytes of this many rows of these tensors."""
+    """Estimated size in bytes of ``rows`` rows of tensors with these specifications."""
     return rows * sum(
         (DATATYPES[spec.datatype].size_bytes or ASSUMED_DIMENSION)
         * math.prod(ASSUMED_DIMENSION if dim < 0 else dim for dim in spec.shape)
