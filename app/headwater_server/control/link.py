@@ -36,13 +36,13 @@ logger = logging.getLogger("headwater")
 
 
 class SupervisorLink:
-    """A worker's end.
+    """A gateway worker's end of the control socket.
 
     Args:
         on_drain: carries out a `Drain`.
-        on_quarantined: takes in what another worker found, the model and the fingerprint.
-        on_cancel: cancels the streams here that have a request's id, and counts them.
-        on_message: called at each message, a sign of life.
+        on_quarantined: called with the model and fingerprint of each request that another worker quarantined.
+        on_cancel: cancels this worker's streams that have a request's id, and returns their number.
+        on_message: called at each message, which is a sign of life.
     """
 
     def __init__(
@@ -57,17 +57,17 @@ class SupervisorLink:
         self._on_cancel = on_cancel
         self._on_message = on_message
         self._table: RoutingTable | None = None
-        """The latest, from whichever supervisor."""
+        """The latest table, from any supervisor."""
         self._writer: asyncio.StreamWriter | None = None
         self._asked: dict[int, asyncio.Future[Any]] = {}
-        """Answers that are awaited, by the message's id."""
+        """Futures of awaited answers, by message id."""
         self._numbers = itertools.count()
         self._working: set[asyncio.Task[None]] = set()
 
     async def tables(self, path: Path) -> AsyncGenerator[RoutingTable, None]:
-        """Yield each later routing table as it comes, and handle other messages; ends when the supervisor does.
+        """Yield each new routing table as it comes, and handle other messages; ends when the supervisor does.
 
-        Each is whole, although only changes come after the first.
+        Each table is complete, although the supervisor sends only changes after the first table.
         """
         reader, writer = await asyncio.open_unix_connection(path, limit=messages.MAX_MESSAGE_BYTES)
         async for table in self.tables_from(reader, writer):
@@ -76,7 +76,7 @@ class SupervisorLink:
     async def tables_from(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, hello: Hello | None = None
     ) -> AsyncGenerator[RoutingTable, None]:
-        """As `tables`, from an open connection, which begins with ``hello``. May be called again, for the next
+        """Like `tables`, on an open connection, which begins with ``hello``. May be called again, for the next
         supervisor."""
         self._writer = writer
         if hello is not None:
@@ -114,7 +114,7 @@ class SupervisorLink:
                     future.set_exception(_supervisor_gone())
 
     def leave(self) -> None:
-        """Tell the supervisor that nothing is in flight here, and that nobody comes again."""
+        """Tell the supervisor that nothing is in flight here, and that this gateway will not reconnect."""
         self._send(messages.Goodbye())
 
     def report(self, load: LoadReport) -> None:
@@ -122,17 +122,17 @@ class SupervisorLink:
         self._send(load)
 
     def report_quarantined(self, model: str, fingerprint: bytes) -> None:
-        """Report a request that took two replicas down to the other workers."""
+        """Report to the other workers a request that took two replicas down."""
         self._send(Quarantined(model, fingerprint.hex()))
 
     def report_lost(self, loss: ReplicaLoss) -> None:
-        """Report a replica that this worker lost to the supervisor."""
+        """Report to the supervisor a replica that this worker lost."""
         self._send(loss)
 
     async def command(self, action: str, model: str, arguments: Mapping[str, Any] | None = None) -> CommandAnswer:
         """Have the supervisor carry out an operator's command, and wait for its answer.
 
-        The arguments must be small, since a message is one line.
+        The arguments must be small, since a message is a single line.
 
         Raises:
             Unavailable: the supervisor is gone.
@@ -141,7 +141,7 @@ class SupervisorLink:
         return answer
 
     async def cancel_elsewhere(self, request_id: str) -> int:
-        """Cancel in all other workers what runs under a request's id. Returns how many streams that were; none once the
+        """Cancel the streams that run under a request's id in all other workers. Returns their number; 0 if the
         supervisor is gone."""
         with contextlib.suppress(Unavailable):
             count: CancelCount = await self._ask(Cancel(next(self._numbers), request_id))
@@ -149,7 +149,8 @@ class SupervisorLink:
         return 0
 
     def _later(self, message: RoutingTable | TableChange) -> RoutingTable | None:
-        """The table that a message leads to, if it is later than the one here and known whole."""
+        """The table that results from a message. None if the message is not newer than the present table, or if it is a
+        change of another table; the whole table is then requested."""
         held = self._table
         if held is not None and (message.epoch, message.version) <= held.age:
             if message.epoch < held.epoch:

@@ -1,4 +1,5 @@
-"""The load that gateway workers report to the supervisor, which scales deployments by it and exposes it."""
+"""The load that gateway workers report to the supervisor, which scales deployments by it and publishes it as
+metrics."""
 
 from __future__ import annotations
 
@@ -11,63 +12,63 @@ __all__ = ["DeploymentLoad", "LoadReport", "Moment", "Tally", "together"]
 
 
 class Moment(NamedTuple):
-    """One deployment's load in one worker at one moment. For a language model, calls and rows are sequences."""
+    """A deployment's load in a worker at a moment. For a language model, calls and rows are sequences."""
 
     computing: int = 0
-    """Calls that its replicas presumably compute; the others are on their way."""
+    """Calls that its replicas presumably compute now, without calls that are on their way."""
     requests: int = 0
     """Calls that could run at once with unlimited replicas."""
     waiting: int = 0
     """Rows that wait."""
     wait_s: float = 0.0
-    """Waiting time of the first of these rows."""
+    """Waiting time of the first of these rows, in seconds."""
 
 
 class DeploymentLoad(msgspec.Struct, frozen=True, array_like=True):
-    """One deployment's load in one worker since its last report, summed up from `Moment`s."""
+    """A deployment's load in a worker since the worker's last report, aggregated from `Moment`s."""
 
     name: str
     waiting: int
-    """The last value."""
+    """Last value of `Moment.waiting`."""
     wait_s: float
-    """The maximum."""
+    """Maximum of `Moment.wait_s`."""
     computing: float
-    """The average."""
+    """Average of `Moment.computing`."""
     requests: int
-    """The maximum."""
+    """Maximum of `Moment.requests`."""
 
 
 class Tally(msgspec.Struct, frozen=True, array_like=True):
-    """What one version's requests have come to, without those that failed by their clients' fault."""
+    """Counts of a version's requests, without requests that failed by their clients' fault."""
 
     name: str
     ended: int
     failed: int
     times: list[int]
-    """Requests that were answered, by bucket of `headwater_server.telemetry.catalogue.VERSION_TIMES`."""
+    """Answered requests, by bucket of `headwater_server.telemetry.catalogue.VERSION_TIMES`."""
 
     @property
     def answered(self) -> int:
-        """How many were answered."""
+        """The number of answered requests."""
         return sum(self.times)
 
     def since(self, before: Tally) -> Tally:
-        """What has come since an earlier tally."""
+        """The counts since an earlier tally."""
         times = [after - one for after, one in zip(self.times, before.times, strict=True)]
         return Tally(self.name, self.ended - before.ended, self.failed - before.failed, times)
 
     def __add__(self, other: Tally) -> Tally:
-        """Both together."""
+        """The sum of both."""
         times = [one + more for one, more in zip(self.times, other.times, strict=True)]
         return Tally(self.name, self.ended + other.ended, self.failed + other.failed, times)
 
 
 class LoadReport(msgspec.Struct, frozen=True, tag="load"):
-    """The load of one worker's deployments."""
+    """The load of all deployments in a worker."""
 
     deployments: list[DeploymentLoad] = []
     tallies: list[Tally] = []
-    """Since the worker's start, of versions that are compared."""
+    """Counts since the worker's start, of versions that are compared."""
 
 
 def together(reports: Iterable[LoadReport]) -> dict[str, DeploymentLoad]:

@@ -22,7 +22,7 @@ class Command(msgspec.Struct, frozen=True, tag="command"):
     action: str
     model: str
     arguments: dict[str, Any] = {}
-    """The action's other arguments; for load and reload optionally a ``config``, as the text received."""
+    """Further arguments of the action; for load and reload optionally ``config``, the text as received."""
 
 
 class CommandAnswer(msgspec.Struct, frozen=True, tag="answer"):
@@ -34,17 +34,17 @@ class CommandAnswer(msgspec.Struct, frozen=True, tag="answer"):
 
 
 class Drain(msgspec.Struct, frozen=True, tag="drain"):
-    """Asks a worker to answer once nothing of a deployment is in flight in it; it follows the routing table that stops
+    """Asks a worker to answer once it has nothing of a deployment in flight. It follows the routing table that stops
     new requests."""
 
     id: int
     model: str
     timeout_s: float
-    """After this, the worker ends the remaining requests."""
+    """Seconds after which the worker ends the remaining requests."""
     replicas: list[str] | None = None
-    """Only requests that these replicas have; None: all requests."""
+    """Wait only for requests in these replicas; None: for all requests."""
     adapters: list[str] = []
-    """Only requests for these adapters, if any are named."""
+    """Wait only for requests for these adapters; empty: for all requests."""
 
 
 class Drained(msgspec.Struct, frozen=True, tag="drained"):
@@ -62,16 +62,17 @@ class Drained(msgspec.Struct, frozen=True, tag="drained"):
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """The first message of a gateway on another machine, which stands for all its workers."""
+    """The first message of a gateway on another machine, which speaks for all its workers."""
 
     token: str
     workers: int = 1
     gateway: str = ""
-    """The same in all its connections, and no other's; empty: nobody waits for it once the connection has ended."""
+    """Unique id of the gateway, the same in all its connections; empty: nobody waits for the gateway once the
+    connection has ended."""
 
 
 class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
-    """The last message of such a gateway: nothing is in flight there."""
+    """The last message of a gateway on another machine: nothing is in flight there."""
 
 
 class Ping(msgspec.Struct, frozen=True, tag="ping"):
@@ -83,7 +84,7 @@ class Pong(msgspec.Struct, frozen=True, tag="pong"):
 
 
 class TableWanted(msgspec.Struct, frozen=True, tag="table_wanted"):
-    """Asks for the whole routing table: a worker got a change that doesn't follow the table that it has."""
+    """Asks for the whole routing table: the worker got a change that doesn't follow its present table."""
 
 
 class Quarantined(msgspec.Struct, frozen=True, tag="quarantined"):
@@ -91,34 +92,35 @@ class Quarantined(msgspec.Struct, frozen=True, tag="quarantined"):
 
     model: str
     fingerprint: str
-    """In hexadecimal digits."""
+    """The fingerprint in hexadecimal digits."""
 
 
 class ReplicaLoss(msgspec.Struct, frozen=True, tag="replica_loss"):
-    """A worker lost a replica: the connection to it broke, or it said that it can't go on."""
+    """A worker lost a replica: the connection broke, or the replica reported that it can't go on."""
 
     model: str
     replica: str
     keys: list[str] = []
-    """The API keys, by name, whose requests it had; "" for a request without a key."""
+    """Names of the API keys of the requests that the replica had; "" for a request without a key."""
     times: int = 1
-    """How often that has happened in a row, without an answer in between."""
+    """How often the worker lost the replica in a row, without an answer in between."""
     convicted: str = ""
-    """The key of a request that the replica computed alone."""
+    """The API key of a request that the replica computed alone; empty: there was no such request."""
     earlier: str = ""
-    """The replica that was lost with that request before."""
+    """The replica that was lost earlier with the same request."""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
-    """Asks for the end of what runs under a request's id: a worker the supervisor, and that the other workers."""
+    """Asks to cancel everything that runs under a request's id. A worker sends it to the supervisor, which sends it to
+    the other workers."""
 
     id: int
     request_id: str
-    """As `headwater_server.security.key_check.owned_id` has it."""
+    """The id in the form of `headwater_server.security.key_check.owned_id`."""
 
 
 class CancelCount(msgspec.Struct, frozen=True, tag="cancel_count"):
-    """What a `Cancel` ended."""
+    """The number of streams that a `Cancel` ended."""
 
     id: int
     streams: int = 0
@@ -149,8 +151,8 @@ def encode_line(message: msgspec.Struct) -> bytes:
 
 
 class WorkerSettings(msgspec.Struct, frozen=True):
-    """What `headwater_server.gateway.worker` is started with. The supervisor writes it to a file in memory, since
-    command lines are public."""
+    """The settings that `headwater_server.gateway.worker` is started with. The supervisor writes them to a file in
+    memory, since command lines are public."""
 
     control: str
     """The control socket's path."""
@@ -161,10 +163,10 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     cluster_tls: str = ""
     """The folder with the cluster's certificates; empty: there is no cluster, or it is on this machine."""
     kept_tls: list[str] = []
-    """Paths of copies of the server's certificate and key, for when the files can't be used."""
+    """Paths of copies of the server's certificate and key, for when the original files can't be used."""
     kept_cluster_tls: list[str] = []
-    """The same of the cluster's."""
+    """Paths of copies of the cluster's certificates and key, for the same case."""
     index: int = 0
-    """This worker's index."""
+    """The worker's index."""
     metrics: str = ""
-    """Path of the file for its counts; empty: it counts in memory."""
+    """Path of the file for the worker's counts; empty: the worker counts in memory."""

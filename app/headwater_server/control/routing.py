@@ -1,4 +1,4 @@
-"""The routing table. A gateway worker gets it whole when it connects, and then what changes (`table_change`)."""
+"""The routing table. A gateway worker gets the whole table when it connects, and then only changes (`table_change`)."""
 
 from __future__ import annotations
 
@@ -36,13 +36,15 @@ class State(str, enum.Enum):
     LOADING = "LOADING"
     READY = "READY"
     DRAINING = "DRAINING"
-    """The deployment is being unloaded: new requests are refused, those in flight are still answered."""
+    """The deployment is being unloaded: new requests are refused, requests in flight are still answered."""
     UNLOADING = "UNLOADING"
     """Nothing is in flight; the replicas are ending."""
     UNAVAILABLE = "UNAVAILABLE"
-    """No replica is ready: a new one is starting, or an operator unloaded the deployment."""
+    """No replica is ready: a new replica is starting, or an operator unloaded the deployment."""
     FAILED = "FAILED"
-    """The deployment could not be loaded, or unloading left something behind; only an operator can fix that."""
+    """The deployment could not be loaded, lost too many replicas, or left something behind when it was unloaded. An
+    operator has to fix the cause; only a deployment that lost too many replicas is also tried again, after long
+    pauses."""
 
 
 class ReplicaRoute(msgspec.Struct, frozen=True):
@@ -51,25 +53,27 @@ class ReplicaRoute(msgspec.Struct, frozen=True):
     id: str
     """Unique among all replicas ever started by this supervisor."""
     http_address: str
-    """Of the HTTP of its Triton or its vLLM: ``unix:PATH``, or ``HOST:PORT`` of the port of a replica on another
-    machine (`headwater_server.cluster.port`)."""
+    """Address of the HTTP server of its Triton or vLLM: ``unix:PATH``, or for a replica on another machine the
+    ``HOST:PORT`` of its port (`headwater_server.cluster.port`)."""
     token: str
     """Triton's access token."""
     grpc_address: str = ""
-    """The same of its Triton's gRPC, if it answers in frames: fused pipelines and models that stream."""
+    """Address of its Triton's gRPC server, if it answers in frames: fused pipelines and models that stream. Otherwise
+    empty."""
     facts: dict[str, str] = {}
     """The device that it computes on, and versions; see `headwater.wire.handshake.ReplicaStatus.facts`."""
     node: str = ""
-    """The address of its machine; empty: this one."""
+    """The address of its machine; empty: this machine."""
 
     @property
     def device(self) -> str:
-        """The device that it computes on; empty: not known."""
+        """The device that it computes on; empty if unknown."""
         return self.facts.get("device", "")
 
     @property
     def versions(self) -> dict[str, str]:
-        """The versions of its Python and packages, and those of Headwater's own Python, whose names say so."""
+        """Versions of its Python and packages, and of Headwater's Python and packages under names that begin with
+        `headwater.wire.handshake.OWN_SIDE`."""
         return {name: version for name, version in self.facts.items() if name != "device"}
 
     @property
@@ -80,51 +84,51 @@ class ReplicaRoute(msgspec.Struct, frozen=True):
 
 
 class CacheShare(msgspec.Struct, frozen=True):
-    """What a gateway worker may keep of a deployment's answers."""
+    """A gateway worker's share of the cache of a deployment's answers."""
 
     max_bytes: int
     ttl_s: float = 0
-    """How long an answer is used; 0: until a reload."""
+    """Seconds for which an answer is used; 0: until a reload."""
     per_key: bool = False
-    """Whether only for the API key with whose request it was computed."""
+    """Whether an answer is used only for the API key of the request that it was computed for."""
 
 
 class TrafficRoute(msgspec.Struct, frozen=True):
     """How the requests for a deployment are shared among its versions."""
 
     shares: dict[str, float]
-    """By version, in the configuration's order."""
+    """Fractions of the requests by version, in the configuration's order."""
     default: str
-    """The version that answers in place of one that isn't ready."""
+    """The version that answers in place of a version that isn't ready."""
     sticky: str = ""
-    """The header whose value decides; empty: the request's id does."""
+    """The header that decides by its value; empty: the request's id decides."""
     is_watched: bool = False
     """Whether the supervisor compares the versions."""
     shadow: str = ""
-    """The version that gets copies of the requests that others answered; empty: none."""
+    """The version that gets copies of the requests that other versions answered; empty: no copies are made."""
     before: dict[str, float] = {}
     """The shares before the last change, which a rollback would restore; empty: there was no change."""
     rolled_back: str = ""
-    """What the last change took back, and why; empty: it was no rollback."""
+    """Which rollback the last change was, and why; empty if it was no rollback."""
 
 
 class DeploymentRoute(msgspec.Struct, frozen=True):
-    """One deployment as a gateway worker sees it."""
+    """A deployment as a gateway worker sees it."""
 
     name: str
     state: State
     reason: str = ""
-    """The reason for its state; while it loads, the stage."""
+    """The reason for its state; while it loads, the stage of the start."""
     signature: Signature | None = None
-    """Known once a replica has been ready."""
+    """The signature; None until a replica has been ready."""
     replicas: tuple[ReplicaRoute, ...] = ()
-    """Those that are ready."""
+    """Replicas that are ready."""
     max_queue_size: int = 1024
-    """In rows; this worker's share."""
+    """Maximum number of queued rows; this worker's share."""
     priority_weights: dict[int, int] = {}
-    """Weights of priority classes; empty: the default."""
+    """Weights of priority classes; empty: the default weights."""
     max_padding: float = 0
-    """The fraction of a batch that may be padding; 0: any."""
+    """The fraction of a batch that may be padding; 0: any fraction."""
     max_queue_delay_ms: float = 0
     max_in_flight: int = 1
     """Calls per replica, this worker's share."""
@@ -132,70 +136,71 @@ class DeploymentRoute(msgspec.Struct, frozen=True):
     """Calls that a replica computes at once; this worker's share."""
     timeout_s: float = 30
     is_graph: bool = False
-    """Whether it is a graph: a pipeline whose steps are deployments of their own."""
+    """Whether it is a graph: a pipeline with deployments as steps."""
     plan: Plan | None = None
     """A graph's plan, once known."""
     is_open: bool = True
-    """Whether enough of a graph's steps can be reached to answer anything."""
+    """Whether enough of a graph's steps can be reached to answer at least a single head."""
     part_of: str | None = None
-    """The pipeline of a deployment that is a step, or the deployment that it is a version of."""
+    """The pipeline that it is a step of, or the deployment that it is a version of."""
     version: str = ""
-    """Which version of that it is."""
+    """The name of the version; empty if it is not a version."""
     traffic: TrafficRoute | None = None
-    """How requests are shared among its versions, if it has some."""
+    """How requests are shared among its versions; None if it has no versions."""
     is_language_model: bool = False
-    """Known before its signature."""
+    """Whether it is a language model; this is known before its signature."""
     is_vllm: bool = False
     """Whether it is a language model that vLLM computes."""
     adapters: dict[str, int] = {}
-    """The LoRA adapters that it serves, each with how often it was loaded into replicas that served."""
+    """The LoRA adapters that it serves, each with the number of times that it was loaded into serving replicas."""
     prefix_affinity: float = 0
     """See `headwater_server.config.vllm.VllmOptions`."""
     retiring: tuple[ReplicaRoute, ...] = ()
-    """Replicas that were replaced or are out of reach: they get no new requests, but finish those that they have."""
+    """Replicas that were replaced or are out of reach: they get no new requests, but finish their requests in
+    flight."""
     since_s: float = 0
-    """Since when it is in its state, in seconds since the Unix epoch."""
+    """When it entered its state, in seconds of the Unix epoch."""
     total_instances: int = 1
-    """Calls that a replica computes at once, over all workers."""
+    """Calls that a replica computes at once, for all workers together."""
     wanted: int = 1
     """The number of replicas that it should have now."""
     least: int = 1
     """The lower bound of ``wanted``."""
     most: int = 1
-    """The upper bound of ``wanted``; load decides between the two."""
+    """The upper bound of ``wanted``; between the bounds, load decides."""
     shortage: str = ""
-    """Why it has fewer replicas than its load requires; empty: it hasn't."""
+    """Why it has fewer replicas than its load requires; empty if it has enough."""
     is_set_aside: bool = False
-    """Whether an operator unloaded it: the server counts as ready without it."""
+    """Whether an operator unloaded the deployment: the server counts as ready without it."""
     quarantine_s: float = 600
-    """For how long a request that took two replicas down is refused."""
+    """Seconds for which a request that took two replicas down is refused."""
     barred: dict[str, float] = {}
-    """API keys, by name, whose requests ended too many replicas and are refused, each with the time at which that ends,
-    in seconds since the Unix epoch."""
+    """Names of API keys that are refused because their requests ended too many replicas, each with the time at which
+    that ends, in seconds of the Unix epoch."""
     max_crashes: int = 10
-    """How many losses of replicas bar a key."""
+    """Number of lost replicas after which a key is refused."""
     generation: int = 0
-    """Grows with each load and reload, which lift the quarantine and load a language model's tokenizer and chat
-    template anew."""
+    """Grows with each load and reload. A load or reload lifts the quarantine and loads a language model's tokenizer and
+    chat template again."""
     cache: CacheShare | None = None
-    """None: answers are not kept."""
+    """This worker's share of the answer cache; None: answers are not kept."""
     failure: str = ""
-    """What clients see instead of the reason, if a start has failed and none succeeded since."""
+    """The reason in words for clients, if a start has failed and no start has succeeded since."""
 
     @property
     def is_composite(self) -> bool:
-        """Whether it has no replicas itself: those that answer are of its versions, or of a graph's steps."""
+        """Whether it has no replicas itself: its versions, or a graph's steps, have them."""
         return self.is_graph or self.traffic is not None
 
     @property
     def cause(self) -> str:
-        """The reason, in the words for clients."""
+        """The reason, in words for clients."""
         return self.failure or self.reason.partition(LAST_LINES)[0]
 
     @property
     def at_once(self) -> int:
-        """The calls that a replica computes at once; this worker's share. Of streams and coroutines it is any number,
-        limited only by the calls in flight."""
+        """The calls that a replica computes at once; this worker's share. If calls stream or are coroutines, only the
+        calls in flight limit that number."""
         signature = self.signature
         return (
             self.max_in_flight
@@ -210,13 +215,13 @@ class DeploymentRoute(msgspec.Struct, frozen=True):
 
 
 class RoutingTable(msgspec.Struct, frozen=True, tag="table"):
-    """Everything a gateway worker needs to know."""
+    """Everything that a gateway worker needs to know."""
 
     deployments: tuple[DeploymentRoute, ...] = ()
     draining: bool = False
-    """Whether the server is stopping: it is no longer ready, and answers only the requests in flight."""
+    """Whether the server is stopping: it is no longer ready, and answers only requests in flight."""
     leaving: bool = False
-    """Whether it is no longer ready because it is about to stop: it still answers all requests."""
+    """Whether the server is about to stop: it is no longer ready, but still answers all requests."""
     epoch: int = 0
     """Grows with each start of a supervisor."""
     version: int = 0
@@ -224,12 +229,12 @@ class RoutingTable(msgspec.Struct, frozen=True, tag="table"):
 
     @property
     def age(self) -> tuple[int, int]:
-        """Greater for a later table, whichever supervisor it is from."""
+        """Epoch and version: greater for a later table, from any supervisor."""
         return self.epoch, self.version
 
 
 CRASH_WINDOW_S: Final = 300.0
-"""The time in which losses of replicas that served count for ``max_crashes``."""
+"""Seconds within which losses of serving replicas count for ``max_crashes``."""
 RETRY_AFTER_S: Final = {State.LOADING: 5, State.FAILED: 60}
 RETRY_AFTER_UNLOADED_S: Final = 60
 
@@ -242,7 +247,7 @@ def check_key(route: DeploymentRoute, key: str) -> None:
         key: the key's name; empty: no key.
 
     Raises:
-        RateLimited: they have.
+        RateLimited: the key's requests have ended too many replicas.
     """
     if key in route.barred:
         left_s = max(1, math.ceil(route.barred[key] - time.time()))

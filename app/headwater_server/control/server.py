@@ -1,13 +1,15 @@
-"""The supervisor's end of the control socket, which has one JSON message per line.
+"""The supervisor's end of the control socket. Each line is a message in JSON.
 
-Downwards go the whole `RoutingTable` to a worker that connects, a `TableChange` whenever anything changes, a `Drain`,
-which a worker answers with `Drained`, and a `CommandAnswer` for each `Command` of a worker. Any number of each may be
-under way; a message's ``id`` tells which answer belongs to it. A worker that gets a change that doesn't follow its
-table asks for the whole one with `TableWanted`. A `Ping` is answered by a `Pong`. A worker's `Quarantined` is forwarded
-to the other workers, and a `ReplicaLoss` is the supervisor's alone. A `Cancel` is forwarded, too; its sender gets the
-sum of their `CancelCount`. The end of the connection
-tells either side that the other is gone; with a worker goes all that was in flight there. Not so with a gateway on
-another machine, which may come again with what it has in flight: it is gone after its `Goodbye`, or after some time.
+A worker that connects gets the whole `RoutingTable`, and then a `TableChange` whenever anything changes. If a change
+doesn't follow the worker's table, the worker asks for the whole table with `TableWanted`. A worker answers a `Drain`
+with `Drained` and a `Ping` with a `Pong`; the supervisor answers a worker's `Command` with a `CommandAnswer`. Any
+number of them may be unanswered at a time; the ``id`` of a message tells which answer belongs to it. A worker's
+`Quarantined` is forwarded to the other workers; a `ReplicaLoss` is only for the supervisor. A `Cancel` is forwarded
+too, and its sender gets the sum of the other workers' `CancelCount`.
+
+The end of a connection tells each side that the other side is gone. All requests in flight in a worker end with it. A
+gateway on another machine may reconnect with its requests still in flight, so it is gone only after its `Goodbye`, or
+after `GATEWAY_GONE_S` of silence.
 """
 
 from __future__ import annotations
@@ -50,27 +52,27 @@ __all__ = ["ControlServer"]
 logger = logging.getLogger("headwater")
 
 LOAD_FRESH_S: Final = 3.0
-"""A load report older than this is ignored."""
+"""Seconds after which a load report is ignored."""
 DRAIN_GRACE_S: Final = 5.0
-"""How much longer than a drain's timeout a worker's answer may take."""
+"""Seconds that a worker's answer may take beyond the timeout of a drain."""
 CANCEL_TIMEOUT_S: Final = 3.0
-"""How long a worker may take to report what it cancelled."""
+"""Seconds that a worker may take to report the streams that it cancelled."""
 HELLO_TIMEOUT_S: Final = 5.0
-"""How long a gateway on another machine may take to introduce itself."""
+"""Seconds that a gateway on another machine may take to send its `Hello`."""
 GATEWAY_GONE_S: Final = 10.0
-"""A gateway on another machine that is silent for so long counts as gone; until then drains wait for it."""
+"""Seconds of silence after which a gateway on another machine counts as gone; until then drains wait for it."""
 _CREDENTIALS: Final = struct.Struct("3i")
 
 
 class PeerContexts(Protocol):
-    """The TLS of the cluster, as a server needs it."""
+    """The TLS of the cluster, for a server."""
 
     def server_context(self) -> ssl.SSLContext:
-        """For connections that others open; `is_peer` must then be asked."""
+        """The context for incoming connections. The caller must check each client with `is_peer`."""
         ...
 
     def is_peer(self, certificate: Mapping[str, Any] | None) -> bool:
-        """Whether the certificate of a client, as `ssl` describes it, is one of the cluster's."""
+        """Whether a client's certificate, in the form of the `ssl` module, belongs to the cluster."""
         ...
 
 
@@ -80,21 +82,21 @@ class _Worker:
 
     writer: asyncio.StreamWriter
     pid: int
-    """0: it is a gateway on another machine."""
+    """The process id; 0: a gateway on another machine."""
     workers: int = 1
-    """How many workers it stands for."""
+    """The number of workers that it stands for."""
     gateway: str = ""
     """See `Hello`."""
     heard_s: float = 0.0
-    """When something came from it last, by the loop's time."""
+    """Loop time of the last message."""
     unanswered: int = 0
     """The number of consecutive unanswered pings."""
     load: tuple[float, LoadReport] | None = None
-    """The last report, and its time."""
+    """Loop time of the last report, and the report."""
     tallies: dict[str, Tally] = field(default_factory=dict)
-    """The last of each deployment."""
+    """The last tally of each deployment."""
     asked: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
-    """Answers that are awaited, by the message's id; None as an answer: the worker has ended."""
+    """Futures of awaited answers, by message id. A result of None means that the worker has ended."""
 
     def send(self, message: msgspec.Struct) -> None:
         if not self.writer.is_closing():
@@ -102,16 +104,17 @@ class _Worker:
 
 
 class ControlServer:
-    """The supervisor's end.
+    """The supervisor's end of the control socket.
 
     Args:
-        on_command: carries out a command, however long it takes, even if the worker that sent it ends.
+        on_command: carries out a command, however long it takes, even if the worker that sent the command ends.
         on_quarantined: called with each `Quarantined` of a worker.
         on_lost: called with each `ReplicaLoss` of a worker.
-        on_cancel: cancels what runs under a request's id where no worker is connected here, and counts the streams.
+        on_cancel: cancels the streams of a request's id that run outside the workers connected here, and returns their
+            number.
         on_workers: called when the number of workers has changed.
-        epoch: must be greater than that of any supervisor that its workers have had; None: the present time, in
-            nanoseconds, which will do for workers on this machine.
+        epoch: must be greater than the epoch of any earlier supervisor of the same workers; None: the present time in
+            nanoseconds, which suffices for workers on this machine.
     """
 
     def __init__(
@@ -131,18 +134,19 @@ class ControlServer:
         self._on_workers = on_workers
         self._table = RoutingTable(epoch=time.time_ns() if epoch is None else epoch)
         self.tallies: dict[str, Tally] = {}
-        """What deployments with compared versions have counted in all workers so far."""
+        """Counts of compared versions so far, over all workers, by deployment."""
         self._workers: set[_Worker] = set()
         self._away: set[_Worker] = set()
-        """Gateways on other machines whose connections have ended, and which may come again."""
+        """Gateways on other machines that have lost their connection and may reconnect."""
         self._known_s = float("-inf")
-        """When all gateways are known, by the loop's time."""
+        """Loop time at which all gateways are known."""
         self._numbers = itertools.count()
         self._commands: set[asyncio.Task[None]] = set()
         self._server: asyncio.AbstractServer | None = None
 
     async def start(self, path: Path) -> None:
-        """Listen on a unix socket; its folder must be closed to others (0700). Called again, listen on a new one."""
+        """Listen on a unix socket. Its folder must be closed to other users (0700). A second call replaces the socket
+        with a new socket."""
         if self._server is not None:
             self._server.close()
         self._server = await asyncio.start_unix_server(self._serve, path, limit=messages.MAX_MESSAGE_BYTES)
@@ -154,10 +158,10 @@ class ControlServer:
 
         Args:
             host: an address of this machine.
-            port: 0: any.
-            token: what gateways must say.
-            tls: the cluster's; None: plain text.
-            is_successor: whether gateways of an earlier supervisor are about to come: drains wait for them.
+            port: the port; 0: any free port.
+            token: the token that gateways must send.
+            tls: the cluster's TLS; None: plain text.
+            is_successor: whether gateways of an earlier supervisor are about to reconnect; drains then wait for them.
         """
         if is_successor:
             self._known_s = asyncio.get_running_loop().time() + GATEWAY_GONE_S
@@ -182,7 +186,7 @@ class ControlServer:
         context = None
         if tls is not None:
             context = tls.server_context()
-            # Certificates may be renewed while this listens.
+            # Certificates may be renewed while the server listens.
             context.sni_callback = lambda connection, name, first: setattr(connection, "context", tls.server_context())
         self._server = await asyncio.start_server(serve, host, port, ssl=context, limit=messages.MAX_MESSAGE_BYTES)
         found: int = self._server.sockets[0].getsockname()[1]
@@ -190,18 +194,18 @@ class ControlServer:
 
     @property
     def workers(self) -> int:
-        """How many gateway workers there are, those on other machines included."""
+        """The number of gateway workers, including workers on other machines."""
         return sum(one.workers for one in self._workers)
 
     @property
     def is_deserted(self) -> bool:
-        """Whether there are no workers, and no gateway is waited for."""
+        """Whether no worker is connected and no gateway is expected to reconnect."""
         return not self._workers and not self._away
 
     def publish(self, table: RoutingTable) -> None:
-        """Send what changed in the table to every worker, and the whole to those that come later.
+        """Send the changes in the table to every connected worker. Workers that connect later get the whole table.
 
-        The table's epoch and version are the server's to set.
+        The server sets the table's epoch and version.
         """
         before = self._table
         self._table = msgspec.structs.replace(table, epoch=before.epoch, version=before.version + 1)
@@ -215,8 +219,9 @@ class ControlServer:
     ) -> Drained:
         """Wait until nothing of a deployment is in flight in any worker; see `Drain`.
 
-        A worker that ends has nothing in flight, and one that connects later has accepted nothing. A gateway on another
-        machine whose connection has ended is waited for until it has come again, and then asked, or counts as gone.
+        A worker that ends has nothing in flight, and a worker that connects later has accepted nothing. If a gateway on
+        another machine has lost its connection, the drain waits until the gateway reconnects and then asks it, or until
+        it counts as gone.
         """
         loop = asyncio.get_running_loop()
         end_s = loop.time() + timeout_s
@@ -258,12 +263,13 @@ class ControlServer:
         return found
 
     def quarantine(self, found: Quarantined, by: _Worker | None = None) -> None:
-        """Forward what one worker found to all others."""
+        """Forward a request that a worker quarantined to all other workers."""
         for worker in self._workers - {by}:
             worker.send(found)
 
     async def cancel(self, request_id: str, asking: _Worker | None = None) -> int:
-        """Cancel in all workers but the asking one what runs under a request's id. Returns the number of streams."""
+        """Cancel everything that runs under a request's id in all workers except ``asking``. Returns the number of
+        streams."""
         order = Cancel(next(self._numbers), request_id)
         answers, late = await self._ask(self._workers - {asking}, order, CANCEL_TIMEOUT_S)
         if late:
@@ -271,7 +277,7 @@ class ControlServer:
         return sum(answer.streams for answer in answers)
 
     async def finish(self) -> None:
-        """Wait for the commands under way."""
+        """Wait for the running commands."""
         while self._commands:
             await asyncio.wait(self._commands)
 
@@ -294,7 +300,7 @@ class ControlServer:
             before.writer.transport.abort()
         worker.heard_s = loop.time()
         self._workers.add(worker)
-        worker.send(self._table)  # first, as changes follow it
+        worker.send(self._table)  # first, since changes refer to it
         self._on_workers()
         try:
             while line := await reader.readline():
@@ -302,10 +308,10 @@ class ControlServer:
                 self._take(messages.UPWARD.decode(line), worker)
         except ConnectionError:
             pass
-        except (ValueError, msgspec.MsgspecError) as error:  # disconnected, the worker ends and is replaced
+        except (ValueError, msgspec.MsgspecError) as error:  # the worker is disconnected, ends, and is replaced
             logger.error("invalid message from a gateway worker: %s", error)
         finally:
-            if worker.gateway and worker in self._workers:  # else it has come again, or said goodbye
+            if worker.gateway and worker in self._workers:  # otherwise it has reconnected or said goodbye
                 self._workers.remove(worker)
                 self._away.add(worker)
                 loop.call_at(worker.heard_s + GATEWAY_GONE_S, self._forget, worker)
@@ -317,7 +323,7 @@ class ControlServer:
                 await writer.wait_closed()
 
     def _add_up(self, tallies: Iterable[Tally], worker: _Worker) -> None:
-        """Add what a worker has counted since its last report; the first one only tells where its counts begin."""
+        """Add a worker's counts since its last report. The first report only tells where the worker's counts begin."""
         for tally in tallies:
             before = worker.tallies.get(tally.name, tally)
             worker.tallies[tally.name] = tally
@@ -325,7 +331,7 @@ class ControlServer:
             self.tallies[tally.name] = news if known is None else known + news
 
     def _forget(self, worker: _Worker) -> None:
-        """Wait for nothing more of a worker."""
+        """Stop waiting for a worker."""
         self._workers.discard(worker)
         self._away.discard(worker)
         for future in worker.asked.values():
@@ -351,7 +357,7 @@ class ControlServer:
             raise ValueError("hello again")
         elif isinstance(message, (Drained, CancelCount)):
             future = worker.asked.get(message.id)
-            if future is not None and not future.done():  # None: the answer came too late
+            if future is not None and not future.done():  # otherwise the answer came too late
                 future.set_result(message)
         else:
             work = self._cancel(message, worker) if isinstance(message, Cancel) else self._carry_out(message, worker)
@@ -360,7 +366,8 @@ class ControlServer:
             task.add_done_callback(self._commands.discard)
 
     async def _ask(self, workers: set[_Worker], order: Drain | Cancel, timeout_s: float) -> tuple[list[Any], int]:
-        """Send an order. Returns the answers, and how many workers gave none in time; one that ends need not."""
+        """Send an order. Returns the answers, and the number of workers that did not answer in time. A worker that ends
+        need not answer."""
         futures = {worker: asyncio.get_running_loop().create_future() for worker in workers}
         for worker, future in futures.items():
             worker.asked[order.id] = future
@@ -387,7 +394,7 @@ class ControlServer:
             worker.send(answer)
 
     async def _cancel(self, order: Cancel, asking: _Worker) -> None:
-        """Forward a worker's `Cancel`, and answer it with how much was cancelled."""
+        """Forward a worker's `Cancel`, and answer with the number of cancelled streams."""
         streams = await self.cancel(order.request_id, asking)
         if self._on_cancel is not None:
             streams += await self._on_cancel(order.request_id)
@@ -396,7 +403,7 @@ class ControlServer:
 
 
 def _peer(writer: asyncio.StreamWriter) -> int:
-    """The process id at the other end."""
+    """The process id of the peer."""
     raw = writer.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid: int = _CREDENTIALS.unpack(raw)[0]
     return pid

@@ -1,7 +1,7 @@
-"""What changed from one routing table to the next, which is what the supervisor sends to workers that have the first.
+"""Changes from a routing table to the next. The supervisor sends them to workers that have the earlier table.
 
-A table has some 150 bytes for each replica; a change has the replicas that came, went or changed, and of a deployment
-in which anything else changed everything else.
+A table has some 150 bytes for each replica. A change has only the replicas that were added, removed or changed. If any
+other field of a deployment changed, it also has all fields of the deployment except the replicas.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ __all__ = ["DeploymentChange", "ReplicaChange", "TableChange"]
 
 
 class ReplicaChange(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What changed in a list of replicas."""
+    """The changes in a list of replicas."""
 
     gone: tuple[str, ...] = ()
-    """Ids of those that are no longer in it."""
+    """Ids of removed replicas."""
     changed: tuple[ReplicaRoute, ...] = ()
-    """They take the places of those with the same ids."""
+    """Changed replicas; each replaces the replica with the same id."""
     new: tuple[ReplicaRoute, ...] = ()
-    """They follow the others."""
+    """New replicas, appended to the list."""
 
     @classmethod
     def between(cls, before: Sequence[ReplicaRoute], after: Sequence[ReplicaRoute]) -> ReplicaChange:
-        """The change from one list to the other."""
+        """The change from the list ``before`` to the list ``after``."""
         if before is after:
             return NO_CHANGE
         had = {one.id: one for one in before}
@@ -52,7 +52,7 @@ class ReplicaChange(msgspec.Struct, frozen=True, omit_defaults=True):
         return (*replicas, *self.new)
 
     def __bool__(self) -> bool:
-        """Whether there is any."""
+        """Whether anything changed."""
         return bool(self.gone or self.changed or self.new)
 
 
@@ -60,17 +60,17 @@ NO_CHANGE = ReplicaChange()
 
 
 class DeploymentChange(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What changed in a deployment."""
+    """The changes in a deployment."""
 
     name: str
     route: DeploymentRoute | None = None
-    """All but its replicas, if any of that changed or the deployment is new."""
+    """The deployment without its replicas, if it is new or any of these fields changed; otherwise None."""
     replicas: ReplicaChange = NO_CHANGE
     retiring: ReplicaChange = NO_CHANGE
 
     @classmethod
     def between(cls, before: DeploymentRoute | None, after: DeploymentRoute) -> DeploymentChange:
-        """The change from one state of a deployment to the next."""
+        """The change from a state of a deployment to the next."""
         had = before or DeploymentRoute(after.name, after.state)
         rest = _without_replicas(after)
         return cls(
@@ -84,7 +84,7 @@ class DeploymentChange(msgspec.Struct, frozen=True, omit_defaults=True):
         """The deployment after the change.
 
         Raises:
-            ValueError: the deployment is not known, and the change doesn't have all of it.
+            ValueError: the deployment is unknown, and the change doesn't have all its fields.
         """
         rest = self.route or before
         if rest is None:
@@ -95,28 +95,28 @@ class DeploymentChange(msgspec.Struct, frozen=True, omit_defaults=True):
         return msgspec.structs.replace(rest, replicas=replicas, retiring=retiring)
 
     def __bool__(self) -> bool:
-        """Whether there is any."""
+        """Whether anything changed."""
         return self.route is not None or bool(self.replicas) or bool(self.retiring)
 
 
 class TableChange(msgspec.Struct, frozen=True, omit_defaults=True, tag="change"):
-    """What changed in the table; unchanged deployments and replicas stay the same objects."""
+    """The changes in the table. Unchanged deployments and replicas stay the same objects."""
 
     epoch: int
-    """That of both tables."""
+    """The epoch of both tables."""
     since: int
-    """The version that it changes."""
+    """The version of the earlier table."""
     version: int
-    """The version that it leads to."""
+    """The version of the later table."""
     draining: bool = False
     leaving: bool = False
     names: tuple[str, ...] | None = None
-    """All deployments in their order, if that changed."""
+    """Names of all deployments in their order; None if the order did not change."""
     deployments: tuple[DeploymentChange, ...] = ()
 
     @classmethod
     def between(cls, before: RoutingTable, after: RoutingTable) -> TableChange:
-        """The change from one table to a later one of the same epoch."""
+        """The change from a table to a later table of the same epoch."""
         had = {one.name: one for one in before.deployments}
         names = tuple(one.name for one in after.deployments)
         changes = (DeploymentChange.between(had.get(one.name), one) for one in after.deployments)
@@ -131,14 +131,14 @@ class TableChange(msgspec.Struct, frozen=True, omit_defaults=True, tag="change")
         )
 
     def follows(self, table: RoutingTable) -> bool:
-        """Whether it is a change of this very table."""
+        """Whether it is a change of exactly this table."""
         return (self.epoch, self.since) == table.age
 
     def applied(self, before: RoutingTable) -> RoutingTable:
-        """The table after the change, which must follow the one before.
+        """The table after the change. The change must follow the table ``before``.
 
         Raises:
-            ValueError: the change is of deployments that the table doesn't have.
+            ValueError: the change refers to a deployment that the table doesn't have.
         """
         routes = {one.name: one for one in before.deployments}
         for change in self.deployments:

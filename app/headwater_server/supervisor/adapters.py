@@ -1,4 +1,4 @@
-"""LoRA adapters of vLLM's replicas: loaded and unloaded while they run."""
+"""Loads and unloads LoRA adapters in running vLLM replicas."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ __all__ = ["changed_adapters", "fit"]
 
 
 def changed_adapters(before: Deployment, wanted: Deployment) -> tuple[dict[str, str], list[str]] | None:
-    """The adapters to load and those to unload, by name; None if there are none, or if anything else changes, be it an
-    adapter's folder."""
+    """The adapters to load (folders by name) and the names of adapters to unload. None if no adapter is added or
+    removed, or if another field of the deployment or the folder of an adapter changes."""
     is_more = before.with_adapters({}) != wanted.with_adapters({})
     if is_more or any(wanted.adapters.get(name, folder) != folder for name, folder in before.adapters.items()):
         return None
@@ -28,16 +28,16 @@ def changed_adapters(before: Deployment, wanted: Deployment) -> tuple[dict[str, 
 
 
 async def fit(replica: ReplicaHandle, adapters: Mapping[str, str], search: Sequence[str], timeout_s: float) -> None:
-    """Load what a replica that is ready lacks of these adapters, and unload what it has besides.
+    """Load the adapters that a ready replica lacks, and unload its adapters that are not wanted or have another folder.
 
     Args:
-        replica: a vLLM's, with the adapters that it has, which are updated.
-        adapters: folders by name.
-        search: as for `find_adapters`.
-        timeout_s: how long a load may take.
+        replica: a replica of vLLM; its `adapters` are updated after each load and unload.
+        adapters: folders of the wanted adapters, by name.
+        search: the folders to search; see `find_adapters`.
+        timeout_s: seconds that a load or unload may take.
 
     Raises:
-        CallableFailed: vLLM didn't do it.
+        CallableFailed: an adapter's folder can't be used, or vLLM refused or did not answer.
     """
     for name in [name for name, folder in replica.adapters.items() if adapters.get(name) != folder]:
         await _ask(replica, f"unload adapter `{name}`", "/v1/unload_lora_adapter", timeout_s, lora_name=name)

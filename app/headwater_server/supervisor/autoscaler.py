@@ -1,16 +1,16 @@
-"""Scales deployments by load: a policy decides once a tick, and the autoscaler lets the replica sets act on it.
+"""Scales deployments by load: a policy decides at each tick, and the autoscaler has the replica sets act on it.
 
-A replica is added when, at every tick for ``up_after_s``, rows have waited longer than they should, or have waited
-while the replicas computed nearly all the time. A replica is removed when the load of the last ``down_after_s`` would
-have fit on one replica less, in one of two ways:
+A replica is added when, at every tick for ``up_after_s``, rows have waited longer than the target, or have waited while
+the replicas computed nearly all the time. A replica is removed when the load of the last ``down_after_s`` would have
+fit on the remaining replicas, in either of two ways:
 
-- the others would have computed for less than `LOW_UTILIZATION` of their time, and kept waits below the target, if
-  waits grow in proportion as replicas get fewer; or
-- there were never more requests at once than the others compute at once, so none would have waited. An example is a
-  client that sends one request after another: it keeps a replica busy all the time, but needs no second one.
+- the remaining replicas would have computed for less than `LOW_UTILIZATION` of their time, and waits, assumed to grow
+  in proportion as replicas get fewer, would have stayed below the target; or
+- there were never more requests at once than the remaining replicas compute at once, so no request would have waited.
+  For example, a client that sends requests in sequence keeps a replica busy all the time, but needs no second replica.
 
-Loads between these change nothing. Where both rules are wrong, because waits grow faster, a step down that had to be
-taken back is not repeated until the load is clearly lower.
+A load between the thresholds changes nothing. If both rules are wrong because waits grow faster than in proportion, the
+step down is taken back, and is not repeated until the load is clearly lower (`CLEARLY_LESS`).
 """
 
 from __future__ import annotations
@@ -30,13 +30,15 @@ __all__ = ["Autoscaler", "Demand", "ScalingPolicy"]
 
 TICK_S: Final = 0.5
 LOW_UTILIZATION: Final = 0.5
-"""A replica is removed if the others then compute for less than this fraction of their time."""
+"""A replica is removed if the remaining replicas would compute for less than this fraction of their time."""
 HIGH_UTILIZATION: Final = 0.9
-"""A replica is added if all compute for more than this fraction of their time, and rows wait."""
+"""A replica is added if all replicas compute for more than this fraction of their time, and rows wait."""
 CLEARLY_LESS: Final = 0.7
-"""A number of replicas that was too few is tried again below this fraction of the load at that time."""
+"""After a step down was taken back, that number of replicas is tried again only when the load is below this fraction of
+the load that was too high for it."""
 REGRET_AFTER: Final = 2.0
-"""A step up takes a step down back if the load was too high again within this many ``down_after_s`` of it."""
+"""A step up counts as taking back a step down if the load became too high within this many ``down_after_s`` of the step
+down."""
 
 
 @dataclass(frozen=True)
@@ -44,45 +46,46 @@ class Demand:
     """A deployment's load since the last tick, over all gateway workers."""
 
     waiting: int = 0
-    """Rows, or sequences of a language model, that wait now."""
+    """Rows (sequences for a language model) that wait now."""
     wait_s: float = 0.0
-    """The longest observed wait of one of them."""
+    """Seconds of the longest observed wait of a row."""
     busy: float = 0.0
-    """How many replicas were computing, on average."""
+    """Average number of replicas that were computing."""
     peak: float = 0.0
-    """The most requests in flight at once, divided by what one replica computes at once."""
+    """Maximum of requests in flight at once, divided by the number that a replica computes at once."""
 
 
 class ScalingPolicy:
-    """Decides for one deployment, whose rows wait ``delay_s`` on purpose."""
+    """Decides on the number of replicas of a deployment. The deployment's rows wait up to ``delay_s`` on purpose."""
 
     def __init__(self, scaling: Scaling, delay_s: float = 0.0) -> None:
         self._scaling = scaling
         self._target_s = scaling.queue_wait_ms / 1000 + delay_s
         self._up_since_s: float | None = None
         self._up_busy = 0.0
-        """The maximum of `Demand.busy` since then."""
+        """Maximum of `Demand.busy` since ``_up_since_s``."""
         self._quiet_since_s = 0.0
         self._busy_s = 0.0
-        """The integral of `Demand.busy` since then."""
+        """Integral of `Demand.busy` since ``_quiet_since_s``."""
         self._wait_s = 0.0
-        """The maximum since then; so is ``_peak``."""
+        """Maximum of `Demand.wait_s` since ``_quiet_since_s``; ``_peak`` is the maximum of `Demand.peak` since then."""
         self._peak = 0.0
         self._last_s: float | None = None
         self._went_down: tuple[float, int] | None = None
-        """When the last step down was taken, and to how many replicas."""
+        """Time of the last step down, and the number of replicas after it."""
         self._too_few: tuple[int, float] | None = None
         """A number of replicas that was too few, and `Demand.busy` at that time."""
 
     def wanted(self, now_s: float, demand: Demand, count: int, *, ready: int, bounds: ReplicaBounds) -> int:
-        """How many replicas there should be: ``count``, or one more or less, and always within the bounds.
+        """The number of replicas that there should be: ``count``, or 1 more or less, and always within the bounds.
 
         Args:
-            now_s: on any steady clock.
-            demand: since the last call.
+            now_s: seconds on any steady clock.
+            demand: the load since the last call.
             count: how many there should have been until now.
-            ready: how many of these serve; unless all do, the load says little.
-            bounds: of the answer.
+            ready: how many of these replicas serve. Unless all of them serve, the load says little, and ``count`` is
+                only brought within the bounds.
+            bounds: bounds of the returned number.
         """
         if self._last_s is None:
             self._last_s = self._quiet_since_s = now_s
@@ -125,7 +128,7 @@ class ScalingPolicy:
         return demand.waiting > 0 and demand.busy > HIGH_UTILIZATION * count
 
     def _fits(self, busy: float, fewer: int, count: int) -> bool:
-        """Whether the observed load would fit on so many replicas."""
+        """Whether the observed load would fit on ``fewer`` replicas."""
         if self._too_few is not None and fewer <= self._too_few[0]:
             if busy >= CLEARLY_LESS * self._too_few[1]:
                 return False
@@ -135,7 +138,7 @@ class ScalingPolicy:
         return busy <= LOW_UTILIZATION * fewer and self._wait_s * count / fewer <= self._target_s
 
     def _note_up(self, since_s: float, count: int) -> None:
-        """Note a step up from ``count`` because of a load that has been too high since then."""
+        """Note a step up from ``count`` replicas, because the load has been too high since ``since_s``."""
         if self._went_down is None:
             return
         when_s, to = self._went_down
@@ -153,16 +156,16 @@ class ScalingPolicy:
 
 
 class Autoscaler:
-    """Scales all deployments whose ``replicas`` is a range, and tells how busy all are.
+    """Scales all deployments with a range as ``replicas``, and reports how busy every deployment is.
 
     Args:
         sets: every deployment that has replicas, by name; it may change.
-        loads: gives each deployment's load over all gateway workers. One that no worker has reported is not known, and
-            then its replicas stay as many as they are.
-        is_busy: whether a command is under way with a deployment, which is then left alone.
+        loads: gives each deployment's load over all gateway workers. If no worker has reported a deployment, its load
+            is unknown, and it keeps its number of replicas.
+        is_busy: whether a command is running on a deployment; such a deployment is not scaled.
         host: runs the tasks.
-        on_utilization: called at every tick with the share of its replicas' capacity that each deployment uses, 0 to 1,
-            if it has a ready replica.
+        on_utilization: called at every tick with the fraction of its replicas' capacity that each deployment uses, 0 to
+            1; only deployments with a ready replica are included.
         clock: in seconds; tests replace it.
     """
 
@@ -182,7 +185,7 @@ class Autoscaler:
         self._on_utilization = on_utilization
         self._clock = clock
         self._policies: dict[str, tuple[object, ScalingPolicy]] = {}
-        """Each with the configuration that it was made for."""
+        """Policies by deployment, each with the configuration that it was made for."""
         self._acting: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
@@ -202,7 +205,7 @@ class Autoscaler:
         for one in list(self._sets.values()):
             load = loads.get(one.name)
             if one.bounds.is_fixed or not one.is_scalable or self._is_busy(one.name) or load is None:
-                self._policies.pop(one.name, None)  # the load before says little about the load after
+                self._policies.pop(one.name, None)  # the load so far says little about the load to come
             elif one.name not in self._acting:
                 self._decide(one, load)
 
@@ -222,15 +225,15 @@ class Autoscaler:
 
 
 def _demand(one: ReplicaSet, load: DeploymentLoad | None) -> Demand:
-    """A load in units of what one replica computes."""
+    """A load in multiples of the load that fills a single replica."""
     if load is None:
         return Demand()
     parallel = peak_parallel = one.config.instances
     if one.signature is not None and one.signature.limits is not None:
-        # An engine computes so many sequences at once, but each slows the others down.
+        # An engine computes up to this many sequences at once, but each sequence slows the rest down.
         parallel, peak_parallel = one.signature.limits.max_sequences, 1
     elif one.signature is not None and (one.signature.streams or one.signature.overlaps):
         parallel = peak_parallel = one.config.max_in_flight
-    # Workers count their calls separately, but a replica computes only so many at once.
+    # Workers count calls separately, so the sum may exceed the number of calls that the replicas compute at once.
     busy = min(load.computing / parallel, float(len(one.ready)))
     return Demand(load.waiting, load.wait_s, busy, load.requests / peak_parallel)

@@ -1,16 +1,16 @@
 """Takes traffic away from versions that answer worse than the default version.
 
-While a version other than the default has a share of the requests, both are compared over the last `WINDOW_S`, as the
-rule in ``traffic.rollback`` says:
+While a version other than the default has a share of the requests, it is compared with the default over the last
+`WINDOW_S` seconds, by the rule in ``traffic.rollback``:
 
-- the part of the requests that failed, by no fault of their clients. A part below one in ``min_requests`` counts as
-  that: a single failure is no difference;
-- the 99th percentile of the time that answered requests took. Times are known by the bucket of a histogram, whose
-  bounds are 9 % apart, so the lower bounds of the version's buckets are compared with the upper bound of that of the
-  default's percentile: the version really is that much slower. And so many requests must have been that slow that it is
-  no chance, given how many requests both percentiles are from.
+- the fraction of requests that failed through no fault of the client. The default's fraction counts as at least
+  1/``min_requests``, so that a single failure makes no difference;
+- the 99th percentile of the time that answered requests took. Times are known only by their histogram bucket, and
+  bucket bounds are 9 % apart, so the lower bound of the version's bucket is compared with the upper bound of the
+  default's bucket: the version really is slower by that factor. In addition, the number of slow requests must be too
+  large to be chance, given how many requests both percentiles come from.
 
-Unless both versions have had ``min_requests``, nothing is decided.
+Nothing is decided before both versions have had ``min_requests``.
 """
 
 from __future__ import annotations
@@ -38,13 +38,14 @@ logger = logging.getLogger("headwater")
 TICK_S: Final = 0.5
 WINDOW_S: Final = 60.0
 CHANCE: Final = 1e-6
-"""How probable so many slow requests must be at most, were the version just as slow as the rule allows."""
+"""A version counts as slower only if the probability of so many slow requests, computed for a version exactly as slow
+as the rule allows, is below this."""
 _BOUNDS_MS: Final = [bound / 1e6 for bound in ALL_SERIES[VERSION_TIMES].bounds]
 _NONE: Final = Tally("", 0, 0, [0] * (len(_BOUNDS_MS) + 1))
 
 
 class Comparison:
-    """Compares the versions of one deployment with its default, as long as its traffic stays the same."""
+    """Compares the versions of a deployment with its default, as long as its traffic settings stay the same."""
 
     def __init__(self, traffic: Traffic, rule: RollbackRule) -> None:
         self.traffic = traffic
@@ -52,11 +53,11 @@ class Comparison:
         self._seen: deque[tuple[float, Mapping[str, Tally]]] = deque()
 
     def verdict(self, now_s: float, tallies: Mapping[str, Tally]) -> tuple[str, str] | None:
-        """The version that is to lose its share, and why; None: there is none.
+        """The version that is to lose its share, and the reason; None if every version keeps its share.
 
         Args:
-            now_s: on any steady clock.
-            tallies: what each version has counted so far.
+            now_s: seconds on any steady clock.
+            tallies: the counts of each version so far.
         """
         self._seen.append((now_s, dict(tallies)))
         while self._seen[0][0] < now_s - WINDOW_S:
@@ -70,12 +71,12 @@ class Comparison:
         return None
 
     def _recent(self, version: str) -> Tally:
-        """What a version has counted within the window."""
+        """A version's counts within the window."""
         before, after = (seen.get(version, _NONE) for seen in (self._seen[0][1], self._seen[-1][1]))
         return after.since(before)
 
     def _fault(self, version: Tally, default: Tally) -> str:
-        """What is worse about a version; empty: nothing."""
+        """Why a version is worse than the default; empty if it is not worse."""
         rule = self._rule
         if min(version.ended, default.ended) < rule.min_requests:
             return ""
@@ -87,7 +88,8 @@ class Comparison:
         slow, fast = _p99_bucket(version.times), _p99_bucket(default.times)
         if fast == len(_BOUNDS_MS):
             return ""
-        # Of the buckets that are so much slower; bounds are rounded to nanoseconds.
+        # Index of the first bucket that is slower by the allowed factor. Bounds are rounded to nanoseconds, hence the
+        # tolerance.
         first = bisect_left(_BOUNDS_MS, rule.p99 * _BOUNDS_MS[fast] * (1 - 1e-6)) + 1
         if slow >= first and _chance(sum(version.times[first:]), version.answered, default.answered) < CHANCE:
             text = "its p99 is over {:.3g} ms, that of the default at most {:.3g} ms"
@@ -96,11 +98,12 @@ class Comparison:
 
 
 def _chance(slow: int, answered: int, default_answered: int) -> float:
-    """An upper bound on the probability that so many of a version's requests are slow by chance.
+    """An upper bound on the probability that ``slow`` of a version's requests are slow by chance.
 
-    Slow is what one in a hundred of the default's requests is, times the factor. Were the version no slower than that,
-    each slow request of both together would be the default's as probably as any request is. That so few of them are has
-    a binomial distribution's probability, for which this is Chernoff's bound.
+    A request of the default is slow above the default's 99th percentile, a request of the version above that percentile
+    times the allowed factor. If the version were only as slow as the rule allows, a slow request of either would be the
+    default's with the same probability as any request is. The number of slow requests of the default then has a
+    binomial distribution, and this is Chernoff's bound on the probability that it is so small.
     """
     usual = default_answered // 100
     expected = default_answered / (default_answered + answered)
@@ -114,7 +117,7 @@ def _chance(slow: int, answered: int, default_answered: int) -> float:
 
 
 def _p99_bucket(times: list[int]) -> int:
-    """The index of the bucket that has the 99th percentile."""
+    """The index of the bucket that contains the 99th percentile."""
     left = sum(times) - sum(times) // 100
     for index, count in enumerate(times):
         left -= count
@@ -124,13 +127,13 @@ def _p99_bucket(times: list[int]) -> int:
 
 
 class Canaries:
-    """Compares the versions of all deployments whose traffic has a rule, and rolls back.
+    """Compares the versions of all deployments that have a rollback rule, and rolls back.
 
     Args:
-        composites: names without replicas of their own; they may change.
-        tallies: what each deployment has counted, over all gateway workers.
-        is_busy: whether a command is under way with a deployment, which is then left alone.
-        roll_back: takes the deployment, the version that is to lose its share, and why.
+        composites: pipelines and deployments with versions, by name; the mapping may change.
+        tallies: the counts of each deployment, over all gateway workers.
+        is_busy: whether a command is running on a deployment; such a deployment is not compared.
+        roll_back: called with the deployment, the version that is to lose its share, and the reason.
         host: says when the server stops.
         clock: in seconds; tests replace it.
     """

@@ -1,4 +1,4 @@
-"""A served name without replicas of its own, whose state follows from deployments that have some."""
+"""A served name without replicas: its state follows from the states of other deployments."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ class Composite(Served, ABC):
     """A pipeline whose steps are deployments, or a deployment with versions."""
 
     parts = ""
-    """What it consists of, in words."""
+    """The word for its deployments in messages: "steps" or "versions"."""
 
     def __init__(self, name: str, config: Deployment) -> None:
         super().__init__(name, config, f"waiting for its {self.parts}")
         self.is_loaded = True
-        """Whether its state follows from its parts' states; otherwise an operator's command holds or unloaded it."""
+        """Whether its state follows from its parts' states. If not, an operator's command has unloaded it or is
+        changing it."""
 
     @property
     @abstractmethod
     def deployments(self) -> Mapping[str, str]:
-        """The names of the deployments that it consists of, by part."""
+        """The names of its deployments, by part."""
 
     def hold(self, state: State, reason: str) -> None:
         """Enter a state until `release`, whatever the parts' states are."""
@@ -42,7 +43,7 @@ class Composite(Served, ABC):
         self.is_set_aside = False
 
     def enter(self, state: State, reason: str, failure: str = "") -> None:
-        """Enter a state; in READY a changed reason is logged, too, since it says which parts are away."""
+        """Enter a state. In READY a changed reason is logged too, since it names the parts that are not ready."""
         if state is self.state is State.READY and reason != self.reason:
             logger.warning("%s: still READY: %s", self.name, reason)
         if state is State.FAILED is not self.state:
@@ -51,9 +52,9 @@ class Composite(Served, ABC):
         self.failure = failure
 
     def adopt(self, config: Deployment) -> None:
-        """Change the configuration; its parts may be others."""
+        """Change the configuration; the parts may change with it."""
         self.config = config
 
     @abstractmethod
     def update(self, deployments: Mapping[str, DeploymentRoute]) -> None:
-        """Take in the state of all deployments."""
+        """Update the state from the states of all deployments."""

@@ -1,4 +1,5 @@
-"""All deployments by name: the present configuration, and its replica sets and pipelines."""
+"""All deployments by name: the present configuration, the replica sets, and the pipelines and deployments with
+versions."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ __all__ = ["Deployments", "config_of"]
 
 
 class Deployments:
-    """The deployments; a load with a configuration of its own changes them."""
+    """The server's deployments. A load or reload that brings a configuration changes them."""
 
     def __init__(self, config: Config, host: Host) -> None:
         self._first = config
@@ -29,16 +30,17 @@ class Deployments:
         self.composites: dict[str, Composite] = {}
         """Pipelines whose steps are deployments, and deployments with versions, by name."""
         self.sets: dict[str, ReplicaSet] = {}
-        """Deployments that have replicas of their own, by name."""
+        """Replica sets by name: deployments with replicas, versions, and steps of pipelines."""
         for name in config.deployments:
             self._make(name)
 
     def is_added(self, name: str) -> bool:
-        """Whether a load added the deployment, which the server's own configuration lacks."""
+        """Whether a load added the deployment: the server's configuration does not have it."""
         return name not in self._first.deployments
 
     def base_of(self, adapter: str) -> str | None:
-        """The deployment that has an adapter of this name, loaded, or in the server's own configuration."""
+        """The deployment with an adapter of this name, in the present configuration or in the server's
+        configuration."""
         for config in (self.config, self._first):
             for name, deployment in config.deployments.items():
                 if adapter in deployment.adapters and name in self.sets:
@@ -46,37 +48,38 @@ class Deployments:
         return None
 
     def with_adapter(self, name: str, adapter: str) -> Deployment:
-        """A deployment with one of the adapters that the server's own configuration names."""
+        """The deployment with an adapter added. The server's configuration names the adapter's folder."""
         now = self.config.deployments[name]
         return now.with_adapters({**now.adapters, adapter: self._first.deployments[name].adapters[adapter]})
 
     def without_adapter(self, name: str, adapter: str) -> Deployment:
-        """A deployment without one of its adapters."""
+        """The deployment with an adapter removed."""
         now = self.config.deployments[name]
         return now.with_adapters({one: folder for one, folder in now.adapters.items() if one != adapter})
 
     def own_sets(self, name: str) -> list[ReplicaSet]:
-        """A deployment's one replica set, or those of its versions, or of a pipeline's own steps."""
+        """The replica sets of a deployment: its single set, the sets of its versions, or the sets of steps that a
+        pipeline defines itself."""
         if name in self.composites:
             return [one for one in self.sets.values() if one.part_of == name]
         return [self.sets[name]] if name in self.sets else []
 
     def first(self, name: str) -> Deployment | None:
-        """The deployment in the server's own configuration."""
+        """The deployment in the server's configuration; None if it is not there."""
         return self._first.deployments.get(name)
 
     def proposed(self, name: str, text: object, scripts: Scripts | None = None) -> Deployment:
-        """A deployment, known or new, merged with a section in JSON; nothing is changed.
+        """The configuration of a deployment, known or new, merged with a section in JSON. Nothing is changed.
 
         Args:
-            name: its name.
+            name: the deployment's name.
             text: the section.
-            scripts: those of the merged deployment, and of the known one; their fields are laid under the section.
-                None: the fields of the known one stay.
+            scripts: the scripts of the merged and of the known deployment; their fields are laid under the section.
+                None: the fields that the known deployment's scripts set stay.
 
         Raises:
             Forbidden: the server's ``allow_load`` doesn't permit it.
-            BadRequest: it is invalid.
+            BadRequest: the merged configuration is invalid.
         """
         fields = parse_overlay(text)
         check_allowed(self._first, name, fields)
@@ -87,25 +90,25 @@ class Deployments:
             proposed = lay_over(self._first, self.config, name, fields, base)
             base = scripts.laid_under(proposed.deployments[name])
             proposed = lay_over(self._first, self.config, name, {}, base)
-        # Without this check, a name that makes a socket's path too long would show only in a call.
+        # Without this check, a name that makes a socket path too long would cause an error only at the first call.
         for problem in runtime_dir_problems(proposed.server, proposed.all_deployments()):
             raise BadRequest(f"{FIELD}: {problem}", field=FIELD)
         return proposed.deployments[name]
 
     def rebase(self, config: Config) -> None:
-        """Take these deployments, and the Python of others, as those of the server's own configuration; none of the
-        present deployments changes yet."""
+        """Take a configuration that was read again as the server's configuration: its deployments, and its default
+        Python for other deployments. The present deployments don't change yet."""
         self._first = self._first.model_copy(update={"python": config.python, "deployments": dict(config.deployments)})
 
     def is_alike(self, name: str, config: Deployment) -> bool:
-        """Whether replicas of both configurations can serve beside each other."""
+        """Whether replicas of the present configuration and of ``config`` can serve beside each other."""
         now = self.config.deployments.get(name)
         return now is not None and _kind(now) == _kind(config)
 
     def adopt(self, name: str, config: Deployment) -> Callable[[], None]:
-        """Change a deployment's configuration; unless both are alike, no replica of it may run.
+        """Change a deployment's configuration. Unless it `is_alike`, no replica of the deployment may run.
 
-        Returns what undoes this, as long as no replica has run since.
+        Returns a function that undoes the change, as long as no replica has run since.
         """
         before, composite = self.config.deployments.get(name), self.composites.get(name)
         sets = [(one, one.bounds) for one in self.own_sets(name)]
@@ -135,9 +138,10 @@ class Deployments:
         return undo
 
     def adopt_versions(self, name: str, config: Deployment, fresh: Mapping[str, ReplicaSet]) -> None:
-        """Change the configuration of a deployment with versions that serve, of which some are new.
+        """Change the configuration of a serving deployment with versions; ``fresh`` has the replica sets of new
+        versions.
 
-        Replica sets of versions that are no longer there stay until `drop_set`.
+        Replica sets of removed versions stay until `drop_set`.
         """
         self._configure(name, config)
         self.composites[name].adopt(config)
@@ -146,12 +150,12 @@ class Deployments:
             self.sets[own].configure(deployment)
 
     def drop_set(self, one: ReplicaSet) -> None:
-        """Forget a version that has ended."""
+        """Remove the replica set of a version after its replicas have ended."""
         self._host.memory.forget(one.name)
         del self.sets[one.name]
 
     def made(self, name: str, config: Deployment) -> dict[str, ReplicaSet]:
-        """New replica sets for a deployment, its versions or its steps."""
+        """Make replica sets for a deployment, its versions or its steps."""
         part_of = name if config.is_composite else None
         return {
             own: ReplicaSet(own, one, self._host, part_of, own.removeprefix(f"{name}.") if config.versions else "")
@@ -159,7 +163,8 @@ class Deployments:
         }
 
     def restore(self, config: Config) -> None:
-        """Adopt a whole configuration, to which operators had changed the server's own; no replica may run yet."""
+        """Adopt the whole configuration that operators' commands had left under an earlier supervisor. No replica may
+        run yet."""
         for name in [name for name in self.config.deployments if name not in config.deployments]:
             self._drop(name)
             self._configure(name, None)
@@ -168,10 +173,10 @@ class Deployments:
                 self.adopt(name, deployment)
 
     def forget(self, name: str) -> None:
-        """Remove an added deployment, of which no replica runs.
+        """Remove a deployment that a load added. No replica of it may run.
 
         Raises:
-            Conflict: a pipeline has it as a step.
+            Conflict: a pipeline uses it as a step.
         """
         self.check_unneeded(name)
         for one in self.own_sets(name):
@@ -180,7 +185,7 @@ class Deployments:
         self._configure(name, None)
 
     def check_unneeded(self, name: str) -> None:
-        """Raise `Conflict` if a pipeline has an added deployment as a step."""
+        """Raise `Conflict` if a pipeline uses the added deployment as a step."""
         for one in self.composites.values():
             if one.name != name and name in one.deployments.values():
                 raise Conflict(f"model `{name}`: the pipeline `{one.name}` has it as a step; unload that first")
@@ -209,12 +214,13 @@ class Deployments:
 
 
 def config_of(replicas: ReplicaSet, config: Deployment) -> Deployment:
-    """A replica set's own configuration, given that of its deployment or pipeline."""
+    """A replica set's configuration, given the configuration of its deployment or pipeline."""
     return config if replicas.part_of is None else config.part(replicas.name.removeprefix(f"{replicas.part_of}."))
 
 
 def _kind(deployment: Deployment) -> object:
-    """What can't change while a deployment is served: versions, a graph's steps, or how a model is called."""
+    """Properties that can't change while a deployment is served: its versions, a graph's steps, or how a model is
+    called."""
     if deployment.versions:
         return tuple(deployment.versions)
     pipeline = deployment.pipeline

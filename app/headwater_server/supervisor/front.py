@@ -1,4 +1,5 @@
-"""A server's side towards clients: its socket, its gateway workers and what they are told, from start to stop."""
+"""A server's side towards clients, from start to stop: the listening socket, the gateway workers and their routing
+table."""
 
 from __future__ import annotations
 
@@ -31,13 +32,13 @@ logger = logging.getLogger("headwater")
 CONTROL = "control"
 """The control socket's name in the runtime folder."""
 FOLDER_EVERY_S = 1.0
-"""How often to see whether somebody has removed the runtime folder, or something in it."""
+"""Seconds between checks whether somebody has removed the runtime folder or files in it."""
 WORKER_END_TIMEOUT_S = 5.0
-"""How long a gateway worker may take to end once nothing is under way in it."""
+"""Seconds that a gateway worker may take to end once nothing is in flight in it."""
 
 
 class Backend(Protocol):
-    """What decides about deployments: the `Orchestrator` in this process, or a cluster's supervisor."""
+    """Decides about deployments: the `Orchestrator` in this process, or a cluster's supervisor."""
 
     @property
     def is_decided(self) -> bool:
@@ -46,23 +47,23 @@ class Backend(Protocol):
 
     @property
     def failure(self) -> str:
-        """Why no deployment serves any more; empty: some serve, or may yet."""
+        """Why no deployment serves any more; empty while a deployment serves or may still start."""
         ...
 
     async def prepare(self) -> None:
-        """Wait until routes are known, or the server is to stop: no worker starts before."""
+        """Wait until routes are known or the server is to stop. No worker starts before."""
         ...
 
     def start(self) -> None:
-        """Begin."""
+        """Start the deployments."""
         ...
 
     async def end(self, is_hurried: Callable[[], bool]) -> None:
-        """End what was started, at once if it ``is_hurried``."""
+        """End everything that was started, at once if ``is_hurried`` returns true."""
         ...
 
     def routes(self, workers: int) -> list[DeploymentRoute]:
-        """What each of so many gateway workers gets of every deployment."""
+        """The routes of all deployments, as each of ``workers`` gateway workers gets them."""
         ...
 
     def replica_views(self) -> list[ReplicaView]:
@@ -70,24 +71,24 @@ class Backend(Protocol):
         ...
 
     def problems(self) -> Iterable[Problem]:
-        """What on this machine is in the way of serving."""
+        """Problems of this machine that prevent serving."""
         ...
 
     def warnings(self) -> Iterable[Problem]:
-        """What on this machine is less than it should be, now that the deployments' signatures are known."""
+        """Shortcomings of this machine that don't prevent serving, as the deployments' signatures show them."""
         ...
 
 
 class Front:
-    """Serves what a backend decides, until a signal stops it.
+    """Serves a backend's deployments until a signal stops the server.
 
     Args:
-        config: what to serve, and how.
+        config: the configuration to serve.
         on_serving: called once the first start of every deployment has succeeded or failed, with the base URL and each
             deployment's name, signature and reason.
-        control: talks to the gateway workers.
-        host: has the processes; it must call `on_change`.
-        backend: see there.
+        control: the control socket to the gateway workers.
+        host: owns the processes; must call `on_change` when a deployment has changed.
+        backend: decides about the deployments.
     """
 
     def __init__(
@@ -100,26 +101,26 @@ class Front:
     ) -> None:
         self.observer = Observer(None)
         self.is_hurried = False
-        """Whether a signal came while it was stopping."""
+        """Whether another signal came while the server was stopping."""
         self._config = config
         self._on_serving = on_serving
         self._control = control
         self._host = host
         self._backend = backend
         self._is_leaving = False
-        """Whether it is about to stop: still serving, but no longer ready."""
+        """Whether the server is about to stop: it still serves, but is no longer ready."""
         self._is_announced = False
         self._url = ""
         self._failure = ""
         """Why the server stops by itself: every deployment has failed."""
 
     async def run(self) -> int:
-        """Serve until SIGTERM, SIGINT or SIGHUP; `nohup` has SIGHUP ignored. Returns the exit status.
+        """Serve until SIGTERM, SIGINT or SIGHUP (ignored under `nohup`). Returns the exit status.
 
         Raises:
             StartError: the address can't be bound, or the runtime folder can't be made.
         """
-        self._host.adopt_orphans()  # as PID 1 it does anyway
+        self._host.adopt_orphans()  # a process with PID 1 adopts orphans anyway
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGCHLD, self._host.reap)
         numbers = [signal.SIGTERM, signal.SIGINT]
@@ -152,7 +153,7 @@ class Front:
                 watching[-1].add_done_callback(self._host.note_done)
             self._backend.start()
             await self._host.stopping.wait()
-            listener.close()  # the workers have it, too; when the last of them has ended, connections are refused
+            listener.close()  # the workers hold it too: connections are refused once the last worker has ended
             await self._stop(workers)
         finally:
             for task in watching:
@@ -160,7 +161,7 @@ class Front:
             listener.close()
             await self._control.close()
             folder.close()
-        if self._failure:  # last, where the operator looks first
+        if self._failure:  # logged last, since an operator reads the end of the log first
             logger.critical("every deployment has failed: %s", self._failure)
         return self._host.status
 
@@ -175,9 +176,9 @@ class Front:
             ) from error
 
     async def _watch_folder(self, folder: RuntimeFolder, workers: Workers) -> None:
-        """Make again what somebody removes of the runtime folder, and replace what can't do without."""
+        """Restore parts of the runtime folder that somebody removes, and replace processes that depend on them."""
         is_lost = False
-        """Whether workers may still use what was in a removed folder."""
+        """Whether workers may still use files of a removed folder."""
         while True:
             await asyncio.sleep(FOLDER_EVERY_S)
             try:
@@ -200,7 +201,7 @@ class Front:
                 logger.error("server.runtime_dir: what was removed of %s can't be made again: %s", folder.path, error)
 
     def _make_folder(self) -> RuntimeFolder:
-        # Without these checks some problems would show late; a socket's path that is too long, only in a call.
+        # Without these checks some problems would show late: a socket path that is too long shows only in a call.
         for problem in (
             *preflight.security_problems(self._config),
             *preflight.runtime_dir_problems(self._config.server, self._config.all_deployments()),
@@ -212,7 +213,7 @@ class Front:
         try:
             for stale in sweep_stale(parent):
                 logger.warning("swept what an earlier instance left behind: %s", stale)
-            # Triton's own message for it is a bus error.
+            # Triton itself would end with a mere bus error.
             for problem in self._backend.problems():
                 raise StartError(str(problem))
             folder = RuntimeFolder(parent)
@@ -223,7 +224,7 @@ class Front:
         return folder
 
     def on_change(self) -> None:
-        """Pass on to the workers what has changed."""
+        """Publish changed deployments to the workers."""
         routes = self._publish()
         if not self._is_announced and self._backend.is_decided:
             self._is_announced = True
@@ -231,7 +232,7 @@ class Front:
             self._on_serving(self._url, served)
             for problem in self._backend.warnings():
                 logger.warning("%s", problem)
-        # A server of which every deployment has failed ends, so that the operator notices.
+        # If every deployment has failed, the server ends, so that the operator notices.
         if not self._host.is_stopping and (failure := self._backend.failure):
             self._failure = failure
             self._host.stop(1)
@@ -244,7 +245,7 @@ class Front:
 
     def _on_stop_signal(self, number: int) -> None:
         if number == signal.SIGHUP and (self._is_leaving or self._host.is_stopping):
-            return  # one terminal that closes sends several: the kernel's, and the shell's
+            return  # a terminal that closes sends several SIGHUPs: from the kernel and from the shell
         if self._host.is_stopping:
             self.is_hurried = True
             return
@@ -259,7 +260,7 @@ class Front:
         self._host.stop()
 
     async def _stop(self, workers: Workers) -> None:
-        self._publish()  # workers are then no longer ready, answer what is in flight, and end
+        self._publish()  # workers are then no longer ready, answer requests in flight, and end
         timeout_s = self._config.server.shutdown_timeout_s + WORKER_END_TIMEOUT_S
         await until(lambda: self.is_hurried or not workers.pids, timeout_s)
         workers.kill()

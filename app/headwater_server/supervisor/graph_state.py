@@ -1,4 +1,4 @@
-"""A pipeline whose steps are deployments of their own, as the supervisor sees it: its plan, and its state."""
+"""The supervisor's view of a graph, a pipeline with deployments as steps: its plan and its state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["GraphState"]
 
 
 class GraphState(Composite):
-    """One pipeline, whose state follows from its steps' states."""
+    """A pipeline. Its state follows from the states of its steps."""
 
     parts = "steps"
 
@@ -29,9 +29,9 @@ class GraphState(Composite):
         self._is_open = False
         self._has_served = False
         self._mismatch = ""
-        """Why the steps' signatures make no plan that can be served."""
+        """Why no plan can be made from the steps' signatures."""
         self._signatures: dict[str, Signature] = {}
-        """The steps' signatures that the plan was made of."""
+        """The steps' signatures from which the plan was made."""
         self._deployments = {step.name: step.deployment or f"{name}.{step.name}" for step in self._spec.steps}
 
     @property
@@ -47,9 +47,10 @@ class GraphState(Composite):
     def update(self, deployments: Mapping[str, DeploymentRoute]) -> None:
         """See `Composite.update`.
 
-        The pipeline is READY while it can answer anything: one head, and all steps before it, are ready. The reason
-        names steps that are away; requests for what depends on them get their errors. The pipeline has FAILED if its
-        steps don't fit together, or if so many have failed that no head can ever be answered.
+        The pipeline is READY while it can answer at least a single head: the head and all steps that it needs are
+        ready. The reason names steps that are not ready; requests that depend on such a step get its error. The
+        pipeline has FAILED if the steps' signatures don't fit together, or if so many steps have failed that no head
+        can ever be answered.
         """
         if not self.is_loaded:
             return
@@ -74,7 +75,7 @@ class GraphState(Composite):
             except DeclarationError as error:
                 self.plan, self._mismatch = None, str(error)
         if self.plan is None:
-            # If it has served before, another step may be about to restart with a signature that fits.
+            # If the pipeline has served before, another step may be about to restart with a signature that fits.
             self.enter(State.UNAVAILABLE if self._has_served else State.FAILED, self._mismatch)
             return
         self._has_served = True
@@ -94,5 +95,5 @@ class GraphState(Composite):
         return any(self.plan.needed([head]).isdisjoint(steps) for head in self._spec.heads)
 
     def route(self, workers: int) -> DeploymentRoute:
-        """What each of so many gateway workers gets."""
+        """The route that each of ``workers`` gateway workers gets."""
         return msgspec.structs.replace(super().route(workers), is_graph=True, plan=self.plan, is_open=self._is_open)

@@ -1,4 +1,4 @@
-"""What a replica set needs of a replica, on this machine or on another one."""
+"""The interface of a replica, on this machine or on another machine, as replica sets use it."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ __all__ = ["ReplicaHandle"]
 
 
 class ReplicaHandle(Protocol):
-    """One replica, from its launch to its end."""
+    """A replica, from its launch to its end."""
 
     id: str
     device: str
-    """The device that it was placed on; see `facts` for what ``auto`` became."""
+    """The device that it was placed on; `facts` has the device that ``auto`` became."""
     adapters: dict[str, str]
-    """Folders of the LoRA adapters that it has once it is ready, by name; see
+    """Folders of the replica's LoRA adapters once it is ready, by name; see
     `headwater_server.supervisor.adapters.fit`."""
     signature: Signature | None
     facts: dict[str, str]
     batch_limit: int
-    """The most rows, or sequences, that fit in its device's memory at once; 0: no limit is known."""
+    """Maximum number of rows, or sequences, that fit in its device's memory at once; 0: no limit is known."""
     reason: str
     """Why it failed or ended, as far as known."""
     is_permanent: bool
     """Whether another start would fail in the same way."""
     is_shortage: bool
-    """Whether its start failed because the machine lacked something."""
+    """Whether its start failed because the machine lacked a resource."""
     ready: asyncio.Future[bool]
-    """True once it serves; False if it ends before."""
+    """True once the replica serves; False if it ends before that."""
     ending: asyncio.Event
-    """Set as soon as it can no longer be used."""
+    """Set as soon as the replica can no longer be used."""
     exited: asyncio.Future[None]
-    """Done when nothing of it runs any more."""
+    """Done when no process of the replica runs any more."""
 
     @property
     def group(self) -> int:
-        """The process group of its host; 0: there is none yet, or none on this machine."""
+        """The process group of its host; 0 before the host has started, or if the replica is on another machine."""
         ...
 
     @property
@@ -50,21 +50,21 @@ class ReplicaHandle(Protocol):
 
     @property
     def is_cut_off(self) -> bool:
-        """Whether its folder or its socket in it is missing, on this machine, although it has not ended."""
+        """Whether its folder or socket on this machine is missing although the replica has not ended."""
         ...
 
     @property
     def has_place(self) -> bool:
-        """Whether it has been placed on a machine; until then no start has failed, if it ends."""
+        """Whether it has been placed on a machine. A replica that ends before that does not count as a failed start."""
         ...
 
     @property
     def is_lost_with_node(self) -> bool:
-        """Whether its machine was lost, or the way there, rather than the replica itself."""
+        """Whether its machine, or the connection to the machine, was lost rather than the replica itself."""
         ...
 
     async def wait_for_place(self, timeout_s: float) -> None:
-        """Wait until it has a place, it has ended, or the time is over."""
+        """Wait until the replica is placed or has ended, for ``timeout_s`` at most."""
         ...
 
     def stop(self) -> None:
@@ -72,15 +72,15 @@ class ReplicaHandle(Protocol):
         ...
 
     def kill(self) -> None:
-        """End it at once."""
+        """End the replica at once."""
         ...
 
     def account(self) -> str:
-        """The reason; with the last lines of its log, unless the replica itself gave the reason."""
+        """The reason, and the last lines of its log unless the replica itself gave the reason."""
         ...
 
     def cause(self) -> str:
-        """Why it failed, in the words for clients: class and message of the error, if it was one."""
+        """Why it failed, in words for clients: class and message of the exception, if there was an exception."""
         ...
 
     def route(self) -> ReplicaRoute:
@@ -88,22 +88,22 @@ class ReplicaHandle(Protocol):
         ...
 
     async def use(self) -> GroupUse:
-        """What its processes use now.
+        """Threads, memory and GPU time that its processes use now.
 
         Raises:
-            OSError: that can't be measured.
+            OSError: the use can't be measured.
         """
         ...
 
     async def remains(self) -> list[str]:
-        """What is left of it, in words, some seconds after its end at most."""
+        """Descriptions of everything that is left of the replica after its end. Takes some seconds at most."""
         ...
 
     async def ask_vllm(self, url: str, body: str, timeout_s: float) -> tuple[int, bytes]:
-        """Status and body of vLLM's answer to a POST of JSON.
+        """POST JSON to vLLM. Returns the status and body of the answer.
 
         Raises:
-            OSError: it didn't answer in time.
-            http.client.HTTPException: likewise.
+            OSError: vLLM can't be reached, or didn't answer in time.
+            http.client.HTTPException: vLLM's answer is incomplete or invalid.
         """
         ...

@@ -1,4 +1,4 @@
-"""What a deployment's replicas import that takes long, read from the source of its models, of which no code is run."""
+"""Finds slow imports of a deployment's replicas by reading the source of its models, without running their code."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ _ENGINE: Final = (
 
 
 def heavy_imports(deployment: Deployment, search: Sequence[str]) -> list[str]:
-    """What replicas import of `HEAVY`, each as ``MODULE`` or ``MODULE:NAME``.
+    """The slow modules that replicas import, each as ``MODULE`` or ``MODULE:NAME``: modules of `HEAVY`, and for
+    language models also modules of Headwater's engine.
 
-    Nothing for those that import torch only after they have chosen a device: the choice depends on whether torch is
+    Empty for models that import torch only after they have chosen a device: the choice depends on whether torch is
     imported.
 
     Args:
-        search: folders that come first on the path of the replicas.
+        search: folders that come first on the replicas' ``sys.path``.
     """
     if deployment.is_vllm:
         return []
@@ -54,7 +55,7 @@ def heavy_imports(deployment: Deployment, search: Sequence[str]) -> list[str]:
 
 
 def _of_model(reference: str, options: Mapping[str, Any], search: Sequence[str]) -> tuple[bool, list[str]]:
-    """Whether torch comes before the device is chosen, and the modules."""
+    """Whether torch is imported before the device is chosen, and the modules to import."""
     kind, path = kind_and_path(reference)
     if is_language_model(reference):
         with contextlib.suppress(LoadError):
@@ -70,7 +71,7 @@ def _of_model(reference: str, options: Mapping[str, Any], search: Sequence[str])
 
 
 def _architecture(folder: Path) -> list[str]:
-    """The module of transformers that has a folder's model."""
+    """The module of transformers that implements a folder's model."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         name = str(json.loads((folder / "config.json").read_text())["model_type"]).replace("-", "_")
         return [f"transformers.models.{name}.modeling_{name}"]
@@ -80,7 +81,7 @@ def _architecture(folder: Path) -> list[str]:
 def _of_source(module: str, search: Sequence[str]) -> tuple[bool, list[str]]:
     try:
         tree = ast.parse(_source(module, search))
-    except (OSError, SyntaxError, ValueError):  # the replica says what is wrong
+    except (OSError, SyntaxError, ValueError):  # the replica reports the error
         return False, []
     at_once = [name for statement in tree.body for name in _heavy(statement)]
     names = [name for node in ast.walk(tree) for name in _heavy(node)]
@@ -88,7 +89,7 @@ def _of_source(module: str, search: Sequence[str]) -> tuple[bool, list[str]]:
 
 
 def _source(module: str, search: Sequence[str]) -> bytes:
-    """The source of a module, found without importing the packages that it is in."""
+    """The source of a module, found without importing its parent packages."""
     package, *names = module.split(".")
     spec = PathFinder.find_spec(package, list(search)) or importlib.util.find_spec(package)
     for name in names:

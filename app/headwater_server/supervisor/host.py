@@ -1,4 +1,4 @@
-"""What all replica sets share: processes, tasks, memory, and whether the server is stopping."""
+"""State that all replica sets share: processes, tasks, memory, and whether the server is stopping."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ logger = logging.getLogger("headwater")
 
 PR_SET_CHILD_SUBREAPER: Final = 36
 ORPHANS_TIMEOUT_S: Final = 5.0
-"""How long what a killed guardian left behind may take to be gone."""
+"""Seconds that processes left behind by a killed guardian may take to end."""
 WATCH_EVERY_S: Final = 0.5
 UNTIL_POLL_S: Final = 0.02
 FIRST_BACKOFF_S: Final = 0.5
 LONGEST_BACKOFF_S: Final = 30.0
 STEADY_AFTER_S: Final = 60.0
-"""A process that lived this long is replaced soon, without the backoff of earlier crashes."""
+"""A process that lived this many seconds is restarted soon, without the backoff of earlier crashes."""
 
 
 @dataclass
 class _Child:
-    """A child process that is followed to its end."""
+    """A child process that is followed until it exits."""
 
     process: Child
     role: str
@@ -52,23 +52,23 @@ class _Child:
 
 
 class Forks(Protocol):
-    """What forks replicas; see `headwater_server.supervisor.preloaded`."""
+    """Forks replicas; see `headwater_server.supervisor.preloaded`."""
 
     def start(self) -> None:
-        """Begin."""
+        """Start the processes that fork."""
         ...
 
     async def wait(self, deployment: Deployment) -> None:
-        """Wait until a replica can be forked, or is better started without that."""
+        """Wait until a replica of the deployment can be forked, or should be started without forking."""
         ...
 
     def fork_of(self, deployment: Deployment) -> Fork | None:
-        """What forks a deployment's replicas; None: nothing does now."""
+        """A function that forks replicas of the deployment; None: they are started without forking."""
         ...
 
 
 class Host:
-    """Has the processes and tasks of everything that is served.
+    """Owns the processes and tasks of everything that is served.
 
     Args:
         memory: finds capacity for replicas.
@@ -87,18 +87,20 @@ class Host:
         self.memory = memory
         self.drain = drain
         self.on_change = on_change
-        # A start waits for files and for Triton now and then; more at once would only make each slower.
+        # A start sometimes waits for files or for Triton, hence a slot more than CPUs. Further starts at the same time
+        # would only make each start slower.
         self.start_slots = asyncio.Semaphore(cpu_count() + 1)
         self.first_generation = 0
-        """Of a deployment that has none yet; see `headwater_server.control.routing.DeploymentRoute.generation`."""
+        """The first generation of a new deployment; see
+        `headwater_server.control.routing.DeploymentRoute.generation`."""
         self.folder = Path()
-        """The instance's folder, which is made before anything is launched."""
+        """The instance's folder; it is made before any process is launched."""
         self.replicas: dict[str, ReplicaHandle] = {}
         """All replicas that have not ended, by id."""
         self.imported: dict[str, set[str]] = {}
         """The files of the user's modules that replicas have imported, by deployment."""
         self.forks: Forks | None = None
-        """None: replicas are started without being forked."""
+        """None: replicas are always started without forking."""
         self.stopping = asyncio.Event()
         self.status = 0
         """The server's exit status."""
@@ -107,15 +109,15 @@ class Host:
         self._children: dict[int, _Child] = {}
         """The followed children, by process id."""
         self._stopped: set[int] = set()
-        """Children that were stopped at the last look."""
+        """Process ids of children that were stopped at the last poll."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_adopting = False
         self._cut_off: set[str] = set()
-        """Replicas whose files were missing at the last look."""
+        """Ids of replicas with missing files at the last poll."""
 
     @property
     def search(self) -> list[str]:
-        """The folders in which a relative path of the configuration is looked for."""
+        """The folders in which relative paths of the configuration are looked up."""
         return [working_folder(), *self._user_paths]
 
     @property
@@ -124,12 +126,12 @@ class Host:
         return self.stopping.is_set()
 
     def stop(self, status: int = 0) -> None:
-        """Let the server stop, with the first status that is not 0."""
+        """Stop the server. Its exit status is the first status given that is not 0."""
         self.status = self.status or status
         self.stopping.set()
 
     async def wait_for_stop(self, timeout_s: float) -> None:
-        """Sleep until the time is over or the server stops."""
+        """Sleep until ``timeout_s`` has passed or the server stops."""
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self.stopping.wait(), timeout_s)
 
@@ -152,7 +154,8 @@ class Host:
         await asyncio.gather(*self._tasks)
 
     async def prepare(self, config: Deployment) -> None:
-        """Wait for what a deployment's replicas are best started by, before `launch`."""
+        """Wait, before `launch`, until a replica of the deployment can be forked or should be started without
+        forking."""
         if self.forks is not None:
             await self.forks.wait(config)
 
@@ -163,7 +166,7 @@ class Host:
             OSError: the machine lacks space, processes or file descriptors.
         """
         self._launched += 1
-        # The folder's name is short, because it is part of sockets' paths, which must be short.
+        # The folder's name is short, since it is part of socket paths, which have a limited length.
         folder = self.folder / f"r{self._launched}"
         replica = ReplicaProcess(name, f"{name}-{self._launched}", config, folder, self._user_paths, on_progress)
         fork = None if self.forks is None else self.forks.fork_of(config)
@@ -175,27 +178,28 @@ class Host:
         return replica
 
     def replacing(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """A context in which the replicas that a deployment has are about to be replaced by those that start."""
+        """A context for starting replicas that are about to replace the deployment's present replicas."""
         return contextlib.nullcontext()
 
     def follow(self, process: Child, role: str, replica: ReplicaProcess | None = None) -> asyncio.Future[int]:
-        """A future of a child's exit code; call this without awaiting anything after the process's start.
+        """Follow a child process. Returns a future of its exit code. Must be called right after the process has
+        started, with no await in between.
 
-        ``role`` is for the log; a guardian comes with its replica.
+        ``role`` is the name in the log; ``replica`` is the replica of a guardian.
         """
         exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._children[process.pid] = _Child(process, role, replica, exited)
         return exited
 
     def adopt_orphans(self) -> None:
-        """Have the kernel make this process the parent of what a killed guardian leaves behind."""
+        """Have the kernel make this process the parent of processes that a killed guardian leaves behind."""
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
         self._is_adopting = True
 
     async def end_orphans(self) -> None:
-        """End what killed guardians left behind, in whatever session it runs, with all its descendants.
+        """Kill the processes that killed guardians left behind, in any session, and all their descendants.
 
-        Those become children of this process as their parents end.
+        Descendants become children of this process as their parents end.
         """
         deadline = time.monotonic() + ORPHANS_TIMEOUT_S
         while (orphans := self._orphans()) and time.monotonic() < deadline:
@@ -207,8 +211,9 @@ class Host:
             logger.error("process %d, which a replica started, doesn't end", pid)
 
     def _orphans(self) -> list[int]:
-        """Children that this process adopted. It starts some that it doesn't follow, in its own session or as `asked`;
-        an orphan of a replica has the session of a guardian's child, or one of its own."""
+        """Process ids of adopted children. Children that the supervisor started without following them are in the
+        supervisor's session or in `asked`. An orphan of a replica is in the session of a guardian's child, or in a
+        session that it opened itself."""
         if not self._is_adopting:
             return []
         own, session = os.getpid(), os.getsid(0)
@@ -229,13 +234,13 @@ class Host:
                 return
             child = self._children.pop(pid, None)
             if child is not None:
-                # Otherwise Popen would wait for a process that is already reaped.
+                # Without this Popen would wait for a process that is already reaped.
                 child.process.returncode = os.waitstatus_to_exitcode(status)
                 if not child.exited.done():
                     child.exited.set_result(child.process.returncode)
 
     async def watch(self) -> None:
-        """Kill children that are stopped, which neither work nor end; others take their places."""
+        """Kill children that are stopped, since they neither work nor end. New processes replace them."""
         while True:
             for pid in self.stopped():
                 child = self._children[pid]
@@ -246,7 +251,7 @@ class Host:
             await asyncio.sleep(WATCH_EVERY_S)
 
     def end_cut_off(self) -> None:
-        """End replicas whose folder or socket was removed at the last two looks: nothing new reaches them."""
+        """End replicas with a folder or socket missing at the last two polls: no new request reaches them."""
         before, self._cut_off = self._cut_off, {one.id for one in self.replicas.values() if one.is_cut_off}
         for id in before & self._cut_off:
             replica = self.replicas[id]
@@ -265,27 +270,27 @@ class Host:
 
 
 class Backoff:
-    """How long to wait before a process is started again: twice as long each time, from the first to the longest."""
+    """The pause before a process is started again. It doubles each time, from ``first_s`` to ``longest_s``."""
 
     def __init__(self, first_s: float = FIRST_BACKOFF_S, longest_s: float = LONGEST_BACKOFF_S) -> None:
         self._first_s = self._next_s = first_s
         self._longest_s = longest_s
 
     def after(self, lived_s: float) -> float:
-        """Seconds to wait after a process that lived so long."""
+        """Seconds to wait after a process that lived ``lived_s`` seconds."""
         wait_s = self._first_s if lived_s > STEADY_AFTER_S else self._next_s
         self._next_s = min(wait_s * 2, self._longest_s)
         return wait_s
 
 
 def kill(pid: int) -> None:
-    """End a process at once, if it is there."""
+    """Kill a process (SIGKILL), if it exists."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
 
 
 async def until(condition: Callable[[], bool], timeout_s: float) -> None:
-    """Wait until the condition holds, or the time is over."""
+    """Wait until the condition holds or ``timeout_s`` has passed."""
     deadline = time.monotonic() + timeout_s
     while not condition() and time.monotonic() < deadline:  # noqa: ASYNC110
         await asyncio.sleep(UNTIL_POLL_S)

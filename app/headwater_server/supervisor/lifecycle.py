@@ -1,4 +1,5 @@
-"""Operators' commands on a running server's models: load, unload, reload, scale. One at a time per model."""
+"""Operators' commands on a running server's models: load, unload, reload, scale. Commands on the same model never
+overlap."""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ logger = logging.getLogger("headwater")
 
 TRAFFIC_ACTIONS: Final = ("promote", "rollback")
 CHOSEN_S: Final = 0.5
-"""How long a version that a reload removes still accepts requests: a worker may have chosen it for one whose body is
-still coming."""
+"""Seconds for which a version that a reload removes still accepts requests: a worker may have chosen it for a request
+that is still being received."""
 
 
 class Lifecycle:
@@ -43,17 +44,17 @@ class Lifecycle:
         self._deployments = deployments
         self._host = host
         self._busy: dict[str, str] = {}
-        """The command under way, by model."""
+        """The running command, by model."""
 
     async def answer(
         self, command: Command, section: Deployment | None = None, why: str = "at an operator's request"
     ) -> CommandAnswer:
-        """Carry out a command. An error is in the answer.
+        """Carry out a command. An error is returned in the answer.
 
         Args:
-            command: what to do.
-            section: of a load or reload: the deployment's new configuration, which needs no permission.
-            why: for the log.
+            command: the operator's command.
+            section: for a load or reload, the deployment's new configuration, which needs no permission.
+            why: the reason, for the log.
         """
         actions = {"load": self._load, "unload": self._unload, "reload": self._reload}
         name = command.model
@@ -65,7 +66,7 @@ class Lifecycle:
             return self._answer_on_traffic(command)
         began = time.monotonic()
         try:
-            # An unknown name may be loaded with a configuration of its own.
+            # An unknown name may be loaded if the command brings a configuration.
             is_new = command.action == "load" and self._is_free(name) and (section or text) is not None
             is_scale = command.action == "scale"
             sets, composite = ([], None) if is_new else self._find(name, is_scale=is_scale)
@@ -82,7 +83,7 @@ class Lifecycle:
                     retired = await actions[command.action](name, sets, composite, config)
         except HeadwaterError as error:
             return CommandAnswer(command.id, error.status, {"error": error.message})
-        if not is_scale and not self._is_free(name):  # the command may have made other objects
+        if not is_scale and not self._is_free(name):  # the command may have replaced these objects
             sets, composite = self._find(name)
         content: dict[str, Any] = {
             "name": name,
@@ -97,8 +98,8 @@ class Lifecycle:
         return _answered(command, content, retired)
 
     async def _proposed(self, name: str, text: object) -> Deployment:
-        """See `Deployments.proposed`. If its scripts aren't those of the server's own configuration, they are run
-        first, to see what they set."""
+        """See `Deployments.proposed`. If the scripts differ from the scripts in the server's configuration, they are
+        run first, to see which fields they set."""
         proposed, known = self._deployments.proposed(name, text), self._deployments.first(name)
         if set(scripts_of(proposed)) == (set() if known is None else set(scripts_of(known))):
             return proposed
@@ -110,7 +111,7 @@ class Lifecycle:
         return self._deployments.proposed(name, text, scripts)
 
     def _answer_on_traffic(self, command: Command) -> CommandAnswer:
-        """Carry out a command on how requests are shared among versions; it takes effect at once."""
+        """Carry out a command that changes how requests are shared among versions. It takes effect at once."""
         name = command.model
         try:
             sets, state = self._find(name)
@@ -156,11 +157,12 @@ class Lifecycle:
         return _answered(command, content, retired)
 
     def _find(self, name: str, *, is_scale: bool = False) -> tuple[list[ReplicaSet], Composite | None]:
-        """A model's replica sets, and what it is if it has no replicas itself.
+        """A model's replica sets, and its `Composite` if it has no replicas itself.
 
         Raises:
             NotFound: the model is unknown.
-            Conflict: it is a step or a version; or, to scale, it has no replicas itself.
+            Conflict: the model is a step or a version, on which only ``scale`` is allowed; or ``scale`` was asked of a
+                model that has no replicas itself.
         """
         if self._is_free(name):
             shown = name if len(name) <= 100 else name[:97] + "..."
@@ -179,7 +181,8 @@ class Lifecycle:
         return own, composite
 
     def is_busy(self, name: str) -> bool:
-        """Whether a command is under way with a deployment, or with its pipeline."""
+        """Whether a command is running on a deployment, or on the pipeline or the deployment with versions that it
+        belongs to."""
         return name in self._busy
 
     def _is_free(self, name: str) -> bool:
@@ -214,18 +217,18 @@ class Lifecycle:
         await self._start_with(name, config)
 
     async def _start_with(self, name: str, config: Deployment | None) -> None:
-        """Start what is not loaded of a model, with another configuration if there is one."""
+        """Start the parts of a model that are not loaded, with another configuration if it is given."""
         undo = self._deployments.adopt(name, config) if config is not None else None
         try:
             await self._start(name)
-        except Conflict:  # there is no capacity, so nothing was started
+        except Conflict:  # there is no capacity, so no replica was started
             if undo is not None and not any(one.is_loaded for one in self._deployments.own_sets(name)):
                 undo()
                 self._host.on_change()
             raise
 
     async def _start(self, name: str) -> None:
-        """Start what is not loaded of a model."""
+        """Start the parts of a model that are not loaded."""
         sets, composite = self._find(name)
         missing = [one for one in sets if not one.is_loaded]
         if composite is None:
@@ -237,7 +240,7 @@ class Lifecycle:
         outcomes = await asyncio.gather(*(one.load() for one in missing), return_exceptions=True)
         refused = [outcome for outcome in outcomes if isinstance(outcome, Conflict)]
         if before is not None and refused and len(refused) == len(outcomes) - outcomes.count(None):
-            # There is no capacity for all of it, so none of it stays.
+            # There is no capacity for all parts, so the parts that did start are unloaded again.
             started = [one for one, outcome in zip(missing, outcomes, strict=True) if outcome is None]
             for one in started:
                 await one.begin_unload(0.0)
@@ -273,8 +276,8 @@ class Lifecycle:
         return retired
 
     async def _end(self, sets: list[ReplicaSet], composite: Composite | None) -> Retired:
-        """Drain a model and end its replicas. A pipeline drains before its steps, which its requests need, and a name
-        before its versions."""
+        """Drain a model and end its replicas. A pipeline drains before its steps, since its requests need them, and a
+        deployment before its versions."""
         left_s = (composite or sets[0]).config.drain_timeout_s
         drained = Drained()
         if composite is not None:
@@ -325,15 +328,15 @@ class Lifecycle:
         fresh = await self._started(sets, wanted)
         if config is not None:
             self._deployments.adopt(name, config)
-        # All in one routing table: the steps of a pipeline must fit each other.
+        # All sets switch in the same routing table, since the steps of a pipeline must fit each other.
         old = [one.switch(started) for one, started in fresh]
         self._host.on_change()
         retiring = (one.retire(slots) for one, slots in zip(sets, old, strict=True))
         return sum(await asyncio.gather(*retiring), Retired())
 
     async def _reload_versions(self, name: str, wanted: Deployment) -> Retired:
-        """Start the versions that are new or have changed, all of them if nothing has changed; then end those that are
-        gone. What has the same replicas as before gets only its other share of the traffic."""
+        """Start new and changed versions, or all versions if the configuration is unchanged; then end removed versions.
+        A version that keeps its replicas only gets its new share of the traffic."""
         now, sets = self._deployments.config.deployments[name], self._deployments.sets
         made = self._deployments.made(name, wanted)
         fresh = {own: one for own, one in made.items() if own not in sets}
@@ -349,7 +352,7 @@ class Lifecycle:
         return sum(await asyncio.gather(*retiring, *(self._ended_version(one) for one in gone)), Retired())
 
     async def _ended_version(self, one: ReplicaSet) -> Retired:
-        """Drain and end a version, and forget it."""
+        """Drain and end a removed version, and drop its replica set."""
         await asyncio.sleep(CHOSEN_S)
         drained = await one.begin_unload(one.config.drain_timeout_s)
         retired = await one.end_unload()
@@ -361,7 +364,7 @@ class Lifecycle:
     async def _started(
         self, sets: list[ReplicaSet], wanted: Deployment
     ) -> list[tuple[ReplicaSet, list[ReplicaHandle]]]:
-        """Start replicas beside those that serve, all of them or none."""
+        """Start replicas beside the serving replicas. If a start fails, all the new replicas are ended."""
         outcomes = await asyncio.gather(
             *(one.start_fresh(config_of(one, wanted)) for one in sets), return_exceptions=True
         )
@@ -374,7 +377,8 @@ class Lifecycle:
         return fresh
 
     async def _adapt(self, name: str, one: ReplicaSet, config: Deployment) -> Retired | None:
-        """Load and unload adapters in replicas that serve; None if more is to change, or the replicas can't do it."""
+        """Load and unload adapters in serving replicas. Returns None if more than adapters changes, or if the replicas
+        can't load these adapters."""
         changed = changed_adapters(one.config, config)
         signature = one.signature
         if changed is None or signature is None or signature.vllm is None:
@@ -401,13 +405,13 @@ class Lifecycle:
             retired.drained = await self._host.drain(name, config.drain_timeout_s, None, removed)
             try:
                 await self._fit(one, config.adapters)
-            except CallableFailed as error:  # nothing reaches the adapter any more
+            except CallableFailed as error:  # no request reaches the adapter any more
                 retired.warnings.append(error.message)
         return retired
 
     async def _fit(self, one: ReplicaSet, adapters: Mapping[str, str]) -> None:
-        """Have all replicas that serve load and unload adapters; raises as `fit`. Afterwards nothing was awaited since
-        all of them had these."""
+        """Have all serving replicas load and unload adapters; raises as `fit`. On return every serving replica has
+        exactly these adapters: nothing is awaited between that check and the return."""
         while late := [replica for replica in one.ready.values() if replica.adapters != adapters]:
             fits = (fit(replica, adapters, self._host.search, one.config.load_timeout_s) for replica in late)
             _raise_first(await asyncio.gather(*fits, return_exceptions=True))
@@ -421,13 +425,14 @@ def _shares(config: Deployment) -> str:
 
 
 def _changed_versions(now: Deployment, wanted: Deployment) -> list[str]:
-    """The versions in both whose fields differ."""
+    """Versions in both configurations with fields that differ."""
     both = [version for version in now.versions if version in wanted.versions]
     return [version for version in both if now.version(version) != wanted.version(version)]
 
 
 def _answered(command: Command, content: dict[str, Any], retired: Retired | None) -> CommandAnswer:
-    """The answer to a command that was carried out, unless something remains of what was to end."""
+    """The answer to a command that was carried out; an error if something remains of replicas that should have
+    ended."""
     if retired is not None and retired.leftovers:
         content["error"] = f"model `{command.model}`: {command.action}: this remains: {retired.leftovers[0]}"
         logger.error("%s", content["error"])

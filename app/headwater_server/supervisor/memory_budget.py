@@ -1,9 +1,10 @@
-"""What replicas may take of the memory of the machine and of its GPUs, and what they have. No I/O.
+"""Accounts for the memory of the machine and its GPUs: limits, reservations and measured sizes of replicas. No I/O.
 
-A starting replica reserves its deployment's declared ``memory``, or the most that any of the deployment's replicas was
-measured to have, or what these had when they were ready and what it will keep later, whichever is most. It may start
-only if that fits beside everything else. While a deployment's size is unknown, its first replica reserves only what it
-will keep later, and the next one waits until the first was measured.
+A starting replica reserves the largest of three sizes: the ``memory`` that its deployment declares; the largest size
+measured for any of the deployment's replicas; and the size of these replicas when they became ready, plus the bytes
+that the new replica allocates later. The replica may start only if its reservation fits beside everything else. While a
+deployment's size is unknown, its first replica reserves only the bytes that it allocates later, and the next replica
+waits until the first has been measured.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Refusal:
 
     place: str
     needed: int
-    """Bytes that it would take there."""
+    """Bytes that the replica would take there."""
     taken: int
     """Bytes that are taken or reserved."""
     limit: int
@@ -42,53 +43,54 @@ class Refusal:
 class _Holding:
     deployment: str
     reserved: dict[str, int]
-    """Once the replica is settled what was declared, or what it then had and will keep, whichever is more."""
+    """Bytes by place. Once the replica is settled: the declared bytes, or its size at that time plus `later`, whichever
+    is larger."""
     declared: dict[str, int]
     later: dict[str, int] = field(default_factory=dict)
-    """What it will keep beside what it has when it is ready."""
+    """Bytes by place that the replica allocates after it is ready (its feature caches)."""
     measured: dict[str, int] = field(default_factory=dict)
     most: tuple[int, int] = (0, 0)
-    """The most that was measured: of the machine, of a GPU."""
+    """Largest measured sizes: bytes of the machine, bytes of a GPU."""
     is_settled: bool = False
-    """Whether it was measured when it was ready."""
+    """Whether its start is over: it was measured when it was ready, if measuring was possible."""
 
     def takes(self, place: str) -> int:
         return max(self.reserved.get(place, 0), self.measured.get(place, 0))
 
 
 class MemoryBudget:
-    """What each replica has and reserves.
+    """The memory that each replica has and reserves.
 
     Args:
-        limits: bytes that replicas may take, by place; any other place is not bounded.
+        limits: bytes that replicas may take, by place. A place that is not listed has no limit.
     """
 
     def __init__(self, limits: Footprint) -> None:
         self.limits = dict(limits)
         self._holdings: dict[Hashable, _Holding] = {}
         self._largest: dict[str, tuple[int, int]] = {}
-        """The most that was measured of a replica, by deployment: of the machine, of a GPU."""
+        """Largest measured sizes of a replica, by deployment: bytes of the machine, bytes of a GPU."""
         self._ready: dict[str, tuple[int, int]] = {}
-        """The same when it was ready."""
+        """Largest sizes of a replica when it became ready, in the same form."""
         self._whole: dict[str, int] = {}
-        """What any process uses of a GPU, by place, as far as known."""
+        """Bytes of a GPU that all processes together use, by place, as far as known."""
 
     def knows(self, deployment: str) -> bool:
-        """Whether the size of its replicas is known."""
+        """Whether the size of a deployment's replicas is known."""
         return deployment in self._largest
 
     def waits(self, deployment: str) -> bool:
-        """Whether the next replica has to wait until another one is measured, since their size is unknown."""
+        """Whether the next replica has to wait until an earlier replica is measured, since their size is unknown."""
         if not self.limits or self.knows(deployment):
             return False
         starting = (one for one in self._holdings.values() if not one.is_settled and not one.declared)
         return any(one.deployment == deployment for one in starting)
 
     def size(self, deployment: str, place: str, declared: int | None, later: int = 0) -> dict[str, int]:
-        """The size of another replica that computes at a place, by place; empty if it is unknown.
+        """The expected bytes of a further replica that computes at ``place``, by place; empty if its size is unknown.
 
-        ``declared`` are the bytes that the configuration declares for that place, ``later`` those that the replica will
-        keep there beside what it has when it is ready.
+        ``declared`` is the number of bytes that the configuration declares for that place, ``later`` the number that
+        the replica allocates there after it is ready.
         """
         host, gpu = self._ready.get(deployment, (0, 0))
         kept = (host + later, gpu) if place == HOST else (host, gpu + later)
@@ -101,9 +103,10 @@ class MemoryBudget:
     def take(
         self, holder: Hashable, deployment: str, place: str, declared: int | None, later: int = 0
     ) -> Refusal | None:
-        """Reserve memory for a replica, which ``holder`` stands for; or return why there is not enough."""
+        """Reserve memory for the replica that ``holder`` stands for. Returns None, or why there is not enough
+        memory."""
         size = self.size(deployment, place, declared, later)
-        # A replica of unknown size takes something, too: none starts where everything is taken.
+        # A replica of unknown size takes memory too, so it is not started where everything is taken.
         for where in (HOST, place):
             limit = self.limits.get(where)
             needed = size.get(where, 0)
@@ -114,7 +117,7 @@ class MemoryBudget:
         return None
 
     def note(self, holder: Hashable, measured: Footprint, *, is_ready: bool) -> None:
-        """Take in what a replica has now. The first time after it is ready, its reservation ends."""
+        """Note the measured size of a replica. The first measurement after it is ready ends its reservation."""
         holding = self._holdings.get(holder)
         if holding is None:
             return
@@ -131,13 +134,14 @@ class MemoryBudget:
             self._largest[holding.deployment] = _larger(self._largest.get(holding.deployment, (0, 0)), holding.most)
 
     def settle(self, holder: Hashable) -> None:
-        """Note that a replica has started. If it could not be measured, others no longer wait for that."""
+        """Note that a replica has started. If it could not be measured, the deployment's next replicas no longer wait
+        for its size."""
         holding = self._holdings.get(holder)
         if holding is not None and not holding.is_settled:
             self.note(holder, holding.measured, is_ready=True)
 
     def move(self, holder: Hashable, place: str) -> None:
-        """Note that a replica computes at another place than the one reserved."""
+        """Note that a replica computes at another place than the reserved place."""
         holding = self._holdings.get(holder)
         if holding is not None:
             declared, later = (max(one.values(), default=0) for one in (holding.declared, holding.later))
@@ -145,26 +149,26 @@ class MemoryBudget:
             holding.later = {place: later} if later else {}
 
     def note_whole(self, place: str, used: int) -> None:
-        """Take in how much of a GPU is used by any process; all of that counts as taken."""
+        """Note the bytes of a GPU that all processes together use. All of them count as taken."""
         self._whole[place] = used
 
     def release(self, holder: Hashable) -> None:
-        """Release what a replica had, which is gone."""
+        """Release the memory of a replica that is gone."""
         self._holdings.pop(holder, None)
 
     def forget(self, deployment: str) -> None:
-        """Forget the size of its replicas."""
+        """Forget the size of a deployment's replicas."""
         self._largest.pop(deployment, None)
         self._ready.pop(deployment, None)
 
     def taken(self, place: str) -> int:
-        """Bytes taken or reserved."""
+        """Bytes taken or reserved at a place."""
         ours = sum(one.takes(place) for one in self._holdings.values())
         coming = sum(max(0, one.reserved.get(place, 0) - one.measured.get(place, 0)) for one in self._holdings.values())
         return max(ours, self._whole.get(place, 0) + coming)
 
     def excess(self, holder: Hashable) -> Refusal | None:
-        """Where all replicas together exceed the limit of a place that this one is at, and by how much."""
+        """The figures, if all replicas together exceed the limit of a place that this replica uses; otherwise None."""
         holding = self._holdings.get(holder)
         if holding is not None:
             for place, limit in self.limits.items():

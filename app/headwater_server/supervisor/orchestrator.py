@@ -1,4 +1,4 @@
-"""What is deployed, and all that decides about it: states, commands, scaling."""
+"""Runs the deployments of a configuration and decides about them: states, commands, scaling."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class Orchestrator:
     """Runs a configuration's deployments.
 
     Args:
-        config: what to serve.
+        config: the configuration to serve.
         host: starts replicas.
-        control: has the gateway workers' loads.
+        control: receives the gateway workers' loads.
         on_utilization: see `Autoscaler`.
-        read: reads the configuration again, to reload what has changed; None: nothing is watched.
-        config_file: the file that it is read from, if there is one.
+        read: reads the configuration again, to reload changed deployments; None: nothing is watched.
+        config_file: the file that the configuration is read from, if any.
     """
 
     def __init__(
@@ -62,19 +62,20 @@ class Orchestrator:
         self._reloader = None if read is None else Reloader(read, config_file, self.deployments, self._lifecycle, host)
 
     def _roll_back(self, one: VersionsState, version: str, reason: str) -> None:
-        """Have the default version answer all requests."""
+        """Give all requests to the default version."""
         share = one.config.shared_traffic.shares[version]
         self.deployments.adopt(one.name, one.default_alone())
         one.rolled_back = f"version `{version}` lost its share by itself: {reason} (it had {100 * share:g} %)"
         self._host.on_change()
 
     async def prepare(self) -> None:
-        """See `headwater_server.supervisor.front.Backend`: routes are known."""
+        """See `headwater_server.supervisor.front.Backend`. Routes are known at once, so there is nothing to wait
+        for."""
         if self._host.forks is not None:
-            self._host.forks.start()  # first: the first starts wait for it
+            self._host.forks.start()  # before anything else, since the first starts wait for it
 
     def start(self, running: Mapping[str, Collection[ReplicaHandle]] | None = None) -> None:
-        """Start all replicas that there should be, and keep them running.
+        """Start all wanted replicas, and keep them running.
 
         Args:
             running: replicas that serve already, by deployment.
@@ -88,7 +89,8 @@ class Orchestrator:
         self._host.spawn(self._canaries.run())
 
     async def end(self, is_hurried: Callable[[], bool]) -> None:
-        """End all replicas, orderly if there is time."""
+        """Stop all replicas. Replicas that take too long are killed; all are killed at once if ``is_hurried`` returns
+        true."""
         replicas = self._host.replicas
         for replica in replicas.values():
             replica.stop()
@@ -97,7 +99,7 @@ class Orchestrator:
             replica.kill()
 
     def note_loss(self, loss: ReplicaLoss) -> None:
-        """A gateway worker lost a replica, which has ended or may yet."""
+        """Note that a gateway worker lost a replica, which has ended or may still end."""
         if (replicas := self.sets.get(loss.model)) is not None:
             replicas.note_loss(loss)
 
@@ -112,7 +114,8 @@ class Orchestrator:
 
     @property
     def failure(self) -> str:
-        """Why no deployment serves any more: all have FAILED by themselves. Empty: some serve, or may yet."""
+        """Why no deployment serves any more: all have FAILED by themselves. Empty while a deployment serves or may
+        still start."""
         if self._reloader is not None or not all(map(self._has_given_up, self.deployments.config.deployments)):
             return ""
         served = [self.sets.get(name) or self._composites[name] for name in self.deployments.config.deployments]
@@ -126,19 +129,19 @@ class Orchestrator:
         ]
 
     def problems(self) -> Iterable[Problem]:
-        """What on this machine is in the way of replicas."""
+        """Problems of this machine that prevent replicas from running."""
         deployments = self._config.all_deployments().values()
-        # Triton's own message for it is a bus error.
+        # Triton itself would end with a mere bus error.
         return [*preflight.region_problems(deployments), *preflight.temporary_folder_problems(deployments)]
 
     def warnings(self) -> Iterable[Problem]:
-        """What on this machine is less than replicas should have."""
+        """Shortcomings of this machine that don't prevent replicas from running."""
         signatures = {name: one.signature for name, one in self.sets.items() if one.signature is not None}
         return preflight.shared_memory_warnings(self._config.all_deployments(), signatures)
 
     def routes(self, workers: int) -> list[DeploymentRoute]:
-        """What each of so many gateway workers gets of every deployment, steps behind their pipelines, and versions
-        behind their deployments."""
+        """The routes of all deployments, as each of ``workers`` gateway workers gets them. Steps follow their
+        pipelines, and versions their deployments."""
         sets = {name: replicas.route(workers) for name, replicas in self.sets.items()}
         for one in self._composites.values():
             one.update(sets)

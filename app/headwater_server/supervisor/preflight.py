@@ -1,4 +1,4 @@
-"""What can be found wrong before anything is started: addresses, folders, shared memory, security, tracing."""
+"""Checks made before anything is started: addresses, folders, shared memory, security, tracing."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ __all__ = [
 
 MIB = 1024 * 1024
 TRITON_REGION_BYTES = 4 * MIB
-"""The Python backend's region at start, as PyTriton sets it; it grows with what is in flight."""
+"""Size of the Python backend's region at start, as PyTriton sets it. The region grows with the calls in flight."""
 UNIX_PATH_BYTES = 107
 """The longest path of a socket on Linux: ``sun_path`` less its closing zero."""
 INSTANCE_NAME_BYTES = len("/headwater--xxxxxxxx")
@@ -55,27 +55,27 @@ VLLM_SOCKET_BYTES = len("/r99999/xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx")
 
 
 LEAST_OPEN_FILES: Final = 256
-"""Triton has 70 files open without any request; a connection, a call and a replica are a few more each."""
+"""Triton has 70 files open without any request. Each connection, call and replica adds a few more."""
 VANISHED_AFTER_MS: Final = 120_000
-"""A client is gone if what was sent to it stays unacknowledged for so long."""
+"""A client counts as gone if data sent to it stays unacknowledged for this long."""
 
 
 def open_listener(host: str, port: int) -> socket.socket:
     """Listen on a TCP address.
 
     Raises:
-        OSError: this isn't possible; `socket.gaierror` if there is no such address.
-        UnicodeError: the host is no name.
+        OSError: listening isn't possible; `socket.gaierror` if the address doesn't exist.
+        UnicodeError: the host is not a valid name.
     """
     family, kind, protocol, _, address = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.socket(family, kind, protocol))
-        # An earlier server's connections that are still closing don't matter.
+        # An earlier server's connections that are still closing don't prevent listening.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Accepted connections inherit these: one whose client vanished without a word ends after a minute or two, also
-        # while its request computes or its stream goes on.
+        # Accepted connections inherit these options: if a client vanishes without closing its connection, the
+        # connection ends after a minute or two, even while a request is computed or an answer is streamed.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 15)
@@ -87,7 +87,7 @@ def open_listener(host: str, port: int) -> socket.socket:
 
 
 def address_problems(host: str, port: int) -> list[Problem]:
-    """Whether the gateway can listen there."""
+    """Check whether the gateway can listen on an address."""
     where = f"{host}:{port}"
     try:
         open_listener(host, port).close()
@@ -105,9 +105,9 @@ def address_problems(host: str, port: int) -> list[Problem]:
 
 
 def runtime_dir_problems(server: Server, deployments: Mapping[str, Deployment]) -> list[Problem]:
-    """Whether the runtime folder can hold sockets, workspaces and temporary files."""
+    """Check whether the runtime folder can hold sockets, workspaces and temporary files."""
     title = "server.runtime_dir"
-    # The supervisor makes it if it is missing; a relative path starts in the folder in which Headwater is started.
+    # The supervisor makes the folder if it is missing. A relative path starts in the working folder of Headwater.
     root = Path(os.path.abspath(server.runtime_dir or tempfile.gettempdir()))
     another = "set `server.runtime_dir` to another folder, or TMPDIR"
     problems = []
@@ -134,7 +134,7 @@ def runtime_dir_problems(server: Server, deployments: Mapping[str, Deployment]) 
 
 
 def temporary_folder_problems(deployments: Iterable[Deployment]) -> list[Problem]:
-    """Whether Triton, if any deployment has one, can write where it does so whatever TMPDIR says."""
+    """Check whether Triton, if any deployment uses it, can write to the folder that it uses regardless of TMPDIR."""
     if all(one.is_vllm for one in deployments):
         return []
     try:
@@ -148,7 +148,8 @@ def temporary_folder_problems(deployments: Iterable[Deployment]) -> list[Problem
 
 
 def open_files_problems() -> list[Problem]:
-    """Whether each process may open as many files as it needs; raises the soft limit if only that is lower."""
+    """Check whether each process may open as many files as it needs. Raises the soft limit if only the soft limit is
+    too low."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < LEAST_OPEN_FILES:
         reason = f"a process may open {hard} files here; expected {LEAST_OPEN_FILES} at least, since Triton needs 70"
@@ -160,7 +161,7 @@ def open_files_problems() -> list[Problem]:
 
 
 def security_problems(config: Config) -> list[Problem]:
-    """Whether the API keys and the certificate can be used, if there are any."""
+    """Check whether the API keys and the certificate can be used, if they are configured."""
     problems = []
     tls = config.server.tls
     for attempt in (lambda: known_keys(config.security.keys_file), lambda: None if tls is None else Certificate(tls)):
@@ -174,10 +175,10 @@ def security_problems(config: Config) -> list[Problem]:
 
 
 def tracing_problems(server: Server) -> list[Problem]:
-    """Whether what sends traces is installed, if they are wanted."""
+    """Check whether the packages that send traces are installed, if tracing is configured."""
     if server.tracing is None:
         return []
-    with contextlib.suppress(ModuleNotFoundError):  # of the package itself
+    with contextlib.suppress(ModuleNotFoundError):  # raised if the top-level package is missing
         if importlib.util.find_spec("opentelemetry.exporter.otlp.proto.http") is not None:
             return []
     packages = ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http")
@@ -186,10 +187,10 @@ def tracing_problems(server: Server) -> list[Problem]:
 
 
 def shared_memory_bytes(deployment: Deployment, signature: Signature | None) -> int:
-    """What a deployment's replicas need in /dev/shm, with `ASSUMED_DIMENSION` for each dimension that varies.
+    """Bytes that a deployment's replicas need in /dev/shm, with `ASSUMED_DIMENSION` for each dimension that varies.
 
-    Each replica has the Python backend's regions: 4 MiB per instance, and the size of what its calls in flight carry.
-    vLLM has no Triton.
+    Each replica has the Python backend's regions: 4 MiB per instance, and the tensors of its calls in flight. Replicas
+    of vLLM have no Triton.
     """
     region = _region_bytes(deployment)
     if signature is not None and not deployment.is_vllm:
@@ -200,7 +201,7 @@ def shared_memory_bytes(deployment: Deployment, signature: Signature | None) -> 
 
 
 def shared_memory_problems(needed_bytes: int, free_bytes: int, total_bytes: int) -> list[Problem]:
-    """Whether so much fits into /dev/shm."""
+    """Check whether ``needed_bytes`` fit into the free part of /dev/shm."""
     if needed_bytes <= free_bytes:
         return []
     used = max(total_bytes - free_bytes, 0)
@@ -218,20 +219,21 @@ def shared_memory_problems(needed_bytes: int, free_bytes: int, total_bytes: int)
 
 
 def region_problems(deployments: Iterable[Deployment]) -> list[Problem]:
-    """Whether the regions that replicas have at start fit into /dev/shm, with the fewest replicas that there may be."""
+    """Check whether the regions that replicas have at start fit into /dev/shm, with the minimum number of replicas."""
     needed = sum(_region_bytes(one) * one.replicas.min for one in deployments)
     return free_shared_memory_problems(needed)
 
 
 def shared_memory_warnings(deployments: Mapping[str, Deployment], signatures: Mapping[str, Signature]) -> list[Problem]:
-    """Whether /dev/shm is large enough for all that the replicas may need, however much of it is used now."""
+    """Check whether /dev/shm is large enough for everything that the replicas may need, regardless of how much is used
+    now."""
     space = os.statvfs(SHARED_MEMORY)
     total = space.f_blocks * space.f_frsize
     return shared_memory_problems(needed_shared_memory_bytes(deployments, signatures), total, total)
 
 
 def free_shared_memory_problems(needed_bytes: int) -> list[Problem]:
-    """Whether so much fits into what is free of /dev/shm."""
+    """Check whether ``needed_bytes`` fit into the part of /dev/shm that is free now."""
     if not SHARED_MEMORY.is_dir():
         return [Problem("shared memory", f"there is no {SHARED_MEMORY}", f"mount a tmpfs at {SHARED_MEMORY}")]
     if not os.access(SHARED_MEMORY, os.W_OK):
@@ -242,12 +244,12 @@ def free_shared_memory_problems(needed_bytes: int) -> list[Problem]:
 
 
 def needed_shared_memory_bytes(deployments: Mapping[str, Deployment], signatures: Mapping[str, Signature]) -> int:
-    """What all deployments' replicas need in /dev/shm."""
+    """Bytes that the replicas of all deployments need in /dev/shm."""
     return sum(shared_memory_bytes(one, signatures.get(name)) for name, one in deployments.items())
 
 
 def _region_bytes(deployment: Deployment) -> int:
-    """What a replica's Triton takes in /dev/shm when it starts."""
+    """Bytes that a replica's Triton takes in /dev/shm when it starts."""
     return 0 if deployment.is_vllm else TRITON_REGION_BYTES * deployment.instances
 
 

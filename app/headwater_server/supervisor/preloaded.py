@@ -1,4 +1,4 @@
-"""Processes that have imported what replicas need, and fork them; see `headwater.replica.preloaded`."""
+"""Processes that have imported the modules that replicas need, and fork replicas; see `headwater.replica.preloaded`."""
 
 from __future__ import annotations
 
@@ -29,47 +29,47 @@ __all__ = ["Preloaded", "Preloads"]
 logger = logging.getLogger("headwater")
 
 IMPORT_TIMEOUT_S: Final = 60.0
-"""How long the first starts wait for the imports."""
+"""Seconds that the first starts wait for the imports."""
 FORK_TIMEOUT_S: Final = 1.0
-"""The supervisor waits for a fork, which takes some 20 ms; a process that takes longer is replaced."""
+"""Seconds that the supervisor waits for a fork, which takes some 20 ms. A process that takes longer is replaced."""
 REASON_BYTES: Final = 64 * 1024
 BINDING: Final = ("headwater_server.binder.warmup", "headwater_server.binder.warmup_lm")
-"""What binders import."""
+"""Modules that binders import."""
 _PAD: Final = " " * 200
-"""An argument whose memory takes the command lines of replicas."""
+"""An argument that makes room: replicas write their command lines into its memory."""
 
 
 class Preloaded:
-    """One process that forks replicas, which is started again when it ends.
+    """A process that forks replicas. It is started again when it ends.
 
     Args:
-        interpreter: the Python of the models; None: Headwater's own.
-        environment: that of the models.
-        modules: what it imports.
+        interpreter: the Python of the models; None: Headwater's Python.
+        environment: the environment of the models.
+        modules: the modules to import.
     """
 
     def __init__(
         self, host: Host, interpreter: Path | None, environment: Mapping[str, str], modules: Sequence[str]
     ) -> None:
         self.decided: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done once it is known, for the first time, whether it can fork."""
+        """Done once it is first known whether the process can fork."""
         self._host = host
         self._interpreter = interpreter
         self._environment = environment
         self._modules = modules if interpreter is not None else [*BINDING, *modules]
         self._process: subprocess.Popen[bytes] | None = None
         self._stage: Path | None = None
-        """A folder with our `headwater`, for another Python."""
+        """A folder with our package `headwater`, for another Python."""
         self._socket: socket.socket | None = None
-        """Connected to one that can fork."""
+        """Connected to the process while it can fork; otherwise None."""
 
     @property
     def is_ready(self) -> bool:
-        """Whether it can fork."""
+        """Whether the process can fork now."""
         return self._socket is not None
 
     async def run(self) -> None:
-        """Keep it running until the server stops, or it says that it can't fork."""
+        """Keep the process running until the server stops or the process reports that it can't fork."""
         backoff = Backoff()
         while not self._host.is_stopping:
             began_s = time.monotonic()
@@ -86,12 +86,12 @@ class Preloaded:
             await self._host.wait_for_stop(backoff.after(time.monotonic() - began_s))
 
     async def _live(self) -> bool:
-        """Start it and see it to its end. Returns whether it could fork."""
+        """Start the process and follow it to its end. Returns whether it could fork."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours:
             with theirs:
                 command = [self._python(), "-m", "headwater.replica.preloaded", str(self._host.folder)]
-                process = self._process = subprocess.Popen(  # noqa: ASYNC220  # which takes milliseconds
+                process = self._process = subprocess.Popen(  # noqa: ASYNC220  # starting takes milliseconds
                     [*command, str(theirs.fileno()), *self._modules, _PAD],
                     cwd=self._host.folder,
                     env=self._environment,
@@ -130,7 +130,8 @@ class Preloaded:
                 await ended
 
     def _python(self) -> str:
-        """The interpreter; another one's environment then has a folder with our `headwater` on its path."""
+        """The interpreter. For another Python, a folder with our package `headwater` is put on the path of its
+        environment."""
         if self._interpreter is None:
             return sys.executable
         if self._stage is None:
@@ -142,11 +143,12 @@ class Preloaded:
         """Fork a guardian with its replica. Returns the process id of the guardian, which waits for `GO`.
 
         Args:
-            request: its `changes` are to the supervisor's environment.
+            request: its `changes` are relative to the supervisor's environment.
             fds: see `ForkRequest`.
 
         Raises:
-            OSError: it can't; a fork that comes later ends with the pipes.
+            OSError: the process can't fork, or not in time. A guardian that is forked too late finds its pipes closed
+                and ends.
         """
         assert self._socket is not None
         assert self._process is not None
@@ -171,12 +173,12 @@ class Preloaded:
 
 
 class Preloads:
-    """The processes that fork a configuration's replicas: one for each Python and environment of those with heavy
-    imports.
+    """The processes that fork a configuration's replicas: a process for each distinct Python and environment of
+    replicas with heavy imports.
 
     Args:
-        host: has their processes.
-        deployments: of which those that are started with the server are forked.
+        host: owns their processes.
+        deployments: the deployments that are started with the server.
     """
 
     def __init__(self, host: Host, deployments: Iterable[Deployment]) -> None:
@@ -190,17 +192,17 @@ class Preloads:
         }
 
     def start(self) -> None:
-        """Start them."""
+        """Start the processes."""
         for one in self._all.values():
             self._host.spawn(one.run())
 
     async def wait(self, deployment: Deployment) -> None:
-        """Wait until a replica can be forked, or is better started without that."""
+        """Wait until a replica of the deployment can be forked, or should be started without forking."""
         if (one := self._of(deployment)) is not None:
             await asyncio.wait({one.decided}, timeout=IMPORT_TIMEOUT_S)
 
     def fork_of(self, deployment: Deployment) -> Fork | None:
-        """What forks a deployment's replicas; None: nothing does now."""
+        """A function that forks replicas of the deployment; None: they are started without forking."""
         one = self._of(deployment)
         return one.fork if one is not None and one.is_ready else None
 

@@ -26,14 +26,15 @@ logger = logging.getLogger("headwater")
 
 
 class Reloader:
-    """Watches the configuration and what its deployments are made of. What fails leaves what served before.
+    """Watches the configuration and the files of its deployments. If a reload fails, the replicas that served before go
+    on serving.
 
     Args:
         read: reads the configuration again; raises `ConfigError`.
-        config_file: the file that it is read from, if there is one.
-        deployments: the present ones.
-        lifecycle: loads, reloads and unloads them.
-        host: knows what replicas have imported.
+        config_file: the file that the configuration is read from, if any.
+        deployments: the present deployments.
+        lifecycle: loads, reloads and unloads deployments.
+        host: knows the files that replicas have imported.
     """
 
     def __init__(
@@ -51,16 +52,17 @@ class Reloader:
         self._host = host
         self._first = deployments.config
         self._wanted: Mapping[str, Deployment] = deployments.config.deployments
-        """As the file has them."""
+        """The deployments as the configuration's file has them."""
         self._adopted = dict(self._wanted)
-        """As they were last loaded."""
+        """The deployments as they were last loaded."""
         self._since_s = time.time()
-        """When what serves may have begun to read its files: some are known only once they have been imported."""
+        """Earliest time at which the serving replicas may have read their files. Some files become known only after
+        they have been imported."""
         self._watch = FileWatch(self._files())
 
     async def run(self) -> None:
-        """Reload what changes until the server stops. Files that change together are taken together: only once a look
-        finds no further change."""
+        """Reload changed deployments until the server stops. Changes are collected until a poll finds no further
+        change, so that files that change together cause a single reload."""
         changed: set[Path] = set()
         while not self._host.is_stopping:
             await self._host.wait_for_stop(POLL_S)
@@ -83,13 +85,13 @@ class Reloader:
             is_loaded = any(one.is_loaded for one in self._deployments.own_sets(name))
             if await self._carry_out("reload" if is_loaded else "load", name, section if is_changed else None):
                 self._adopted[name] = section
-        # Last first, since a pipeline's steps may be among them.
+        # In reverse order, since a pipeline must be unloaded before the deployments that are its steps.
         for name in reversed([name for name in self._adopted if name not in self._wanted]):
             if await self._carry_out("unload", name, None):
                 del self._adopted[name]
 
     def _is_unloaded(self, name: str) -> bool:
-        """Whether an operator has unloaded a deployment, which then stays so."""
+        """Whether an operator has unloaded a deployment. It then stays unloaded."""
         sets = self._deployments.own_sets(name)
         return all(not one.is_loaded and one.state is State.UNAVAILABLE for one in sets)
 
@@ -108,7 +110,7 @@ class Reloader:
         self._deployments.rebase(config)
 
     async def _carry_out(self, action: str, name: str, section: Deployment | None) -> bool:
-        """Whether a command succeeded; the log says why if it did not."""
+        """Carry out a command. Returns whether it succeeded; if not, the error is logged."""
         answer = await self._lifecycle.answer(Command(0, action, name), section, "since files have changed")
         if answer.status == 200:
             logger.info("%s: %s done, after %.1f s", name, action, answer.content["took_s"])
@@ -121,7 +123,7 @@ class Reloader:
         return own.union(*map(self._files_of, self._wanted))
 
     def _files_of(self, name: str) -> set[Path]:
-        """What a deployment is made of: files that its models name, and modules that its replicas have imported."""
+        """The files of a deployment: files that its models name, and modules that its replicas have imported."""
         deployment = self._wanted[name]
         steps = deployment.pipeline.all_steps().values() if deployment.pipeline is not None else ()
         found = set()
@@ -133,22 +135,23 @@ class Reloader:
 
 
 def files_of_model(model: str, search: list[str]) -> set[Path]:
-    """The files that a deployment's ``model`` may mean, there or not: a module, a file, or those of a folder.
+    """The files that a deployment's ``model`` may mean, whether they exist or not: a module, a file, or the files of a
+    folder.
 
     Args:
-        model: the reference; empty for none.
-        search: the folders in which it is looked for.
+        model: the reference; empty if there is no model.
+        search: the folders to search.
     """
     _, path = kind_and_path(model)
     if is_language_model(model):
         package, path = parse_reference(model)
-        if package:  # an installed one, which nobody edits
+        if package:  # an installed package, which nobody edits
             return set()
     if path:
         places = {Path(folder).absolute() / os.path.expanduser(path) for folder in search}
         found = set(places)
         for place in places:
-            with contextlib.suppress(OSError):  # it is no folder, or goes meanwhile
+            with contextlib.suppress(OSError):  # it is no folder, or was removed meanwhile
                 found.update(place.iterdir())
         return found
     module = model.partition(":")[0].replace(".", "/")

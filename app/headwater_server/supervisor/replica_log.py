@@ -1,4 +1,5 @@
-"""Turns lines that a replica writes into records of the log: a Python traceback is one record, so is any other line."""
+"""Turns lines that a replica writes into log records: a Python traceback becomes a single record, and so does any other
+line."""
 
 from __future__ import annotations
 
@@ -10,29 +11,29 @@ from typing import Final
 __all__ = ["ReplicaLog"]
 
 QUIET_S: Final = 0.2
-"""A traceback is complete when nothing follows within this time."""
+"""A traceback is complete when no line follows within this time."""
 MAX_LINES: Final = 1000
-"""The most lines of one record."""
+"""Maximum number of lines of a record."""
 _FIRST: Final = re.compile(r"(  \+ Exception Group )?Traceback \(most recent call last\):$")
 _LINK: Final = (
     "During handling of the above exception, another exception occurred:",
     "The above exception was the direct cause of the following exception:",
 )
-"""Separates a traceback from the next one, with an empty line before and after it."""
+"""Lines that separate a traceback from the next, with an empty line before and after."""
 
 
 class ReplicaLog:
     """Joins the lines of each traceback, chained exceptions included, and calls ``on_record`` with each record.
 
-    Of an exception's message, lines after the first one are recognised only if they are indented.
+    Lines of an exception's message after its first line are recognised only if they are indented.
     """
 
     def __init__(self, on_record: Callable[[str], None]) -> None:
         self._on_record = on_record
         self._lines: list[str] = []
-        """The lines of a traceback that may go on."""
+        """Lines of a traceback that may continue."""
         self._has_message = False
-        """Whether they include the exception's own line."""
+        """Whether `_lines` include the line with the exception's class and message."""
         self._timer: asyncio.TimerHandle | None = None
 
     def take(self, line: str) -> None:

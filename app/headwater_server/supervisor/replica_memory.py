@@ -1,4 +1,4 @@
-"""Finds capacity for replicas: picks each one's device, and keeps all of them within the memory budget."""
+"""Finds capacity for replicas: picks a device for each replica, and keeps all replicas within the memory budget."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FRESH_S: Final = 0.2
 
 @dataclass(eq=False)
 class Place:
-    """Capacity for one replica, until it is released."""
+    """Capacity for a replica, until it is released."""
 
     name: str
     """The deployment's name."""
@@ -41,9 +41,9 @@ class ReplicaMemory:
     """The memory of all deployments' replicas. Everything happens in the supervisor's event loop.
 
     Args:
-        budget: the limits; without any nothing is measured or refused.
-        measure: measures what each of some process groups has, by place.
-        used: measures how much of each GPU is used by any process.
+        budget: the limits; without limits nothing is measured or refused.
+        measure: measures the bytes that process groups use, by place.
+        used: measures the bytes of each GPU that all processes together use.
     """
 
     def __init__(
@@ -57,14 +57,14 @@ class ReplicaMemory:
         self._used = used
         self._places: set[Place] = set()
         self._devices: dict[str, str] = {}
-        """What ``auto`` became, by deployment."""
+        """The device that ``auto`` became, by deployment."""
         self._measuring = asyncio.Lock()
         self._measured_s = float("-inf")
         """When the last measurement began."""
 
     @classmethod
     def of(cls, server: Server) -> ReplicaMemory:
-        """With the limits of this machine and of the configuration."""
+        """Make a `ReplicaMemory` with the limits of this machine and of the configuration."""
         host = host_capacity()
         limit = server.memory_limit
         part = limit if isinstance(limit, float) else DEFAULT_MEMORY_PART
@@ -76,17 +76,19 @@ class ReplicaMemory:
         return cls(MemoryBudget(limits))
 
     async def reserve(self, name: str, config: Deployment, count: int) -> list[Place]:
-        """Find capacity for replicas of a deployment: for all of them or none, and for one while their size is unknown.
+        """Reserve capacity for ``count`` replicas of a deployment: for all or not at all, but for a single replica
+        while their size is unknown.
 
-        An empty list: that can't be decided yet, because their size is known only once another replica has started.
+        Returns an empty list if this can't be decided yet, because their size is known only once an earlier replica has
+        started.
 
         Args:
             name: the deployment's name.
-            config: what the replicas are started with.
-            count: how many; each goes to the device that has fewest of the deployment's replicas.
+            config: the configuration of the replicas.
+            count: how many; each replica goes to the device that has the fewest of the deployment's replicas.
 
         Raises:
-            MemoryBudgetExceeded: there is none; the message has figures.
+            MemoryBudgetExceeded: there is no capacity; the message has figures.
         """
         if self.budget.waits(name):
             return []
@@ -118,12 +120,12 @@ class ReplicaMemory:
         return found
 
     def attach(self, place: Place, replica: ReplicaHandle) -> None:
-        """Note that a replica was started there; its end releases the capacity."""
+        """Note that a replica was started in a place. Its end releases the place."""
         place.replica = replica
         replica.exited.add_done_callback(lambda _: self.release(place))
 
     async def settle(self, name: str, config: Deployment, place: Place) -> Refusal | None:
-        """Measure a replica that is ready. Returns by how much that exceeds the budget, if it does."""
+        """Measure a replica that is ready. Returns the figures if all replicas together now exceed the budget."""
         if place.replica is None:
             return None
         resolved = place.replica.facts.get("device", place.device)
@@ -136,24 +138,24 @@ class ReplicaMemory:
         return self.budget.excess(place)
 
     def release(self, place: Place) -> None:
-        """Release the capacity of a replica that is gone, or won't be started."""
+        """Release the capacity of a replica that is gone, or that won't be started."""
         self._places.discard(place)
         self.budget.release(place)
 
     def forget(self, name: str) -> None:
-        """Forget a deployment that was removed: another one may get its name."""
+        """Forget a removed deployment: a new deployment may get its name."""
         self.budget.forget(name)
         self._devices.pop(name, None)
 
     def _where(self, name: str, config: Deployment, device: str) -> str:
-        """The place in the budget of a device's memory."""
+        """The budget's name for the memory of a device."""
         if device == "auto":
             device = self._devices.get(name) or ("cuda:0" if len(self.budget.limits) > 1 else "cpu")
         visible = config.environment.get("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES"))
         return gpu_name(device, visible) or HOST
 
     async def _refresh(self, after_s: float) -> None:
-        """Measure all replicas, unless a measurement began after that time."""
+        """Measure all replicas, unless a measurement began after ``after_s``."""
         if not self.budget.limits:
             return
         loop = asyncio.get_running_loop()
@@ -164,7 +166,7 @@ class ReplicaMemory:
             held = [(place, place.is_ready, place.replica) for place in self._places]
             try:
                 found, whole = await asyncio.to_thread(self._look, [one for _, _, one in held if one is not None])
-            except OSError as error:  # no descriptors, for one: the last measurement stays
+            except OSError as error:  # for example no file descriptors; the last measurement stays
                 logger.error("the memory of replicas can't be measured: %s", error)
                 return
             for place, was_ready, replica in held:

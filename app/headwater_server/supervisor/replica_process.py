@@ -1,4 +1,4 @@
-"""One replica as the supervisor sees it: a guardian process, its status lines, its log."""
+"""The supervisor's view of a replica: its guardian process, its status lines, its log."""
 
 from __future__ import annotations
 
@@ -39,35 +39,36 @@ replica_logger = logging.getLogger(REPLICA_LOGGER)
 
 PIPES_TIMEOUT_S = 2.0
 LAST_LINES_S = 0.1
-"""How long what a guardian wrote may take to be read after its end."""
+"""Seconds in which the last lines of a guardian are still read after its end."""
 KILLED_TIMEOUT_S = 5.0
-"""How long the processes of a replica that has ended may take to be gone."""
+"""Seconds that the processes of an ended replica may take to be gone."""
 KILLED_POLL_S = 0.02
 LINE_LIMIT_BYTES = 16 * 1024 * 1024
 GUARDIAN_LOST = "its guardian was killed"
 LOG_LINES = 200
-"""How many of the last lines are kept: a crash leaves the stacks of all threads."""
+"""Number of last log lines that are kept: a crash writes the stacks of all threads."""
 REPORTED_LINES = 10
 REPORTED_CHARACTERS = 2000
 CRASH = "Fatal Python error"
-"""Begins what `faulthandler` writes; the stack of the thread that crashed comes next."""
+"""Start of the output of `faulthandler`; the stack of the thread that crashed comes next."""
 IDLE_S = 2.0
-"""How long a start, at first, runs only where a processor has nothing else to do. Where the kernel doesn't give each
-session its share (``autogroup``), a start on a machine without any time to spare would not get on at all."""
+"""Seconds for which a start, at first, runs only where a processor has nothing else to do. It then gets a low but
+normal priority: where the kernel doesn't give each session its share (``autogroup``), an idle-only start would make no
+progress on a fully loaded machine."""
 SPINNING_NICE = 5
-"""The priority of a vLLM's session while it serves, on the scale of `nice`. Its processes spin while they wait for each
-other, and at equal priority the kernel lets others on the same cores stand still for seconds; see docs/design.md."""
+"""The nice value of a vLLM's session while it serves. Its processes spin while they wait for each other, and at equal
+priority the kernel lets other processes on the same cores stand still for seconds; see docs/design.md."""
 
 
 class Forked:
-    """A child that another process forked; as `subprocess.Popen`."""
+    """A child that another process forked, with the interface of `subprocess.Popen`."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
 
     def send_signal(self, number: int) -> None:
-        """Send it a signal, unless it has been reaped."""
+        """Send the process a signal, unless it has been reaped."""
         if self.returncode is None:
             os.kill(self.pid, number)
 
@@ -84,9 +85,9 @@ class ReplicaProcess:
     Everything happens in the supervisor's event loop.
 
     Args:
-        deployment: the configuration, with one device.
-        directory: the replica's folder, which is made.
-        user_paths: folders of the user's modules, for its ``sys.path``.
+        deployment: the configuration, with a single device.
+        directory: the replica's folder; `start` makes it.
+        user_paths: folders of the user's modules, for the replica's ``sys.path``.
         on_progress: called with each stage of the start.
     """
 
@@ -107,16 +108,16 @@ class ReplicaProcess:
         self.signature: Signature | None = None
         self.facts: dict[str, str] = {}
         self.imported: list[str] = []
-        """The files of the user's modules, once it is ready or has failed."""
+        """Files of the user's modules that the replica has imported; known once it is ready or has failed."""
         self.batch_limit = 0
         self.reason = ""
         self.is_permanent = self.is_shortage = False
         self.leftovers: list[str] = []
-        """What could not be swept."""
+        """Files and segments that could not be swept."""
         self.ready: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self.ending = asyncio.Event()
         self.exited: asyncio.Future[None]
-        """Done when `follow` is; `headwater_server.supervisor.host.Host` sets it."""
+        """Done when `follow` has returned; `headwater_server.supervisor.host.Host` sets it."""
         self._name = name
         self._deployment = deployment
         self._user_paths = user_paths
@@ -134,7 +135,7 @@ class ReplicaProcess:
     @property
     def group(self) -> int:
         """See `ReplicaHandle.group`."""
-        self._group = Journal(self.directory).host_pid or self._group  # its folder goes before the last process may
+        self._group = Journal(self.directory).host_pid or self._group  # the folder may go before the last process
         return self._group
 
     @property
@@ -162,10 +163,10 @@ class ReplicaProcess:
         return True
 
     def start(self, fork: Fork | None = None) -> Child:
-        """Start the guardian, which starts the replica. Whoever reaps the guardian must run `follow`.
+        """Start the guardian, which starts the replica. The process that reaps the guardian must run `follow`.
 
         Args:
-            fork: forks both; if it can't, they are started as without it.
+            fork: forks guardian and replica; if it can't, both are started without forking.
 
         Raises:
             OSError: the machine lacks space, processes or file descriptors.
@@ -179,7 +180,7 @@ class ReplicaProcess:
 
     def _start(self, fork: Fork | None) -> Child:
         with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
-            # The guardian's ends of the pipes are closed here in any case, ours only if this fails.
+            # The guardian's ends of the pipes are closed here in any case, our ends only if the start fails.
             self.directory.mkdir(mode=0o700)
             ours.callback(shutil.rmtree, self.directory, ignore_errors=True)
             (self.directory / "tmp").mkdir(mode=0o700)
@@ -192,7 +193,7 @@ class ReplicaProcess:
             if fork is None:
                 guardian: Child = subprocess.Popen(
                     [*self._guardian(str(status_write), str(command_read)), "--", *self._command(status_write)],
-                    cwd=self.directory,  # neither sees what lies in the user's folder
+                    cwd=self.directory,  # so that neither guardian nor replica imports files from the user's folder
                     env={**os.environ, **temporary},
                     pass_fds=(status_write, command_read),
                     stdin=subprocess.DEVNULL,
@@ -234,14 +235,15 @@ class ReplicaProcess:
     async def follow(
         self, exited: asyncio.Future[int], end_orphans: Callable[[], Awaitable[None]] | None = None
     ) -> None:
-        """Wait until the guardian has exited, read its last words, and sweep the replica if the guardian was killed.
+        """Wait until the guardian has exited, read its last lines, and sweep the replica if the guardian was killed.
 
         Args:
-            exited: of the guardian.
-            end_orphans: ends what a killed guardian left behind in sessions of its own.
+            exited: the exit code of the guardian.
+            end_orphans: ends processes that a killed guardian left behind in other sessions.
         """
         await exited
-        # A guardian says why it ends, unless it is killed: its last lines come first.
+        # A guardian reports why it ends, unless it is killed. Its last lines are read before its death counts as the
+        # reason.
         asyncio.get_running_loop().call_later(LAST_LINES_S, self.mark_ending, GUARDIAN_LOST)
         if self.directory.exists():
             # The guardian has not swept. The group is killed first, since it holds our pipes open.
@@ -269,7 +271,7 @@ class ReplicaProcess:
             logger.error("%s: could not be removed: %s", self.id, leftover)
 
     def mark_ending(self, reason: str = "") -> None:
-        """Note that it can no longer be used; a reason that is known already stays."""
+        """Note that the replica can no longer be used. A reason that is already known stays."""
         self.reason = self.reason or reason
         self.ending.set()
         if not self.ready.done():
@@ -353,7 +355,7 @@ class ReplicaProcess:
         program = (
             "headwater_server.process.vllm_host" if self._deployment.is_vllm else "headwater_server.process.launcher"
         )
-        # Absolute, but not resolved: a virtual environment's Python is known by the link that it is.
+        # Absolute, but not resolved: Python finds its virtual environment by the path of the link.
         interpreter = self._deployment.interpreter
         python = "" if interpreter is None else os.path.abspath(interpreter)
         return [sys.executable, "-m", program, python, self._name, str(self.directory), str(status_fd)]
@@ -383,7 +385,8 @@ class ReplicaProcess:
     async def _raise(self, guardian: int) -> None:
         """Raise the priority of guardian and replica in two steps: after `IDLE_S`, and when the replica is ready.
 
-        Until it is ready, the first step is repeated every `IDLE_S`, for processes that started during the last one.
+        Until the replica is ready, the first step is repeated every `IDLE_S`, for processes that have started
+        meanwhile.
         """
         if not may_raise_priority():
             return
@@ -400,7 +403,8 @@ class ReplicaProcess:
         if group := self.group:
             set_session_priority(group, max(by, self._session_nice()))
         with contextlib.suppress(psutil.NoSuchProcess):  # the guardian has ended
-            # Beyond the replica's group: what the callable starts in another session has inherited the priority, too.
+            # Processes that the callable starts in other sessions are outside the replica's group, but inherit the
+            # priority too.
             descendants = psutil.Process(guardian).children(recursive=True)
             set_priority([guardian, *(process.pid for process in descendants)], _nice() + by)
 
@@ -440,23 +444,24 @@ class ReplicaProcess:
 
 
 def environment_of(deployment: Deployment) -> dict[str, str]:
-    """The environment of a deployment's replicas, but for ``TMPDIR``, of which each has its own."""
+    """The environment of a deployment's replicas, except ``TMPDIR``, which differs for each replica."""
     environment = dict(os.environ)
-    if deployment.is_vllm:  # ours may be meant for another one
+    if deployment.is_vllm:  # the supervisor's variables may be meant for another vLLM
         environment = {name: value for name, value in environment.items() if not name.startswith("VLLM_")}
     environment["PYTHONUNBUFFERED"] = "1"
     if deployment.threads is not None:
         for library in ("OMP", "MKL", "OPENBLAS", "NUMEXPR", "RAYON"):
             environment[f"{library}_NUM_THREADS"] = str(deployment.threads)
     elif not deployment.is_vllm and (cpus := cpu_count()) < len(os.sched_getaffinity(0)):
-        # Math libraries see the CPUs, but not the quota, and all ask this variable. Tokenizers see the quota, and
-        # vLLM takes fewer threads than this if the variable isn't set.
+        # Math libraries see the CPUs, but not the quota, and all of them read this variable. Tokenizers see the quota,
+        # and vLLM takes fewer threads than this if the variable isn't set.
         environment.setdefault("OMP_NUM_THREADS", str(cpus))
     return environment | deployment.environment
 
 
 def changes_between(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str | None]:
-    """What one environment has otherwise than another; None: it lacks this."""
+    """The variables that differ between two environments, with their values in ``after``; None: the variable is not in
+    it."""
     return {name: after.get(name) for name in {*before, *after} if before.get(name) != after.get(name)}
 
 
@@ -466,7 +471,7 @@ def _nice() -> int:
 
 
 def _pipe(reader: contextlib.ExitStack, writer: contextlib.ExitStack) -> tuple[int, int]:
-    """A pipe whose ends are closed by these stacks."""
+    """A pipe. Each of its ends is closed by the stack given for it."""
     read, write = os.pipe()
     reader.callback(os.close, read)
     writer.callback(os.close, write)
@@ -484,7 +489,7 @@ async def _read_lines(fd: int, take: Callable[[str], None]) -> None:
         while True:
             try:
                 line = await reader.readline()
-            except ValueError:  # longer than the limit: what was read so far is dropped
+            except ValueError:  # the line exceeds the limit: the part that was read is dropped
                 continue
             if not line:
                 return

@@ -1,4 +1,5 @@
-"""One deployment's replicas: starts them, replaces those that end, and loads, unloads and reloads them on demand."""
+"""The replicas of a deployment: starts them, replaces replicas that end, and loads, unloads and reloads them on
+demand."""
 
 from __future__ import annotations
 
@@ -28,23 +29,23 @@ __all__ = ["ReplicaSet"]
 logger = logging.getLogger("headwater")
 
 FAILED_STARTS_LIMIT: Final = 5
-"""After so many starts in a row that end before the replica is ready, the deployment has failed. Starts for which the
-machine lacks something don't count."""
+"""Number of consecutive failed starts after which the deployment has failed. A start fails if the replica ends before
+it is ready; starts for which the machine lacks a resource don't count."""
 GROW_RETRY_S: Final = 300.0
-"""For how long load adds no replica after one could not be started."""
+"""Seconds for which load adds no replica after a replica could not be started."""
 
 
 class ReplicaSet(Served):
-    """One deployment that has replicas of its own, as the supervisor sees it."""
+    """A deployment with replicas, as the supervisor sees it."""
 
     def __init__(
         self, name: str, config: Deployment, host: Host, part_of: str | None = None, version: str = ""
     ) -> None:
         super().__init__(name, config, "waiting to start")
         self.part_of = part_of
-        """The pipeline whose step it is, or the deployment that it is a version of, if any."""
+        """The pipeline that it is a step of, or the deployment that it is a version of, if any."""
         self.version = version
-        """Which version."""
+        """The name of the version; empty: it is not a version."""
         self.is_decided = False
         """Whether its first start has succeeded or failed."""
         self.has_given_up = False
@@ -54,64 +55,64 @@ class ReplicaSet(Served):
         self.wanted = self.bounds.min
         """How many replicas it should have now."""
         self.shortage = ""
-        """Why it has fewer replicas than its load requires; empty: it hasn't."""
+        """Why it has fewer replicas than its load requires; empty if it has enough."""
         self._trouble = ""
-        """Why its last start failed, in the words for operators, until one succeeds; see `failure`."""
+        """Why its last start failed, in words for operators, until a start succeeds; see `failure`."""
         self.host = host
         self.starter = ReplicaStarter(name, host)
         self._slots: list[Slot] = []
-        """Those that serve are in the order in which they began to."""
+        """Slots that serve are in the order in which they began to serve."""
         self._leaving: list[Slot] = []
-        """Released slots, whose replicas are being ended."""
+        """Released slots with replicas that are being ended."""
         self._no_growth_before_s = float("-inf")
         self._crashes: dict[str, float] = {}
-        """When replicas that served were lost recently that count against no key, by id."""
+        """Recent losses of serving replicas that count against no API key: the time of each loss, by replica id."""
         self._key_losses = KeyLosses(CRASH_WINDOW_S)
         self.generation = host.first_generation
         """Counts loads and reloads."""
         self.adapter_loads: Counter[str] = Counter()
-        """How often each adapter was loaded into replicas that served."""
+        """How often each adapter was loaded into serving replicas."""
 
     @property
     def ready(self) -> dict[str, ReplicaHandle]:
-        """The replicas that new requests go to, by id."""
+        """The replicas that get new requests, by id."""
         return {id: replica for id, replica in _serving(self._slots).items() if replica.is_reachable}
 
     @property
     def is_loaded(self) -> bool:
-        """Whether it has replicas, or is trying to."""
+        """Whether it has replicas, or is trying to start them."""
         return bool(self._slots)
 
     @property
     def is_failing(self) -> bool:
-        """Whether it has no replica, and tries again after long pauses only."""
+        """Whether it has no replica, and retries only after long pauses."""
         return bool(self._slots) and all(slot.is_slow for slot in self._slots)
 
     async def end_failing(self) -> None:
-        """Try no longer by itself, if it `is_failing`."""
+        """Stop retrying, if it `is_failing`."""
         if self.is_failing:
             await self._end(self._let_go(self._slots))
 
     def configure(self, config: Deployment) -> None:
-        """Change the configuration; running replicas keep the one they were started with."""
+        """Change the configuration. Running replicas keep the configuration that they were started with."""
         self.bounds = self._bounds_of(config)
         self.config = config
 
     def start(self, running: Collection[ReplicaHandle] = ()) -> None:
-        """Keep the replicas that it should have running, of which some may serve already, and start the others."""
+        """Start the wanted number of replicas and keep them running. The replicas in ``running`` serve already."""
         if running:
             self.wanted = min(max(self.wanted, len(running)), self.bounds.max)
             self._take(list(running))
         self._slots += [Slot(self) for _ in range(self.wanted - len(self._slots))]
 
     def stay_unloaded(self, bounds: ReplicaBounds) -> None:
-        """Begin as an earlier supervisor left it, unloaded."""
+        """Begin in the unloaded state that an earlier supervisor left."""
         self.bounds = bounds
         self.is_set_aside = True
         self.note_unloaded(())
 
     def route(self, workers: int) -> DeploymentRoute:
-        """What each of so many gateway workers gets, with its share of what is bounded."""
+        """The route that each of ``workers`` gateway workers gets, with the worker's share of limited resources."""
         batching = self.config.batching
         ready = self.ready
         serving = _serving([*self._leaving, *self._slots])
@@ -144,14 +145,15 @@ class ReplicaSet(Served):
     # Commands
 
     async def load(self) -> None:
-        """Start its replicas, each once; afterwards it is READY or FAILED. Raises as `ReplicaStarter.start_all`."""
+        """Start its replicas, with a single try for each; afterwards it is READY or FAILED. If the memory budget
+        doesn't allow them, its state stays. Raises as `ReplicaStarter.start_all`."""
         before, failure = (self.state, self.reason, self.has_given_up), self.failure
         self.failure = self._trouble = ""
         try:
             fresh = await self.starter.start_all(
                 self.config, self._within(self.bounds), lambda text: self.set_state(State.LOADING, text)
             )
-        except MemoryBudgetExceeded:  # perhaps only once the first one was measured
+        except MemoryBudgetExceeded:  # possibly only after the first replica was measured
             self.failure = failure
             self.set_state(*before)
             raise
@@ -163,7 +165,8 @@ class ReplicaSet(Served):
         self.host.on_change()
 
     async def begin_unload(self, timeout_s: float) -> Drained:
-        """Refuse new requests, replace no replica, and wait until nothing is in flight or the time is over."""
+        """Refuse new requests, stop replacing replicas, and wait until nothing is in flight or ``timeout_s`` has
+        passed."""
         for slot in self._slots:
             slot.release()
         self.is_set_aside = True
@@ -173,7 +176,7 @@ class ReplicaSet(Served):
         return await self.host.drain(self.name, timeout_s, None)
 
     async def end_unload(self) -> Retired:
-        """End all replicas. Afterwards it is UNAVAILABLE, or FAILED if anything remains."""
+        """End all replicas. Afterwards it is UNAVAILABLE, or FAILED if anything of them remains."""
         self._let_go(self._slots)
         self.shortage = self._trouble = self.failure = ""
         self.enter(State.UNLOADING, "its replicas are being ended")
@@ -183,7 +186,7 @@ class ReplicaSet(Served):
         return retired
 
     async def start_fresh(self, config: Deployment) -> list[ReplicaHandle]:
-        """Start replicas, with this configuration, beside those that serve. Raises as `ReplicaStarter.start_all`."""
+        """Start replicas with this configuration beside the serving replicas. Raises as `ReplicaStarter.start_all`."""
         try:
             with self.host.replacing(self.name):
                 return await self.starter.start_all(config, self._within(self._bounds_of(config)))
@@ -194,7 +197,8 @@ class ReplicaSet(Served):
             ) from error
 
     def switch(self, fresh: list[ReplicaHandle]) -> list[Slot]:
-        """Replace the replicas, from the host's next `on_change`. Returns the old ones' slots, for `retire`."""
+        """Replace the replicas; this takes effect with the host's next `on_change`. Returns the slots of the old
+        replicas, for `retire`."""
         old = self._let_go(self._slots)
         self._crashes.clear()
         self._key_losses.lift()
@@ -205,7 +209,7 @@ class ReplicaSet(Served):
         return old
 
     async def retire(self, old: list[Slot]) -> Retired:
-        """Let replaced replicas finish what they have in flight, and end them."""
+        """Let replaced replicas finish their requests in flight, and end them."""
         ids = list(_serving(old))
         drained = await self.host.drain(self.name, self.config.drain_timeout_s, ids) if ids else Drained()
         retired = await self._end(old)
@@ -213,7 +217,7 @@ class ReplicaSet(Served):
         return retired
 
     async def _end(self, slots: Collection[Slot]) -> Retired:
-        """End the replicas of released slots, and check what remains of them."""
+        """End the replicas of released slots, and check for leftovers."""
         for slot in slots:
             slot.serves = False
         self.host.on_change()
@@ -224,10 +228,12 @@ class ReplicaSet(Served):
     # Scaling
 
     async def scale(self, bounds: ReplicaBounds) -> Retired | None:
-        """Change the bounds, and start or end replicas accordingly. Returns what came of those that ended, if any.
+        """Change the bounds, and start or end replicas accordingly. Returns the result of ending replicas, if any were
+        ended.
 
         Raises:
-            Conflict: it isn't loaded. Also raises as `ReplicaStarter.start_all`. Nothing has changed then.
+            Conflict: the deployment isn't loaded. Also raises as `ReplicaStarter.start_all`. After an error nothing has
+                changed.
         """
         if not self.is_loaded or self.is_set_aside:
             raise Conflict(f"model `{self.name}` is {self.state.value}: {self.reason}; expected it loaded")
@@ -239,7 +245,7 @@ class ReplicaSet(Served):
         return await self._shed(len(self._slots) - bounds.max)
 
     async def grow(self) -> None:
-        """Add a replica, because the load requires it, if there is capacity."""
+        """Add a replica because the load requires it, if there is capacity."""
         if time.monotonic() < self._no_growth_before_s:
             return
         try:
@@ -250,7 +256,7 @@ class ReplicaSet(Served):
             return
         if not places:
             return
-        if not self.is_scalable or self.wanted >= self.bounds.max:  # meanwhile a command has come
+        if not self.is_scalable or self.wanted >= self.bounds.max:  # a command has come meanwhile
             self.host.memory.release(places[0])
             return
         self.shortage = ""
@@ -260,7 +266,7 @@ class ReplicaSet(Served):
         self.host.on_change()
 
     async def shrink(self) -> None:
-        """Remove a replica, because the load doesn't require it; what it has in flight is finished first."""
+        """Remove a replica because the load doesn't require it. Its requests in flight are finished first."""
         if not self.is_scalable or len(self._slots) <= self.bounds.min:
             return
         logger.info("%s: scaling down to %d replicas", self.name, len(self._slots) - 1)
@@ -280,14 +286,15 @@ class ReplicaSet(Served):
             self.host.on_change()
 
     def _bounds_of(self, config: Deployment) -> ReplicaBounds:
-        """The bounds that an operator set stay, unless the configuration's have changed."""
+        """The bounds under a new configuration: bounds that an operator set stay, unless the configuration's bounds
+        have changed."""
         return self.bounds if config.replicas == self.config.replicas else config.replicas
 
     def _within(self, bounds: ReplicaBounds) -> int:
         return min(max(self.wanted, bounds.min), bounds.max)
 
     async def _shed(self, count: int) -> Retired | None:
-        """Retire so many replicas, if any."""
+        """Retire ``count`` replicas, if it is more than 0."""
         released = self._let_go(_least_needed(self._slots, count))
         self.wanted = len(self._slots)
         self.host.on_change()
@@ -302,13 +309,13 @@ class ReplicaSet(Served):
         return slots
 
     def _take(self, fresh: list[ReplicaHandle]) -> None:
-        """Add replicas that serve, from the host's next `on_change`."""
+        """Add serving replicas; they get requests from the host's next `on_change`."""
         self._slots += [Slot(self, replica) for replica in fresh]
         self.signature = fresh[-1].signature
         self.enter(State.READY, f"replica {fresh[-1].id} ready")
 
     def _note_shortage(self, reason: str) -> None:
-        """Note that there is no capacity for another replica; it is logged once, until there is."""
+        """Note that there is no capacity for another replica. This is logged once, until there is capacity again."""
         if not self.shortage:
             logger.warning("%s: %s", self.name, reason)
         before = self.shortage, self.reason
@@ -322,7 +329,7 @@ class ReplicaSet(Served):
     # Replicas
 
     def note_no_capacity(self, slot: Slot, reason: str) -> None:
-        """A slot has found no capacity, and tries again later."""
+        """Note that a slot has found no capacity and will try again."""
         self._note_shortage(reason)
         if self.ready and len(self._slots) > self.bounds.min:  # only load required it, and may do so again
             self._slots.remove(slot)
@@ -331,16 +338,16 @@ class ReplicaSet(Served):
             self.host.on_change()
 
     def note_loss(self, loss: ReplicaLoss) -> None:
-        """A gateway worker lost a replica, which has ended or may yet."""
+        """Note that a gateway worker lost a replica, which has ended or may still end."""
         if loss.convicted:
             self._key_losses.convict([loss.replica, loss.earlier], loss.convicted)
-            if loss.earlier in self._crashes:  # it was not known then which request ended it
+            if loss.earlier in self._crashes:  # at the time of that loss its request was not yet known
                 self._charge(loss.earlier, self._crashes.pop(loss.earlier))
-        elif loss.times == 1:  # later ones only show that the first was right
+        elif loss.times == 1:  # repeated reports only confirm the first
             self._key_losses.note(loss.replica, loss.keys)
 
     def _charge(self, replica: str, at_s: float) -> bool:
-        """Count a lost replica against the key whose requests it had. Returns whether there is such a key."""
+        """Count a lost replica against the API key of its requests. Returns whether there is such a key."""
         if not (key := self._key_losses.charge(replica, at_s)):
             return False
         if key in self._barred():
@@ -356,13 +363,13 @@ class ReplicaSet(Served):
         return {key: epoch_s + until_s - now_s for key, until_s in barred.items()}
 
     def note_progress(self, text: str) -> None:
-        """A replica has reached a stage of its start."""
+        """Note that a replica has reached a stage of its start."""
         if self.state is State.LOADING:
             after = f", trying again after: {self._trouble}" if self._trouble else ""
             self.set_state(State.LOADING, f"{text}{after}")
 
     def note_trouble(self, reason: str, cause: str) -> None:
-        """A replica could not be started; its slot tries again."""
+        """Note that a replica could not be started. Its slot tries again."""
         self.is_decided = True
         self._trouble, self.failure = reason, cause
         if not self.ready and self.state is not State.UNAVAILABLE:
@@ -372,7 +379,7 @@ class ReplicaSet(Served):
             self.host.on_change()
 
     def note_ready(self, slot: Slot, replica: ReplicaHandle) -> None:
-        """A slot's replica serves."""
+        """Note that a slot's replica serves."""
         self._slots.remove(slot)
         self._slots.append(slot)
         self.signature = replica.signature
@@ -381,7 +388,7 @@ class ReplicaSet(Served):
         self.set_state(State.READY, f"replica {replica.id} ready")
 
     def note_lost(self, slot: Slot, replica: ReplicaHandle) -> None:
-        """A replica that served can no longer be used."""
+        """Note that a replica that served can no longer be used."""
         if not self.ready:
             for other in self._slots:
                 other.hurry()
@@ -391,7 +398,8 @@ class ReplicaSet(Served):
             self.host.on_change()
 
     def note_failed_start(self, slot: Slot, replica: ReplicaHandle, failed_starts: int) -> None:
-        """A replica ended before it was ready; so did the ones before it in its slot, so many in a row."""
+        """Note that a replica ended before it was ready; ``failed_starts`` is the number of consecutive failed starts
+        in its slot."""
         reason = replica.account() or "ended before it was ready"
         is_tried = slot.is_slow and not replica.is_permanent
         tries = "not tried again" if replica.is_permanent else f"{failed_starts} of {FAILED_STARTS_LIMIT}"
@@ -406,7 +414,7 @@ class ReplicaSet(Served):
             self.note_trouble(reason, replica.cause())
 
     def note_crash(self, slot: Slot, replica: ReplicaHandle) -> None:
-        """A replica that served has ended; its slot is about to start another."""
+        """Note that a replica that served has ended. Its slot is about to start another replica."""
         now_s = time.monotonic()
         if self._charge(replica.id, now_s):
             self.host.on_change()
@@ -418,7 +426,8 @@ class ReplicaSet(Served):
             self._try_slowly(slot, f"{lost}, the last: {replica.account()}")
 
     def _try_slowly(self, slot: Slot, reason: str) -> None:
-        """Have a slot try again after a long pause. A slot that only load required goes; load may require it again."""
+        """Have a slot try again after a long pause. A slot that only load required is removed; load may require it
+        again."""
         if len(self._slots) > self.bounds.min:
             self._give_up(slot, reason, f"one replica less: {reason}")
             return
@@ -435,12 +444,12 @@ class ReplicaSet(Served):
         self.set_state(State.FAILED, reason)
 
     def _give_up(self, slot: Slot, reason: str, shortage: str) -> None:
-        """Remove a slot. The others go on; with the last one the deployment has failed."""
+        """Remove a slot. The remaining slots go on; when the last slot is removed, the deployment has failed."""
         self._slots.remove(slot)
         slot.release()
         if self._slots:
             logger.error("%s: continues with %d replicas: %s", self.name, len(self._slots), shortage)
-            if not self.bounds.is_fixed:  # load may require another later
+            if not self.bounds.is_fixed:  # load may require another replica later
                 self.wanted = len(self._slots)
                 self._no_growth_before_s = time.monotonic() + GROW_RETRY_S
             self.shortage = shortage
@@ -466,12 +475,13 @@ class ReplicaSet(Served):
 
 
 def _serving(slots: Iterable[Slot]) -> dict[str, ReplicaHandle]:
-    """The replicas that serve, by id, those that are out of reach for now included."""
+    """The serving replicas by id, including replicas that are out of reach for now."""
     return {slot.replica.id: slot.replica for slot in slots if slot.serves and slot.replica is not None}
 
 
 def _least_needed(slots: Iterable[Slot], count: int) -> list[Slot]:
-    """So many slots: first those that don't serve, then the newest of those on the device that has most."""
+    """The ``count`` slots to give up first: slots that don't serve, then the newest slot on the device with the most
+    replicas."""
     left, found = list(slots), []
     for _ in range(count):
         on = [slot.replica.device if slot.replica is not None else "" for slot in left]

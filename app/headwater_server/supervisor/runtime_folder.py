@@ -14,13 +14,13 @@ __all__ = ["RuntimeFolder"]
 
 
 class RuntimeFolder:
-    """A new folder of mode 0700, with a lock on it that systemd-tmpfiles respects, until `close`.
+    """A new folder of mode 0700, with a lock on it that systemd-tmpfiles respects. It exists until `close`.
 
     Args:
-        parent: where it is made; None: in the system's folder for temporary files.
+        parent: the folder to make it in; None: the system's folder for temporary files.
 
     Raises:
-        OSError: it can't be made.
+        OSError: the folder can't be made.
     """
 
     def __init__(self, parent: Path | None) -> None:
@@ -29,7 +29,7 @@ class RuntimeFolder:
 
     @property
     def is_lost(self) -> bool:
-        """Whether it was removed, or something else has its path."""
+        """Whether the folder was removed, or another file has its path."""
         ours = os.fstat(self._folder)
         try:
             there = self.path.stat()
@@ -38,10 +38,10 @@ class RuntimeFolder:
         return (there.st_dev, there.st_ino) != (ours.st_dev, ours.st_ino)
 
     def make_again(self) -> None:
-        """Make it again, empty, with the same path. After an error it counts as lost as before.
+        """Make the folder again, empty, with the same path. After an error it still counts as lost.
 
         Raises:
-            OSError: it can't be made.
+            OSError: the folder can't be made.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.mkdir(mode=0o700)
@@ -57,14 +57,14 @@ class RuntimeFolder:
             os.close(handle)
 
     def close(self) -> None:
-        """Remove it."""
+        """Remove the folder."""
         shutil.rmtree(self.path, ignore_errors=True)
         for handle in (self._folder, self._lock):
             os.close(handle)
 
 
 def _locked(folder: Path) -> int:
-    """Lock the folder itself: systemd-tmpfiles leaves all in a folder alone that is locked so."""
+    """Lock the folder itself: systemd-tmpfiles leaves everything in a locked folder alone."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     fcntl.flock(handle, fcntl.LOCK_EX)
     return handle

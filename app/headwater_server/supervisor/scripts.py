@@ -1,4 +1,4 @@
-"""PyTriton scripts in a configuration: what they set where the configuration sets nothing."""
+"""Runs PyTriton scripts of a configuration: their settings apply where the configuration sets nothing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KIND = "pytriton"
 
 
 class _Run(NamedTuple):
-    """One way to run a script."""
+    """A script with everything that its run depends on."""
 
     script: str
     arguments: tuple[str, ...]
@@ -38,11 +38,11 @@ class _Model(NamedTuple):
 
     run: _Run
     name: str
-    """Empty for the only one."""
+    """The model's name in the script; empty if the script binds a single model."""
 
 
 class Scripts:
-    """What scripts set, each run once in a process of its own.
+    """The settings of scripts. Each script is run once, in a separate process.
 
     Args:
         paths: folders of the user's modules; the first is the working folder.
@@ -53,21 +53,21 @@ class Scripts:
         self._found: dict[_Run, dict[str, Any] | Problem] = {}
 
     def run(self, deployments: Iterable[Deployment]) -> None:
-        """Run the scripts of these deployments that have not been run, several at once."""
+        """Run the scripts of these deployments that have not been run, several at the same time."""
         runs = {model.run for one in deployments for model in scripts_of(one)} - set(self._found)
         if runs:
             with ThreadPoolExecutor(min(len(runs), cpu_count())) as pool:
                 self._found.update(zip(runs, pool.map(self._find, runs), strict=True))
 
     def finding(self, deployment: Deployment) -> dict[str, Any] | Problem:
-        """The fields of the `headwater.replica.bindings.ScriptFinding` of a deployment's script, or why there are
-        none."""
+        """The fields of the `headwater.replica.bindings.ScriptFinding` of a deployment's script, or the problem that
+        prevented it."""
         self.run([deployment])
         (model,) = scripts_of(deployment)
         return self._found[model.run]
 
     def warnings(self) -> list[str]:
-        """What the scripts ask for in vain, each once."""
+        """The warnings of all scripts, for example about settings that have no effect here; without duplicates."""
         found = {}
         for run, finding in self._found.items():
             if not isinstance(finding, Problem):
@@ -75,10 +75,11 @@ class Scripts:
         return list(found)
 
     def laid_under(self, deployment: Deployment) -> dict[str, Any]:
-        """A deployment's section with its scripts' fields where it has none itself, in its versions and steps too.
+        """A deployment's section, with its scripts' fields where the section sets nothing; also in its versions and
+        steps.
 
-        A fused pipeline gets the least ``max_batch_size`` of its scripts. A script that fails sets nothing: its
-        replicas say why.
+        A fused pipeline gets the smallest ``max_batch_size`` of its scripts. A script that fails sets nothing: its
+        replicas report the error.
         """
         self.run([deployment])
         section: dict[str, Any] = content(deployment)
@@ -92,13 +93,14 @@ class Scripts:
         return section if deployment.is_composite else laid_over(self._settings(deployment), section)
 
     def taken_out(self, deployment: Deployment) -> dict[str, Any]:
-        """A deployment's section without what `laid_under` has put there, for one that is no composite."""
+        """A deployment's section without the fields that `laid_under` has added. The section of a composite is returned
+        as it is."""
         self.run([deployment])
         section: dict[str, Any] = content(deployment)
         return section if deployment.is_composite else _without(section, self._settings(deployment))
 
     def _settings(self, deployment: Deployment) -> dict[str, Any]:
-        """The fields that a deployment's scripts set; none if it has none, or they fail."""
+        """The fields that a deployment's scripts set; empty if it has no scripts, or if they fail."""
         found: list[dict[str, Any]] = []
         for model in scripts_of(deployment):
             finding = self._found[model.run]
@@ -145,26 +147,26 @@ def scripts_of(deployment: Deployment) -> Iterator[_Model]:
         arguments = deployment.options.get("arguments", ())
         if kind == KIND:
             script, name = script_and_name(path)
-            # What is no list of texts is an error that the replicas report.
+            # Arguments that are no list of strings are an error, which the replicas report.
             listed = tuple(map(str, arguments)) if isinstance(arguments, (list, tuple)) else ()
             yield _Model(_Run(script, listed, deployment.interpreter, frozenset(deployment.environment.items())), name)
 
 
 def _own_steps(deployment: Deployment) -> Iterator[tuple[str, Step]]:
-    """A pipeline's steps with models of their own."""
+    """The steps of a pipeline that name a model rather than a deployment."""
     if deployment.pipeline is not None:
         yield from ((name, one) for name, one in deployment.pipeline.all_steps().items() if one.model is not None)
 
 
 def _of_step(deployment: Deployment, step: Step) -> Deployment:
-    """A step as a deployment, as far as running its script goes."""
+    """A step as a deployment, with the fields that running its script needs."""
     python, environment = step.python or deployment.python, {**deployment.environment, **(step.environment or {})}
     fields = {"model": step.model, "options": step.options, "python": python, "environment": environment}
     return deployment.model_copy(update={**fields, "pipeline": None})
 
 
 def _section_of_step(pipeline: dict[str, Any], name: str) -> dict[str, Any]:
-    """A step's own section within a pipeline's."""
+    """The section of a step within the section of its pipeline."""
     if "steps" in pipeline:
         found: dict[str, Any] = pipeline["steps"][name]
     else:
@@ -173,12 +175,12 @@ def _section_of_step(pipeline: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _with_own(settings: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """A script's fields, with a section's own laid over them."""
+    """A script's fields, overridden by the section's fields of the same names."""
     return laid_over(dict(settings), {name: own[name] for name in settings if name in own})
 
 
 def _without(section: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """A section's fields that another doesn't have, or has with other values."""
+    """The fields of a section that ``other`` doesn't have, or has with other values."""
     left: dict[str, Any] = {}
     for name, value in section.items():
         if isinstance(value, Mapping) and isinstance(other.get(name), Mapping):

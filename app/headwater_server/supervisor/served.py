@@ -1,4 +1,5 @@
-"""The state of a deployment, a set of replicas or a pipeline of other deployments."""
+"""The state of a served deployment: a set of replicas, a pipeline of other deployments, or a deployment with
+versions."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ logger = logging.getLogger("headwater")
 
 
 class Served:
-    """A deployment that is LOADING at first, for the given reason."""
+    """A deployment. It is LOADING at first, for the given reason."""
 
     def __init__(self, name: str, config: Deployment, reason: str) -> None:
         self.name = name
@@ -24,7 +25,7 @@ class Served:
         self.state = State.LOADING
         self.reason = reason
         self.failure = ""
-        """What clients see instead of the reason, if a start has failed and none succeeded since."""
+        """The reason in words for clients, if a start has failed and no start has succeeded since."""
         self.since_s = time.time()
         """When it entered its state, in seconds of the Unix epoch."""
         self.signature: Signature | None = None
@@ -32,7 +33,7 @@ class Served:
         """Whether an operator unloaded it."""
 
     def route(self, workers: int) -> DeploymentRoute:
-        """What each of so many gateway workers gets, with its share of what is bounded."""
+        """The route that each of ``workers`` gateway workers gets, with the worker's share of limited resources."""
         cache = self.config.cache
         return DeploymentRoute(
             name=self.name,
@@ -48,7 +49,7 @@ class Served:
         )
 
     def enter(self, state: State, reason: str) -> None:
-        """Enter a state; each change is logged once."""
+        """Enter a state. Each change of the state is logged once."""
         if state is not self.state:
             logger.info("%s: %s -> %s: %s", self.name, self.state.value, state.value, reason)
             self.since_s = time.time()
@@ -56,7 +57,7 @@ class Served:
         self.is_set_aside &= state not in (State.READY, State.FAILED)
 
     def note_unloaded(self, leftovers: Collection[str]) -> None:
-        """Enter the state after an unload: UNAVAILABLE, or FAILED if anything remains."""
+        """Enter the state after an unload: UNAVAILABLE, or FAILED if anything of the replicas remains."""
         self.failure = ""
         if leftovers:
             self.enter(State.FAILED, f"unloaded, but this remains: {'; '.join(leftovers)}")

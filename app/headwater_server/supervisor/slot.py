@@ -1,4 +1,4 @@
-"""One replica's place in a set: starts a replica, sees it to its end, and starts the next."""
+"""A place for a replica in a set: starts a replica, follows it to its end, and starts the next replica."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ logger = logging.getLogger("headwater")
 
 SLOW_FIRST_S: Final = 30.0
 SLOW_LONGEST_S: Final = 480.0
-"""How long the pauses are of a deployment that lost too many replicas."""
+"""Shortest and longest pause before a restart, if a deployment has lost too many replicas."""
 UNSERVED_PAUSE_S: Final = 2.0
-"""The longest pause before a replica that served is replaced while no other one serves. Slow pauses are longer."""
+"""The longest pause before a replica that served is replaced while no other replica serves. Slow pauses are longer."""
 PLACE_RETRY_S: Final = 2.0
-"""How often to look again for memory that a replica needs."""
+"""Seconds between tries to reserve memory for a replica."""
 
 
 class Owner(Protocol):
-    """The replica set that has a slot. It is notified of what becomes of replicas, and may then release the slot."""
+    """The replica set that has a slot. It is notified of events of the slot's replicas, and may then release the
+    slot."""
 
     name: str
     config: Deployment
@@ -52,9 +53,9 @@ class Owner(Protocol):
 
 
 class Slot:
-    """Keeps one replica running until it is released, or the server stops.
+    """Keeps a replica running until the slot is released or the server stops.
 
-    It may begin with a replica that serves already, or with reserved capacity for the first.
+    It may begin with a serving replica, or with reserved capacity for the first replica.
     """
 
     def __init__(self, owner: Owner, replica: ReplicaHandle | None = None, place: Place | None = None) -> None:
@@ -65,7 +66,7 @@ class Slot:
         self.is_kept = True
         """Whether a replica that ends is replaced."""
         self.is_slow = False
-        """Whether that takes a long pause, because too many were lost."""
+        """Whether the next start waits for a long pause, because too many replicas were lost."""
         self._owner = owner
         self._place = place
         self._failed_starts = 0
@@ -73,14 +74,14 @@ class Slot:
         owner.host.spawn(self._run())
 
     def release(self) -> None:
-        """Start no further replica. The present one stays until it is ended."""
+        """Start no further replica. The present replica stays until it is ended."""
         self.is_kept = False
         self._release_place()
         if self._pausing is not None:
             self._pausing.cancel()
 
     def hurry(self) -> None:
-        """End a pause, since no replica serves; slow ones stay."""
+        """End a pause, since no replica serves. Slow pauses stay."""
         if self._pausing is not None and not self.is_slow:
             self._pausing.cancel()
 
@@ -101,14 +102,14 @@ class Slot:
                 has_served = self.serves
                 await self._see_end(replica)
                 if has_served and replica.is_lost_with_node:
-                    backoff = Backoff()  # what is lost with a machine would live elsewhere
+                    backoff = Backoff()  # elsewhere the replica would not have been lost
             if self._is_wanted:
                 pause_s = (slow if self.is_slow else backoff).after(time.monotonic() - began_s)
                 is_missed = has_served and not self.is_slow and not self._owner.ready
                 await self._pause(min(pause_s, UNSERVED_PAUSE_S) if is_missed else pause_s)
 
     async def _reserve(self) -> bool:
-        """Wait until there is capacity for a replica. Returns whether there is: it may no longer be wanted."""
+        """Wait until there is capacity for a replica. Returns False if the replica is no longer wanted."""
         while self._place is None and self._is_wanted:
             retry_s = FIRST_MEASURED_RETRY_S
             try:
@@ -127,7 +128,7 @@ class Slot:
         return self._place is not None
 
     async def _start(self) -> None:
-        """Start a replica in the reserved capacity, unless that was released."""
+        """Start a replica in the reserved capacity, unless the capacity was released."""
         place, self._place = self._place, None
         owner = self._owner
         if place is None or owner.host.is_stopping:
@@ -135,7 +136,7 @@ class Slot:
         config = owner.config
         try:
             replica = self.replica = owner.starter.launch(place, config, owner.note_progress)
-        except OSError as error:  # no space, processes or descriptors: this may pass, and others go on serving
+        except OSError as error:  # no space, processes or descriptors: this may pass, and other replicas serve
             logger.error("%s: a replica can't be started: %s", owner.name, error)
             owner.note_trouble(f"a replica can't be started: {error}", f"a replica can't be started: {error.strerror}")
             return
@@ -146,7 +147,8 @@ class Slot:
             owner.note_ready(self, replica)
 
     async def _fit(self, replica: ReplicaHandle) -> bool:
-        """Give a replica the present adapters, which may have changed since its start. Returns whether it has them."""
+        """Give a replica the present adapters, which may have changed since its start. Returns whether it has them
+        now."""
         owner = self._owner
         try:
             while replica.adapters != owner.config.adapters:
@@ -184,7 +186,7 @@ class Slot:
             recorder().count("headwater_replica_restarts", self._owner.name)
 
     async def _pause(self, timeout_s: float) -> None:
-        """Wait before the next try, until `release` at most."""
+        """Wait before the next try; `release` and `hurry` end the wait."""
         self._pausing = asyncio.ensure_future(self._owner.host.wait_for_stop(timeout_s))
         await asyncio.wait({self._pausing})
 

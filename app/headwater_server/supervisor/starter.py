@@ -1,4 +1,5 @@
-"""Starts one deployment's replicas where there is capacity for them, and ends replicas with all that they have."""
+"""Starts the replicas of a deployment where there is capacity for them, and ends replicas with all their processes and
+files."""
 
 from __future__ import annotations
 
@@ -26,21 +27,22 @@ __all__ = ["FIRST_MEASURED_RETRY_S", "REPLICA_END_TIMEOUT_S", "ReplicaStarter", 
 logger = logging.getLogger("headwater")
 
 REPLICA_END_TIMEOUT_S: Final = 20.0
-"""How long a replica and its guardian may take to end; then they are killed."""
+"""Seconds that a replica and its guardian may take to end; then they are killed."""
 REPLICA_KILL_TIMEOUT_S: Final = 10.0
 LONG_START_S: Final = 60.0
-"""A start that takes longer waits for something other than a core; other starts no longer wait for it."""
+"""A start that takes longer than this many seconds waits for something other than a core, so other starts no longer
+wait for it."""
 FIRST_MEASURED_RETRY_S: Final = 0.2
-"""How often to look whether the first replica was measured, if others wait for that."""
+"""Seconds between checks whether the first replica was measured, while further replicas wait for that."""
 
 
 @dataclass
 class Retired:
-    """What came of ending replicas."""
+    """The result of ending replicas."""
 
     drained: Drained = field(default_factory=Drained)
     before: GroupUse = field(default_factory=GroupUse)
-    """What the replicas' processes had."""
+    """Resources that the replicas' processes used before they were ended."""
     after: GroupUse = field(default_factory=GroupUse)
     leftovers: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -70,17 +72,17 @@ class Retired:
 
 
 class ReplicaStarter:
-    """Starts and ends the replicas of one deployment."""
+    """Starts and ends the replicas of a deployment."""
 
     def __init__(self, name: str, host: Host) -> None:
         self.failure = ""
-        """Why the last failed start of `start_all` failed, in the words for clients."""
+        """Why the last failed start of `start_all` failed, in words for clients."""
         self._name = name
         self._host = host
 
     @contextlib.asynccontextmanager
     async def turn(self, config: Deployment) -> AsyncGenerator[None, None]:
-        """A context in which to start a replica: only so many start at once."""
+        """A context for starting a replica; it limits the number of simultaneous starts."""
         await self._host.prepare(config)
         await self._host.start_slots.acquire()
         with contextlib.ExitStack() as held:
@@ -92,7 +94,7 @@ class ReplicaStarter:
         """Start a replica in reserved capacity.
 
         Raises:
-            OSError: as `Host.launch`; the capacity is released.
+            OSError: as `Host.launch`; the capacity is then released.
         """
         try:
             replica = self._host.launch(self._name, config.on(place.device), on_progress)
@@ -103,14 +105,14 @@ class ReplicaStarter:
         return replica
 
     async def await_ready(self, replica: ReplicaHandle, place: Place, config: Deployment) -> bool:
-        """Wait until a replica is ready, and measure it. Returns whether it got ready."""
+        """Wait until a replica is ready, and measure it. Returns whether it became ready."""
         await replica.wait_for_place(config.load_timeout_s)
         if not replica.has_place and not replica.ending.is_set():
             replica.reason = f"no place for it within load_timeout_s = {config.load_timeout_s:g} s"
             replica.kill()
             return False
         started = time.monotonic()
-        # Not wait_for, which before Python 3.12 loses a cancellation that comes just when the replica gets ready.
+        # Not wait_for, which before Python 3.12 loses a cancellation that comes just when the replica becomes ready.
         if not (await asyncio.wait({replica.ready}, timeout=config.load_timeout_s))[0]:
             replica.reason = f"not ready within load_timeout_s = {config.load_timeout_s:g} s"
             replica.kill()
@@ -131,12 +133,13 @@ class ReplicaStarter:
     async def start_all(
         self, config: Deployment, count: int, on_progress: Callable[[str], None] = lambda text: None
     ) -> list[ReplicaHandle]:
-        """Start so many replicas, each once. Afterwards all of them are ready, or gone.
+        """Start ``count`` replicas, with a single try for each. Afterwards all of them are ready; after an error all of
+        them are gone.
 
-        ``on_progress`` is called when there is capacity for the first, and with each stage.
+        ``on_progress`` is called when there is capacity for replicas, and with each stage of a start.
 
         Raises:
-            CallableFailed: one of them didn't start, or was lost before the last was ready.
+            CallableFailed: a replica didn't start, or was lost before the last replica was ready.
             MemoryBudgetExceeded: the memory budget doesn't allow them.
             Unavailable: the server is stopping.
         """
@@ -164,7 +167,7 @@ class ReplicaStarter:
         return fresh
 
     def lost(self, fresh: Collection[ReplicaHandle]) -> CallableFailed | None:
-        """The error if one of the replicas that were started together has ended since it was ready."""
+        """The error if any of the replicas that were started together has ended since it was ready; otherwise None."""
         for one in fresh:
             if one.ending.is_set():
                 reason = one.account() or "it ended"
@@ -175,7 +178,7 @@ class ReplicaStarter:
     async def _start_one(
         self, place: Place, config: Deployment, on_progress: Callable[[str], None]
     ) -> ReplicaHandle | str:
-        """Start a replica. Returns it once it is ready; or, once it is gone, the reason."""
+        """Start a replica. Returns the replica once it is ready, or the reason after a failed start has ended."""
         async with self.turn(config):
             if self._host.is_stopping:
                 self._host.memory.release(place)
@@ -193,7 +196,7 @@ class ReplicaStarter:
         return replica.account() or "ended before it was ready"
 
     async def end(self, replicas: Collection[ReplicaHandle]) -> Retired:
-        """End replicas, and see what is left of them."""
+        """End replicas, and check for leftovers."""
         before = await _measure(replicas)
         await stop_or_kill(replicas)
         remains = await asyncio.gather(*(one.remains() for one in replicas))
@@ -207,13 +210,14 @@ class ReplicaStarter:
 async def _measure(replicas: Collection[ReplicaHandle]) -> GroupUse:
     try:
         return sum(await asyncio.gather(*(one.use() for one in replicas)), GroupUse())
-    except OSError as error:  # no descriptors, for one: the replicas are ended all the same
+    except OSError as error:  # for example no file descriptors; the replicas are ended all the same
         logger.error("the memory of replicas that are ended can't be measured: %s", error)
         return GroupUse()
 
 
 async def stop_or_kill(replicas: Collection[ReplicaHandle]) -> None:
-    """End replicas, and kill those that take too long. Returns when they have ended, or don't end even so."""
+    """Stop replicas, and kill replicas that take too long. Returns when they have ended, or when even killing them took
+    too long."""
     if not replicas:
         return
     for replica in replicas:
@@ -226,7 +230,7 @@ async def stop_or_kill(replicas: Collection[ReplicaHandle]) -> None:
 
 
 def _own_python(deployment: Deployment, facts: Mapping[str, str]) -> str:
-    """The Python that a replica runs under, and the versions there; empty: Headwater's own."""
+    """For the log: the Python that a replica runs under, and its versions; empty for Headwater's Python."""
     if deployment.interpreter is None:
         return ""
     return f", under {deployment.interpreter}: " + ", ".join(

@@ -19,20 +19,20 @@ from headwater_server.supervisor.replica_memory import ReplicaMemory
 __all__ = ["Supervisor"]
 
 OUT_OF_ORDER: Final = 2
-"""A replica that a worker loses so often in a row, without an answer in between, is ended. The worker waits before it
-tries a replica again that it lost (`headwater_server.dispatch.pool.LOST_RETRY_S`), in which time a replica that ended
-is gone."""
+"""A replica that a worker loses this many times in a row, without an answer in between, is ended. The worker waits
+before it retries a lost replica (`headwater_server.dispatch.pool.LOST_RETRY_S`); a replica that did end is gone by
+then."""
 
 
 class Supervisor(Front):
     """Runs a configuration on this machine until a signal stops it.
 
     Args:
-        config: what to serve.
+        config: the configuration to serve.
         user_paths: folders of the user's modules, for every replica's ``sys.path``.
         on_serving: see `Front`.
-        read: reads the configuration again, to reload what has changed; None: nothing is watched.
-        config_file: the file that it is read from, if there is one.
+        read: reads the configuration again, to reload changed deployments; None: nothing is watched.
+        config_file: the file that the configuration is read from, if any.
     """
 
     def __init__(
@@ -51,7 +51,8 @@ class Supervisor(Front):
         super().__init__(config, on_serving, control, host, self.orchestrator)
 
     def _note_loss(self, loss: ReplicaLoss) -> None:
-        """A worker lost a replica. One that is still there when it is lost again is out of order, and ends."""
+        """Note that a worker lost a replica. If a replica is lost again while it still runs, it is out of order and is
+        ended."""
         self.orchestrator.note_loss(loss)
         replica = self._host.replicas.get(loss.replica)
         if loss.times >= OUT_OF_ORDER and replica is not None and not replica.ending.is_set():

@@ -1,4 +1,4 @@
-"""A deployment with versions, as the supervisor sees it: its state, and how requests are shared among them."""
+"""The supervisor's view of a deployment with versions: its state, and how requests are shared among the versions."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ __all__ = ["VersionsState"]
 
 
 class VersionsState(Composite):
-    """One deployment, whose state is that of its default version."""
+    """A deployment with versions. Its state is the state of its default version."""
 
     parts = "versions"
 
     def __init__(self, name: str, config: Deployment) -> None:
         super().__init__(name, config)
         self.before: Traffic | None = None
-        """The traffic before the last change of it; None: it has not changed."""
+        """The traffic before its last change; None: the traffic has not changed."""
         self.rolled_back = ""
-        """What the last change of the traffic took back, and why; empty: it was no rollback."""
+        """Which rollback the last change of the traffic was, and why; empty if it was no rollback."""
 
     @property
     def deployments(self) -> Mapping[str, str]:
@@ -33,14 +33,14 @@ class VersionsState(Composite):
         return {version: f"{self.name}.{version}" for version in self.config.versions}
 
     def adopt(self, config: Deployment) -> None:
-        """See `Composite.adopt`; the traffic so far is kept for a rollback, if it changes."""
+        """See `Composite.adopt`. If the traffic changes, the previous traffic is kept for a rollback."""
         before, after = self.config.shared_traffic, config.shared_traffic
         if before != after:
             self.before, self.rolled_back = before, ""
         super().adopt(config)
 
     def promoted(self, version: str) -> Deployment:
-        """The configuration in which one version answers all requests, and is the default.
+        """The configuration in which ``version`` answers all requests and is the default.
 
         Raises:
             Conflict: there is no such version.
@@ -54,11 +54,11 @@ class VersionsState(Composite):
         """The configuration with the traffic before its last change.
 
         Args:
-            is_undo: whether a rollback is to be undone, rather than another change.
+            is_undo: whether to undo a rollback rather than another change.
 
         Raises:
-            Conflict: the traffic has not changed, its last change was a rollback and ``is_undo`` is not set, or the
-                other way round; or a version that had a share then is gone.
+            Conflict: the traffic has not changed; its last change was a rollback and ``is_undo`` is not set; its last
+                change was no rollback and ``is_undo`` is set; or a version that had a share before the change is gone.
         """
         if self.before is None:
             raise Conflict(f"model `{self.name}`: its traffic has not changed, so there is nothing to go back to")
@@ -80,7 +80,7 @@ class VersionsState(Composite):
 
     @property
     def is_watched(self) -> bool:
-        """Whether versions other than the default have a share that they may lose by themselves."""
+        """Whether versions other than the default have a share that an automatic rollback may take from them."""
         traffic = self.config.shared_traffic
         return traffic.rollback is not None and traffic.shares[traffic.default] < 1
 
@@ -92,12 +92,13 @@ class VersionsState(Composite):
     def _with(self, settings: Traffic, shares: Mapping[str, float], default: str) -> Deployment:
         shared = {version: shares.get(version, 0.0) for version in self.config.versions}
         fields = {**settings.settings, **shared, "default": default}
-        if shared.get(settings.shadow) != 0:  # it has a share now, or is gone
+        if shared.get(settings.shadow) != 0:  # the shadow version has a share now, or is gone
             fields.pop("shadow", None)
         return self.config.with_traffic(Traffic.model_validate(fields))
 
     def update(self, deployments: Mapping[str, DeploymentRoute]) -> None:
-        """See `Composite.update`. It is READY while its default version is; the reason names versions that are not."""
+        """See `Composite.update`. The deployment is READY while its default version is READY. The reason names versions
+        that are not READY."""
         if not self.is_loaded:
             return
         versions = {version: deployments[name] for version, name in self.deployments.items()}
@@ -114,7 +115,7 @@ class VersionsState(Composite):
         self.enter(State.READY, "; ".join(filter(None, (self.rolled_back, reason or "all versions ready"))), cause)
 
     def route(self, workers: int) -> DeploymentRoute:
-        """What each of so many gateway workers gets."""
+        """The route that each of ``workers`` gateway workers gets."""
         traffic = self.config.shared_traffic
         before = {} if self.before is None else self.before.shares
         shared = TrafficRoute(

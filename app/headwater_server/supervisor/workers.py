@@ -33,7 +33,7 @@ logger = logging.getLogger("headwater")
 
 PING_EVERY_S: Final = 1.0
 TIMEOUT_S: Final = 10.0
-"""A worker that gives no sign of life for so long is killed and replaced."""
+"""A worker that answers no ping for this many seconds is killed and replaced."""
 
 
 class Workers:
@@ -49,7 +49,7 @@ class Workers:
         self._control = control
         self._observer = observer
         self._kept: dict[str, KeptFiles] = {}
-        """Copies of the certificates that a worker reads when it starts, by the field of its settings."""
+        """Copies of the certificates that a worker reads when it starts, by field of `WorkerSettings`."""
         if (tls := config.server.tls) is not None:
             pair = [tls.certificate, tls.key]
             self._kept["kept_tls"] = KeptFiles(pair, lambda paths: Certificate(Tls(certificate=paths[0], key=paths[1])))
@@ -57,7 +57,8 @@ class Workers:
             self._kept["kept_cluster_tls"] = KeptFiles(peer_files(config.cluster.tls), check_peer_files)
 
     def start(self, listener: socket.socket) -> None:
-        """Start the workers, which accept connections from the listener; replace them until the server stops."""
+        """Start the workers, which accept connections from the listener, and replace workers that end until the server
+        stops."""
         cluster = self._config.cluster
         settings = WorkerSettings(
             control=str(self._host.folder / "control"),
@@ -74,7 +75,7 @@ class Workers:
             kill(pid)
 
     def replace_those_without_files(self, *, all: bool = False) -> None:
-        """Have others take the places of workers whose file of counts was removed, or of all."""
+        """Replace workers with a removed file of counts, or all workers."""
         for index, pid in self.pids.items():
             if (all or not self._observer.has_file(index)) and pid not in self._leaving:
                 self._leaving.add(pid)
@@ -83,7 +84,7 @@ class Workers:
                     os.kill(pid, signal.SIGTERM)
 
     async def watch(self) -> None:
-        """Kill workers whose event loop hangs; others take their places. Copy certificates that are new."""
+        """Kill workers with an event loop that hangs; they are replaced. Copy new certificates."""
         while True:
             self.end_silent()
             for kept in self._kept.values():
@@ -91,10 +92,10 @@ class Workers:
             await asyncio.sleep(PING_EVERY_S)
 
     def end_silent(self) -> None:
-        """Ping all workers, and kill those that have not answered for too long."""
+        """Ping all workers, and kill workers that have not answered for too long."""
         unanswered = self._control.ping()
         for index, pid in self.pids.items():
-            # Counted in pings, not by a clock: while the supervisor itself is stopped, nobody can answer it.
+            # Counted in pings, not by a clock: while the supervisor itself is stopped, no worker can answer it.
             if unanswered.get(pid, 0) * PING_EVERY_S >= TIMEOUT_S:
                 text = "gateway worker %d (%d) has given no sign of life for %g s: killing it"
                 logger.error(text, index, pid, TIMEOUT_S)
@@ -126,7 +127,7 @@ class Workers:
     def _start(
         self, index: int, listener: socket.socket, settings: WorkerSettings, reason: FileIO
     ) -> subprocess.Popen[bytes]:
-        """Start a worker, which writes to ``reason`` why it ends, if it ends by itself."""
+        """Start a worker. If it ends by itself, it writes the reason to the file ``reason``."""
         reason.seek(0)
         reason.truncate()
         kept = {}
@@ -134,7 +135,7 @@ class Workers:
             files.renew()
             kept[field] = list(map(str, files.copies))
         own = msgspec.structs.replace(settings, index=index, metrics=self._observer.start_worker(index), **kept)
-        # In memory: a worker must start while the disk is full, too.
+        # In memory, since a worker must be able to start while the disk is full.
         with open(os.memfd_create("settings", os.MFD_CLOEXEC), "wb", buffering=0) as file:
             file.write(msgspec.json.encode(own))
             fds = (file.fileno(), listener.fileno(), reason.fileno())
