@@ -1,1 +1,2 @@
-"""Hugging Face folders as models: one module for each task, in the words of transformers and sentence-transformers."""
+"""Hugging Face folders served as models: a module for each kind of task, with options and outputs named as in
+transformers and sentence-transformers."""

@@ -1,7 +1,7 @@
-"""Linear layers in FP32 on a CPU with AMX, whose tiles multiply numbers of 16 bits, by oneMKL's routine inside torch.
+"""Linear layers in FP32 on a CPU with AMX, which multiplies 16-bit numbers, through oneMKL's routine inside torch.
 
-Each FP32 factor becomes a bfloat16 number and a second one for what the first leaves out. Three products of these,
-summed up in FP32, take half the time of an FP32 product, and keep 16 of its 24 bits.
+Each FP32 factor is split into a bfloat16 number (high) and the remainder as another bfloat16 number (low). Three
+products of these parts, summed in FP32, take half the time of an FP32 product, and keep 16 of its 24 bits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn.functional import gelu
 __all__ = ["Linear", "fed_forward"]
 
 BLOCK_ROWS: Final = 256
-"""Of each thread: what is computed in between for so many stays in a core's second cache."""
+"""Rows of a block for each thread: intermediate results for this many rows fit in a core's L2 cache."""
 SPLIT_ROWS: Final = 64
 # From oneMKL's mkl_cblas.h.
 _ROW_MAJOR, _AS_IT_IS, _TRANSPOSED = 101, 111, 112
@@ -27,12 +27,12 @@ class Linear(torch.nn.Module):
     """A linear layer's product, for inference only.
 
     Args:
-        layer: whose weights are copied.
+        layer: the layer to copy the weights from.
 
     Raises:
         RuntimeError: this CPU lacks AMX for bfloat16.
         AttributeError: this torch lacks the routine.
-        OSError: this torch has another library.
+        OSError: this torch has no library `libtorch_cpu.so`.
     """
 
     def __init__(self, layer: torch.nn.Linear) -> None:
@@ -46,27 +46,27 @@ class Linear(torch.nn.Module):
             self.bias = torch.zeros(layer.out_features) if layer.bias is None else layer.bias.detach()
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """What the layer makes of rows, [..., in]: [..., out]."""
+        """Apply the layer to rows [..., in]; returns [..., out]."""
         sums = rows.new_empty(*rows.shape[:-1], len(self.bias))
         for part, some in zip(_blocks(sums), _blocks(rows), strict=True):
             self.add_to(part.copy_(self.bias), some)
         return sums
 
     def added(self, rows: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
-        """The same plus more, [..., out]."""
+        """Apply the layer to rows [..., in], and add `more`, [..., out]."""
         sums = more.new_empty(more.shape)
         for part, some, other in zip(_blocks(sums), _blocks(rows), _blocks(more), strict=True):
             self.add_to(torch.add(other, self.bias, out=part), some)
         return sums
 
     def add_to(self, sums: torch.Tensor, rows: torch.Tensor) -> None:
-        """Add to sums, [rows, out] and contiguous, what the layer makes of rows, [rows, in], without the bias."""
+        """Add the layer's result for rows [rows, in], without the bias, to `sums`, [rows, out] and contiguous."""
         (count, size), width = rows.shape, len(self.bias)
         factors = rows.new_empty(count, 2 * size, dtype=torch.bfloat16)
         for some, both in zip(torch.split(rows, SPLIT_ROWS), torch.split(factors, SPLIT_ROWS), strict=True):
             high = both[:, :size].copy_(some)
             both[:, size:].copy_(some - high.float())
-        # High times low and low times high, then high times high.
+        # The first product is high times low plus low times high, the second is high times high.
         for weight in (self._weight, self._weight[:, size:]):
             self._multiply(
                 _ROW_MAJOR, _AS_IT_IS, _TRANSPOSED, count, width, weight.shape[1],
@@ -75,7 +75,7 @@ class Linear(torch.nn.Module):
 
 
 def fed_forward(first: Linear, second: Linear, rows: torch.Tensor) -> torch.Tensor:
-    """Rows, [..., in], plus what the second makes of GELU of what the first makes of them."""
+    """The feed-forward part of a layer, for rows [..., in]: rows + second(GELU(first(rows)))."""
     sums = rows.new_empty(rows.shape)
     for part, some in zip(_blocks(sums), _blocks(rows), strict=True):
         second.add_to(torch.add(some, second.bias, out=part), gelu(first(some)))

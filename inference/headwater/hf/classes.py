@@ -1,4 +1,5 @@
-"""What transformers' networks say of a whole text or pair: scores of classes, or how well two texts match."""
+"""Models that score a whole text or a pair of texts with a transformers network: classes, or how well two texts
+match."""
 
 from __future__ import annotations
 
@@ -21,17 +22,18 @@ _LABEL: Final = Tensor("label", "BYTES", [1])
 
 
 class _Sequences:
-    """A tokenizer and a network that says one row of logits for each text or pair."""
+    """A tokenizer and a network that computes a row of logits for each text or pair."""
 
     def __init__(self, folder: HfFolder, device: str, max_length: int | None) -> None:
         self.network = folder.network("AutoModelForSequenceClassification", device)
-        self._packed_tokens = pack(self.network, reads_first=True)  # as these networks' heads do
+        self._packed_tokens = pack(self.network, reads_first=True)  # heads of these networks read only the first token
         self._tokenizer = folder.load("AutoTokenizer")
         self._max_length = max_length or folder.max_length(self._tokenizer)
         self._device = device
 
     def logits(self, *texts: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The logits, FP32 [n, labels], and the numbers of tokens, INT32 [n, 1]. Longer texts are cut."""
+        """The logits, FP32 [n, labels], and the numbers of tokens, INT32 [n, 1]. Texts longer than `max_length` are
+        cut."""
         fields = self._tokenizer(
             *texts, padding=True, truncation=self._max_length is not None, max_length=self._max_length,
             return_tensors="pt",
@@ -43,12 +45,12 @@ class _Sequences:
 class TextClassification(Model):
     """Scores the classes of a text, as transformers' pipeline does with all scores.
 
-    Scores are those of a softmax; of a sigmoid if the configuration's ``problem_type`` is
-    ``multi_label_classification``; and the logits if it is ``regression``.
+    The scores are a softmax of the logits. If the configuration's ``problem_type`` is ``multi_label_classification`` or
+    there is a single label, they are a sigmoid; if it is ``regression``, they are the logits.
 
     Args:
-        folder: with weights of a network for sequence classification.
-        max_length: tokens to which longer texts are cut; default: as many as the model reads.
+        folder: a folder with the weights of a network for sequence classification.
+        max_length: longer texts are cut to this number of tokens; default: the most tokens that the model reads.
 
     Inputs:
         text: BYTES [1], UTF-8.
@@ -59,7 +61,7 @@ class TextClassification(Model):
         tokens: INT32 [1], how many tokens were read.
 
     Raises:
-        LoadError: the folder can't be served so.
+        LoadError: the folder can't be served for this task.
     """
 
     inputs = (_TEXT,)
@@ -71,7 +73,7 @@ class TextClassification(Model):
         self._folder = folder
         self._max_length = _checked_length(folder, max_length)
         self._labels = folder.labels
-        # Other models declare these in their class; here the folder does.
+        # Other models declare their outputs in the class; here the outputs depend on the folder.
         self.outputs = (_LABEL, _scores(self._labels), _TOKENS)  # type: ignore[misc]
 
     def load(self, device: str) -> None:
@@ -86,11 +88,12 @@ class TextClassification(Model):
 class TextRanking(Model):
     """Scores how well a document answers a query, as a cross-encoder of sentence-transformers does.
 
-    The score is the logit's sigmoid, or what the folder's ``activation_fn`` says, if that is one of ``torch.nn``.
+    The score is the logit's sigmoid, or the folder's ``activation_fn`` of the logit, which must be a class of
+    ``torch.nn``.
 
     Args:
-        folder: with weights of a network for sequence classification with one label.
-        max_length: tokens to which longer pairs are cut; default: as many as the model reads.
+        folder: a folder with the weights of a network for sequence classification with a single label.
+        max_length: longer pairs are cut to this number of tokens; default: the most tokens that the model reads.
 
     Inputs:
         query: BYTES [1], UTF-8.
@@ -101,7 +104,7 @@ class TextRanking(Model):
         tokens: INT32 [1], how many tokens were read.
 
     Raises:
-        LoadError: the folder can't be served so.
+        LoadError: the folder can't be served for this task.
     """
 
     inputs = (Tensor("query", "BYTES", [1]), Tensor("document", "BYTES", [1]))
@@ -128,7 +131,8 @@ class TextRanking(Model):
 
 
 def scores_of(folder: HfFolder, labels: tuple[str, ...], logits: torch.Tensor) -> dict[str, Any]:
-    """The outputs ``label`` and ``scores``, as the configuration's ``problem_type`` says."""
+    """The outputs ``label`` and ``scores`` for logits [n, labels], according to the configuration's
+    ``problem_type``."""
     problem = folder.config.get("problem_type")
     if problem == "regression":
         scores = logits

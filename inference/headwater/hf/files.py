@@ -1,4 +1,4 @@
-"""Files that arrive as BYTES: as they are, in base64, or as a data URL, so that JSON can carry them."""
+"""Files that arrive as BYTES: raw, or in base64 or as a data URL, which JSON can carry."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["file_of"]
 _SPACE: Final = b" \t\n\r\f\v"
 _ALPHABET: Final = string.ascii_letters.encode() + string.digits.encode() + b"+/" + _SPACE
 _LEAST_BYTES: Final = 16
-"""Of a text in base64 without a data URL: a shorter one is no file."""
+"""The least length of base64 text outside a data URL; shorter input is taken as a raw file."""
 
 
 def file_of(name: str, raw: bytes) -> bytes:
-    """A file's bytes; raises `BadInput` if a data URL has no valid base64."""
+    """A file's bytes, decoded from base64 or a data URL if necessary; raises `BadInput` if the base64 is invalid."""
     is_url = raw.startswith(b"data:")
     text = raw.partition(b",")[2] if is_url else raw
     if not is_url and not _is_base64(text):
@@ -30,7 +30,8 @@ def file_of(name: str, raw: bytes) -> bytes:
 
 
 def _is_base64(text: bytes) -> bool:
-    """Whether bytes are of base64's alphabet and spaces only, with its padding at the end."""
+    """Whether bytes contain only characters of base64 and white space, with padding only at the end, and are long
+    enough."""
     stripped = text.rstrip(_SPACE)
     content = stripped.rstrip(b"=")
     padding = len(stripped) - len(content)

@@ -1,4 +1,5 @@
-"""A Hugging Face folder: its configuration files, and what is loaded from it without code of its own or a network."""
+"""A Hugging Face folder: reads its configuration, and loads its model without network access or code from the
+folder."""
 
 from __future__ import annotations
 
@@ -30,11 +31,11 @@ Task: TypeAlias = Literal[
 TASKS: Final[tuple[Task, ...]] = get_args(Task)
 
 LOCAL: Final = {"local_files_only": True, "trust_remote_code": False}
-"""What every ``from_pretrained`` gets: no network, and no code of the folder's."""
+"""Arguments of every ``from_pretrained``: no network access, and no code from the folder."""
 
 _SEQ2SEQ_SPEECH: Final = ("WhisperForConditionalGeneration",)
 _UNKNOWN_LENGTH: Final = 1_000_000
-"""Tokenizers without a limit say a much larger number."""
+"""Tokenizers without a limit report a much larger ``model_max_length``."""
 
 _Loaded = TypeVar("_Loaded")
 
@@ -68,7 +69,7 @@ class HfFolder:
         return LoadError(Problem(self.title, reason, fix))
 
     def read(self, name: str) -> dict[str, Any]:
-        """The content of one of the folder's JSON files, empty if there is none."""
+        """The content of a JSON file of the folder; empty if the file does not exist."""
         content = self._json(name)
         if content is None:
             return {}
@@ -77,7 +78,7 @@ class HfFolder:
         return content
 
     def modules(self) -> list[tuple[str, dict[str, Any]]]:
-        """The modules of a sentence-transformers folder: the class's name and its configuration."""
+        """The modules of a sentence-transformers folder: for each, the name of its class, and its configuration."""
         content = self._json("modules.json") or []
         try:
             return [
@@ -103,13 +104,14 @@ class HfFolder:
 
     @property
     def architecture(self) -> str:
-        """The class that the weights were saved from; empty if the configuration doesn't say."""
+        """The name of the class that the weights were saved from; empty if the configuration doesn't name it."""
         names = self.config.get("architectures")
         return str(names[0]) if isinstance(names, list) and names else ""
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The names of the classes, in their order; transformers' own names if the configuration has none."""
+        """The names of the classes, ordered by index; transformers' default names if the configuration lists no
+        names."""
         names = self.config.get("id2label")
         if not isinstance(names, dict) or not names:
             count = self.config.get("num_labels", 2)
@@ -121,10 +123,10 @@ class HfFolder:
             raise self.error(f"config.json: id2label: expected numbers as keys, got {list(names)[:3]}", fix) from error
 
     def task(self) -> Task:
-        """The task that the folder's configuration says.
+        """The task that the folder's configuration implies.
 
         Raises:
-            LoadError: it says none that is served.
+            LoadError: no supported task matches the configuration.
         """
         if self.has_modules:
             kind = self.read("config_sentence_transformers.json").get("model_type", "SentenceTransformer")
@@ -153,28 +155,29 @@ class HfFolder:
         )
 
     def load(self, auto_class: str, package: str = "transformers", **arguments: Any) -> Any:
-        """What a class of transformers' or sentence-transformers' makes of the folder.
+        """Load the folder with a class of transformers or sentence-transformers.
 
         Raises:
-            LoadError: the package is missing, or the folder can't be read so.
+            LoadError: the package is missing, or the class can't load the folder.
         """
         cls = getattr(self.need(package), auto_class)
         make = cls.from_pretrained if hasattr(cls, "from_pretrained") else cls
         return self.checked(lambda: make(str(self.path), **LOCAL, **arguments), auto_class)
 
     def network(self, auto_class: str, device: str, unused: str = "") -> Any:
-        """A network of transformers' with the folder's weights, on a device, ready to compute.
+        """A transformers network with the folder's weights, on a device and in evaluation mode.
 
-        Weights are read from safetensors files; if there are none, from ``.bin`` files by torch's ``weights_only``,
-        which runs none of a pickle's code.
+        Weights are read from safetensors files. If the folder has only ``.bin`` files, torch reads them with
+        ``weights_only``, which does not run code in a pickle.
 
         Args:
             auto_class: such as ``AutoModelForTokenClassification``.
             device: such as ``cpu``.
-            unused: beginning of the names of weights that the task doesn't need, which may be missing.
+            unused: prefix of the names of weights that the task doesn't need; these weights may be missing.
 
         Raises:
-            LoadError: weights are missing or can't be read; transformers itself would make up random ones.
+            LoadError: weights are missing or can't be read; transformers itself would fill missing weights with random
+                numbers.
         """
         self.need("transformers").logging.disable_progress_bar()
         model, facts = self.load(auto_class, output_loading_info=True)
@@ -189,10 +192,10 @@ class HfFolder:
         return model.train(False).to(device)
 
     def need(self, module: str) -> Any:
-        """A package that this task needs.
+        """Import a module that this task needs.
 
         Raises:
-            LoadError: it is not installed.
+            LoadError: the module's package is not installed.
         """
         try:
             return importlib.import_module(module)
@@ -201,7 +204,7 @@ class HfFolder:
             raise self.error(f"it needs {distribution}: {error}", install_command(extra, distribution)) from error
 
     def checked(self, make: Callable[[], _Loaded], doing: str) -> _Loaded:
-        """What ``make`` returns, any failure as a `LoadError`."""
+        """Call ``make`` and return its result; any failure is raised as a `LoadError`."""
         try:
             return make()
         except LoadError:
@@ -222,7 +225,7 @@ class HfFolder:
             ) from error
 
     def max_length(self, tokenizer: Any) -> int | None:
-        """The most tokens that the model reads of a text; None: no limit is known."""
+        """The most tokens that the model reads of a text; None if no limit is known."""
         sizes = [self.config.get("max_position_embeddings"), getattr(tokenizer, "model_max_length", None)]
         return min((size for size in sizes if isinstance(size, int) and 0 < size < _UNKNOWN_LENGTH), default=None)
 

@@ -1,4 +1,4 @@
-"""Image classification, of a transformers folder."""
+"""Image classification with a transformers folder."""
 
 from __future__ import annotations
 
@@ -19,29 +19,30 @@ from headwater.wire.arrays import Array
 __all__ = ["ImageClassification"]
 
 MOST_PIXELS: Final = 40_000_000
-"""Of an image: 160 MB in Pillow, and the same once more while it is converted."""
+"""The most pixels of an image: they take 160 MB in Pillow, and another 160 MB while the image is converted."""
 FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "JPEG2000", "PPM", "AVIF")
-"""Whose header tells the size. ICO and ICNS hold images of any size, and for EPS Pillow runs Ghostscript."""
+"""The accepted formats, in which the header tells the size. ICO and ICNS contain images of any size, and Pillow runs
+Ghostscript for EPS."""
 _TILE: Final = (322, 323)
-"""TIFF's tags of the width and height of a tile, which is unpacked whole."""
+"""TIFF tags for the width and height of a tile; a tile is unpacked as a whole."""
 
 
 class ImageClassification(Model):
     """Scores the classes of an image, as transformers' pipeline does with all scores.
 
     Args:
-        folder: with weights of a network for image classification, and its ``preprocessor_config.json``.
+        folder: a folder with the weights of a network for image classification, and its ``preprocessor_config.json``.
 
     Inputs:
-        image: BYTES [1], a file of one of `FORMATS` with at most 40,000,000 pixels; or this file in base64, or as a
-            data URL. Only one is unpacked at a time.
+        image: BYTES [1], a file in a format of `FORMATS` with at most 40,000,000 pixels; or this file in base64, or as
+            a data URL. The images of a batch are unpacked successively.
 
     Outputs:
         label: BYTES [1], the class with the highest score.
         scores: FP32 [classes].
 
     Raises:
-        LoadError: the folder can't be served so.
+        LoadError: the folder can't be served for this task.
     """
 
     inputs = (Tensor("image", "BYTES", [1]),)
@@ -51,7 +52,7 @@ class ImageClassification(Model):
     def __init__(self, folder: HfFolder) -> None:
         self._folder = folder
         self._labels = folder.labels
-        # Other models declare these in their class; here the folder does.
+        # Other models declare their outputs in the class; here the outputs depend on the folder.
         self.outputs = (  # type: ignore[misc]
             Tensor("label", "BYTES", [1]), Tensor("scores", "FP32", [len(self._labels)], labels=self._labels),
         )  # fmt: skip
@@ -79,10 +80,10 @@ class ImageClassification(Model):
                 return image.convert("RGB")
         except BadInput:
             raise
-        # Beyond Pillow's own bounds, which are higher.
+        # Pillow's limits are higher; it raises these errors when it reads the header.
         except (self._pillow.DecompressionBombError, self._pillow.DecompressionBombWarning) as error:
             raise BadInput(f"input 'image': expected at most {MOST_PIXELS} pixels: {error}") from error
-        except Exception as error:  # its decoders raise errors of many classes
+        except Exception as error:  # Pillow's decoders raise errors of many classes
             raise BadInput(
                 f"input 'image': expected an image such as a PNG or JPEG file, got {len(raw)} bytes that Pillow "
                 f"can't read ({type(error).__name__})"
@@ -90,10 +91,10 @@ class ImageClassification(Model):
 
 
 def _check_size(image: Any) -> None:
-    """Refuse an image, of which Pillow has read the header, that is too large to be unpacked.
+    """Refuse an image that is too large to be unpacked. Pillow has read only its header.
 
     Raises:
-        BadInput: it is.
+        BadInput: the image, or a tile of it, has more than `MOST_PIXELS` pixels.
     """
     tile = math.prod(getattr(image, "tag_v2", {}).get(tag, 1) for tag in _TILE)
     if (pixels := max(image.width * image.height, tile)) > MOST_PIXELS:
@@ -104,7 +105,7 @@ def _check_size(image: Any) -> None:
 
 
 def _blank(pillow: Any) -> str:
-    """A grey image, as base64."""
+    """A grey PNG image, in base64."""
     file = io.BytesIO()
     pillow.new("RGB", (32, 32), (128, 128, 128)).save(file, "PNG")
     return base64.b64encode(file.getvalue()).decode()

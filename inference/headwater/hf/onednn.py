@@ -1,4 +1,4 @@
-"""Linear layers on a CPU with weights in the order in which oneDNN reads them, through torch's private operators."""
+"""Linear layers on a CPU with weights in oneDNN's layout, through torch's private operators."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 __all__ = ["ROWS", "Linear", "fed_forward"]
 
 ROWS: Final = 16
-"""oneDNN generates code for each number of rows that it gets, which takes about a millisecond: multiples of this many
-are few enough to be kept."""
+"""Row counts are padded to a multiple of this. oneDNN generates code for each row count, which takes about a
+millisecond; the multiples are few enough for oneDNN to keep the code of all."""
 _TYPICAL_ROWS: Final = 1024
 
 
@@ -18,10 +18,10 @@ class Linear(torch.nn.Module):
     """A linear layer's product, in FP32 and for inference only.
 
     Args:
-        layer: whose weights are copied.
+        layer: the layer to copy the weights from.
 
     Raises:
-        AttributeError, RuntimeError: another torch, or one built without oneDNN.
+        AttributeError, RuntimeError: this torch lacks the private operators, or was built without oneDNN.
     """
 
     def __init__(self, layer: torch.nn.Linear) -> None:
@@ -31,18 +31,18 @@ class Linear(torch.nn.Module):
             self._weight = torch.ops.mkldnn._reorder_linear_weight(layer.weight, _TYPICAL_ROWS)
 
     def forward(self, rows: torch.Tensor) -> Any:
-        """What the layer makes of rows, [..., in]: [..., out]."""
+        """Apply the layer to rows [..., in]; returns [..., out]."""
         return torch.ops.mkldnn._linear_pointwise(rows, self._weight, self._bias, "none", [], "")
 
     def added(self, rows: torch.Tensor, more: torch.Tensor) -> Any:
-        """The same plus more, [..., out]."""
+        """Apply the layer to rows [..., in], and add `more`, [..., out]."""
         return torch.ops.mkldnn._linear_pointwise.binary(rows, more, self._weight, self._bias, "add")
 
     def gelu(self, rows: torch.Tensor) -> Any:
-        """GELU of what the layer makes of rows."""
+        """Apply the layer to rows [..., in], and GELU to its result."""
         return torch.ops.mkldnn._linear_pointwise(rows, self._weight, self._bias, "gelu", [], "none")
 
 
 def fed_forward(first: Linear, second: Linear, rows: torch.Tensor) -> Any:
-    """Rows, [..., in], plus what the second makes of GELU of what the first makes of them."""
+    """The feed-forward part of a layer, for rows [..., in]: rows + second(GELU(first(rows)))."""
     return second.added(first.gelu(rows), rows)

@@ -1,5 +1,5 @@
-"""BERT and its family on a CPU without padding: a batch's tokens stand one after the other, and each attends to its
-own text's."""
+"""Computes BERT and its family on a CPU without padding: the tokens of a batch are concatenated, and each token attends
+to the tokens of its text."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from headwater.tuning import keep_freed_memory
 __all__ = ["pack"]
 
 FAMILY: Final = frozenset({"bert", "camembert", "electra", "roberta", "xlm-roberta"})
-"""Types of models whose encoder reads no positions: their embeddings have added them."""
+"""Model types with an encoder that reads no positions, because their embeddings already include positions."""
 KEPT_BYTES: Final = 64 * 1024 * 1024
-"""Of memory that a pass has freed; the next one takes it again."""
+"""Memory that the process keeps when a pass frees it, for the next pass."""
 PASS_BYTES: Final = 24 * 1024 * 1024
-"""Of a pass's widest states. A longer pass reads each weight for more tokens; more than `KEPT_BYTES` / 2 would be taken
-from the kernel anew each time."""
+"""Size of the widest states of a pass. A larger pass uses each weight that it reads for more tokens, but an allocation
+of more than `KEPT_BYTES` / 2 would be requested from the kernel in each pass."""
 TRIED_ROWS: Final = 256
-"""Of the products that are timed to find the fastest."""
+"""Rows of the products that are timed to find the fastest implementation."""
 TRIES: Final = 4
-"""How often each is timed. The least time counts, since the first includes the generation of code."""
+"""How often each implementation is timed. The least time counts, since the first run includes code generation."""
 _NAME: Final = "headwater_packed"
 
 
 def pack(network: Any, reads_first: bool = False, *, precision: Literal["highest", "high"] = "highest") -> int:
-    """Have a network of transformers compute no padding, if it is of the family and on a CPU.
+    """Have a transformers network compute no padding, if its type is in `FAMILY` and it is on a CPU.
 
-    On a CPU the process then also keeps the memory of its passes.
+    On a CPU, the process also keeps freed memory for later passes, even if the network is not in `FAMILY`.
 
     Args:
-        network: for inference only from now on.
-        reads_first: whether of the encoder's states only those of each text's first token are read. The last layer
-            then computes no others; they are 0.
-        precision: of products, in torch's words for those of FP32: with ``high`` each factor may be the sum of two
-            bfloat16 numbers.
+        network: the network, changed in place; afterwards it can be used only for inference.
+        reads_first: whether only the encoder's states of each text's first token are read. The last layer then computes
+            no other states; they are 0.
+        precision: precision of FP32 products, named as in ``torch.set_float32_matmul_precision``: with ``high`` each
+            factor may be the sum of two bfloat16 numbers.
 
     Returns:
-        How many tokens it should compute at once; 0: it is left as it is.
+        The number of tokens to compute in a pass; 0 if the network was left unchanged.
     """
     config = network.config
     if network.device.type != "cpu":
@@ -58,10 +58,10 @@ def pack(network: Any, reads_first: bool = False, *, precision: Literal["highest
     from transformers.modeling_utils import AttentionInterface
 
     AttentionInterface.register(_NAME, _attention)
-    AttentionMaskInterface.register(_NAME, flash_attention_mask)  # none, or whether each token is one: [n, width]
+    AttentionMaskInterface.register(_NAME, flash_attention_mask)  # None, or a mask [n, width]
     network.set_attn_implementation(_NAME)
     encoder = network.base_model.encoder
-    # Compiled, it would break into so many graphs that it takes longer.
+    # torch.compile would split the encoder into so many graphs that it would be slower.
     encoder.forward = torch.compiler.disable(functools.partial(_encoded, encoder.forward))  # type: ignore[no-untyped-call]
     products = None
     if all(_is_plain(part) for part in encoder.layer.modules() if isinstance(part, torch.nn.Linear)):
@@ -77,7 +77,8 @@ def pack(network: Any, reads_first: bool = False, *, precision: Literal["highest
 
 
 def _fastest(modules: Sequence[Any], layer: Any) -> Any:
-    """The module whose linear layers are the fastest on this CPU, by a layer's feed-forward part; None: torch's own."""
+    """The module with the fastest linear layers on this CPU, measured with a layer's feed-forward part; None: torch's
+    layers are the fastest."""
     first, second = layer.intermediate.dense, layer.output.dense
     rows = torch.linspace(-1, 1, TRIED_ROWS * first.in_features).view(TRIED_ROWS, -1)
     with torch.inference_mode():
@@ -90,7 +91,8 @@ def _fastest(modules: Sequence[Any], layer: Any) -> Any:
 
 
 def _took_s(fed_forward: Callable[..., torch.Tensor], first: Any, second: Any, rows: torch.Tensor) -> float:
-    """The least CPU time of `TRIES`, of this thread: the wall time would count what other processes take."""
+    """The least CPU time that this thread takes in `TRIES` runs. Wall time would include the time of other
+    processes."""
     times_s = []
     for _ in range(TRIES):
         began_s = time.thread_time()
@@ -104,7 +106,7 @@ def _fed_forward_by_torch(first: torch.nn.Linear, second: torch.nn.Linear, rows:
 
 
 def _is_plain(part: Any) -> bool:
-    """Whether a linear layer is torch's own, in FP32."""
+    """Whether a linear layer is exactly a `torch.nn.Linear`, in FP32."""
     return type(part) is torch.nn.Linear and part.weight.dtype == torch.float32
 
 
@@ -121,8 +123,8 @@ def _is_right(products: Any) -> bool:
 
 
 def _fuse(layer: Any, products: Any, joins: bool) -> None:
-    """Have a layer's products computed by a module's own, those of the same states as one if it joins them, and each
-    with what follows it."""
+    """Replace the linear layers of a layer by the linear layers of a module, and fuse each product with the operation
+    that follows it. If `joins`, the products for query, key and value become a single product."""
     attention = layer.attention.self
     if joins:
         joined = _joined(attention.query, attention.key, attention.value)
@@ -139,7 +141,8 @@ def _fuse(layer: Any, products: Any, joins: bool) -> None:
 
 
 def _joined(*layers: torch.nn.Linear) -> torch.nn.Linear:
-    """One layer that says what these, which read the same states, say one after the other; they have biases."""
+    """A linear layer that returns the concatenated results of these layers, which read the same states and have
+    biases."""
     joined = torch.nn.Linear(layers[0].in_features, sum(one.out_features for one in layers), device="meta")
     joined.weight = torch.nn.Parameter(torch.cat([one.weight for one in layers]))
     joined.bias = torch.nn.Parameter(torch.cat([one.bias for one in layers]))
@@ -154,7 +157,7 @@ def _attended(
     text_lengths: Sequence[int] | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What self-attention makes of states, with its query, key and value joined to one product."""
+    """The output of self-attention for states, with query, key and value computed in a single product."""
     split = torch.unflatten(joined(states), 2, (3, -1, part.attention_head_size))
     query, key, value = split.permute(2, 0, 3, 1, 4)
     found, _ = _attention(part, query, key, value, attention_mask, text_lengths, part.scaling)
@@ -162,13 +165,13 @@ def _attended(
 
 
 def _added(part: Any, states: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
-    """What follows attention, and a layer's second product."""
+    """The last part of an attention block or of a layer: a product, the sum with `more`, and LayerNorm."""
     found: torch.Tensor = part.LayerNorm(part.dense.added(states, more))
     return found
 
 
 def _fed_forward(layer: Any, fed_forward: Callable[..., torch.Tensor], states: torch.Tensor) -> torch.Tensor:
-    """What follows attention in a layer."""
+    """The feed-forward part of a layer, which follows attention."""
     found: torch.Tensor = layer.output.LayerNorm(fed_forward(layer.intermediate.dense, layer.output.dense, states))
     return found
 
@@ -176,14 +179,15 @@ def _fed_forward(layer: Any, fed_forward: Callable[..., torch.Tensor], states: t
 def _encoded(
     forward: Callable[..., Any], states: torch.Tensor, attention_mask: torch.Tensor | None = None, **others: Any
 ) -> Any:
-    """What the encoder's own ``forward`` makes of states, [n, width, size]; 0 where there is padding."""
+    """The output of the encoder's ``forward`` for states [n, width, size], computed without padding; 0 where there is
+    padding."""
     is_token = torch.ones(states.shape[:2], dtype=torch.bool) if attention_mask is None else attention_mask.bool()
-    if not bool(is_token[:, 0].all()):  # padded at the left, or without a token
+    if not bool(is_token[:, 0].all()):  # a text is padded on the left, or has no tokens
         return forward(states, is_token[:, None, None], **others)
     places = is_token.nonzero(as_tuple=True)
     lengths = is_token.sum(dim=1).tolist()
     tokens = states[places]
-    if more := -len(tokens) % onednn.ROWS:  # they attend to themselves
+    if more := -len(tokens) % onednn.ROWS:  # the added rows form another text
         tokens = torch.cat((tokens, tokens.new_zeros(more, tokens.shape[1])))
         lengths.append(more)
     output = forward(tokens[None], None, text_lengths=lengths, **others)
@@ -204,7 +208,7 @@ def _first_states(
     text_lengths: Sequence[int] | None = None,
     **others: Any,
 ) -> Any:
-    """What a layer makes of each text's first token, [1, texts, size]."""
+    """A layer's output for the first token of each text, [1, texts, size]."""
     if text_lengths is None:
         return forward(states, *arguments, **others)
     first = states[:, [0, *itertools.accumulate(text_lengths[:-1])]]
@@ -226,8 +230,8 @@ def _attention(
     scaling: float | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of each text's tokens, or of its first alone, [1, heads, tokens or texts, size], to that text's; or any
-    other, by its mask."""
+    """Attention within each text, [1, heads, tokens or texts, size]: of all its tokens, or of its first token alone.
+    Without `text_lengths`, attention with a mask."""
     if text_lengths is None:
         found = scaled_dot_product_attention(query, key, value, attention_mask, scale=scaling)
         return found.transpose(1, 2), None

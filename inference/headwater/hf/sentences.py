@@ -1,4 +1,4 @@
-"""Sentence embeddings, of a sentence-transformers folder."""
+"""Sentence embeddings with a sentence-transformers folder."""
 
 from __future__ import annotations
 
@@ -30,22 +30,23 @@ class SentenceSimilarity(Model):
 
     Args:
         folder: a sentence-transformers folder.
-        prompt: the name of the prompt that stands before a text if the request names none; default: the folder's
-            ``default_prompt_name``, and else none.
+        prompt: the name of the prompt that is put before a text if the request names no prompt; default: the folder's
+            ``default_prompt_name``, or no prompt.
 
     Inputs:
         text: BYTES [1], UTF-8.
 
     Outputs:
         embedding: FP32 [dimension].
-        tokens: INT32 [1], how many tokens were read, the prompt's and special ones included.
+        tokens: INT32 [1], how many tokens were read, including the prompt and special tokens.
 
     Parameters:
         truncate_prompt_tokens: per row; -1: a text that is too long is cut; 0: it is refused.
-        prompt_name: per row; one of the folder's prompts, empty for none. Only if the folder has prompts.
+        prompt_name: per row; the name of a prompt of the folder, or empty for no prompt. Declared only if the folder
+            has prompts.
 
     Raises:
-        LoadError: the folder can't be served so.
+        LoadError: the folder can't be served for this task.
     """
 
     inputs = (Tensor("text", "BYTES", [1]),)
@@ -73,7 +74,7 @@ class SentenceSimilarity(Model):
                     description="The prompt that stands before the text; empty: none",
                 )
             )  # fmt: skip
-        # Other models declare these in their class; here the folder does.
+        # Other models declare these attributes in the class; here they depend on the folder.
         self.parameters = tuple(parameters)  # type: ignore[misc]
         self.outputs = (Tensor("embedding", "FP32", [_dimension(folder)]), Tensor("tokens", "INT32", [1]))  # type: ignore[misc]
         has_prompts = len(parameters) > 1
@@ -89,7 +90,7 @@ class SentenceSimilarity(Model):
             )
         turn_cudnn_attention_off(device)
         self._model = folder.load("SentenceTransformer", "sentence_transformers", device=device).train(False)
-        network = getattr(self._model[0], "auto_model", None)  # of transformers
+        network = getattr(self._model[0], "auto_model", None)  # the transformers network
         reads_first = len(self._model) > 1 and getattr(self._model[1], "pooling_mode", None) == "cls"
         self._packed_tokens = 0 if network is None else pack(network, reads_first, precision="high")
         self._device = device
@@ -102,7 +103,7 @@ class SentenceSimilarity(Model):
             if cut == 0:
                 self._check_length(self._prompts[name] + one)
         found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        # Pooling may leave a prompt's tokens out, of which a batch has one number.
+        # Pooling may leave out the prompt's tokens, and takes their number to be the same for a whole batch.
         for name in dict.fromkeys(names):
             places = [place for place, other in enumerate(names) if other == name]
             features = self._model.preprocess([texts[place] for place in places], prompt=self._prompts[name] or None)
@@ -133,7 +134,7 @@ class SentenceSimilarity(Model):
 
 
 def _dimension(folder: HfFolder) -> int:
-    """The length of an embedding, as the last module that has one says; -1 if none does."""
+    """The length of an embedding, from the last module that defines it; -1 if no module does."""
     size = -1
     for kind, config in folder.modules():
         if kind in ("Transformer", ""):
@@ -150,7 +151,7 @@ def _dimension(folder: HfFolder) -> int:
 
 
 def _pooling_modes(config: Mapping[str, Any]) -> int:
-    """How many vectors pooling joins to one."""
+    """The number of vectors that pooling concatenates."""
     mode = config.get("pooling_mode")
     if isinstance(mode, str):
         return mode.count("+") + 1

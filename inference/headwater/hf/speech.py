@@ -1,4 +1,4 @@
-"""Speech recognition, of a transformers folder with a CTC network or Whisper's."""
+"""Speech recognition with a transformers folder: a CTC network, or Whisper."""
 
 from __future__ import annotations
 
@@ -21,36 +21,38 @@ __all__ = ["SpeechRecognition", "read"]
 
 LEAST_RATE: Final = 4_000
 MOST_RATE: Final = 192_000
-"""Hz. The filter that resamples has 20 coefficients for each Hz of the larger of two rates without a common divisor."""
+"""Hz. If two rates have no common divisor, the filter that resamples has 20 coefficients for each Hz of the larger
+rate."""
 MOST_SECONDS: Final = 3_600
 MOST_SAMPLES: Final = 2**27
-"""Of all channels of a recording: 512 MiB as FP32. A file of zeros is packed a thousandfold by some formats."""
+"""The most samples of all channels of a recording: 512 MiB as FP32. Some formats compress zeros a thousandfold."""
 
 
 class SpeechRecognition(Model):
-    """Writes what is said in a recording, as transformers' pipeline does.
+    """Transcribes a recording, as transformers' pipeline does.
 
-    Recordings are computed one after the other, since padding would change what some networks hear. Only one of them is
-    unpacked at a time.
+    Recordings are computed successively, not as a batch, since padding would change the results of some networks. Only
+    a single recording is unpacked at a time.
 
     Args:
-        folder: with weights of a CTC network such as Wav2Vec2's, or of Whisper's, and its feature extractor.
-        chunk_length_s: seconds of the pieces in which a CTC network hears long recordings; 0: it hears them whole.
+        folder: a folder with the weights of a CTC network such as Wav2Vec2, or of Whisper, and its feature extractor.
+        chunk_length_s: length in seconds of the pieces into which long recordings are cut for a CTC network; 0: they
+            are not cut.
 
     Inputs:
-        audio: BYTES [1], a WAV file, or whatever the package soundfile reads if it is installed; or this file in
-            base64. It is mixed to one channel and resampled to the network's rate. It has 4,000 to 192,000 samples a
-            second, 3,600 seconds and 2^27 samples of all channels at most.
+        audio: BYTES [1], a WAV file, or any file that the package soundfile reads if it is installed; or this file in
+            base64. The recording is mixed to a single channel and resampled to the network's rate. Limits: 4,000 to
+            192,000 samples a second, at most 3,600 seconds, and at most 2^27 samples of all channels.
 
     Outputs:
         text: BYTES [1], UTF-8.
         duration: FP32 [1], seconds.
 
     Parameters:
-        language: per row; what Whisper is told, such as ``en``; empty: it finds out. Only with Whisper.
+        language: per row; the language of the recording, such as ``en``; empty: Whisper detects it. Only with Whisper.
 
     Raises:
-        LoadError: the folder can't be served so.
+        LoadError: the folder can't be served for this task.
     """
 
     inputs = (Tensor("audio", "BYTES", [1]),)
@@ -64,7 +66,7 @@ class SpeechRecognition(Model):
         self._chunk_length_s = chunk_length_s
         self._is_ctc = folder.architecture.endswith("ForCTC")
         language = Parameter("language", "str", "", per="row", description="Such as en; empty: the model finds out")
-        # Other models declare these in their class; here the folder does.
+        # Other models declare these attributes in the class; here they depend on the folder.
         self.parameters = () if self._is_ctc else (language,)  # type: ignore[misc]
         self.transcription = Transcription(  # type: ignore[misc]
             "audio", "text", "duration", language=None if self._is_ctc else "language"
@@ -85,7 +87,7 @@ class SpeechRecognition(Model):
     def __call__(self, audio: Array, parameters: Mapping[str, Sequence[str]] | None = None) -> dict[str, Array]:
         files = audio[:, 0].tolist()
         for raw in files:
-            read(raw)  # what is wrong with one costs no computation of the others
+            read(raw)  # a file that can't be read fails before any file is computed
         languages = [""] * len(files) if parameters is None else parameters["language"]
         heard = [self._heard(raw, language) for raw, language in zip(files, languages, strict=True)]
         return {
@@ -94,7 +96,7 @@ class SpeechRecognition(Model):
         }
 
     def _heard(self, raw: bytes, language: str) -> tuple[str, float]:
-        """A file's text, and its length in seconds."""
+        """The text of a recording, and the recording's length in seconds."""
         samples, rate = read(raw)
         return self._hear(_resampled(samples, rate, self._rate), language), len(samples) / rate
 
@@ -110,7 +112,8 @@ class SpeechRecognition(Model):
 
 
 def read(raw: bytes) -> tuple[Array, int]:
-    """A file's samples as one channel, FP32 [n], and its rate in Hz; raises `BadInput` if it can't be read."""
+    """A file's samples mixed to a single channel, FP32 [n], and its rate in Hz; raises `BadInput` if it can't be
+    read."""
     file = file_of("audio", raw)
     try:
         samples, rate = _decoded(file)
@@ -127,11 +130,11 @@ def _decoded(file: bytes) -> tuple[Array, int]:
     if file[:4] == b"RIFF" and file[8:12] == b"WAVE":
         from scipy.io import wavfile
 
-        rate, samples = wavfile.read(io.BytesIO(file))  # as packed, so no larger than twice the file
+        rate, samples = wavfile.read(io.BytesIO(file))  # in the file's type, so at most twice the file's size
         _check_size(rate, len(samples), samples.size)
         if samples.dtype.kind == "f":
             return samples, int(rate)
-        if samples.dtype == np.uint8:  # the only integers of a WAV file without a sign
+        if samples.dtype == np.uint8:  # the only unsigned integers in WAV files
             return (samples.astype(np.float32) - 128) / 128, int(rate)
         return samples.astype(np.float32) / -float(np.iinfo(samples.dtype).min), int(rate)
     try:
@@ -152,11 +155,11 @@ def _check_size(rate: int, length: int, samples: int) -> None:
 
     Args:
         rate: in Hz.
-        length: samples of one channel.
-        samples: of all channels.
+        length: number of samples of a channel.
+        samples: number of samples of all channels.
 
     Raises:
-        BadInput: it is, or it is empty.
+        BadInput: the recording is too large, or empty.
     """
     if not length:
         raise BadInput(f"input 'audio': expected a recording, got 0 samples at {rate} Hz")

@@ -14,7 +14,7 @@ from headwater.wire.arrays import Array
 __all__ = ["as_rows", "computed", "counts", "filled", "similar", "texts_of"]
 
 PASS_TOKENS: Final = 40
-"""On a CPU, a pass through a network takes about as long as this many tokens more (measured with MiniLM)."""
+"""Overhead of a pass through a network on a CPU, as a number of tokens that take as long (measured with MiniLM)."""
 
 
 def texts_of(name: str, array: Array) -> list[str]:
@@ -24,7 +24,7 @@ def texts_of(name: str, array: Array) -> list[str]:
         try:
             texts.append(raw.decode())
         except UnicodeDecodeError as error:
-            # The replica calls again with the failing row alone, whose index is then always 0.
+            # The replica calls again with the failing row alone; its index is then always 0.
             row = f", row {index}" if len(array) > 1 else ""
             raise BadInput(
                 f"input {name!r}{row}: expected UTF-8, got byte 0x{raw[error.start]:02x} at position {error.start}"
@@ -38,20 +38,22 @@ def as_rows(texts: list[str]) -> Array:
 
 
 def counts(mask: Any) -> Any:
-    """The tokens of each text, INT32 [n, 1], of an attention mask."""
+    """The number of tokens of each text, INT32 [n, 1], from an attention mask."""
     return mask.sum(dim=1, keepdim=True).int()
 
 
 def computed(
     compute: Callable[[dict[str, Any]], torch.Tensor], fields: Mapping[str, Any], packed_tokens: int = 0
 ) -> torch.Tensor:
-    """What a network says of padded texts, [n, ...]. On a CPU, texts of similar length are computed together, without
-    most of the padding; a GPU, where a pass takes as long for few tokens, computes all at once.
+    """The output of a network for padded texts, [n, ...]. On a CPU, texts of similar length are computed together,
+    without most of the padding. A GPU computes all texts at once, because a pass with few tokens takes as long as a
+    pass with many.
 
     Args:
-        compute: the network, from a tokenizer's fields to one tensor with a row for each text.
-        fields: of all texts, on the network's device.
-        packed_tokens: how many tokens to compute at once in a network that computes no padding; 0: it does.
+        compute: the network; maps a tokenizer's fields to a tensor with a row for each text.
+        fields: the tokenizer's fields of all texts, on the network's device.
+        packed_tokens: how many tokens to compute at once in a network that computes no padding; 0: the network computes
+            padding.
     """
     mask = fields.get("attention_mask")
     tensors = {name: value for name, value in fields.items() if isinstance(value, torch.Tensor)}
@@ -75,14 +77,14 @@ def similar(lengths: np.ndarray[Any, np.dtype[np.int64]], pass_tokens: int) -> l
     """Split texts into groups such that the fewest tokens are computed, padding included.
 
     Args:
-        lengths: of the texts, in tokens, [n].
-        pass_tokens: what a group costs by itself.
+        lengths: the lengths of the texts, in tokens, [n].
+        pass_tokens: the overhead of a group, as a number of tokens.
 
     Returns:
-        The places of each group's texts, from the shortest text to the longest.
+        The indices of each group's texts, from the shortest text to the longest.
     """
     order = np.argsort(lengths, kind="stable")
-    # best[k]: the cost of the k shortest texts; start[k]: where the last of their groups begins.
+    # best[k]: the cost of the k shortest texts; start[k]: where the last group of these texts begins.
     best, start = np.zeros(len(order) + 1, np.int64), np.zeros(len(order) + 1, np.int64)
     for count in range(1, len(order) + 1):
         sizes = np.arange(count, 0, -1)
@@ -97,14 +99,14 @@ def similar(lengths: np.ndarray[Any, np.dtype[np.int64]], pass_tokens: int) -> l
 
 
 def filled(lengths: np.ndarray[Any, np.dtype[np.int64]], most_tokens: int) -> list[np.ndarray[Any, Any]]:
-    """Split texts into groups of at most so many tokens, padding excluded, or of one longer text.
+    """Split texts into groups of at most `most_tokens` tokens, padding excluded. A longer text is a group alone.
 
     Args:
-        lengths: of the texts, in tokens, [n].
-        most_tokens: of a group.
+        lengths: the lengths of the texts, in tokens, [n].
+        most_tokens: the most tokens of a group.
 
     Returns:
-        The places of each group's texts, from the shortest text to the longest.
+        The indices of each group's texts, from the shortest text to the longest.
     """
     order = np.argsort(lengths, kind="stable")
     groups, tokens = [0], 0

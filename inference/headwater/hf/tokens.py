@@ -1,4 +1,4 @@
-"""What transformers' networks say of a text's tokens: named spans, or features."""
+"""Models that compute results for the tokens of a text with a transformers network: named spans, or features."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class TokenClassification(Model):
     """Finds the named spans of a text, as transformers' pipeline does.
 
     Args:
-        folder: with weights of a network for token classification.
-        aggregation_strategy: how tokens become spans; ``none``: each token is one.
+        folder: a folder with the weights of a network for token classification.
+        aggregation_strategy: how tokens become spans; ``none``: each token is a span.
 
     Inputs:
         text: BYTES [1], UTF-8.
@@ -37,7 +37,7 @@ class TokenClassification(Model):
         tokens: INT32 [1], how many tokens were read; longer texts are cut.
 
     Raises:
-        LoadError: the folder can't be served so.
+        LoadError: the folder can't be served for this task.
     """
 
     inputs = (_TEXT,)
@@ -73,8 +73,8 @@ class TokenClassification(Model):
         )  # fmt: skip
         special, offsets = fields.pop("special_tokens_mask"), fields.pop("offset_mapping", None)
         logits = self._pipeline.model(**fields.to(self._device)).logits.float().cpu()
-        ids = fields["input_ids"].cpu()  # the pipeline asks for each alone
-        special = special | (fields["attention_mask"].cpu() == 0)  # a pipeline's text has no padding
+        ids = fields["input_ids"].cpu()  # the pipeline reads ids individually
+        special = special | (fields["attention_mask"].cpu() == 0)  # the pipeline expects texts without padding
         found = np.empty((len(texts), 1), object)
         for row, one in enumerate(texts):
             said = {
@@ -91,25 +91,25 @@ class TokenClassification(Model):
 
 
 def _number(value: Any) -> Any:
-    """A number of numpy's as one of Python's."""
+    """A numpy number as a Python number."""
     return value.item()
 
 
 class FeatureExtraction(Model):
-    """Gives the last hidden states of a text's tokens, as transformers' pipeline does.
+    """Returns the last hidden states of a text's tokens, as transformers' pipeline does.
 
     Args:
-        folder: with weights of a network.
+        folder: a folder with the weights of a network.
 
     Inputs:
         text: BYTES [1], UTF-8.
 
     Outputs:
-        features: FP32 [-1, size], one row for each token, then zeros up to the longest text of the request's batch.
+        features: FP32 [-1, size], a row for each token, then zeros up to the longest text of the request's batch.
         tokens: INT32 [1], how many tokens were read; longer texts are cut.
 
     Raises:
-        LoadError: the folder can't be served so.
+        LoadError: the folder can't be served for this task.
     """
 
     inputs = (_TEXT,)
@@ -119,7 +119,7 @@ class FeatureExtraction(Model):
     def __init__(self, folder: HfFolder) -> None:
         self._folder = folder
         size = folder.config.get("hidden_size")
-        # Other models declare these in their class; here the folder does.
+        # Other models declare their outputs in the class; here the outputs depend on the folder.
         self.outputs = (Tensor("features", "FP32", [-1, size if isinstance(size, int) else -1]), _TOKENS)  # type: ignore[misc]
 
     def load(self, device: str) -> None:

@@ -21,11 +21,12 @@ _DEFAULTS = Sampling()
 
 
 class Admission:
-    """The part of an engine that queues and admits requests; engines derive from it and compute the admitted ones.
+    """The part of an engine that queues and admits requests; engines derive from this class and compute the admitted
+    requests.
 
-    A request reserves capacity for its prompt and whole answer before it starts, so one that runs always ends. The
-    cache is a rectangle, sequences × length: the reservation is the number of sequences times the longest of them. A
-    request that doesn't fit yet holds back those behind it, so none waits for ever.
+    A request reserves capacity for its prompt and whole answer before it starts, so a request that runs always ends.
+    The cache is a rectangle, sequences × length: the reservation is the number of sequences times the length of the
+    longest. A request that doesn't fit yet holds back later requests, so no request waits for ever.
     """
 
     def __init__(self, limits: EngineLimits) -> None:
@@ -35,9 +36,10 @@ class Admission:
         self._ready: dict[str, SequenceRequest] = {}
         """Admitted requests that `take` hasn't returned yet, in order of arrival."""
         self._reserved: dict[str, int] = {}
-        """The most tokens of each admitted request, by id."""
+        """The most tokens that each admitted request may need, by id."""
         self._checked_bias: LogitBias = {}
-        """The last bias that was sound: the sequences of a request share it, and it may be large."""
+        """The last logit bias that passed the check. It is not checked again: a request's sequences share it, and it
+        may be large."""
 
     @property
     def waiting(self) -> int:
@@ -55,7 +57,7 @@ class Admission:
         return len(self._reserved) * max(self._reserved.values(), default=0)
 
     def submit(self, request: SequenceRequest) -> None:
-        """Admit a request, or let it wait.
+        """Admit a request, or add it to the queue.
 
         Raises:
             EngineFull, RequestTooLong, RequestRejected: as `Engine.submit`.
@@ -66,13 +68,14 @@ class Admission:
         self._enqueue(request)
 
     def take(self) -> SequenceRequest | None:
-        """The next admitted request that was not taken yet."""
+        """Take the next admitted request; None if all are taken."""
         for id in self._ready:
             return self._ready.pop(id)
         return None
 
     def release(self, id: str) -> bool:
-        """Drop a request, admitted or waiting, and admit those whose turn it is; False if there is none of this id."""
+        """Drop a request, admitted or waiting, and admit the waiting requests that now fit; False if no request has
+        this id."""
         if self._waiting.pop(id, None) is None and self._reserved.pop(id, None) is None:
             return False
         self._ready.pop(id, None)
@@ -90,7 +93,7 @@ class Admission:
         self._reserved.clear()
 
     def _enqueue(self, request: SequenceRequest) -> None:
-        """Admit a request that was checked, or let it wait."""
+        """Admit a checked request, or add it to the queue."""
         if self._waiting or not self._fits(request):
             self._waiting[request.id] = request
         else:

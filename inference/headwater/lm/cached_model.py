@@ -1,4 +1,4 @@
-"""A transformers model's forward passes over rows of a `SlotCache`, and the check that they are sound."""
+"""A transformers model's forward passes over rows of a `SlotCache`, and a check of their results."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ __all__ = ["CachedModel"]
 CHECK_LENGTHS: Final = (12, 6)
 """Prompt lengths of the check, in tokens."""
 CHECK_STEPS: Final = 3
-"""Decode steps of the check: kernel by kernel, recorded as a graph, and that graph at other positions."""
+"""Decode steps of the check: the first runs kernel by kernel, the second is recorded as a graph, the third repeats the
+graph at other positions."""
 CHECK_WINDOW: Final = 5
-"""The sliding window of the check, in tokens: its longer prompts exceed it."""
+"""The sliding window of the check, in tokens; the longer prompts of the check exceed it."""
 
 
 class _Probe(NamedTuple):
@@ -35,19 +36,19 @@ class _Probe(NamedTuple):
 
     ids: list[int]
     first: int
-    """The position of its first token; the cache holds nothing of what would be before it."""
+    """The position of the first token; the cache holds no tokens of earlier positions."""
     group: int = 0
-    """Prompts of one group are computed together, as short prompts are."""
+    """Prompts of the same group are computed together, as the engine does with short prompts."""
 
 
 class CachedModel:
-    """A model whose keys and values are in a `SlotCache`, which the caller has made large enough.
+    """A model with its keys and values in a `SlotCache`. Before each pass the caller makes the cache large enough.
 
     Args:
         model: a causal language model, in eval mode, on its device.
         max_sequences: the most sequences computed together.
-        batch_invariant: whether a sequence's logits must not depend on other sequences and on a prompt's chunks; the
-            model's layers are replaced.
+        batch_invariant: whether a sequence's logits must not depend on other sequences, or on how a prompt is cut into
+            chunks; the model's layers are replaced.
         cuda_graphs: whether decode steps are recorded as CUDA graphs, on a GPU.
 
     Raises:
@@ -83,7 +84,7 @@ class CachedModel:
 
     @property
     def needs_spare(self) -> bool:
-        """Whether its cache must have a spare token."""
+        """Whether the model's cache must have a spare token."""
         return self._graphs is not None
 
     def forward(
@@ -101,18 +102,19 @@ class CachedModel:
         Args:
             cache: the keys and values.
             first: the first chunk's row.
-            chunks: the tokens of each row, behind `start` that it has.
-            start: the same for all rows.
-            keeps_all: whether all tokens' logits are wanted, and not only those of tokens that end a chunk.
+            chunks: the new tokens of each row, which follow its `start` cached tokens.
+            start: number of cached tokens, the same for all rows.
+            keeps_all: whether to keep the logits of all tokens, rather than only of tokens that end a chunk.
             offset: the position of each row's first token.
 
         Returns:
-            The logits that were kept, [rows, tokens, vocab], and those after each chunk's last token, [rows, vocab].
+            The kept logits, [rows, tokens, vocab], and the logits after each chunk's last token, [rows, vocab].
         """
         lengths = [len(chunk) for chunk in chunks]
         width = max(lengths)
         cache.aim(slice(first, first + len(chunks)), start)
-        # Padded on the right: no token sees a later one, and the padding in the cache is overwritten before it is seen.
+        # Padded on the right: no token attends to a later token, and padding in the cache is overwritten before any
+        # token attends to it.
         ids = torch.tensor([[*chunk, *[0] * (width - len(chunk))] for chunk in chunks], device=self.device)
         positions = offset + torch.arange(start, start + width, device=self.device).expand(len(chunks), width)
         mask = None
@@ -132,13 +134,13 @@ class CachedModel:
     def forward_each(
         self, cache: SlotCache, tokens: Sequence[int], positions: Sequence[int], offsets: Sequence[int] = ()
     ) -> Tensor:
-        """Logits [rows, vocab] after one more token in each of the first rows; the next call may overwrite them.
+        """Logits [rows, vocab] after another token in each of the first rows; the next call may overwrite the logits.
 
         Args:
             cache: the keys and values.
             tokens: the new token of each row.
             positions: each row's number of cached tokens.
-            offsets: the position of each row's first token; empty if that is 0 everywhere.
+            offsets: the position of each row's first token; empty if the position is 0 in all rows.
         """
         model_positions = [sum(pair) for pair in zip(positions, offsets, strict=True)] if offsets else positions
         if self._graphs is not None:
@@ -154,7 +156,7 @@ class CachedModel:
         return self._logits(cache, given, None)
 
     def _step(self, cache: SlotCache, given: StepInputs, length: int) -> Tensor:
-        """Logits [rows, vocab] of a step in which rows have positions of their own and read `length` tokens."""
+        """Logits [rows, vocab] of a step in which rows have different positions and read `length` tokens."""
         cache.aim_each(given.rows, given.cached, longest=length - 1)
         return self._logits(cache, given, self._mask(given.cached[:, None], length=length))
 
@@ -171,9 +173,10 @@ class CachedModel:
 
     @torch.inference_mode()
     def check(self, context_length: int) -> None:
-        """Compare the logits of prompts that are computed together, in chunks and from copies, with those of each
-        prompt alone and without a cache: at the beginning and the end of the context, on both sides of the positions at
-        which the configuration may change the computation, and beyond a sliding window.
+        """Compare the logits of prompts that are computed together, in chunks and from copied rows, with the logits of
+        each prompt computed alone and without a cache. The prompts are at the beginning and the end of the context, on
+        both sides of the positions at which the configuration may change the computation, and longer than a sliding
+        window.
 
         Args:
             context_length: the most tokens of a prompt and its answer.
@@ -207,7 +210,8 @@ class CachedModel:
             )
 
     def _probes(self, context_length: int) -> list[_Probe]:
-        """The prompts of the check; the last begins as the first does, from which its beginning is copied."""
+        """The prompts of the check. The last prompt equals the first; its beginning is copied from the first prompt's
+        row."""
         longest, shortest = CHECK_LENGTHS
         places = [(longest, 0), (shortest, 0)]
         if context_length > longest:
@@ -224,7 +228,7 @@ class CachedModel:
         return [*probes, probes[0]]
 
     def _compare(self, probes: Sequence[_Probe]) -> tuple[Tensor, Tensor]:
-        """Logits [probes, vocab] after the last token of each prompt: of the model alone, and with the cache."""
+        """Logits [probes, vocab] after the last token of each prompt: without the cache, and with it."""
         longest = max(CHECK_LENGTHS)
         if len(self._rows) < len(probes):
             self._rows = torch.arange(len(probes), device=self.device)
@@ -259,7 +263,8 @@ class CachedModel:
 
     @contextmanager
     def _narrow_window(self) -> Iterator[None]:
-        """Have sliding layers see a few tokens only, so that a short prompt shows what a long one would."""
+        """Have sliding layers see only a few tokens, so that a short prompt exceeds the window as a long prompt
+        would."""
         window = getattr(self._config, "sliding_window", None)
         if not self._mask.window or window != self._mask.window or window <= CHECK_WINDOW:
             yield

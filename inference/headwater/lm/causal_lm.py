@@ -24,12 +24,12 @@ class CausalLM(NamedTuple):
 
 
 def load_causal_lm(folder: Path, *, device: str = "cpu", dtype: str = "auto", attention: str = "sdpa") -> CausalLM:
-    """Load a model that `AutoModelForCausalLM` knows; nothing is fetched, and no code of the folder runs.
+    """Load a model that `AutoModelForCausalLM` knows; nothing is downloaded, and no code of the folder runs.
 
     Args:
         folder: holds config.json and weights as safetensors.
         device: ``cpu``, ``cuda`` or ``cuda:N``.
-        dtype: torch's name of the type of weights and activations; ``auto`` for the folder's.
+        dtype: torch's name of the type of weights and activations; ``auto`` for the folder's type.
         attention: transformers' name of an attention implementation.
 
     Raises:

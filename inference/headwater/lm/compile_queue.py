@@ -1,4 +1,4 @@
-"""The order in which grammars are compiled: scopes take turns, and what takes long waits behind what doesn't."""
+"""The order in which grammars are compiled: scopes take turns, and slow grammars move to another lane."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ _Item = TypeVar("_Item")
 
 
 class Lane(NamedTuple):
-    """Grammars that get the same processor time."""
+    """A lane: grammars with the same limit of processor time."""
 
     cpu_s: float
-    """The processor time that each may take. One that takes longer is tried in the next lane, in the last it fails."""
+    """Limit of processor time for each grammar. A grammar that exceeds it is tried again in the next lane, or fails in
+    the last lane."""
     most_running: int
 
 
@@ -22,17 +23,17 @@ LANES: Final = Lane(0.25, 2), Lane(2.5, 1)
 
 
 class CompileQueue(Generic[_Item]):
-    """What waits in a lane.
+    """The waiting items of a lane.
 
     Args:
-        lane: how many may run.
+        lane: the lane, which says how many items may run.
     """
 
     def __init__(self, lane: Lane) -> None:
         self._most_running = lane.most_running
         self._running = 0
         self._waiting: OrderedDict[str, deque[_Item]] = OrderedDict()
-        """By scope; the first one is next."""
+        """Waiting items by scope; the first scope is next."""
 
     def waiting(self, scope: str) -> int:
         """How many items of a scope wait."""
@@ -50,7 +51,7 @@ class CompileQueue(Generic[_Item]):
             del self._waiting[scope]
 
     def take(self) -> _Item | None:
-        """The item that may run now, if there is one; call `end` when it has."""
+        """Take the item that may run now, if any; call `end` when the item has run."""
         if self._running >= self._most_running or not self._waiting:
             return None
         scope, items = self._waiting.popitem(last=False)

@@ -1,6 +1,7 @@
 """Decode steps as CUDA graphs: the kernels of a step are recorded once and then launched together.
 
-A step of a few sequences is short, so a processor that launches each of its kernels takes longer than the GPU computes.
+A step of a few sequences is short: launching its kernels separately takes the CPU longer than computing them takes the
+GPU.
 """
 
 from __future__ import annotations
@@ -22,26 +23,26 @@ __all__ = ["DecodeGraphs", "Record", "Recording", "StepInputs", "recorder_of"]
 logger = logging.getLogger(__name__)
 
 GRAPHS: Final = 64
-"""The most graphs that are kept; the longest unused is dropped."""
+"""The most graphs that are kept; the least recently used graph is dropped."""
 EACH_ROWS: Final = (1, 2, 4)
-"""Numbers of rows that have graphs; more are rounded up to a multiple of `ROWS`."""
+"""Numbers of rows with graphs of exactly that size; larger numbers are rounded up to a multiple of `ROWS`."""
 ROWS: Final = 8
 TOKENS: Final = 256
-"""Lengths are rounded up to a multiple of this, and of an eighth of the next power of two."""
+"""Lengths are rounded up to a multiple of this, or of an eighth of the next power of two if that is larger."""
 
 
 class Recording(NamedTuple):
     """A recorded computation."""
 
     repeat: Callable[[], object]
-    """Computes it again, from what its inputs' memory holds now."""
+    """Repeats the computation with the present content of the inputs' memory."""
     result: Tensor
-    """Overwritten by each repeat of a recording of the same `Record`."""
+    """The result. Each repeat of a recording of the same `Record` overwrites it."""
 
 
 Record: TypeAlias = Callable[[Callable[[], Tensor]], Recording]
-"""Records a computation that reads and writes the same memory each time; it has been computed before. All recordings
-of a `Record` share the memory of what is computed on the way."""
+"""Records a computation that reads and writes the same memory each time, and that has run before. All recordings of a
+`Record` share the memory for intermediate results."""
 
 
 class StepInputs(NamedTuple):
@@ -52,26 +53,26 @@ class StepInputs(NamedTuple):
     tokens: Tensor
     """The new token of each row."""
     cached: Tensor
-    """Each row's number of cached tokens: the new one is written behind them."""
+    """Each row's number of cached tokens: the new token is written after them."""
     positions: Tensor
     """The new token's position for the model."""
 
 
 Step: TypeAlias = Callable[[SlotCache, StepInputs, int], Tensor]
-"""Computes logits [rows, vocab] with a cache of which so many tokens of each row are read."""
+"""Computes logits [rows, vocab]; the integer is the number of tokens that are read of each row of the cache."""
 
 
 class DecodeGraphs:
-    """Computes decode steps by graphs.
+    """Computes decode steps with CUDA graphs.
 
-    A graph is of a number of rows and of tokens that each row reads, so both are rounded up. Rows beyond the sequences
-    write to the cache's spare token, which no row reads. The first step of a size is computed kernel by kernel, the
-    second is recorded. A cache that was reallocated has new graphs.
+    A graph is valid for a number of rows and a number of tokens that each row reads, so both numbers are rounded up.
+    Rows beyond the sequences write to the cache's spare token, which no row reads. The first step of a size is computed
+    kernel by kernel, the second is recorded. When the cache is reallocated, its graphs are dropped.
 
     Args:
         step: computes a step.
         recorder: makes a `Record` for the graphs of a cache's present memory.
-        device: the model's.
+        device: the model's device.
     """
 
     def __init__(self, step: Step, recorder: Callable[[], Record], device: torch.device) -> None:
@@ -80,15 +81,16 @@ class DecodeGraphs:
         self._device = device
         self._can_record = True
         self._record: Record
-        """Of the graphs that are kept."""
+        """Records the graphs in `_graphs`."""
         self._first: Recording | None = None
-        """Kept with them, because torch can't use their memory again once none of them is left."""
+        """The first recording. It is kept as long as the other graphs, because torch can't reuse their memory once no
+        graph is left."""
         self._inputs: dict[int, Tensor] = {}
-        """int64 [4, rows], as `StepInputs`, by rows."""
+        """Memory of the inputs by number of rows: int64 [4, rows], in the order of `StepInputs`."""
         self._buffers: object = None
-        """`SlotCache.buffers` of the graphs."""
+        """`SlotCache.buffers` of the cache that the graphs use."""
         self._graphs: OrderedDict[tuple[int, int], Recording | None] = OrderedDict()
-        """By rows and length; None: computed once, kernel by kernel."""
+        """Graphs by rows and length; None: a step was computed once, kernel by kernel."""
 
     def run(
         self, cache: SlotCache, tokens: Sequence[int], cached: Sequence[int], positions: Sequence[int]
@@ -135,7 +137,7 @@ class DecodeGraphs:
     def _set(
         self, rows: int, cache: SlotCache, tokens: Sequence[int], cached: Sequence[int], positions: Sequence[int]
     ) -> StepInputs:
-        """Write a step's inputs into the memory that the graphs of so many rows read."""
+        """Write a step's inputs into the memory that graphs for this number of rows read."""
         extra = rows - len(tokens)
         given = [
             [*range(rows)],
@@ -155,10 +157,10 @@ class DecodeGraphs:
 
 
 def recorder_of(device: torch.device) -> Callable[[], Record] | None:
-    """What makes a `Record` for a GPU; None for a device that has no graphs."""
+    """A function that makes a `Record` for a GPU; None for a device that has no graphs."""
     if device.type != "cuda":
         return None
-    cuda: Any = torch.cuda  # its streams have no types
+    cuda: Any = torch.cuda  # torch declares no types for streams
     return partial(_cuda_record, cuda.Stream(device))
 
 
@@ -168,8 +170,8 @@ def _cuda_record(stream: Any) -> Record:
 
     def record(compute: Callable[[], Tensor]) -> Recording:
         graph = torch.cuda.CUDAGraph()
-        # The outer context returns to the stream that was current even if the recording fails. Other threads may use
-        # the GPU meanwhile.
+        # The outer context restores the current stream even if the recording fails. With the mode thread_local, other
+        # threads may use the GPU during the recording.
         with (
             cuda.stream(stream),
             torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
@@ -185,6 +187,6 @@ def _padded_rows(count: int) -> int:
 
 
 def _padded_length(length: int) -> int:
-    """A multiple of `TOKENS`, at most a fourth more than the length if that is long."""
+    """The length rounded up to a multiple of `TOKENS`; a long length grows by at most a fourth."""
     multiple = max(TOKENS, (1 << (length - 1).bit_length()) // 8)
     return -(-length // multiple) * multiple

@@ -44,14 +44,14 @@ _CHANNEL_LIMITS = ChannelLimits()
 
 
 class EngineHost:
-    """Owns an engine: one thread makes all calls of it, and sleeps while there is nothing to do.
+    """Owns an engine: a single thread makes all calls to the engine, and sleeps while there is nothing to do.
 
-    A slow worker can't make memory grow: steps beyond its window are merged, and from `ChannelLimits.most_pending`
-    unsent tokens on the engine takes no further step, for any channel, until they are sent. A worker that blocks the
-    engine for `ChannelLimits.blocked_s` loses its channel.
+    A slow worker can't make memory grow: steps beyond its window are merged, and when a channel has
+    `ChannelLimits.most_pending` unsent tokens, the engine takes no further step, for any channel, until they are sent.
+    A worker that blocks the engine for `ChannelLimits.blocked_s` loses its channel.
 
     Args:
-        engine: the engine, which the host alone uses from now on.
+        engine: the engine; from now on only the host may use it.
         device: the engine's device.
         on_broken: called once the device is unusable, the engine can't be reset, or a step doesn't return.
         channel_limits: how far a worker may be behind.
@@ -93,8 +93,8 @@ class EngineHost:
         self._thread.start()
 
     async def handle(self, requests: Sequence[TritonRequest]) -> AsyncIterator[list[dict[str, Array]]]:
-        """Answer one Triton request: with frames, with parcels of frames, or not at all, depending on its note. It
-        raises no exception, since a traceback would be the answer."""
+        """Answer a Triton request with frames, with parcels of frames, or not at all, depending on its note. The method
+        raises no exception, since Triton would send the traceback as the answer."""
         (request,) = requests  # the model is bound without Triton's batcher
         try:
             note, message = read_note(request), _read(request)
@@ -114,7 +114,7 @@ class EngineHost:
             self._end_all(reason)
         self._thread.join()
 
-    # Handlers of messages, in the loop of Triton's requests.
+    # Message handlers; they run in the event loop that handles Triton's requests.
 
     async def _frames(self, message: Message, control: StreamControl) -> AsyncGenerator[Array, None]:
         """The frames that answer a message."""
@@ -157,7 +157,7 @@ class EngineHost:
                     if was_held_up and frame is not None:
                         self._changed.notify()
         finally:
-            with self._changed:  # its reader is gone
+            with self._changed:  # nobody reads the channel any more
                 self._end_channel(channel, "")
 
     def _post(self, message: Post) -> StepFrame | None:
@@ -191,7 +191,7 @@ class EngineHost:
     def _packed_for(self, channel: HostChannel, frame: StepFrame) -> Array:
         try:
             return _packed(frame)
-        except Exception as error:  # a user's engine has returned something other than numbers
+        except Exception as error:  # a user's engine has returned values that are not numbers
             self._failures.note(error)
             reason = f"the engine's events can't be sent: {type(error).__name__}: {text_of(error)}"
             with self._changed:
@@ -202,8 +202,9 @@ class EngineHost:
     # Called with the lock held.
 
     def _capacity(self, wanted: int) -> int:
-        """How many more sequences the engine may accept; cancelled ones are counted only if fewer than `wanted` fit.
-        Computed here, so that a full queue is reported without waiting for the end of a step."""
+        """How many more sequences the engine may accept. The capacity that cancelled sequences will free is counted
+        only if fewer than `wanted` fit without it. Computed here, so that a full queue is reported without waiting for
+        the end of a step."""
         capacity = self._most_sequences - len(self._sequences)
         return capacity if capacity >= wanted else capacity + sum(one.is_cancelled for one in self._sequences.values())
 
@@ -215,7 +216,7 @@ class EngineHost:
             self._changed.notify()
 
     def _end_channel(self, channel: HostChannel, reason: str) -> None:
-        """End a channel and its sequences, without events for these."""
+        """End a channel and its sequences, without sending events for the sequences."""
         if self._channels.get(channel.name) is not channel:
             return
         del self._channels[channel.name]
@@ -277,8 +278,8 @@ class EngineHost:
         finally:
             self._on_broken(reason)
 
-    # The engine's thread. A user's engine may raise SystemExit and the like, too: if they ended the thread silently,
-    # the replica would hang.
+    # The engine's thread. It catches BaseException: if the SystemExit of a user's engine ended the thread silently, the
+    # replica would hang.
 
     def _run(self) -> None:
         try:
@@ -297,7 +298,7 @@ class EngineHost:
             self._watch.stop()
 
     def _prepare(self) -> bool:
-        """Pass on commands until the engine has a step to do; False if the host is closed."""
+        """Pass commands to the engine until it has a step to do; False if the host is closed."""
         while True:
             with self._changed:
                 now = time.monotonic()
@@ -326,7 +327,7 @@ class EngineHost:
         self._look()
 
     def _submit(self, sequence: HostSequence) -> tuple[Ending, str] | None:
-        """Submit a sequence; returns how and why it ended at once, if it did."""
+        """Submit a sequence; if it ends at once, return how and why."""
         if sequence.is_cancelled:
             return "cancelled", ""
         try:
@@ -358,7 +359,7 @@ class EngineHost:
             with self._changed:
                 sequences = self._sequences
                 for event in events:
-                    if (sequence := sequences.get(event.id)) is not None:  # else its channel has ended
+                    if (sequence := sequences.get(event.id)) is not None:  # otherwise its channel has ended
                         sequence.channel.add(sequence, event)
                         if event.finish is not None:
                             self._forget(sequence)
@@ -367,7 +368,7 @@ class EngineHost:
             self._reset(error)
 
     def _look(self) -> None:
-        """Read the engine's load, end sequences that it has lost, and wake the channels."""
+        """Read the engine's load, end sequences that the engine has lost, and wake the channels."""
         engine = self._engine
         self._has_work = engine.has_work
         load = Load(engine.active, engine.waiting, engine.cache_used)
@@ -378,7 +379,7 @@ class EngineHost:
             self._wake_all()
 
     def _reset(self, error: BaseException) -> None:
-        """End all of the engine's sequences with the error that it raised, and reset it."""
+        """End all submitted sequences with the error that the engine raised, and reset the engine."""
         self._failures.note(error)
         reason = _described(error)
         if self._is_lost(reason):
@@ -390,8 +391,8 @@ class EngineHost:
         self._look()
 
     def _is_lost(self, reason: str) -> bool:
-        """Whether an error has made the device unusable. Then all channels end, as if the replica had ended by itself:
-        no sequence is at fault."""
+        """Whether an error has made the device unusable. If so, all channels end, as if the replica were lost: no
+        sequence is at fault."""
         if not breaks_device(reason, self._device):
             return False
         with self._changed:

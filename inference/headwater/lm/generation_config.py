@@ -15,22 +15,23 @@ __all__ = ["GENERATION_CONFIG", "sampling_defaults"]
 
 GENERATION_CONFIG: Final = "generation_config.json"
 _FIELDS: Final = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-"""Fields of the file that mean the same in `Sampling`."""
+"""Fields of the file that have the same meaning in `Sampling`."""
 _WITHOUT_EFFECT: Final[dict[str, object]] = {
     "num_beams": 1, "num_beam_groups": 1, "penalty_alpha": None, "typical_p": 1.0, "epsilon_cutoff": 0.0,
     "eta_cutoff": 0.0, "top_h": None, "no_repeat_ngram_size": 0, "guidance_scale": None, "bad_words_ids": None,
     "suppress_tokens": None, "begin_suppress_tokens": None, "sequence_bias": None, "forced_bos_token_id": None,
     "forced_eos_token_id": None, "exponential_decay_length_penalty": None,
 }  # fmt: skip
-"""Fields that would choose other tokens, which no request can ask for either, and values that ask for nothing."""
+"""Fields that change the choice of tokens in transformers and that Headwater does not support, with their neutral
+values."""
 
 
 def sampling_defaults(title: str, folder: Path) -> tuple[Sampling, list[str]]:
-    """How tokens are chosen for requests that don't say it, and what the operator should know of that.
+    """The sampling parameters for requests that don't set them, and notes on them for the operator.
 
     Args:
         title: begins the message of an error.
-        folder: may hold the file; without it, nothing is changed.
+        folder: the model's folder; without the file in it, the defaults of `Sampling` apply.
 
     Raises:
         LoadError: the file isn't JSON, or a field is out of range.
@@ -43,7 +44,7 @@ def sampling_defaults(title: str, folder: Path) -> tuple[Sampling, list[str]]:
         reason = f"{folder / GENERATION_CONFIG}: expected an object, got {content!r:.80}"
         raise LoadError(Problem(title, reason, fix))
     given: dict[str, Any] = {name: content[name] for name in _FIELDS if content.get(name) is not None}
-    if content.get("do_sample") is False:  # in words, which transformers never writes by itself
+    if content.get("do_sample") is False:  # written by hand: transformers never writes this value by itself
         given["temperature"] = 0.0
     for name, value in given.items():
         try:

@@ -1,9 +1,9 @@
 """Compiles grammars and computes masks in processes that may take too long, run out of memory, or crash.
 
 ``python -c 'from headwater.lm.grammar_host import main; main(FD)'`` is the host: it reads the tokenizer, and forks a
-compiler for each grammar. A compiler that succeeds forks a follower for each answer, which knows what may come next
-there. All have one thread, and end with their parent, or once the engine closes their socket. See
-`headwater.lm.grammar_wire` for what they are told.
+compiler for each grammar. A compiler that succeeds forks a follower for each answer, which computes the tokens that may
+come next in that answer. Each process has a single thread, and ends with its parent, or once the engine closes its
+socket. `headwater.lm.grammar_wire` defines the messages.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ class _Forker:
     """Forks a child for each order, kills it on order, and reports its end.
 
     Args:
-        orders: where orders come from, and reports go to.
-        begin: what a child does: it gets its socket, the file of a grammar or None, and the seconds of the order.
+        orders: the socket from which orders are read, and to which reports are sent.
+        begin: runs in a child; gets the child's socket, the file descriptor of a grammar or None, and the limit of
+            processor time in the order, in seconds.
     """
 
     def __init__(self, orders: socket.socket, begin: Callable[[socket.socket, int | None, float], None]) -> None:
@@ -60,7 +61,7 @@ class _Forker:
         self._begin = begin
         self._selector = selectors.DefaultSelector()
         self._children: dict[int, tuple[int, int]] = {}
-        """Process id and pidfd, by the engine's number."""
+        """Process id and pidfd of each child, by the number that the engine chose."""
 
     def run(self) -> None:
         """Serve until the engine closes the socket."""
@@ -110,7 +111,7 @@ class _Forker:
         kept = {0, 1, 2, channel.fileno(), file}
         for descriptor in [int(name) for name in os.listdir("/proc/self/fd")]:
             if descriptor not in kept:
-                with contextlib.suppress(OSError):  # the listing's own descriptor
+                with contextlib.suppress(OSError):  # the listing's descriptor is already closed
                     os.close(descriptor)
         self._begin(channel, file, cpu_s)
 
@@ -123,7 +124,8 @@ class _Forker:
 
 
 def main(descriptor: int) -> None:
-    """Run the host on this socket, whose first packet says which tokenizer."""
+    """Run the host on this socket. The first packet has the tokenizer's file, the vocabulary size and the
+    end-of-sequence tokens."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _let_stack_grow()
     engine = socket.socket(fileno=descriptor)
@@ -135,12 +137,13 @@ def main(descriptor: int) -> None:
         engine.send(pack_reply(Reply(b"", False, str(error) or type(error).__name__, 0)))
         return
     engine.send(pack_reply(Reply(b"", False, "", 0)))
+    # If memory runs out, the kernel kills these processes first.
     with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")  # where memory runs out, the kernel ends these first
+        Path("/proc/self/oom_score_adj").write_text("1000")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     gc.collect()
     gc.freeze()
-    gc.disable()  # a collection would copy what the children share
+    gc.disable()  # a collection would copy pages that the children share
 
     def begin(channel: socket.socket, file: int | None, cpu_s: float) -> None:
         assert file is not None
@@ -151,9 +154,9 @@ def main(descriptor: int) -> None:
 
 
 def _compile(tokenizer: LLTokenizer, special: list[str], channel: socket.socket, file: int, cpu_s: float) -> None:
-    """Compile the grammar in a file, say what came of it, and fork followers."""
+    """Compile the grammar in a file, send the result, and fork followers."""
     grown = _Growth(COMPILE_BYTES)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what the library writes when it ends the process
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hides messages of the library when it aborts
     with open(file, encoding="utf-8") as source:
         kind, text = json.load(source)
     signal.setitimer(signal.ITIMER_PROF, cpu_s)
@@ -168,7 +171,7 @@ def _compile(tokenizer: LLTokenizer, special: list[str], channel: socket.socket,
 
 
 def _follow(matcher: LLMatcher, answer: socket.socket) -> None:
-    """Say after each token of an answer what may come next."""
+    """After each token of an answer, send the mask of the tokens that may come next."""
     grown = _Growth(FOLLOW_BYTES)
     left_s = MASK_CPU_S
     while packet := answer.recv(TOKEN.size):
@@ -188,10 +191,10 @@ def _follow(matcher: LLMatcher, answer: socket.socket) -> None:
 
 
 class _Growth:
-    """Bounds by how much this process may still grow, and measures it.
+    """Limits the further growth of this process's memory, and measures it.
 
     Args:
-        most_bytes: the bound.
+        most_bytes: the limit.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -206,12 +209,12 @@ class _Growth:
         return max(0, self._pages()[1] - self._before) * _PAGE
 
     def _pages(self) -> tuple[int, int]:
-        """The address space, and what is the process's alone of it: the heap."""
+        """The size in pages of the address space, and of its private part, the heap."""
         size, _, _, _, _, data, *_ = os.pread(self._file, 256, 0).split()
         return int(size), int(data)
 
 
 def _let_stack_grow() -> None:
-    """The library recurses; how deep is bounded before."""
+    """Raise the limit of the stack, because the library recurses. The gateway limits the depth of grammars."""
     _, hard = resource.getrlimit(resource.RLIMIT_STACK)
     resource.setrlimit(resource.RLIMIT_STACK, (_STACK_BYTES if hard < 0 else min(_STACK_BYTES, hard), hard))

@@ -1,4 +1,5 @@
-"""The engine's side of its grammar processes: starts, hears and ends them. See `headwater.lm.grammar_wire`."""
+"""The engine's side of its grammar processes: starts them, reads their packets and ends them.
+`headwater.lm.grammar_wire` defines the packets."""
 
 from __future__ import annotations
 
@@ -27,12 +28,12 @@ logger = logging.getLogger(__name__)
 _PACKAGES: Final = str(Path(headwater.__file__).parents[1])
 _HOST: Final = "import sys; sys.path.append({!r}); from headwater.lm.grammar_host import main; main({})"
 _PACKET_BYTES: Final = 4096
-"""More than a packet has beside its mask."""
+"""Upper bound of a packet's size without its mask."""
 _HOST_END_S: Final = 5
 
 
 class Listener(Protocol):
-    """Learns what becomes of a process, in calls that `GrammarProcesses.poll` makes."""
+    """Receives the replies and the end of a process, in calls that `GrammarProcesses.poll` makes."""
 
     def note(self, reply: Reply) -> None:
         """Take a reply."""
@@ -42,7 +43,8 @@ class Listener(Protocol):
 
 
 class GrammarProcess:
-    """The engine's handle of a process, which ends by itself, too, when it is idle and `release` was called."""
+    """The engine's handle of a process. After a call of `GrammarProcesses.release` the process ends by itself once it
+    is idle."""
 
     def __init__(
         self, number: int, channel: socket.socket, parent: GrammarProcess | None, listener: Listener | None
@@ -59,17 +61,17 @@ class GrammarProcess:
             self.channel.send(packet)
 
     def kill(self) -> None:
-        """End the process, whatever it is doing."""
+        """Kill the process, even if it is busy."""
         if self.parent is not None:
             self.parent.send(ORDER.pack(KILL, self.number, 0))
 
 
 class GrammarProcesses:
-    """Starts the host and, through it, all others; used by one thread.
+    """Starts the host and, through it, all other processes. Only a single thread may use it.
 
     Args:
         tokenizer: the model's tokenizer.json.
-        vocab_size: the model's; it may exceed the tokenizer's.
+        vocab_size: the model's vocabulary size, which may exceed the tokenizer's.
         eos_ids: the model's end-of-sequence tokens.
 
     Raises:
@@ -84,7 +86,7 @@ class GrammarProcesses:
         self._selector = selectors.DefaultSelector()
         self._channels: set[socket.socket] = set()
         self._unstarted: list[Listener] = []
-        """Listeners of processes that could not be started, until they are told."""
+        """Listeners of processes that could not be started, until `poll` informs them."""
         self._host = self._start_host()
         self._host.channel.setblocking(True)
         packet = self._host.channel.recv(self._packet_bytes)
@@ -95,13 +97,13 @@ class GrammarProcesses:
             raise ReplicaError(f"llguidance can't read {tokenizer}: {error}")
 
     def compile(self, kind: str, text: str, cpu_s: float, listener: Listener) -> GrammarProcess | None:
-        """Have a grammar compiled; None if no process can be started, of which the listener hears, too.
+        """Have a grammar compiled; None if no process can be started, which is also reported to the listener.
 
         Args:
             kind: `headwater.engine.Grammar.kind`.
             text: `headwater.engine.Grammar.text`.
-            cpu_s: the processor time that it may take.
-            listener: hears whether it succeeds.
+            cpu_s: the processor time that the compilation may take, in seconds.
+            listener: receives the result.
         """
         try:
             if self._host.channel not in self._channels:
@@ -116,7 +118,8 @@ class GrammarProcesses:
             return None
 
     def follow(self, compiler: GrammarProcess, listener: Listener) -> GrammarProcess | None:
-        """Have a compiler that succeeded fork a follower; None as for `compile`. It may be sent tokens at once."""
+        """Have a compiler that succeeded fork a follower; None if no process can be started, as for `compile`. Tokens
+        may be sent to the follower at once."""
         try:
             return self._start(compiler, listener, 0)
         except OSError as error:
@@ -125,14 +128,14 @@ class GrammarProcesses:
             return None
 
     def release(self, process: GrammarProcess) -> None:
-        """Let a process end once it is idle. Its listener hears of that."""
+        """Let a process end once it is idle. The end is reported to its listener."""
         if process.channel in self._channels:
             self._selector.unregister(process.channel)
             self._channels.discard(process.channel)
             process.channel.close()
 
     def poll(self, timeout_s: float = 0) -> None:
-        """Hand what the processes say to their listeners; wait for it, if they say nothing yet."""
+        """Pass the packets of the processes to their listeners. If there are no packets yet, wait up to `timeout_s`."""
         for listener in self._unstarted:
             timeout_s = 0
             listener.end(NOT_STARTED)
@@ -141,7 +144,7 @@ class GrammarProcesses:
             self._hear(key.data)
 
     def close(self) -> None:
-        """End all processes; no listener hears of it."""
+        """End all processes, without calls to listeners."""
         self._end()
 
     def _start_host(self) -> GrammarProcess:
@@ -184,7 +187,7 @@ class GrammarProcesses:
         self._selector.register(process.channel, selectors.EVENT_READ, process)
 
     def _hear(self, process: GrammarProcess) -> None:
-        """Read all that a process has said."""
+        """Read all packets that a process has sent."""
         for packet in self._packets(process):
             if (end := end_of(packet)) is not None:
                 number, status = end
@@ -206,13 +209,13 @@ class GrammarProcesses:
                 yield packet
                 continue
             self.release(process)
-            if process.parent is None:  # the host has ended, and all others with it
+            if process.parent is None:  # the host has ended, and all other processes with it
                 logger.error("the process that compiles grammars has ended; the next request starts another")
                 self._lose(process, NOT_STARTED)
                 self._end()
 
     def _lose(self, process: GrammarProcess, status: int) -> None:
-        """Note the end of a process, and of those that end with it."""
+        """Note the end of a process, and of its children, which end with it."""
         self.release(process)
         for child in list(process.children.values()):
             self._lose(child, NOT_STARTED)

@@ -1,8 +1,8 @@
-"""Grammars as llguidance takes them.
+"""Translates grammars for llguidance, and compiles them.
 
-``json_schema`` is JSON Schema as llguidance has it (docs/json_schema.md there), without its leniency: what it can't
-follow is refused. ``regex`` is a regular expression of Rust's crate `regex` for the whole answer. ``lark`` is
-llguidance's dialect of Lark, or GBNF.
+``json_schema`` is JSON Schema as llguidance supports it (docs/json_schema.md in its repository), without its leniency:
+a schema with unsupported parts is refused. ``regex`` is a regular expression in the syntax of Rust's crate `regex`,
+which the whole answer must match. ``lark`` is llguidance's dialect of Lark, or GBNF.
 """
 
 from __future__ import annotations
@@ -22,19 +22,21 @@ if TYPE_CHECKING:
 __all__ = ["compiled", "short_reason", "special_texts"]
 
 MOST_MULTIPLE: Final = 10_000
-"""The greatest common multiple of a schema's `multipleOf`: the library's automaton has as many states."""
+"""Limit of the common multiple of a schema's `multipleOf` numbers: the library's automaton has as many states."""
 _INWARDS: Final = {
     "minimum": math.inf, "exclusiveMinimum": math.inf, "maximum": -math.inf, "exclusiveMaximum": -math.inf,
 }  # fmt: skip
 _BY_NAME: Final = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 _LARGEST: Final = 2**63 - 1
-"""As a bound the library takes it for what it is, although no double holds it."""
+"""The library reads a bound of exactly this value correctly, although a double can't hold it."""
 _HUGE: Final = 2**1023
 _JSON_OPTIONS: Final[JsonCompileOptions] = {"lenient": False, "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,20}"}
-"""Refuse what can't be followed, and bound the space between elements, because weak models write nothing else."""
+"""Refuse schemas with unsupported parts, and bound the white space between elements, because weak models would write
+white space without end."""
 
 _LIMITS: Final = LLParserLimits(
-    # See `headwater_server.lm.answer_grammar.MAX_OPTIONAL`; an ambiguous grammar takes time quadratic in it.
+    # See `headwater_server.lm.answer_grammar.MAX_OPTIONAL`; the time for an ambiguous grammar is quadratic in this
+    # limit.
     max_items_in_row=2500,
     step_max_items=50_000,
     max_lexer_states=10_000,
@@ -42,19 +44,20 @@ _LIMITS: Final = LLParserLimits(
     verbose_errors=False,
 )
 _NOT_FORCING: Final = {"name": "not_forcing", "lark_grammar": '%llguidance {"no_forcing": true}\nstart: ""'}
-"""A grammar that is not used, but whose option holds for those beside it: see `_unforced`."""
+"""An unused grammar: its option applies to the grammars listed beside it. See `_unforced`."""
 _ESCAPED: Final = re.compile(r"\\u((?!d[89a-f])[0-9a-f]{4})", re.IGNORECASE)
 _JSON: Final = re.compile(r'"(?:\\.?|[^"\\\n])*"?|/(?:\\.?|[^/\\\n])+/?|(?://|#).*|%json\s*(?=\{)')
-"""A JSON schema in Lark, or something that may contain the same characters: a string, expression or comment. A string
-or expression without an end ends with its line, so that a search is linear; the library refuses the grammar."""
+"""The beginning of a JSON schema in Lark, or a part that may contain the same characters: a string, expression or
+comment. An unterminated string or expression ends with its line, so that a search takes linear time; the library
+refuses such a grammar."""
 
 
 def compiled(tokenizer: LLTokenizer, special: Sequence[str], kind: str, text: str) -> tuple[LLMatcher, bytes]:
     """Compile a grammar, and compute which tokens an answer may begin with.
 
     Args:
-        tokenizer: the model's.
-        special: the texts of its special tokens.
+        tokenizer: the model's tokenizer.
+        special: the texts of the tokenizer's special tokens.
         kind: `headwater.engine.Grammar.kind`.
         text: `headwater.engine.Grammar.text`.
 
@@ -66,7 +69,7 @@ def compiled(tokenizer: LLTokenizer, special: Sequence[str], kind: str, text: st
         if _writes_special(text, special):
             source = _unforced(source)
         matcher = LLMatcher(tokenizer, source, log_level=0, limits=_LIMITS)
-        mask = b"" if matcher.is_error() else matcher.compute_bitmask()  # finds what only use shows
+        mask = b"" if matcher.is_error() else matcher.compute_bitmask()  # finds errors that only use shows
         error = matcher.get_error()
     except MemoryError:
         raise
@@ -84,7 +87,7 @@ def special_texts(tokenizer: LLTokenizer) -> list[str]:
 
 
 def short_reason(error: str) -> str:
-    """The library's error without what it adds for its developers."""
+    """The library's error message without the parts that are for its developers."""
     return " ".join(error.replace("<non-verbose/>", "").split())[:400]
 
 
@@ -95,7 +98,7 @@ def _writes_special(text: str, special: Sequence[str]) -> bool:
 
 
 def _source(kind: str, text: str) -> str:
-    """The grammar as the library takes it."""
+    """The grammar in the library's format."""
     if kind == "regex":
         return LLMatcher.grammar_from_regex(text)
     if kind == "json_schema":
@@ -113,17 +116,17 @@ def _source(kind: str, text: str) -> str:
 
 
 def _unforced(source: str) -> str:
-    """A grammar that leaves it to the model with which tokens it writes a text that has no alternative.
+    """The grammar with an option that lets the model choose the tokens of a text that has no alternative.
 
-    The library would tokenize such a text, and take what looks like a special token for that token, which it then
-    refuses because it stands for no text.
+    Without the option the library would tokenize such a text, read characters that spell a special token as that token,
+    and then refuse the token because it stands for no text.
     """
     grammars = json.loads(source)["grammars"] if source.startswith("{") else [{"lark_grammar": source}]
     return json.dumps({"grammars": [*grammars, _NOT_FORCING]})
 
 
 def _with_options(lark: str) -> Iterator[str]:
-    """The parts of a grammar in Lark, whose JSON schemas have our options."""
+    """The parts of a Lark grammar, with `_JSON_OPTIONS` in its JSON schemas."""
     begin = 0
     while (found := _JSON.search(lark, begin)) is not None:
         end = found.end()
@@ -137,10 +140,10 @@ def _with_options(lark: str) -> Iterator[str]:
 
 
 def _check_multiples(schema: dict[str, Any]) -> None:
-    """Refuse a schema whose automaton would be too large.
+    """Refuse a schema with too large an automaton.
 
     Raises:
-        ValueError: it is.
+        ValueError: the common multiple of its `multipleOf` numbers exceeds `MOST_MULTIPLE`.
     """
     steps = [Fraction(str(one)) for one in _multiples(schema)]
     scale = math.lcm(*[step.denominator for step in steps])
@@ -160,11 +163,11 @@ def _multiples(schema: object) -> Iterator[Any]:
 
 
 def _with_exact_numbers(schema: Any) -> Any:
-    """A schema, or a part of one, whose bounds doubles hold, as which the library reads them: those of no double are
-    moved inwards to the next one.
+    """A schema, or a part of a schema, with bounds that doubles hold exactly, because the library reads bounds as
+    doubles. Other integer bounds are moved inwards to the next double.
 
     Raises:
-        ValueError: a constant is an integer that no double holds.
+        ValueError: a constant is an integer that a double can't hold exactly.
     """
     if isinstance(schema, list):
         return [_with_exact_numbers(one) for one in schema]
@@ -172,7 +175,7 @@ def _with_exact_numbers(schema: Any) -> Any:
         return schema
     found: dict[str, Any] = {}
     for key, value in schema.items():
-        if key in _BY_NAME and isinstance(value, dict):  # whose keys are no keywords
+        if key in _BY_NAME and isinstance(value, dict):  # its keys are names, not keywords
             found[key] = {name: _with_exact_numbers(one) for name, one in value.items()}
             continue
         if key in ("const", "enum") and (wrong := next(_inexact(value), None)) is not None:
@@ -186,7 +189,7 @@ def _with_exact_numbers(schema: Any) -> Any:
 
 
 def _inexact(value: object) -> Iterator[int]:
-    """The integers in a value that no double holds."""
+    """The integers in a value that a double can't hold exactly."""
     if isinstance(value, int) and int(_double(value)) != value:
         yield value
     elif isinstance(value, (list, dict)):

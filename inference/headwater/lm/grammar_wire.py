@@ -1,4 +1,4 @@
-"""What the engine and its grammar processes tell each other: one message a packet, on socket pairs.
+"""Messages between the engine and its grammar processes: socket pairs carry a message in each packet.
 
 The processes form a tree: the engine starts the host (`headwater.lm.grammar_host`), the host forks a compiler for each
 grammar, and the compiler forks a follower for each answer. A parent forks and kills on the engine's order, and reports
@@ -29,24 +29,25 @@ __all__ = [
 ]
 
 FORK: Final = b"f"
-"""An order with the child's socket, and for a compiler with a file of the grammar."""
+"""The order to fork a child. It carries the child's socket and, for a compiler, a file with the grammar."""
 KILL: Final = b"k"
 ORDER: Final = Struct("<cQd")
-"""`FORK` or `KILL`; the child's number, which the engine chooses; the processor time that it may take to compile, s."""
+"""`FORK` or `KILL`; the child's number, which the engine chooses; the processor time that compilation may take, in
+seconds."""
 TOKEN: Final = Struct("<I")
 """The answer's next token."""
 NOT_STARTED: Final = -1
 """In place of a wait status: the child could not be forked."""
 COMPILE_BYTES: Final = 256 * 2**20
-"""How much memory it may take to compile a grammar."""
+"""How much a compiler's memory may grow."""
 FOLLOW_BYTES: Final = 128 * 2**20
-"""How much more memory an answer may take to follow its grammar."""
+"""How much a follower's memory may grow."""
 MASK_CPU_S: Final = 1.0
-"""The most processor time for a mask. An answer begins with this much."""
+"""The most processor time for a mask, in seconds. An answer begins with this budget."""
 TOKEN_CPU_S: Final = 0.1
-"""The processor time that each token adds, up to `MASK_CPU_S`."""
+"""The processor time that each token adds to the answer's budget, up to `MASK_CPU_S`."""
 OUT_OF_MEMORY: Final = 3
-"""The exit status of a process in which Python found no memory; llguidance aborts."""
+"""The exit status of a process in which Python ran out of memory. If llguidance runs out of memory, it aborts."""
 _REPLIED: Final = b"r"
 _ENDED: Final = b"e"
 _END: Final = Struct("<cQi")
@@ -54,14 +55,14 @@ _REPLY: Final = Struct("<c??Q")
 
 
 class Reply(NamedTuple):
-    """What a compiler or a follower found."""
+    """The result of a compiler or a follower."""
 
     mask: bytes
-    """Which tokens may come next, one bit each; empty if there is an error."""
+    """Which tokens may come next, a bit for each token of the vocabulary; empty if there is an error."""
     is_stopped: bool
-    """Whether nothing but the end may follow."""
+    """Whether the answer must end here."""
     error: str
-    """Why the library gave up."""
+    """Why the library failed; empty if it succeeded."""
     size_bytes: int
     """How much the process has grown since it was forked."""
 

@@ -1,7 +1,7 @@
-"""Answers in a given form: which tokens may come next, by processes that compile grammars and follow them.
+"""Constrains answers to grammars: processes compile grammars, follow them, and compute which tokens may come next.
 
-Nothing of a client's grammar is read in the engine's process (see `headwater.lm.grammar_host`): one that takes too
-much time or memory, or that ends its process, ends only the sequences that follow it.
+The engine's process never parses a client's grammar (see `headwater.lm.grammar_host`). A grammar that takes too much
+time or memory, or that crashes its process, ends only the sequences that follow it.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ __all__ = ["KINDS", "Compilation", "Constraint", "Grammars"]
 
 KINDS: Final = frozenset[GrammarKind]({"json_schema", "regex", "lark"})
 KEPT: Final = 64
-"""How many compiled grammars are kept that no answer follows."""
+"""The most compiled grammars that are kept while no answer follows them."""
 KEPT_BYTES: Final = 64 * 2**20
-"""How much they may have grown together."""
+"""The most bytes by which the processes of these grammars may have grown, in total."""
 MOST_BYTES: Final = 2**30
-"""How much all processes may have grown. Beyond it the largest answer's ends."""
+"""The most bytes by which the processes of all answers may have grown, in total. Beyond this limit the answer with the
+largest process ends."""
 REFUSED: Final = 1024
 """How many refused grammars are remembered."""
 MOST_WAITING: Final = 64
 """How many grammars of a scope may wait to be compiled."""
 MASK_WAIT_S: Final = 0.05
-"""How long a step waits for a mask, once for each sequence."""
+"""The most seconds that a step waits for masks. If there is other work, steps wait only once for each sequence."""
 _EXPECTED: Final = {"json_schema": "a JSON schema", "regex": "a regular expression", "lark": "a grammar"}
 _COMPILE_LIMITS: Final = (
     f"to compile it takes more than {LANES[-1].cpu_s:g} s of processor time, or {COMPILE_BYTES >> 20} MiB of memory"
@@ -52,7 +53,7 @@ _LOST: Final = "the process of the grammar ended; try again"
 
 
 class Compilation:
-    """A grammar that waits to be compiled, is compiled, was, or can't be."""
+    """A grammar and the state of its compilation: waiting, running, succeeded or failed."""
 
     def __init__(self, grammars: Grammars, grammar: Grammar, scope: str) -> None:
         self._grammars = grammars
@@ -61,25 +62,25 @@ class Compilation:
         self.scope = scope
         self.lane = 0
         self.users = 0
-        """Sequences that wait for it, or follow it."""
+        """Number of sequences that wait for the grammar or follow it."""
         self.process: GrammarProcess | None = None
         self.is_running = False
         self.first: Reply | None = None
-        """What an answer may begin with, once it is compiled."""
+        """The compiler's reply, with the tokens that an answer may begin with; None until the grammar is compiled."""
         self.error = ""
-        """Why it can't be compiled."""
+        """Why the grammar can't be compiled."""
         self.is_lost = False
-        """Whether something else is to blame than the grammar."""
+        """Whether the error has another cause than the grammar."""
         self.has_ended = False
-        """Whether it must be compiled again."""
+        """Whether the grammar must be compiled again."""
 
     @property
     def is_done(self) -> bool:
-        """Whether it was compiled, or can't be."""
+        """Whether the compilation has succeeded or failed."""
         return self.first is not None or bool(self.error)
 
     def note(self, reply: Reply) -> None:
-        """As `Listener.note`."""
+        """See `Listener.note`."""
         self.is_running = False
         if reply.error:
             self._grammars.refuse(self, reply.error)
@@ -88,7 +89,7 @@ class Compilation:
         self._grammars.end_compiling(self)
 
     def end(self, status: int) -> None:
-        """As `Listener.end`."""
+        """See `Listener.end`."""
         self.process = None
         if not self.is_running:
             self._grammars.forget(self)
@@ -114,8 +115,8 @@ class Constraint:
     """The state of a sequence in its grammar.
 
     Args:
-        request: the sequence's, with a grammar.
-        compilation: the grammar, compiled.
+        request: the sequence's request, which has a grammar.
+        compilation: the compiled grammar.
         eos_ids: the model's end-of-sequence tokens.
     """
 
@@ -124,15 +125,15 @@ class Constraint:
         assert compilation.first is not None
         self._grammar = request.grammar
         self._withheld = eos_ids if request.ignore_eos else ()
-        """Tokens that are allowed only where nothing else is."""
+        """Tokens that are allowed only where no other token is."""
         self.compilation = compilation
         self.process: GrammarProcess | None = None
         self.mask = b""
-        """Which tokens may come next, one bit each; empty while it is computed."""
+        """Which tokens may come next, a bit for each token of the vocabulary; empty while the mask is computed."""
         self.size_bytes = 0
-        """How much its process has grown."""
+        """Bytes by which the sequence's process has grown."""
         self.is_slow = False
-        """Whether a step has waited for it for too long."""
+        """Whether a step has waited for a mask for `MASK_WAIT_S` in vain."""
         self.finish: Finish | None = None
         """How the sequence must end: ``rejected`` or ``error``."""
         self.error = ""
@@ -140,27 +141,27 @@ class Constraint:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it is known what may come next, or that nothing will be."""
+        """Whether the mask is computed, or the sequence must end."""
         return bool(self.mask) or self.finish is not None
 
     @property
     def is_late(self) -> bool:
-        """Whether a step has waited for it for too long, and it is still not known what may come next."""
+        """Whether a step has waited for a mask in vain, and the present mask is still not computed."""
         return self.is_slow and not self.is_ready
 
     def advance(self, token: int) -> None:
-        """Begin to compute what may come after this token."""
+        """Have the mask after this token computed."""
         self.mask = b""
         if self.process is not None:
             self.process.send(TOKEN.pack(token))
 
     def reject(self, reason: str) -> None:
-        """End the sequence for its grammar."""
+        """End the sequence because of its grammar."""
         if self.finish is None:
             self.finish, self.error = "rejected", refusal(self._grammar, reason)
 
     def note(self, reply: Reply) -> None:
-        """As `Listener.note`."""
+        """See `Listener.note`."""
         self.size_bytes = reply.size_bytes
         if reply.error:
             self.reject(reply.error)
@@ -173,7 +174,7 @@ class Constraint:
             self.mask = reply.mask
 
     def end(self, status: int) -> None:
-        """As `Listener.end`."""
+        """See `Listener.end`."""
         if _cause(status) is not None:
             self.reject(_FOLLOW_LIMITS)
         elif self.finish is None:
@@ -181,11 +182,11 @@ class Constraint:
 
 
 class Grammars:
-    """Has grammars compiled for one tokenizer, and remembers the last ones; used by one thread.
+    """Has grammars compiled for a tokenizer, and keeps the most recently used. Only a single thread may use it.
 
     Args:
         tokenizer: the model's tokenizer.json.
-        vocab_size: the model's; it may exceed the tokenizer's.
+        vocab_size: the model's vocabulary size, which may exceed the tokenizer's.
         eos_ids: the model's end-of-sequence tokens.
 
     Raises:
@@ -201,20 +202,21 @@ class Grammars:
         self._processes = GrammarProcesses(tokenizer, vocab_size, self._eos_ids)
         self._queues = [CompileQueue[Compilation](lane) for lane in LANES]
         self._compilations: OrderedDict[tuple[str, str], Compilation] = OrderedDict()
-        """Those that wait, run or succeeded; the last used one is last."""
+        """Compilations that wait, run or have succeeded, by kind and text; the most recently used is last."""
         self._refused: OrderedDict[bytes, str] = OrderedDict()
         """Why grammars can't be compiled, by digest."""
         self._constraints: set[Constraint] = set()
 
     def is_full(self, scope: str) -> bool:
-        """Whether a scope has as many grammars waiting as it may."""
+        """Whether `MOST_WAITING` grammars of a scope wait."""
         return sum(queue.waiting(scope) for queue in self._queues) >= MOST_WAITING
 
     def compile(self, grammar: Grammar, scope: str) -> Compilation:
-        """Have a grammar compiled for a sequence, unless that was done; `leave` ends the sequence's use.
+        """Have a grammar compiled for a sequence, unless it is compiled already. `leave` ends the sequence's use of the
+        grammar.
 
         Args:
-            scope: whose it is; scopes take turns.
+            scope: the request's cache scope; scopes take turns.
         """
         key = (grammar.kind, grammar.text)
         compilation = self._compilations.get(key)
@@ -230,7 +232,8 @@ class Grammars:
         return compilation
 
     def leave(self, compilation: Compilation) -> None:
-        """Note that a sequence no longer needs a grammar. To compile it ends if no other does."""
+        """Note that a sequence no longer needs a grammar. If no other sequence needs it, an unfinished compilation is
+        dropped."""
         compilation.users -= 1
         if compilation.users > 0 or compilation.is_done or compilation.has_ended:
             return
@@ -241,7 +244,7 @@ class Grammars:
             compilation.process.kill()
 
     def follow(self, request: SequenceRequest, compilation: Compilation) -> Constraint:
-        """Hold a sequence to a compiled grammar, in place of `leave`; `close` ends it."""
+        """Constrain a sequence to a compiled grammar. Call `close` instead of `leave` when the sequence ends."""
         constraint = Constraint(request, compilation, self._eos_ids)
         assert compilation.process is not None
         constraint.process = self._processes.follow(compilation.process, constraint)
@@ -249,7 +252,7 @@ class Grammars:
         return constraint
 
     def close(self, constraint: Constraint) -> None:
-        """End what follows a sequence."""
+        """End the process that follows a sequence, and the sequence's use of its grammar."""
         self._constraints.discard(constraint)
         self.leave(constraint.compilation)
         if constraint.process is not None:
@@ -258,7 +261,8 @@ class Grammars:
             self._processes.release(constraint.process)
 
     def poll(self, timeout_s: float = 0) -> None:
-        """Take what the processes say; wait for it if they say nothing yet."""
+        """Read the replies of the processes; if there are no replies yet, wait up to `timeout_s`. If the processes of
+        all answers exceed `MOST_BYTES` in total, reject the answer with the largest."""
         self._processes.poll(timeout_s)
         sizes = {one: one.size_bytes for one in self._constraints if one.finish is None}
         if sum(sizes.values()) > MOST_BYTES:
@@ -269,7 +273,7 @@ class Grammars:
         """Wait for the masks of constraints, at most `MASK_WAIT_S`.
 
         Args:
-            is_needed: whether nothing else can be done meanwhile; if not, it isn't waited for slow ones.
+            is_needed: whether there is no other work meanwhile; if False, the call does not wait for slow constraints.
         """
         self.poll()
         until_s = time.monotonic() + MASK_WAIT_S
@@ -282,7 +286,7 @@ class Grammars:
             self.poll(left_s)
 
     def allowed(self, rows: Sequence[int], constraints: Sequence[Constraint], device: torch.device) -> Allowed:
-        """The masks of constraints that are ready, which are of these rows."""
+        """The masks of ready constraints; each belongs to the row at the same index."""
         size = (self._vocab_size + 7) // 8
         masks = bytearray().join(one.mask[:size] for one in constraints)
         bits = torch.frombuffer(masks, dtype=torch.uint8).view(len(rows), size).to(device)
@@ -291,8 +295,8 @@ class Grammars:
         return Allowed(rows, tokens[:, : self._vocab_size])
 
     def trim(self) -> None:
-        """End the compilers of grammars that are kept beyond the bounds. Call it when all sequences that may follow a
-        grammar do."""
+        """End the compilers of kept grammars beyond `KEPT` and `KEPT_BYTES`. Call it when every sequence that can
+        follow its grammar does."""
         followed = {one.compilation for one in self._constraints}
         kept = [one for one in self._compilations.values() if one.first is not None and one not in followed]
         size_bytes = sum(one.first.size_bytes for one in kept if one.first is not None)
@@ -312,12 +316,12 @@ class Grammars:
     # Called by compilations.
 
     def queue(self, compilation: Compilation) -> None:
-        """Let a grammar wait for its turn."""
+        """Add a grammar to the queue."""
         self._queues[compilation.lane].add(compilation.scope, compilation)
         self._start()
 
     def end_compiling(self, compilation: Compilation) -> None:
-        """Note that a process is free."""
+        """Note that a compilation has ended, and start the next."""
         self._queues[compilation.lane].end()
         self._start()
 
@@ -330,7 +334,7 @@ class Grammars:
             self._refused.popitem(last=False)
 
     def forget(self, compilation: Compilation) -> None:
-        """Have the next sequence compile a grammar anew."""
+        """Drop a grammar, so that the next sequence has it compiled again."""
         compilation.has_ended = True
         key = (compilation.kind, compilation.text)
         if self._compilations.get(key) is compilation:
@@ -355,7 +359,8 @@ def _digest(compilation: Compilation) -> bytes:
 
 
 def _cause(status: int) -> str | None:
-    """Why the library ended a process: ``time``, ``memory`` or ``depth``; None: something else did."""
+    """Why the library ended a process: ``time``, ``memory`` or ``depth``; None if the process ended for another
+    reason."""
     if status < 0:
         return None
     if os.WIFSIGNALED(status):

@@ -1,4 +1,4 @@
-"""The replica's side of a channel: a gateway worker's sequences, and their events that have not been sent."""
+"""The replica's side of a channel: a gateway worker's sequences, and their unsent events."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ChannelLimits(NamedTuple):
     """How far a worker may be behind."""
 
     most_pending: int = 16_384
-    """Unsent tokens from which on a worker blocks the engine."""
+    """Number of unsent tokens at which a worker blocks the engine."""
     blocked_s: float = 6.0
     """How long a worker may block the engine."""
 
@@ -57,7 +57,7 @@ class HostChannel:
         self.sequences: dict[int, HostSequence] = {}
         """Running sequences by number."""
         self.held_up: Wait | None = None
-        """The timeout of a worker that blocks the engine; None if it doesn't."""
+        """The timeout of the worker while it blocks the engine; otherwise None."""
         self.sent = 0
         """Frames sent."""
         self.news = asyncio.Event()
@@ -65,7 +65,7 @@ class HostChannel:
         self.is_waking = False
         """Whether `wake` has been called and the loop has not reacted yet."""
         self.end: str | None = None
-        """Why the channel has ended; empty if its stream did."""
+        """Why the channel has ended; empty if its stream ended; None while it is open."""
         self._limits = limits
         self._loop = asyncio.get_running_loop()
         self._events: list[SequenceEvent] = []
@@ -73,7 +73,7 @@ class HostChannel:
         """Unsent tokens, and tokens of prompts with unsent log probabilities."""
 
     def overdue(self, now: float) -> str | None:
-        """Why the channel must end now, if it must. Also notes whether the worker blocks the engine."""
+        """Why the channel must end now; None if it may stay open. Also notes whether the worker blocks the engine."""
         if self.end is not None:
             return self.end
         if self._tokens < self._limits.most_pending:
@@ -90,12 +90,12 @@ class HostChannel:
 
     @property
     def has_frame(self) -> bool:
-        """Whether there is something to send."""
+        """Whether there is a frame to send."""
         return self.end is not None or bool(self._events)
 
     def add(self, sequence: HostSequence, event: TokenEvent) -> None:
-        """Add an engine's event. Tokens are merged with unsent ones only if their indices continue exactly, so that the
-        worker, which checks the indices, notices an engine's fault."""
+        """Add an engine's event. Tokens are merged with unsent tokens only if their indices continue exactly: the
+        worker checks the indices, and so notices an engine's fault."""
         last = sequence.event
         token, logprob, top = event.token, event.logprob, event.top
         if (
@@ -140,7 +140,7 @@ class HostChannel:
         self._events.append(SequenceEvent(sequence.number, index, [], finish=finish, error=error))
 
     def take(self, load: Load) -> StepFrame:
-        """Take a frame with everything unsent."""
+        """Take a frame with all unsent events."""
         events, self._events = self._events, []
         self._tokens = 0
         self.held_up = None
@@ -149,7 +149,7 @@ class HostChannel:
         return StepFrame(number, events, load, closed=self.end or "")
 
     def wake(self) -> None:
-        """Have the loop send a frame if there is one. Further calls before the loop reacts do nothing."""
+        """Have the loop send a frame if there is a frame to send. Further calls before the loop reacts do nothing."""
         if self.is_waking or not self.has_frame:
             return
         self.is_waking = True

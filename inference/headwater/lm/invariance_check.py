@@ -21,7 +21,8 @@ CHECK_CHUNKS: Final = (4, 17)
 
 @torch.inference_mode()
 def check_invariance(model: CachedModel) -> None:
-    """Compare the logits of a prompt computed whole and alone with those of the prompt in chunks beside others.
+    """Compare the logits of a prompt computed whole and alone with its logits when computed in chunks beside other
+    prompts.
 
     Raises:
         ReplicaError: any bit differs.
@@ -45,7 +46,7 @@ def check_invariance(model: CachedModel) -> None:
 
 
 def _filled(model: CachedModel, prompts: list[list[int]]) -> SlotCache:
-    """A cache with these prompts in its first rows, and a row more."""
+    """A cache with these prompts in its first rows, and an empty row after them."""
     rows, longest = len(prompts) + 1, max(CHECK_LENGTHS) + 1
     cache = SlotCache(model.layers, max_rows=rows, max_tokens=rows * longest, multiple=KEYS)
     cache.fit(rows, longest)

@@ -1,8 +1,8 @@
-"""Attention on a CPU whose result for a token does not depend on other sequences, other queries or a chunk's limits.
+"""Attention on a CPU: the result for a token does not depend on other sequences, other queries or a chunk's limits.
 
-torch's kernel multiplies matrices whose sizes follow from the numbers of queries and keys, and the sizes choose the
-order of sums. Here both are padded to sizes for which this CPU's kernels were seen to give the same bits, and keys are
-taken in blocks of `BLOCK_KEYS`, whose results are put together by their log-sum-exp.
+torch's kernel multiplies matrices with sizes that follow from the numbers of queries and keys, and the sizes determine
+the order of sums. Here queries and keys are padded to sizes for which a test on this CPU gave the same bits. Keys are
+computed in blocks of `BLOCK_KEYS`, and the results of blocks are combined by their log-sum-exp.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from headwater.lm.invariant_products import elementwise
 __all__ = ["KEYS", "NAME", "attend", "padded_keys"]
 
 NAME: Final = "headwater_invariant"
-"""What transformers calls this kind of attention."""
+"""The name under which transformers knows this attention."""
 KEYS: Final = 128
-"""The numbers of keys that a cache should offer are multiples of this, so that nothing is copied to pad them."""
+"""A cache should offer keys in multiples of this number, so that no copy is needed to pad them."""
 BLOCK_KEYS: Final = 256
 
 
@@ -33,17 +33,17 @@ class Shape(NamedTuple):
     multiple: int
     """Queries are padded to a multiple of this number."""
     most: int
-    """The most queries at once."""
+    """The most queries in a multiplication."""
     keys: int
     """Keys of a block are padded to a multiple of this number."""
 
 
 SHAPES: Final = (Shape(4, 128, KEYS), Shape(16, 128, KEYS), Shape(32, 32, BLOCK_KEYS), Shape(1, 1, BLOCK_KEYS))
-"""From the fastest to the surest; the last is right by construction."""
+"""Candidates from the fastest to the safest; the last is invariant by construction."""
 
 
 def padded_keys(length: int) -> int:
-    """The number of keys, at least `length`, that attention is best given."""
+    """`length` rounded up to a multiple of `KEYS`: the number of keys that a cache should offer."""
     return -(-length // KEYS) * KEYS
 
 
@@ -63,9 +63,9 @@ def attend(
         module: the attention layer.
         query: [batch, heads, tokens, size].
         key: [batch, groups, keys, size]; each group serves heads / groups successive heads.
-        value: as `key`.
-        attention_mask: [batch or 1, 1, tokens, keys]: bool, or what is added to the scores.
-        scaling: of the scores; by default size ** -0.5.
+        value: shape as `key`.
+        attention_mask: [batch or 1, 1, tokens, keys]: bool, or numbers that are added to the scores.
+        scaling: factor of the scores; by default size ** -0.5.
         dropout: no effect.
         options: `softcap`, `s_aux` and `position_bias` must be None.
 
@@ -91,7 +91,7 @@ def attend(
 
 
 def _mask(*args: Any, **options: Any) -> Tensor | None:
-    """transformers' mask for `attend`, which is never left out."""
+    """transformers' mask for `attend`. It is never left out, because `attend` needs it."""
     return sdpa_mask(*args, **{**options, "allow_is_causal_skip": False})
 
 
@@ -135,7 +135,7 @@ def _over_blocks(queries: Tensor, key: Tensor, value: Tensor, mask: Tensor, scal
         logs.append(log)
     if len(outputs) == 1:
         return outputs[0]
-    # A block that is hidden as a whole has the weight 0, so blocks that only a neighbour needs change no bit.
+    # A block in which all keys are hidden has the weight 0, so blocks that only another sequence needs change no bit.
     greatest = functools.reduce(torch.maximum, logs)
     weights = [elementwise(torch.exp, log - greatest)[..., None] for log in logs]
     total = functools.reduce(torch.add, weights)
@@ -146,13 +146,13 @@ def _over_blocks(queries: Tensor, key: Tensor, value: Tensor, mask: Tensor, scal
 
 @functools.cache
 def _shape(size: int, dtype: torch.dtype, threads: int) -> Shape:
-    """The first of `SHAPES` that torch accepts and that gives the same bits for a query alone, beside others, and with
-    more keys.
+    """The first of `SHAPES` that torch accepts and that gives the same bits for a query alone, beside other queries,
+    and with more keys.
 
     Args:
-        size: of a head.
-        dtype: of queries, keys and values.
-        threads: torch's; a key of the cache.
+        size: size of a head.
+        dtype: type of queries, keys and values.
+        threads: torch's number of threads; it is only a key of this function's cache.
     """
     generator = torch.Generator().manual_seed(0)
     key, value = (torch.randn(1, 1, 2 * BLOCK_KEYS, size, generator=generator).to(dtype) for _ in range(2))

@@ -1,7 +1,7 @@
-"""Linear layers and activations on a CPU whose result for a row does not depend on the other rows.
+"""Linear layers and activations on a CPU: the result for a row does not depend on the other rows.
 
 The libraries choose a kernel by the number of rows, and kernels add in different orders. Here rows are computed in
-blocks of sizes for which this CPU's kernels were seen to give the same bits, wherever in a block the row stands.
+blocks, with sizes for which a test on this CPU gave the same bits for a row at any place in a block.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from headwater.lm.transformers_parts import activation_classes
 __all__ = ["Block", "InvariantActivation", "InvariantLinear", "elementwise", "in_blocks", "make_layers_invariant"]
 
 COUNTS: Final = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 17, 24, 31, 32, 33, 64, 256)
-"""Numbers of rows that are compared before a size of blocks is taken."""
+"""Numbers of rows that are compared to choose a block size."""
 LANES: Final = 64
-"""A multiple of the numbers that any CPU's vector loop takes at once."""
+"""A multiple of the number of elements that a vector loop computes at once, on any CPU."""
 GRAIN: Final = 16_384
-"""torch computes up to so many elements on one thread."""
+"""torch computes up to this many elements on a single thread."""
 FEW: Final = 16
-"""Up to so many rows each number may have code of its own; more rows are padded to a multiple of 4, because oneDNN
-generates code for each number, which takes about a millisecond."""
+"""Up to this many rows, oneDNN may generate code for every number of rows. Larger numbers are padded to a multiple of
+4, because generating code takes about a millisecond for each number."""
 
 
 class Block(NamedTuple):
@@ -40,11 +40,11 @@ class Block(NamedTuple):
 
 
 BLOCKS: Final = (Block(1, 256), Block(4, 256), Block(16, 256), Block(32, 32), Block(1, 1))
-"""From the fastest to the surest; the last is right by construction."""
+"""Candidates from the fastest to the safest; the last is invariant by construction."""
 
 
 def in_blocks(compute: Callable[[Tensor], Tensor], rows: Tensor, block: Block) -> Tensor:
-    """Apply a function from rows [count, in] to rows [count, out] to blocks of the rows."""
+    """Apply a function, which maps rows [count, in] to rows [count, out], to blocks of the rows."""
     results = []
     for part in torch.split(rows, block.most):
         count = len(part)
@@ -55,7 +55,8 @@ def in_blocks(compute: Callable[[Tensor], Tensor], rows: Tensor, block: Block) -
 
 
 def elementwise(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
-    """Apply a function of single elements so that each is computed by the vector loop, not by its scalar remainder."""
+    """Apply an elementwise function such that the vector loop computes all elements, never the scalar loop for a
+    remainder."""
     size = tensor.shape[-1]
     if size % LANES:
         return elementwise(function, pad(tensor, (0, -size % LANES)))[..., :size]
@@ -65,11 +66,11 @@ def elementwise(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
 
 
 class InvariantLinear(nn.Module):
-    """A linear layer for inference.
+    """A linear layer for inference: the result for a row does not depend on the other rows.
 
     Args:
-        layer: the layer to replace; its weight is copied into the order in which oneDNN reads it, where oneDNN
-            computes in its type on this CPU.
+        layer: the layer to replace; its weight is copied into oneDNN's layout if oneDNN supports the weight's type on
+            this CPU.
         block: how rows are put into blocks; by default the first of `BLOCKS` that gives the same bits for all `COUNTS`.
     """
 
@@ -80,7 +81,7 @@ class InvariantLinear(nn.Module):
         self.bias = layer.bias
         self._weight: Tensor = weight
         self._is_packed = False
-        with contextlib.suppress(RuntimeError):  # oneDNN does not compute in this type here
+        with contextlib.suppress(RuntimeError):  # oneDNN does not support this type on this CPU
             self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, COUNTS[-1])
             self._is_packed = True
         self.in_features: int = weight.shape[1]
@@ -106,7 +107,7 @@ class InvariantLinear(nn.Module):
 
 
 class InvariantActivation(nn.Module):
-    """An activation function whose result for an element does not depend on the element's place."""
+    """An activation function: the result for an element does not depend on the element's place."""
 
     def __init__(self, activation: nn.Module) -> None:
         super().__init__()
@@ -117,8 +118,8 @@ class InvariantActivation(nn.Module):
 
 
 def make_layers_invariant(model: nn.Module) -> None:
-    """Replace a model's linear layers and activations, in place. Experts and other layers of a kind of their own stay
-    as they are."""
+    """Replace a model's linear layers and activations, in place. Experts and other special layers are left
+    unchanged."""
     blocks: dict[tuple[Any, ...], Block] = {}
     activations = activation_classes()
     replaced: dict[nn.Module, nn.Module] = {}
@@ -138,7 +139,7 @@ def make_layers_invariant(model: nn.Module) -> None:
 def _is_invariant(
     compute: Callable[[Tensor], Tensor], row: Tensor, block: Block, counts: Sequence[int] = COUNTS
 ) -> bool:
-    """Whether equal rows [1, in] have equal results, however many they are."""
+    """Whether copies of a row [1, in] all have the same result, for each of the numbers of copies in `counts`."""
     if block.most == 1:
         return True
     expected = in_blocks(compute, row, block)

@@ -44,15 +44,15 @@ class SlotOptions(msgspec.Struct, frozen=True):
     """Options of the built-in engine, `headwater.lm.slot_engine.SlotEngine`."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of weights and activations; ``auto`` for the folder's."""
+    """Type of weights and activations; ``auto`` for the folder's type."""
     attention: Attention = "auto"
-    """``auto``: sdpa, or eager where transformers has no other for the architecture."""
+    """``auto``: sdpa, or eager if transformers does not support sdpa for the architecture."""
     max_sequences: Annotated[int, Meta(ge=1, le=4096)] = 32
     max_waiting: Annotated[int, Meta(ge=0, le=1_000_000)] = 256
     context_length: Annotated[int, Meta(ge=2, le=2**31 - 1)] | None = None
-    """By default, and at most, what the model's configuration says."""
+    """Default and maximum: the length in the model's configuration."""
     cache_tokens: Annotated[int, Meta(ge=16, le=2**40)] | None = None
-    """The least allowed is what the warm-up of one sequence takes."""
+    """The minimum is the size that the warm-up of a single sequence takes."""
     prefill_chunk: Count = 256
     prefix_cache: bool = True
     batch_invariant: bool = False
@@ -65,25 +65,25 @@ class LmPlan(NamedTuple):
     reference: str
     folder: Path
     options: SlotOptions | Mapping[str, Any]
-    """Options of the built-in engine or the user's."""
+    """Options of the built-in engine, or of the user's engine."""
     make: Callable[..., Engine] | None
-    """Makes the user's engine; None for the built-in one."""
+    """Makes the user's engine; None for the built-in engine."""
     max_step_s: float
-    """The host's limit of a step, whichever the engine."""
+    """The longest that a step may take, in seconds. The host enforces it for any engine."""
     engine: str = ""
     """The reference of `make`."""
     tool_parser: ToolParser | None = None
-    """The gateway's, whichever the engine."""
+    """The gateway's tool parser, for any engine."""
     sampling: Sampling = Sampling()
-    """How tokens are chosen for requests that don't say it, whichever the engine."""
+    """Sampling parameters for requests that don't set them, for any engine."""
     notes: tuple[str, ...] = ()
-    """What the operator should know of what was chosen."""
+    """Notes for the operator on the choices made."""
 
     def rehearse(self) -> None:
         """Have the built-in engine check itself with a small copy of the architecture.
 
         Raises:
-            LoadError: the engine can't serve it.
+            LoadError: the engine can't serve the architecture.
         """
         if not isinstance(self.options, SlotOptions):
             return
@@ -99,10 +99,11 @@ class LmPlan(NamedTuple):
             raise LoadError(Problem(f"model {self.reference}", reason, OTHER)) from None
 
     def load(self, device: str, on_broken: Callable[[str], None], capacity: Capacity | None = None) -> Engine:
-        """Read the weights, and make an engine that has checked itself; the built-in one tells `capacity` what fits.
+        """Read the weights, and make an engine. The built-in engine checks itself, and reports to `capacity` how many
+        sequences fit.
 
         Raises:
-            ReplicaError: loading failed; the message says what and why.
+            ReplicaError: loading failed; the message has the reason.
         """
         for note in self.notes:
             logger.warning("%s: %s", self.reference, note)
@@ -138,8 +139,9 @@ def plan_language_model(reference: str, options: Mapping[str, Any], search: Sequ
 
     Args:
         reference: ``lm:PATH`` or ``lm:PACKAGE:PATH``.
-        options: the engine's options; ``engine`` names a user's engine, ``module:callable``, which gets all others but
-            ``max_step_s``, which is the host's, ``tool_parser`` and ``generation_config``, which are the gateway's.
+        options: the engine's options. ``engine`` names a user's engine, ``module:callable``. It gets all other options
+            except ``max_step_s``, which is for the host, and ``tool_parser`` and ``generation_config``, which are for
+            the gateway.
         search: folders in which a relative path is looked for, besides the working folder.
 
     Raises:
@@ -176,7 +178,7 @@ def plan_language_model(reference: str, options: Mapping[str, Any], search: Sequ
         signature.bind_partial(folder, **dict.fromkeys(GIVEN))
     except TypeError as error:
         raise LoadError(_engine_problem(error, title, engine)) from error
-    _, *keywords = [one for one in signature.parameters.values() if one.name not in GIVEN]  # the first is the folder
+    _, *keywords = [one for one in signature.parameters.values() if one.name not in GIVEN]  # without the folder
     for name in GIVEN:
         if name in rest:
             reason = f"unknown option {name!r}: the engine gets it from Headwater"
@@ -193,7 +195,7 @@ def lm_signature(
     tool_parser: ToolParser | None = None,
     sampling: Sampling = Sampling(),  # noqa: B008  frozen
 ) -> Signature:
-    """A language model's signature for the gateway; without limits, as far as it is known before loading."""
+    """A language model's signature for the gateway; without limits, only the part that is known before loading."""
     language_model = None
     if limits is not None:
         given = {name: value for name, value in msgspec.to_builtins(sampling).items() if name in limits.sampling}
@@ -236,7 +238,7 @@ def _slot_engine(
         cause = f"{type(error.__cause__).__name__}: {error.__cause__}"
         if is_out_of_memory(cause) or breaks_device(cause, device):
             raise
-        raise LoadError(Problem(f"model {reference}", str(error), OTHER)) from None  # another start finds the same
+        raise LoadError(Problem(f"model {reference}", str(error), OTHER)) from None  # a restart would fail the same way
     return engine
 
 
@@ -297,7 +299,8 @@ def _engine_maker(title: str, engine: object) -> tuple[str, Callable[..., Engine
 
 
 def _engine_problem(error: BaseException, title: str, engine: str) -> Problem:
-    """An exception from making a user's engine as a problem; a callable with the wrong parameters gets its own."""
+    """The problem for an exception raised while making a user's engine; for a callable with wrong parameters, it names
+    the expected parameters."""
     is_ours = _is_ours(error)
     problem = problem_of(_users(error), title, "making its engine")
     if isinstance(error, TypeError) and (

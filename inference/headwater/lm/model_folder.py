@@ -26,11 +26,11 @@ OTHER: Final = (
 
 
 class ModelChoices(NamedTuple):
-    """What is chosen for a folder's model."""
+    """Choices made for a folder's model."""
 
     attention: Literal["sdpa", "eager"]
     notes: tuple[str, ...]
-    """What the operator should know of these choices."""
+    """Notes for the operator on these choices."""
 
 
 def checked_model(title: str, folder: Path, context_length: int | None, attention: Attention) -> ModelChoices:
@@ -39,7 +39,7 @@ def checked_model(title: str, folder: Path, context_length: int | None, attentio
     Args:
         title: begins the message of an error.
         folder: holds config.json and weights.
-        context_length: the configured length; None for the model's.
+        context_length: the configured length; None for the model's length.
         attention: the configured implementation.
 
     Raises:
@@ -69,7 +69,7 @@ def checked_model(title: str, folder: Path, context_length: int | None, attentio
         fix = (
             "leave `options.attention` out" if "attention implementation" in reason else f"correct the file; or {OTHER}"
         )
-        raise LoadError(Problem(title, reason, fix)) from None  # another start finds the same
+        raise LoadError(Problem(title, reason, fix)) from None  # a restart would fail the same way
     try:
         CachedModel(model, 1)
         notes += fix_frequencies(model, length)
@@ -85,7 +85,7 @@ def context_length_of(config: Any, wanted: int | None) -> int:
 
     Args:
         config: transformers' configuration of the text model.
-        wanted: the configured length; None for the model's.
+        wanted: the configured length; None for the model's length.
 
     Raises:
         ReplicaError: `wanted` exceeds the model's length, or neither is given.

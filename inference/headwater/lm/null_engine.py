@@ -38,7 +38,7 @@ class NullEngine(Admission):
         return bool(self._pending or self.active or self.waiting)
 
     def cancel(self, id: str) -> bool:
-        """As `Engine.cancel`."""
+        """See `Engine.cancel`."""
         if not self.release(id):
             return False
         progress = self._running.pop(id, None)
@@ -46,7 +46,7 @@ class NullEngine(Admission):
         return True
 
     def step(self) -> list[TokenEvent]:
-        """As `Engine.step`."""
+        """See `Engine.step`."""
         if self._step_s:
             time.sleep(self._step_s)
         events, self._pending = self._pending, []
@@ -58,7 +58,7 @@ class NullEngine(Admission):
         for id, progress in self._running.items():
             index = progress.produced
             finish: Finish | None = None
-            if index == progress.max_tokens:  # 0
+            if index == progress.max_tokens:  # max_tokens is 0
                 events.append(TokenEvent(id, 0, None, finish="length"))
                 ended.append(id)
                 continue
@@ -77,7 +77,7 @@ class NullEngine(Admission):
         return events
 
     def close(self) -> None:
-        """As `Engine.close`."""
+        """See `Engine.close`."""
         self.clear()
         self._running.clear()
         self._pending.clear()

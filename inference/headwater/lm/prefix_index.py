@@ -1,4 +1,4 @@
-"""What the rows of the slot engine's cache hold, found by the prompts that begin so."""
+"""An index of the rows of the slot engine's cache: it finds the row that holds the beginning of a prompt."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ from typing import Final, TypeAlias
 __all__ = ["BLOCK", "NEWEST", "Chain", "PrefixIndex", "chain_of"]
 
 BLOCK: Final = 16
-"""Tokens by which prefixes are found."""
+"""Tokens in a block; prefixes are found in whole blocks."""
 
 NEWEST: Final = (3, 0)
 """Greater than the value of any row."""
 
 Chain: TypeAlias = list[bytes]
-"""A digest for each whole block of a text, of everything up to the block's end: equal digests mean equal beginnings."""
+"""A digest for each whole block of a text. It covers all tokens up to the block's end, so equal digests mean equal
+prefixes."""
 
 
 def chain_of(ids: Sequence[int], scope: str) -> Chain:
-    """The chain of these tokens; those of different scopes have no digest in common.
+    """The chain of these tokens. Chains of different scopes have no digest in common.
 
-    The digests are cryptographic, so that nobody can make a prompt that takes the keys and values of another.
+    The digests are cryptographic, so that nobody can make a prompt that reuses the keys and values of a different
+    prompt.
     """
     digest = blake2b(scope.encode(), digest_size=16)
     digest.update(b"\0")
@@ -39,28 +41,28 @@ def chain_of(ids: Sequence[int], scope: str) -> Chain:
 
 @dataclass(eq=False)
 class _Row:
-    """What a row holds."""
+    """The content of a row."""
 
     chain: Chain
     used: int
-    """When it was last of use, by the index's clock."""
+    """When the row was last used, by the index's clock."""
 
 
 class PrefixIndex:
-    """The rows of a cache by what they begin with: rows of sequences that run, and rows that are kept.
+    """The rows of a cache by their prefixes: rows of sequences that run, and rows that are kept.
 
-    It only keeps the books; its owner copies the rows.
+    The index only records the rows' content; its owner copies the rows.
     """
 
     def __init__(self) -> None:
         self._rows: dict[int, _Row] = {}
         self._holders: dict[bytes, dict[int, None]] = {}
-        """The rows with each digest, the one learned last at the end."""
+        """The rows with each digest; the row learned last is at the end."""
         self._clock = 0
 
     def find(self, chain: Chain) -> tuple[int, int]:
-        """The row with the longest beginning of this chain, and how many blocks that is; of several, the last learned.
-        Without any, the number of blocks is 0."""
+        """The row with the longest prefix of this chain, and the prefix's length in blocks; of several such rows, the
+        row learned last. If no row matches, the length is 0."""
         blocks = 0
         while blocks < len(chain) and chain[blocks] in self._holders:
             blocks += 1
@@ -71,23 +73,24 @@ class PrefixIndex:
         return len(self._rows[row].chain) if row in self._rows else 0
 
     def learn(self, row: int, chain: Chain) -> None:
-        """Note that a row now holds this and nothing else that is known."""
+        """Note that a row now holds this chain, in place of any earlier content."""
         self.forget(row)
         if chain:
             self._add(row, _Row(chain, 0))
             self.touch(row)
 
     def touch(self, row: int) -> None:
-        """Note that a row was of use."""
+        """Note that a row was used."""
         self._clock += 1
         self._rows[row].used = self._clock
 
     def forget(self, row: int) -> None:
-        """Note that a row holds nothing that is known."""
+        """Note that a row's content is not known."""
         self._take(row)
 
     def move(self, sources: Mapping[int, int]) -> None:
-        """Note that rows were moved: the source of each target. What targets held is gone unless it was moved, too."""
+        """Note that rows were moved; `sources` maps each target to its source. The targets' earlier content is gone
+        unless it was moved, too."""
         moved = {target: self._take(source) for target, source in sources.items()}
         for target, row in moved.items():
             self.forget(target)
@@ -95,7 +98,7 @@ class PrefixIndex:
                 self._add(target, row)
 
     def trim(self, rows: int, length: int) -> None:
-        """Note that the cache has only so many rows, of so many tokens."""
+        """Note that the cache now has only `rows` rows of `length` tokens."""
         for number, row in list(self._rows.items()):
             if number >= rows:
                 self.forget(number)
@@ -105,12 +108,13 @@ class PrefixIndex:
                 self._add(number, row)
 
     def holds_alone(self, row: int) -> bool:
-        """Whether a row holds something that is known, and no other row holds all of it."""
+        """Whether a row's content is known, and no other row holds all of it."""
         found = self._rows.get(row)
         return found is not None and len(self._holders[found.chain[-1]]) == 1
 
     def value(self, row: int) -> tuple[int, int]:
-        """What is lost with a row, for comparison: what a row holds alone by when it was of use, and otherwise less."""
+        """The value of a row's content, for comparison: highest if no other row holds it, lowest if it is not known; at
+        the same level, rows used more recently have a higher value."""
         found = self._rows.get(row)
         return (0, 0) if found is None else (1 + self.holds_alone(row), found.used)
 

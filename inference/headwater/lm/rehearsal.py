@@ -19,17 +19,17 @@ from headwater.lm.transformers_parts import blank_model, layers_of
 __all__ = ["rehearse", "small_copy"]
 
 MAX_PARAMETERS: Final = 50_000_000
-"""A larger copy isn't made: some part of the model, such as one for images, can't be made small."""
+"""A larger copy isn't made: a part of the model, such as an image encoder, can't be made small."""
 LAYERS: Final = 2
 KEY_VALUE_HEADS: Final = 2
 VOCABULARY: Final = 256
 INNER_SIZE: Final = 64
 EXPERTS: Final = 4
 SPREAD: Final = 0.2
-"""Standard deviation of the weights: with less, attention hardly shows in the logits."""
+"""Standard deviation of the weights: with a smaller value, attention would hardly affect the logits."""
 
 _INNER: Final = ("intermediate_size", "ffn_dim", "n_inner", "d_ff", "ffn_hidden_size")
-"""Endings of the names of the size between the two products of a layer."""
+"""Endings of the names for the inner size of a feed-forward part."""
 _EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN_EXPERTS: Final = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
 _TOKENS: Final = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -41,9 +41,9 @@ def rehearse(config: PreTrainedConfig, attention: str, context_length: int | Non
     """Have the slot engine check itself with a small copy of a model, where such a copy can be made and computes.
 
     Args:
-        config: of the folder.
+        config: the folder's configuration.
         attention: the implementation, ``sdpa`` or ``eager``.
-        context_length: the configured length; None for the model's.
+        context_length: the configured length; None for the model's length.
 
     Raises:
         ReplicaError: the engine can't serve the architecture.
@@ -65,7 +65,7 @@ def rehearse(config: PreTrainedConfig, attention: str, context_length: int | Non
 
 
 def small_copy(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The same configuration with smaller numbers; the sizes of heads and all that concerns positions stay."""
+    """The same configuration with smaller numbers; the sizes of heads and all settings for positions stay the same."""
     small: Any = deepcopy(config)
     text: Any = small.get_text_config(decoder=True)
     kinds, _ = layers_of(text)

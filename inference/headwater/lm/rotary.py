@@ -1,7 +1,8 @@
-"""Rotary embeddings whose frequencies transformers chooses in each forward pass, by the greatest position in it.
+"""Fixes rotary embeddings for which transformers chooses frequencies in each forward pass, by the pass's greatest
+position.
 
-With such a choice, a sequence's numbers depend on its neighbours and on how its prompt was cut into chunks, and the
-cached keys of one sequence may have been rotated in two ways.
+With such a choice, a sequence's results depend on its neighbours and on how its prompt was cut into chunks, and the
+cached keys of a sequence may have been rotated with two sets of frequencies.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ __all__ = ["fix_frequencies", "switches_of"]
 def fix_frequencies(model: PreTrainedModel, context_length: int) -> list[str]:
     """Choose the frequencies of a model's rotary embeddings once, for all positions.
 
-    LongRoPE (Ding et al. 2024, arXiv:2402.13753) has two sets: up to the original length, and beyond it. The context
-    length decides, as in vLLM. Dynamic NTK scaling changes frequencies only beyond ``max_position_embeddings``, which
-    no context exceeds.
+    LongRoPE (Ding et al. 2024, arXiv:2402.13753) has two sets of frequencies: for lengths up to the original length,
+    and for greater lengths. Here the context length determines the set, as in vLLM. Dynamic NTK scaling changes
+    frequencies only beyond ``max_position_embeddings``, which no context exceeds.
 
     Args:
         model: changed in place.
         context_length: the most tokens of a prompt and its answer.
 
     Returns:
-        What the operator should know.
+        Notes for the operator.
     """
     notes: dict[str, None] = {}
     for module in model.modules():

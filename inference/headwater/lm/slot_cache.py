@@ -1,4 +1,4 @@
-"""The slot engine's key/value cache, one row per sequence, and the attention mask of a step over it."""
+"""The slot engine's key/value cache, with a row for each sequence, and the attention mask of a step over it."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class _Window:
 
     def __init__(self, multiple: int, spare: int) -> None:
         self.multiple = multiple
-        """Rows are read up to a multiple of so many tokens."""
+        """The number of tokens that are read of a row is a multiple of this."""
         self.spare = spare
         """Tokens of each row that are never read."""
         self.rows = slice(0, 0)
         self.start = 0
-        """Cached tokens of each row; if the rows differ, of the longest."""
+        """Number of cached tokens of each row; if the rows differ, of the longest row."""
         self.each: tuple[Tensor, Tensor] | None = None
         """If the rows differ: their indices and the position of each row's new token, int64 [rows]."""
 
@@ -36,7 +36,7 @@ class _Window:
 
 
 class _SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transformers' hook for subclasses
-    """One layer's keys and values, [rows, heads, length, head size] each; allocated at the first write."""
+    """A layer's keys and values, [rows, heads, length, head size] each; allocated at the first write."""
 
     def __init__(self, window: _Window) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -68,7 +68,7 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transform
         return self.keys[window.rows, :, :end], self.values[window.rows, :, :end]
 
     def resize(self, shape: tuple[int, int]) -> None:
-        """Reallocate for this many rows and tokens, keeping what fits."""
+        """Reallocate for this many rows and tokens, keeping the content that fits."""
         if self.is_initialized and shape != self.shape:
             keys, values = self._blank(self.keys, shape), self._blank(self.values, shape)
             rows, length = min(self.shape[0], shape[0]), min(self.shape[1], shape[1])
@@ -96,18 +96,18 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transform
 class SlotCache(Cache):
     """Rows of keys and values, for transformers' models.
 
-    The rows that take a step together are always the first ones, so attention reads a view of the cache. When a
-    sequence ends, `copy` fills its row with another: one copy per ended sequence instead of a copy of all of them at
-    each step. The length grows in chunks, the rows by doubling, never beyond the budget. What the rows behind the first
-    ones hold stays as long as the budget allows.
+    The rows that take a step together are always the first rows, so attention reads a view of the cache. When a
+    sequence ends, `copy` fills its row with another sequence: a copy per ended sequence instead of a copy of all
+    sequences at each step. The length grows in chunks, the rows by doubling, never beyond the budget. The content of
+    rows behind the first rows is kept as long as the budget allows.
 
     Args:
         layers: number of the model's layers.
         max_rows: the most sequences; only `widen` makes more rows.
         max_tokens: the budget: rows × length.
         chunk: tokens by which the length grows.
-        multiple: a forward pass reads rows up to a multiple of so many tokens, for which there is memory beyond the
-            budget.
+        multiple: a forward pass reads a multiple of this number of tokens of each row; the memory for the rounding is
+            in addition to the budget.
         has_spare: whether each row has memory for `spare_token`.
     """
 
@@ -130,7 +130,7 @@ class SlotCache(Cache):
         self.shape = (0, 0)
         """Allocated rows and length."""
         self.buffers = object()
-        """Another object after each reallocation."""
+        """Identifies the allocated memory: a new object after each reallocation."""
 
     @property
     def spare_token(self) -> int:
@@ -138,7 +138,7 @@ class SlotCache(Cache):
         return self._window.padded(self.shape[1])
 
     def fit(self, rows: int, length: int) -> None:
-        """Grow to at least this many rows of this length, whose product must be within the budget."""
+        """Grow to at least this many rows of this length; rows × length must be within the budget."""
         if rows <= self.shape[0] and length <= self.shape[1]:
             return
         new_rows, new_length = self.shape
@@ -152,7 +152,7 @@ class SlotCache(Cache):
         self._resize((new_rows, new_length))
 
     def widen(self, max_rows: int, max_tokens: int) -> bool:
-        """Double the rows, as far as they and their tokens may be so many; False if there are as many already."""
+        """Double the number of rows, within `max_rows` and `max_tokens`; False if these limits allow no more rows."""
         rows, length = self.shape
         wider = min(2 * rows, max_rows, min(max_tokens, self._max_tokens) // max(length, 1))
         if wider <= rows:
@@ -161,7 +161,7 @@ class SlotCache(Cache):
         return True
 
     def shrink(self, rows: int, length: int) -> None:
-        """Give back what is beyond this many rows of this length."""
+        """Free the memory beyond this many rows of this length."""
         self._resize((min(rows, self.shape[0]), min(length, self.shape[1])))
 
     def _resize(self, shape: tuple[int, int]) -> None:
@@ -169,19 +169,19 @@ class SlotCache(Cache):
         try:
             for layer in self._slots:
                 layer.resize(shape)
-        finally:  # if memory ran out half-way, the part that all layers have
+        finally:  # if memory ran out half-way, the shape that all layers have
             all_rows, lengths = zip(*[layer.shape for layer in self._slots], strict=True)
             self.shape = min(all_rows), min(lengths)
             self.buffers = object()
         if self.shape != before:
-            free_memory()  # torch can't join what was freed into blocks as large as the next ones
+            free_memory()  # torch can't join the freed blocks into larger blocks, which are needed next
 
     def aim(self, rows: slice, start: int) -> None:
         """Have the next forward pass add tokens to rows that all have `start` tokens."""
         self._window.rows, self._window.start, self._window.each = rows, start, None
 
     def aim_each(self, rows: Tensor, positions: Tensor, *, longest: int) -> None:
-        """Have the next forward pass add one token to each of the first rows.
+        """Have the next forward pass add a token to each of the first rows.
 
         Args:
             rows: int64 [sequences], 0, 1, 2, ...
@@ -191,12 +191,12 @@ class SlotCache(Cache):
         self._window.rows, self._window.start, self._window.each = slice(0, len(rows)), longest, (rows, positions)
 
     def window_length(self, length: int) -> int:
-        """How many tokens of each row a forward pass reads that fills the rows up to `length`."""
+        """How many tokens of each row are read by a forward pass that fills the rows up to `length`."""
         return self._window.padded(length)
 
     def copy(self, *copies: tuple[Mapping[int, int], int]) -> None:
-        """Copy rows: the source of each target, and how many tokens from the beginning. All are read before any is
-        written, so rows can change places."""
+        """Copy rows. Each item maps target rows to their sources, and says how many tokens to copy from the beginning.
+        All sources are read before any target is written, so rows can be swapped."""
         batches = [(list(one), list(one.values()), length) for one, length in copies if one]
         for layer in self._slots if batches else ():
             if layer.is_initialized:
@@ -214,19 +214,19 @@ class SlotCache(Cache):
 
 
 AttentionMask: TypeAlias = Tensor | dict[str, Tensor]
-"""One mask for all layers, or one for each kind of layer."""
+"""A mask for all layers, or a mask for each kind of layer."""
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 class StepMask:
-    """Makes the attention mask of a step in which each sequence adds tokens at its own positions.
+    """Makes the attention mask of a step in which each sequence adds tokens at different positions.
 
     transformers makes masks only for rows at equal positions, but passes on a given mask of four dimensions.
 
     Args:
         config: the model's configuration.
-        dtype: the type of its activations.
+        dtype: the type of the model's activations.
         device: the model's device.
 
     Raises:
@@ -255,11 +255,11 @@ class StepMask:
 
         Args:
             positions: int64 [sequences, tokens], the positions of the new tokens.
-            length: the number of tokens of each row that attention reads, the new ones included.
+            length: the number of tokens of each row that attention reads, including the new tokens.
 
         Returns:
-            What is added to attention scores, [sequences, 1, tokens, length]: 0 where a sequence sees a token, the
-            type's least number otherwise. If the model mixes kinds of layers, one mask for each kind.
+            The numbers to add to attention scores, [sequences, 1, tokens, length]: 0 where a sequence sees a token, the
+            type's least number otherwise. If the model mixes kinds of layers, a mask for each kind.
         """
         cached = torch.arange(length, device=self._device)
         positions = positions[..., None]

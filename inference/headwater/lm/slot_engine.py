@@ -1,4 +1,4 @@
-"""Continuous batching with a transformers model's own forward pass: sequences join and leave between steps."""
+"""Continuous batching with a transformers model's forward pass: sequences join and leave between steps."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ logger = logging.getLogger(__name__)
 KEPT_ROWS: Final = 32
 """The most rows of the cache beyond `max_sequences`, for prefixes."""
 KEPT_TOKENS: Final = 16_384
-"""How large the cache may grow only to keep prefixes, unless its size was given."""
+"""The size in tokens up to which the cache may grow only to keep prefixes, unless `cache_tokens` is given."""
 SCORED_LOGITS: Final = 2**24
-"""The most logits of prompts' tokens at once: with 128,000 tokens in the vocabulary, those of 131 tokens."""
+"""The most logits of prompt tokens at once: with a vocabulary of 128,000 tokens, the logits of 131 prompt tokens."""
 GRAMMAR_WAIT_S: Final = 0.005
-"""How long a step without other work waits for a grammar or a mask."""
+"""Seconds that a step without other work waits for a grammar or a mask."""
 LEAST_CHUNK: Final = 16
-"""Tokens of prompts in a step that are not halved further where memory is short."""
+"""The number of prompt tokens in a step is not halved below this when memory is short."""
 NAME: Final = "the engine"
-"""What `Capacity` calls it."""
+"""The engine's name in the messages of `Capacity`."""
 
 
 @dataclass(eq=False)
@@ -53,54 +53,59 @@ class _Sequence:
     stops: frozenset[int]
     sampler: Sampler
     chain: Chain
-    """The prompt's; empty if it reuses nothing."""
+    """The prompt's chain; empty if the prompt may not reuse prefixes."""
     constraint: Constraint | None = None
     cached: int = 0
     """Tokens in the cache: the computed part of the prompt, and then the answer without its last token."""
     reused: int = 0
-    """The prompt's tokens that were copied from another row."""
+    """Number of prompt tokens that were copied from another row."""
     scored: int = 0
-    """The prompt's tokens behind which log probabilities were reported."""
+    """Number of prompt tokens after which log probabilities were reported."""
     answer: list[int] = field(default_factory=list)
-    """Its last token is the next step's input."""
+    """Tokens of the answer; the last is the next step's input."""
     has_ended: bool = False
     prompt: list[int] = field(init=False)
-    """What is computed before the next token: the request's prompt, and, once it was put off, its answer so far."""
+    """Tokens to compute before the next token: the request's prompt and, if the sequence was put off, its answer so
+    far."""
 
     def __post_init__(self) -> None:
         self.prompt = self.request.prompt
 
 
 class SlotEngine(Admission):
-    """An engine whose cache has one row per sequence.
+    """An engine with a key/value cache that has a row for each sequence.
 
-    A step is one forward pass over all sequences that generate, and one over at most `prefill_chunk` tokens of prompts:
-    a chunk of a long prompt, or several short ones, padded. A prompt's last chunk yields the answer's first token.
+    A step runs a forward pass over all sequences that generate, and another over at most `prefill_chunk` tokens of
+    prompts: a chunk of a long prompt, or several short prompts, padded. A prompt's last chunk yields the answer's first
+    token.
 
-    Rows 0 to n - 1 of the cache belong to the n sequences that generate, row n to a partly computed prompt. What other
-    rows hold of sequences that have ended is kept until the row is needed: a prompt that begins as a row does, also as
-    that of a sequence that generates, gets a copy of it instead of computing it. Rows for sequences always go first;
-    among what is kept, the longest unused does.
+    Rows 0 to n - 1 of the cache belong to the n sequences that generate, row n to a partly computed prompt. Other rows
+    keep the content of ended sequences until the row is needed. If a prompt begins like the content of a row, even of a
+    sequence that still generates, this prefix is copied instead of computed. Rows for sequences have priority over kept
+    content; of the kept content, the least recently used is dropped first.
 
-    Where the device's memory does not suffice, nothing is kept of prefixes any more; then prompts are computed in
-    smaller parts; then sequences are put off, and go on, computed again, once fewer run. Only one that is alone ends.
+    If the device's memory does not suffice, the engine first stops keeping prefixes, then computes prompts in smaller
+    parts, then puts sequences off: they are computed again and resume once fewer sequences run. A sequence ends for
+    lack of memory only if no other sequence runs.
 
     Args:
         model: a causal language model, in eval mode, on its device.
         eos_ids: the model's end-of-sequence tokens.
-        grammars: compiles grammars for the model; None if requests can have none.
+        grammars: compiles grammars for the model; None if requests can't have grammars.
         max_sequences: the most sequences computed together.
-        max_waiting: the most sequences that wait beyond these.
-        context_length: tokens of a prompt and its answer; by default, and at most, what the model's configuration says.
-        cache_tokens: the cache's size: sequences × the longest of them; by default enough for all sequences. If given,
-            kept prefixes may fill it; otherwise it grows for them up to `KEPT_TOKENS` only.
+        max_waiting: the most sequences that wait, in addition to `max_sequences`.
+        context_length: the most tokens of a prompt and its answer together; default and maximum: the length in the
+            model's configuration.
+        cache_tokens: the cache's size: number of sequences × length of the longest; by default enough for all
+            sequences. If given, kept prefixes may fill the cache; otherwise the cache grows for prefixes only up to
+            `KEPT_TOKENS`.
         prefill_chunk: the most prompt tokens per step.
         prefix_cache: whether prefixes are reused.
-        batch_invariant: whether a sequence's logits must be the same to the bit whatever is computed beside it, and
-            however its prompt is cut into chunks or copied; on a CPU only. The model's layers are replaced.
+        batch_invariant: whether a sequence's logits must be the same to the bit for any other sequences beside it, and
+            for any way to cut its prompt into chunks or copy it; on a CPU only. The model's layers are replaced.
         cuda_graphs: whether steps of sequences that generate are recorded as CUDA graphs, on a GPU.
         on_broken: called once the device is unusable.
-        capacity: learns how many sequences fit in the device's memory.
+        capacity: records how many sequences fit in the device's memory.
 
     Raises:
         ReplicaError: this engine can't serve the model.
@@ -148,16 +153,18 @@ class SlotEngine(Admission):
         self._compilations: dict[str, tuple[SequenceRequest, Compilation]] = {}
         """The grammars of sequences that have not started."""
         self._uncompiled: dict[str, SequenceRequest] = {}
-        """Sequences that wait for their grammar before they wait for admission: meanwhile they take no capacity."""
+        """Sequences that wait for their grammar before they wait for admission: they take no capacity of the cache
+        yet."""
         self._held: list[SequenceRequest] = []
-        """Admitted sequences whose grammar was not kept while they waited, and is compiled again."""
+        """Admitted sequences that wait until their grammar is compiled again, because it was dropped while they
+        waited."""
         self._prefill_chunk = prefill_chunk
         self._prefix_cache = prefix_cache
         self._on_broken = on_broken
         self._capacity = capacity or Capacity()
-        """Of sequences."""
+        """How many sequences fit in the memory."""
         self._chunks = Capacity(lambda text, _: logger.warning("%s", text))
-        """Of prompts' tokens in a step."""
+        """How many prompt tokens in a step fit in the memory."""
         self._cache = self._blank_cache()
         self._prefixes = PrefixIndex()
         self._put_off: deque[_Sequence] = deque()
@@ -178,7 +185,7 @@ class SlotEngine(Admission):
         return bool(self._pending or self.active or self.waiting)
 
     def submit(self, request: SequenceRequest) -> None:
-        """As `Engine.submit`."""
+        """See `Engine.submit`."""
         grammars = self._grammars
         if request.grammar is None or grammars is None:
             super().submit(request)
@@ -193,7 +200,7 @@ class SlotEngine(Admission):
 
     @torch.inference_mode()
     def cancel(self, id: str) -> bool:
-        """As `Engine.cancel`."""
+        """See `Engine.cancel`."""
         if self._uncompiled.pop(id, None) is None and not self.release(id):
             return False
         self._forget_grammar(id)
@@ -207,7 +214,7 @@ class SlotEngine(Admission):
 
     @torch.inference_mode()
     def step(self) -> list[TokenEvent]:
-        """As `Engine.step`."""
+        """See `Engine.step`."""
         events, self._pending = self._pending, []
         if self._grammars is not None:
             self._grammars.poll()
@@ -222,7 +229,7 @@ class SlotEngine(Admission):
         return events
 
     def close(self) -> None:
-        """As `Engine.close`."""
+        """See `Engine.close`."""
         self.clear()
         for sequence in (*self._generating, *self._prompts, *self._put_off):
             self._drop(sequence)
@@ -238,7 +245,7 @@ class SlotEngine(Admission):
         self._cache = self._blank_cache()
 
     def check(self) -> None:
-        """As `CachedModel.check` and `check_invariance`; call it before the first `submit`."""
+        """Check the model as `CachedModel.check` and `check_invariance` do. Call it before the first `submit`."""
         self._model.check(self.limits.context_length)
         if self._model.batch_invariant:
             check_invariance(self._model)
@@ -283,7 +290,7 @@ class SlotEngine(Admission):
                 finish: Finish = "out_of_memory" if is_out_of_memory(text) else "error"
                 events.append(TokenEvent(request.id, 0, None, finish=finish, error=text))
                 continue
-            # The tokens of a copied prefix have no logits.
+            # A copied prefix gives no logits, which prompt log probabilities need.
             chain = self._chain(request.prompt, request) if request.prompt_logprobs is None else []
             self._put_off.append(_Sequence(request, stops, sampler, chain, self._constraint(request)))
         if self._grammars is not None:
@@ -308,7 +315,7 @@ class SlotEngine(Admission):
                 events.append(TokenEvent(id, 0, None, finish=finish, error=error))
 
     def _is_compiled(self, request: SequenceRequest) -> bool:
-        """Whether a sequence's grammar can be followed now. It is compiled again if it was not kept."""
+        """Whether a sequence's grammar can be followed now. It is compiled again if it was dropped."""
         assert self._grammars is not None
         assert request.grammar is not None
         _, compilation = self._compilations[request.id]
@@ -319,7 +326,7 @@ class SlotEngine(Admission):
         return compilation.first is not None
 
     def _constraint(self, request: SequenceRequest) -> Constraint | None:
-        """What holds a sequence to its grammar, which is compiled."""
+        """The constraint of a sequence by its compiled grammar; None if it has no grammar."""
         if request.grammar is None:
             return None
         assert self._grammars is not None
@@ -333,7 +340,7 @@ class SlotEngine(Admission):
             self._held = [one for one in self._held if one.id != id]
 
     def _choose(self, logits: Tensor, sequences: Sequence[_Sequence]) -> list[Choice | None]:
-        """Choose the next token of each sequence; None where it is not known yet which may come next."""
+        """Choose the next token of each sequence; None where the mask of its grammar is not computed yet."""
         constraints = [one.constraint for one in sequences]
         given = [one for one in constraints if one is not None]
         if self._grammars is None or not given:
@@ -360,8 +367,9 @@ class SlotEngine(Admission):
         compute: Callable[[], Sequence[Choice | None]],
         events: list[TokenEvent],
     ) -> bool:
-        """Compute tokens of sequences in successive rows, and return whether that succeeded. If it fails, only these
-        sequences end; if the memory did not suffice, they are as they were, or put off."""
+        """Compute tokens of sequences in successive rows, and return whether the computation succeeded. If it fails,
+        only these sequences end; if the memory did not suffice, they are restored to their earlier state, or put
+        off."""
         sequences = list(sequences)
         before = [(one.cached, one.reused, one.scored) for one in sequences]
         reported = len(events)
@@ -384,7 +392,7 @@ class SlotEngine(Admission):
                     self._cache.wipe(row)
                     self._end(sequence, "error", events, "the model's logits are not finite")
         else:
-            self._prefixes = PrefixIndex()  # which may say what was to be copied
+            self._prefixes = PrefixIndex()  # the index may list copies that were not made
             if is_out_of_memory(failure):
                 del events[reported:]
                 for sequence, state in zip(sequences, before, strict=True):
@@ -397,7 +405,7 @@ class SlotEngine(Admission):
         return not failure
 
     def _relieve(self, sequences: Sequence[_Sequence], events: list[TokenEvent], failure: str) -> None:
-        """Take less memory from now on, after these sequences ran out of it."""
+        """Take less memory from now on, after these sequences ran out of memory."""
         free_memory()
         running = [*self._generating, *self._prompts]
         are_prompts = sequences[0] in self._prompts
@@ -424,20 +432,20 @@ class SlotEngine(Admission):
             self._end(sequences[0], "out_of_memory", events, text)
 
     def _restarted(self, sequence: _Sequence) -> _Sequence:
-        """The sequence, computed from its beginning when its turn comes."""
+        """Reset a sequence, so that it is computed from its beginning when its turn comes."""
         sequence.prompt = [*sequence.request.prompt, *sequence.answer]
         sequence.cached = sequence.reused = 0
         return sequence
 
     def _shrink(self, rows: int, length: int) -> None:
-        """Give back the cache's memory beyond this; to copy the rest takes some, too."""
+        """Free the cache's memory beyond this shape. This may fail, because copying the rest takes memory, too."""
         try:
             self._cache.shrink(rows, length)
         except Exception as error:
             self._report(error)
 
     def _make_room(self) -> list[Choice | None]:
-        """Grow the cache for the prompts, before prefixes are looked for: growing may lose some."""
+        """Grow the cache for the prompts before prefixes are looked up, because growing may drop prefixes."""
         self._fit(0, 0)
         return []
 
@@ -453,8 +461,9 @@ class SlotEngine(Admission):
         return choices
 
     def _group(self) -> tuple[list[_Sequence], int]:
-        """The sequences whose prompts are computed next, and from which token on: part of one, or as many as fit whole
-        in a padded chunk. One that could reuse more of a neighbour's prompt than of what is cached waits for it."""
+        """The sequences with the prompts to compute next, and the first token to compute: part of a prompt, or as many
+        whole prompts as fit in a padded chunk. A prompt that could reuse more of another prompt in the group than of
+        the cached content waits for that prompt."""
         group: list[_Sequence] = []
         start = width = 0
         for sequence in self._prompts:
@@ -475,14 +484,14 @@ class SlotEngine(Admission):
         return group, start
 
     def _chunk(self, group: Sequence[_Sequence]) -> int:
-        """The most tokens of their prompts in one step."""
+        """The most tokens of these sequences' prompts in a step."""
         most = min(self._chunks.most(NAME) or self._prefill_chunk, self._prefill_chunk)
         if all(one.request.prompt_logprobs is None for one in group):
             return most
         return min(most, max(SCORED_LOGITS // self.limits.vocab_size, 1))
 
     def _prefill(self, group: Sequence[_Sequence], start: int, events: list[TokenEvent]) -> list[Choice | None]:
-        """Compute prompts from this token on; returns the first tokens of those that are complete."""
+        """Compute prompts from the token `start` on; returns the answers' first tokens if the prompts are complete."""
         if not group[0].cached:
             self._begin(group, start)
         end = start + self._chunk(group)
@@ -491,7 +500,7 @@ class SlotEngine(Admission):
         scored = {row: one for row, one in enumerate(group) if one.request.prompt_logprobs is not None}
         kept, logits = self._model.forward(self._cache, first, chunks, start, keeps_all=bool(scored))
         for row, one in scored.items():
-            first_scored = max(start, one.scored)  # what was put off has reported some before
+            first_scored = max(start, one.scored)  # a sequence that was put off has reported some before
             following = one.request.prompt[first_scored + 1 : start + 1 + len(chunks[row])]
             one.scored = max(one.scored, start + len(chunks[row]))
             if following:
@@ -508,11 +517,12 @@ class SlotEngine(Admission):
             self._prompts.remove(one)
             self._generating.append(one)
             self._prefixes.learn(row, one.chain)
-            one.cached -= choice is None  # then the prompt ends with an answer's token, which the next step computes
+            one.cached -= choice is None  # after a restart: the next step computes the last token, the answer's
         return choices
 
     def _begin(self, group: Sequence[_Sequence], start: int) -> None:
-        """Give prompts the next rows, whose content is kept elsewhere, and copy what they reuse into them."""
+        """Give prompts the next rows: move the rows' earlier content to spare rows if possible, and copy the prefixes
+        that the prompts reuse."""
         first = len(self._generating)
         prefixes = self._prefixes
         sources: dict[int, int] = {}
@@ -520,7 +530,7 @@ class SlotEngine(Admission):
             sources[row], _ = prefixes.find(one.chain)
             prefixes.touch(sources[row])
             one.cached = one.reused = start
-        for source in set(sources.values()):  # what these rows will hold again need not be kept
+        for source in set(sources.values()):  # content that these rows will hold again need not be kept
             if source >= first and prefixes.blocks(source) * BLOCK <= start:
                 prefixes.forget(source)
         kept: dict[int, int] = {}
@@ -536,7 +546,8 @@ class SlotEngine(Admission):
         self._cache.copy(({row: source for row, source in sources.items() if row != source}, start), (kept, length))
 
     def _spare(self, value: tuple[int, int]) -> int | None:
-        """A row for content of this value that no sequence needs: an empty one, or one whose content is worth less."""
+        """A row that no sequence needs, for content of this value: an empty row, or a row with content of less
+        value."""
         value_of = self._prefixes.value
         row = min(range(self._cache.shape[0] - 1, self.active - 1, -1), key=value_of, default=None)
         if row is None or self._prefixes.holds_alone(row):
@@ -551,7 +562,8 @@ class SlotEngine(Admission):
         return chain_of(ids, request.cache_scope) if self._prefix_cache else []
 
     def _fit(self, rows: int, length: int) -> None:
-        """Grow the cache to at least this many rows and tokens, and to what all sequences that started need by now."""
+        """Grow the cache to at least this many rows and tokens, and to the size that all started sequences need by
+        now."""
         needed = [one.cached for one in self._generating] + [len(one.prompt) for one in self._prompts]
         before = self._cache.shape
         try:
@@ -561,7 +573,7 @@ class SlotEngine(Admission):
                 self._prefixes.trim(*self._cache.shape)
 
     def _advance(self, sequence: _Sequence, choice: Choice, events: list[TokenEvent]) -> None:
-        """Report a sequence's token, and end the sequence if that was the last."""
+        """Report a sequence's token, and end the sequence if the token is its last."""
         request, index = sequence.request, len(sequence.answer)
         if not request.max_tokens:  # only the prompt's log probabilities are wanted
             self._end(sequence, "length", events)
@@ -589,13 +601,13 @@ class SlotEngine(Admission):
     def _end(self, sequence: _Sequence, finish: Finish, events: list[TokenEvent], error: str = "") -> None:
         """End a sequence without a token."""
         self._drop(sequence)
-        sequence.cached = 0  # nothing of it is kept
+        sequence.cached = 0  # so that no prefix is kept
         self.release(sequence.request.id)
         events.append(TokenEvent(sequence.request.id, len(sequence.answer), None, finish=finish, error=error))
 
     def _compact(self) -> None:
-        """Fill the rows of ended sequences from the last rows, and keep what the ended ones hold in rows that nobody
-        needs, in one copy."""
+        """Fill the rows of ended sequences from the last rows, and keep the content of the ended sequences in rows that
+        no sequence needs, all in a single copy."""
         before = len(self._generating)
         ended = [(row, one) for row, one in enumerate(self._generating) if one.has_ended]
         after = before - len(ended)
@@ -621,7 +633,7 @@ class SlotEngine(Admission):
         self._prefixes.move(moved)
         kept: dict[int, int] = {}
         longest = 0
-        for row, one in reversed(ended):  # those that can stay first
+        for row, one in reversed(ended):  # rows that can stay in place come first
             chain = self._chain([*one.request.prompt, *one.answer][: one.cached], one.request)
             if self._prefixes.find(chain)[1] == len(chain):  # too short, or held by another row, too
                 continue

@@ -11,11 +11,11 @@ __all__ = ["MAX_STEP_S", "StepWatch", "Wait"]
 
 
 class Wait:
-    """A timeout that allows for its own process having been stopped, swapped out or kept busy.
+    """A timeout that allows for its process having been stopped, swapped out or kept busy.
 
-    Such a process finds the timeout long past, but has not yet read what arrived meanwhile. So the timeout expires only
-    once half of it has passed since a call of `is_over` that found the first half gone. A process that calls when
-    `next_look` says gets the exact timeout.
+    Such a process finds the timeout long past, but has not yet read the data that arrived meanwhile. So when a call of
+    `is_over` first finds that half of the timeout has passed, the timeout expires at the earliest another half later. A
+    process that calls `is_over` at the times of `next_look` gets the exact timeout.
 
     Args:
         since: start, in monotonic seconds.
@@ -50,7 +50,7 @@ MAX_STEP_S: Final = 300.0
 
 
 class StepWatch:
-    """A watchdog thread that looks twice in `most_s` while steps run, and sleeps otherwise.
+    """A watchdog thread that checks the step twice in `most_s` while steps run, and sleeps otherwise.
 
     Args:
         most_s: the longest that a step may take.
@@ -62,22 +62,22 @@ class StepWatch:
         self._on_stuck = on_stuck
         self._changed = threading.Condition(threading.Lock())
         self._since: float | None = None
-        """When the step under way began."""
+        """When the running step began; None if no step runs."""
         self._sleeps = False
-        """Whether the thread waits for a step to begin. The thread sets this before it reads `_since`, and `begin` sets
-        `_since` before it reads this, so no wake-up is lost."""
+        """Whether the thread waits for a step to begin. The thread sets `_sleeps` before it reads `_since`, and `begin`
+        sets `_since` before it reads `_sleeps`, so no wake-up is lost."""
         self._stopped = False
         threading.Thread(target=self._run, name="engine-watch", daemon=True).start()
 
     def begin(self, now: float) -> None:
-        """Note that a step begins, which ends the previous one."""
+        """Note that a step begins, and that the previous step has ended."""
         self._since = now
         if self._sleeps:
             with self._changed:
                 self._changed.notify()
 
     def rest(self) -> None:
-        """Note that no step is under way."""
+        """Note that no step runs."""
         self._since = None
 
     def stop(self) -> None:

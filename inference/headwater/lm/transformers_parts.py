@@ -1,6 +1,7 @@
-"""All use of undocumented parts of transformers.
+"""Functions that use undocumented parts of transformers. `slot_cache`, `invariant_attention` and `invariant_products`
+use further parts directly.
 
-`headwater.lm.transformers_versions` lists these parts, and refuses a version that lacks one of them.
+`headwater.lm.transformers_versions` lists all these parts, and refuses a version that lacks a part.
 """
 
 from __future__ import annotations
@@ -65,13 +66,14 @@ def is_causal_lm(config: PreTrainedConfig) -> bool:
 
 
 def causal_architectures(model_type: str) -> tuple[str, ...] | str:
-    """The class names of a ``model_type``'s causal language models, or the only one."""
+    """The class names of a ``model_type``'s causal language models, or its only class name."""
     found: tuple[str, ...] | str = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type, ())
     return found
 
 
 def supports_sdpa(config: PreTrainedConfig) -> bool:
-    """Whether the causal language model of a configuration computes attention with torch's own function."""
+    """Whether the causal language model of a configuration can compute attention with torch's
+    `scaled_dot_product_attention`."""
     return bool(_class_of(config)._supports_sdpa)
 
 
@@ -85,17 +87,17 @@ def blank_model(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
 
 
 def check_quantization(config: PreTrainedConfig) -> bool:
-    """Whether weights are quantized; transformers' own exception if it can't load such weights here."""
+    """Whether weights are quantized; raises transformers' exception if it can't load such weights here."""
     make: Any = get_hf_quantizer
     quantizer, *_ = make(deepcopy(config), None, None, True, {})
     return quantizer is not None
 
 
 def load_report(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What `from_pretrained` with ``output_loading_info`` says of tensors without content.
+    """The report that `from_pretrained` with ``output_loading_info`` would give, from tensors without content.
 
     Args:
-        model: what `blank_model` returned; its parameters are replaced.
+        model: a model from `blank_model`; its parameters are replaced.
         tensors: on torch's device ``meta``, by their name in the file.
     """
     parts: Any = model
@@ -114,7 +116,8 @@ def load_report(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[s
 
 
 def rotary_types(module: Any) -> dict[str | None, str]:
-    """The ``rope_type`` of a rotary embedding, by the kind of layer that it is for (None: all); empty for others."""
+    """The ``rope_type`` of a rotary embedding, by the kind of layer that it is for (None: all); empty for other
+    modules."""
     kinds = getattr(module, "rope_type", None)
     if isinstance(kinds, str):
         return {None: kinds}

@@ -1,7 +1,7 @@
-"""Whether the transformers of a model's Python has the parts that the built-in engine relies on.
+"""Checks that the transformers in a model's Python has the parts that the built-in engine relies on.
 
-The engine uses parts that transformers documents nowhere (`headwater.lm.transformers_parts`,
-`headwater.lm.slot_cache`). A version that lacks one of them, or takes other arguments, is refused before it is used.
+The engine uses undocumented parts of transformers (`headwater.lm.transformers_parts`, `headwater.lm.slot_cache`). A
+version of transformers that lacks a part, or in which a function takes other arguments, is refused before it is used.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from headwater.errors import LoadError, Problem
 __all__ = ["CALLS", "OVERRIDDEN", "PARTS", "TESTED", "check_transformers"]
 
 TESTED: Final = ("5.20.2", "5.23.0")
-"""The versions that the tests run with: the first under Python 3.10, which has no newer one, and the last elsewhere."""
+"""The versions that the tests run with: the first with Python 3.10, for which there is no newer version, and the last
+with newer Pythons."""
 
 PARTS: Final[Mapping[str, tuple[str, ...]]] = {
     "transformers": (
@@ -43,7 +44,8 @@ PARTS: Final[Mapping[str, tuple[str, ...]]] = {
 
 
 class Call(NamedTuple):
-    """Arguments that a function must take: so many without names, and those with these names."""
+    """Arguments that a function must accept: a number of positional arguments, and keyword arguments with these
+    names."""
 
     unnamed: int
     names: tuple[str, ...] = ()
@@ -61,7 +63,7 @@ CALLS: Final[Mapping[str, Call]] = {
     "transformers:PreTrainedModel.tie_weights": Call(1, ("missing_keys", "recompute_mapping")),
     "transformers:PreTrainedModel._adjust_missing_and_unexpected_keys": Call(2),
 }
-"""What is called, with ``self`` among the arguments of a method."""
+"""The functions that are called, with their arguments; ``self`` counts as an argument of a method."""
 
 OVERRIDDEN: Final[Mapping[str, tuple[str, ...]]] = {
     "lazy_initialization": ("key_states", "value_states"),
@@ -70,17 +72,17 @@ OVERRIDDEN: Final[Mapping[str, tuple[str, ...]]] = {
     "get_seq_length": (),
     "get_max_length": (),
 }
-"""Methods of a cache's layer that models call, and what with."""
+"""Methods of a cache's layer that models call, and their parameters."""
 
 
 def check_transformers(title: str) -> None:
-    """Check that the installed transformers has all that the built-in engine relies on; imports it.
+    """Check that the installed transformers has all parts that the built-in engine relies on. Imports transformers.
 
     Args:
-        title: of the problem.
+        title: title of the problem.
 
     Raises:
-        LoadError: something is missing; the message names it, and the versions that have it.
+        LoadError: a part is missing; the message names the part, and the tested versions.
     """
     tested = " and ".join(TESTED)
     best = TESTED[0] if sys.version_info < (3, 11) else TESTED[-1]

@@ -1,4 +1,4 @@
-"""The safetensors files of a Hugging Face folder: their headers, and whether they are a model's."""
+"""The safetensors files of a Hugging Face folder: their headers, and a check that their tensors are the model's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OTHER_WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".gguf")
 HEADER_BYTES: Final = 8
 """Size of the header's length, with which a safetensors file begins."""
 MAX_HEADER_BYTES: Final = 100_000_000
-"""The limit of safetensors itself."""
+"""The largest header that the library safetensors reads."""
 SHOWN: Final = 3
 """The most tensors that a message names."""
 
@@ -33,7 +33,7 @@ _CONFIGURED: Final = "copy the folder again, and leave config.json as it was sav
 
 
 class TensorHeader(NamedTuple):
-    """What a safetensors file says of a tensor."""
+    """A tensor's entry in the header of a safetensors file."""
 
     file: Path
     dtype: str
@@ -50,7 +50,8 @@ def read_headers(title: str, folder: Path, name: str) -> dict[str, TensorHeader]
         name: the only file, or the index that names the files.
 
     Raises:
-        LoadError: a file is missing, truncated or no safetensors file; a tensor is in no file, or in two places.
+        LoadError: a file is missing or truncated, or is not a safetensors file; a tensor is in no file, or in two
+            places.
     """
     if (folder / name).is_file() and not name.endswith(INDEX):
         return _file_headers(title, folder / name)
@@ -85,8 +86,8 @@ def check_tensors(title: str, folder: Path, model: PreTrainedModel, headers: Map
     Args:
         title: begins the message of an error.
         folder: holds the files.
-        model: what `headwater.lm.transformers_parts.blank_model` returned; its parameters are replaced.
-        headers: what `read_headers` returned.
+        model: a model from `headwater.lm.transformers_parts.blank_model`; its parameters are replaced.
+        headers: the headers from `read_headers`.
 
     Raises:
         LoadError: a tensor is missing, has another shape or no floating-point numbers, or would be ignored.
@@ -112,14 +113,15 @@ def check_tensors(title: str, folder: Path, model: PreTrainedModel, headers: Map
 
 
 def report_fault(report: Mapping[str, Any], parameters: Collection[str], prefix: str = "") -> str:
-    """What is wrong with a model that transformers has loaded; empty if nothing is.
+    """The fault of a model that transformers has loaded; empty if it has no fault.
 
-    transformers ignores tensors that a model has no place for. Some are meant to be ignored, such as those of layers
-    for speculative decoding. A tensor of a kind of module that the model has isn't: it is of a layer that the
-    configuration doesn't count, a bias or the scale of quantized weights, without which all answers are wrong.
+    transformers ignores tensors that have no place in the model. Some tensors are meant to be ignored, such as the
+    tensors of layers for speculative decoding. A tensor for a kind of module that the model has must not be ignored: it
+    belongs to a layer that the configuration doesn't count, or is a bias or the scale of quantized weights, and without
+    it all answers are wrong.
 
     Args:
-        report: what `from_pretrained` with ``output_loading_info`` returned.
+        report: the loading info that `from_pretrained` returns with ``output_loading_info``.
         parameters: the names of the model's parameters.
         prefix: the model's ``base_model_prefix``, which names in a file may lack.
     """

@@ -1,7 +1,7 @@
 """Models that read a handwritten digit: `Digits` alone, or `Trunk` and the heads `Digit`, `Parity`, `Reconstruction`.
 
-The four are the steps of a pipeline: the heads take the ``features`` that the trunk computes once. Images are like
-those of ``sklearn.datasets.load_digits``; `headwater.zoo.training.train_digits` trains the weights.
+The trunk and the heads are the steps of a pipeline: the heads take the ``features`` that the trunk computes once.
+Images have the format of ``sklearn.datasets.load_digits``; `headwater.zoo.training.train_digits` trains the weights.
 """
 
 from __future__ import annotations
@@ -48,10 +48,9 @@ _TWO = [
 
 
 class TrunkNet(nn.Module):
-    """Two convolutions at the full resolution, one pooling, one dense layer.
+    """Two convolutions at the full resolution, a pooling layer and a dense layer.
 
-    Takes FP32 [n, 1, 8, 8], pixel values 0 to 16, which it normalises itself. Returns FP32 [n, 64] features, none
-    negative.
+    Takes FP32 [n, 1, 8, 8], pixel values 0 to 16, which it normalises. Returns FP32 [n, 64] features, never negative.
     """
 
     def __init__(self) -> None:
@@ -74,7 +73,8 @@ class TrunkNet(nn.Module):
 
 
 class DecoderNet(nn.Module):
-    """Two dense layers: FP32 [n, 64] features to FP32 [n, 1, 8, 8], the image they came from, pixel values 0 to 16."""
+    """Two dense layers: FP32 [n, 64] features to FP32 [n, 1, 8, 8], the images that they came from, pixel values 0 to
+    16."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class DecoderNet(nn.Module):
 
 
 class DigitsNet(nn.Module):
-    """Trunk and head: takes what `TrunkNet` takes and returns FP32 [n, 10] logits, one for each digit."""
+    """Trunk and head: takes the input of `TrunkNet` and returns FP32 [n, 10] logits, for the digits 0 to 9."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,10 +105,10 @@ class DigitsNet(nn.Module):
 
 
 def load_part(part: Part, name: str, device: str) -> Part:
-    """Load the weights of one part of the network into it, and make it ready to serve on a device.
+    """Load the weights of a part of the network into it, and make it ready to serve on a device.
 
     Raises:
-        RuntimeError: `WEIGHTS` lacks a weight of the part ``name``, or has one too many.
+        RuntimeError: `WEIGHTS` lacks a weight of the part ``name``, or has a weight of it that the network lacks.
     """
     prefix = f"{name}."
     with safe_open(WEIGHTS, "pt") as file:
@@ -124,10 +124,10 @@ class Digits(Model):
         image: FP32 [1, 8, 8], one channel, rows from the top; pixel values 0 (paper) to 16 (ink).
 
     Outputs:
-        logits: FP32 [10], one for each digit from 0 to 9, before any softmax.
+        logits: FP32 [10], for the digits 0 to 9, before any softmax.
         digit: INT32 [1], the digit of the highest logit.
 
-    `Trunk` and `Digit` together compute the same.
+    `Trunk` and `Digit` together compute the same outputs.
     """
 
     inputs = (_IMAGE,)
@@ -152,7 +152,7 @@ class Trunk(Model):
         image: FP32 [1, 8, 8], as `Digits` takes it.
 
     Outputs:
-        features: FP32 [64], none negative.
+        features: FP32 [64], never negative.
     """
 
     inputs = (_IMAGE,)
@@ -175,7 +175,7 @@ class Digit(Model):
         features: FP32 [64], from `Trunk`.
 
     Outputs:
-        logits: FP32 [10], one for each digit from 0 to 9, before any softmax.
+        logits: FP32 [10], for the digits 0 to 9, before any softmax.
         digit: INT32 [1], the digit of the highest logit.
     """
 
@@ -199,7 +199,7 @@ class Parity(Model):
 
     Outputs:
         odd_probability: FP32 [1], 0 to 1.
-        parity: BYTES [1], ``odd`` if that is above one half, ``even`` otherwise.
+        parity: BYTES [1], ``odd`` if the probability is above 0.5, ``even`` otherwise.
     """
 
     inputs = (_FEATURES,)
@@ -217,18 +217,19 @@ class Parity(Model):
 
 
 class Reconstruction(Model):
-    """Draws the image again from its features; an image that it can't draw shows no digit.
+    """Reconstructs the image from its features; an image that it can't reconstruct shows no digit.
 
     Inputs:
         features: FP32 [64], from `Trunk`.
-        image: FP32 [1, 8, 8], the one that the features were computed from.
+        image: FP32 [1, 8, 8], the image that the features were computed from.
 
     Outputs:
         reconstruction: FP32 [1, 8, 8], pixel values 0 to 16.
         anomaly_score: FP32 [1], the root of the mean squared difference between the two images, in pixel values: 0 for
-            the same image. Held-out digits against as many others (`headwater.zoo.training.digits_data.anomalies`),
-            the area under the ROC curve is 1.00 for uniform noise and for permuted pixels, 0.998 for salt and pepper
-            on a quarter of a digit's pixels, but 0.87 for images of one grey.
+            the same image. For held-out digits against as many images without a digit
+            (`headwater.zoo.training.digits_data.anomalies`), the area under the ROC curve is 1.00 for uniform noise and
+            for permuted pixels, 0.998 for salt and pepper on a quarter of a digit's pixels, but 0.87 for uniformly grey
+            images.
     """
 
     inputs = (_FEATURES, _IMAGE)

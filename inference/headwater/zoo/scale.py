@@ -1,4 +1,5 @@
-"""A model that costs nothing, so that a benchmark of it measures everything else. It doesn't need torch."""
+"""A model that takes almost no time, so that a benchmark measures everything around the model. It doesn't need
+torch."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ class Scale(Model):
         x: FP32 [-1].
 
     Outputs:
-        y: FP32 [-1], 2 x, as long as ``x``.
+        y: FP32 [-1], 2 times ``x``, of the same length.
     """
 
     inputs = (Tensor("x", "FP32", [-1]),)

