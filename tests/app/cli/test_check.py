@@ -398,7 +398,10 @@ def test_models_whose_answers_can_not_be_kept(run: Run, tmp_path: Path) -> None:
     assert (problem["reason"], problem["fix"]) == (expected, "remove `cache`")
 
 
-def test_what_a_model_s_python_lacks_is_named_with_the_command_that_installs_it(run: Run, tmp_path: Path) -> None:
+def test_what_a_model_s_python_lacks_is_named_with_the_command_that_installs_it(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)  # what lies on it counts as installed: `make test-compiled`
     python = make_environment(tmp_path / "environment", "numpy", "msgspec")
     (tmp_path / "config.json").write_text('{"architectures": ["XForTokenClassification"]}')
     models = {
