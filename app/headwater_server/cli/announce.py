@@ -44,8 +44,8 @@ def print_what_is_served(
         if signature.embedding is not None:
             print(f"    {_embeddings(url, name)}")
         if signature.reranking is not None:
-            asked = {"query": "Where do rivers begin?", "documents": ["In the mountains.", "The tax is due."]}
-            print(f"    {_curl(f'{url}/v1/rerank', {'model': name, **asked})}")
+            fields = {"query": "Where do rivers begin?", "documents": ["In the mountains.", "The tax is due."]}
+            print(f"    {_curl(f'{url}/v1/rerank', {'model': name, **fields})}")
         if signature.classification is not None and signature.classification.media == "text":
             print(f"    {_curl(f'{url}/v1/classify', {'model': name, 'input': 'Rivers begin here.'})}")
         if signature.transcription is not None:
@@ -73,11 +73,11 @@ def _announce_language_model(url: str, signature: Signature, limits: EngineLimit
         print(f"    {_embeddings(url, name)}\n")
         return
     question = {"role": "user", "content": "def fibonacci(n):"}
-    for path, asked in (
+    for path, fields in (
         ("chat/completions", {"messages": [question]}),
         ("completions", {"prompt": "import os\n", "max_tokens": 64}),
     ):
-        row = _curl(f"{url}/v1/{path}", {"model": name, "stream": True, **asked})
+        row = _curl(f"{url}/v1/{path}", {"model": name, "stream": True, **fields})
         print(f"    {row.replace('curl -s', 'curl -sN', 1)}")
     print()
 

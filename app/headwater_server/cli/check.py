@@ -40,7 +40,7 @@ __all__ = ["check", "model_request"]
 
 
 def check(
-    what: str | Path | None,
+    source: str | Path | None,
     *,
     as_json: bool,
     flags: Mapping[str, Any] | None = None,
@@ -52,7 +52,7 @@ def check(
     The valid parts of an invalid configuration are checked too, so that all problems are found at once.
 
     Args:
-        what: a YAML file or a model, as for `load_with_scripts`; None: check only the server's settings, from
+        source: a YAML file or a model, as for `load_with_scripts`; None: check only the server's settings, from
             environment and flags.
         as_json: print ``{"ok", "versions", "python", "machine", "deployments", "problems"}`` rather than text.
         flags: override the file, as in `load_config`.
@@ -68,14 +68,14 @@ def check(
     chosen = ""
     """The Python that runs the models, and why; empty if no model was named."""
     paths: tuple[str, ...] = (os.getcwd(),)
-    if what is not None and not is_model_reference(str(what)):
-        paths = tuple(dict.fromkeys((*paths, str(Path(what).resolve().parent))))
+    if source is not None and not is_model_reference(str(source)):
+        paths = tuple(dict.fromkeys((*paths, str(Path(source).resolve().parent))))
     try:
-        if what is None:  # a configuration must have a deployment
+        if source is None:  # a configuration must have a deployment
             content = {"deployments": {"none": {"model": PLACEHOLDER}}}
             config = read_config(content, source="command line", flags=flags or {})
         else:
-            loaded = load_with_scripts(str(what), flags=flags or {}, python=python)
+            loaded = load_with_scripts(str(source), flags=flags or {}, python=python)
             config, chosen = loaded.config, str(loaded.python)
             for warning in loaded.warnings:
                 print(f"warning: {warning}", file=sys.stderr)
@@ -86,24 +86,26 @@ def check(
     except ConfigError as error:
         problems.append(Problem("configuration", str(error), "correct what the reason names"))
     with ModelSide({}) as side:
-        versions, found = side.triton_report()
+        versions, triton_problems = side.triton_report()
         of_models, unknown = side.report()
     versions |= of_models
-    problems += found + unknown
+    problems += triton_problems + unknown
     deployments: list[dict[str, Any]] = []
     if config is not None:
         served, computed = (
-            {name: one for name, one in some.items() if one.model != PLACEHOLDER}
+            {name: deployment for name, deployment in some.items() if deployment.model != PLACEHOLDER}
             for some in (config.deployments, config.all_deployments())
         )
-        signatures, pythons, notes, found = _signatures(computed, paths, loads=loads)
-        problems += found
-        joined, found = _joined(served, signatures)
-        problems += found
+        signatures, pythons, notes, signature_problems = _signatures(computed, paths, loads=loads)
+        problems += signature_problems
+        joined, pipeline_problems = _joined(served, signatures)
+        problems += pipeline_problems
         shown: dict[str, Deployment] = {}
-        for name, one in served.items():
-            shown |= one.with_replicas(name) if one.versions else {name: one}
-        deployments = [_summary(name, one, (signatures | joined).get(name), pythons) for name, one in shown.items()]
+        for name, deployment in served.items():
+            shown |= deployment.with_replicas(name) if deployment.versions else {name: deployment}
+        deployments = [
+            _summary(name, deployment, (signatures | joined).get(name), pythons) for name, deployment in shown.items()
+        ]
         for summary in deployments:
             if summary["name"] in notes:
                 summary["notes"] = notes[summary["name"]]
@@ -135,14 +137,14 @@ def _signatures(
     problems: dict[str, list[Problem]] = {}
     pythons: dict[str, dict[str, Any]] = {}
     groups: dict[tuple[Path | None, frozenset[tuple[str, str]]], list[str]] = {}
-    for name, one in deployments.items():
-        if one.is_vllm:
-            pythons[name], found = _look_at_vllm(name, one, path)
-            if isinstance(found, Signature):
-                signatures[name] = found
-            problems[name] = [found] if isinstance(found, Problem) else []
+    for name, deployment in deployments.items():
+        if deployment.is_vllm:
+            pythons[name], finding = _look_at_vllm(name, deployment, path)
+            if isinstance(finding, Signature):
+                signatures[name] = finding
+            problems[name] = [finding] if isinstance(finding, Problem) else []
         else:
-            groups.setdefault((one.interpreter, frozenset(one.environment.items())), []).append(name)
+            groups.setdefault((deployment.interpreter, frozenset(deployment.environment.items())), []).append(name)
     for (python, environment), names in groups.items():
         try:
             side = ModelSide(dict(environment), python)
@@ -158,7 +160,8 @@ def _signatures(
                     pythons[name] = {"path": side.python, "versions": versions}
                     title, python_is = f"deployment {name}", f"the model's Python, {side.python}: "
                     problems[name] = [
-                        Problem(title, f"{python_is}{one.title}: {one.reason}", one.fix) for one in reported
+                        Problem(title, f"{python_is}{problem.title}: {problem.reason}", problem.fix)
+                        for problem in reported
                     ]
             _probe(side, {name: deployments[name] for name in names}, path, signatures, problems, notes, loads=loads)
     return signatures, pythons, notes, [problem for name in deployments for problem in problems[name]]
@@ -181,9 +184,9 @@ def _look_at_vllm(
         problems = (device_problem(device, environ, options, install) for device in deployment.placements)
         problem = next(filter(None, problems), None) or folder_problem(folder, options, install)
     except InterpreterError as error:
-        own = "" if os.path.exists(error.path) else "; `make vllm-env` makes one in .venv-vllm"
+        hint = "" if os.path.exists(error.path) else "; `make vllm-env` makes one in .venv-vllm"
         reason = f"the model's Python, {error.path}: {error.reason}"
-        return python, Problem(title, reason, f"{error.fix}{own}")
+        return python, Problem(title, reason, f"{error.fix}{hint}")
     except LoadError as error:
         problem = error.problem
     if problem is not None:
@@ -233,15 +236,20 @@ def _joined(
     together."""
     joined: dict[str, Signature] = {}
     problems: list[Problem] = []
-    for name, one in deployments.items():
-        if one.pipeline is None or one.pipeline.placement == "fused":
+    for name, deployment in deployments.items():
+        if deployment.pipeline is None or deployment.pipeline.placement == "fused":
             continue
-        steps = {step: signatures.get(where) for step, where in _places(name, one.pipeline).items()}
-        known = {step: signature for step, signature in steps.items() if signature is not None}
-        if len(known) < len(steps):
+        steps = {step: signatures.get(where) for step, where in _places(name, deployment.pipeline).items()}
+        step_signatures = {step: signature for step, signature in steps.items() if signature is not None}
+        if len(step_signatures) < len(steps):
             continue  # the problems of the missing steps are already reported
         try:
-            plan = make_plan(one.pipeline.spec(), known, name=name, max_batch_size=one.batching.max_batch_size)
+            plan = make_plan(
+                deployment.pipeline.spec(),
+                step_signatures,
+                name=name,
+                max_batch_size=deployment.batching.max_batch_size,
+            )
             joined[name] = plan.signature
         except DeclarationError as error:
             fix = "correct the pipeline, or the model's declaration"
@@ -251,8 +259,8 @@ def _joined(
 
 def _cache_problems(deployments: Mapping[str, Deployment], signatures: Mapping[str, Signature]) -> Iterator[Problem]:
     """A problem for each deployment with a ``cache`` whose answers can't be cached."""
-    for name, one in deployments.items():
-        if one.cache is not None and name in signatures:
+    for name, deployment in deployments.items():
+        if deployment.cache is not None and name in signatures:
             try:
                 signatures[name].check_cacheable()
             except DeclarationError as error:
@@ -262,7 +270,7 @@ def _cache_problems(deployments: Mapping[str, Deployment], signatures: Mapping[s
 
 def _places(name: str, pipeline: Pipeline) -> dict[str, str]:
     """The name of the deployment that computes each step of a pipeline in placement ``graph``."""
-    return {step: one.deployment or f"{name}.{step}" for step, one in pipeline.all_steps().items()}
+    return {step: section.deployment or f"{name}.{step}" for step, section in pipeline.all_steps().items()}
 
 
 def model_request(name: str, deployment: Deployment, path: Sequence[str]) -> dict[str, Any]:
@@ -283,9 +291,9 @@ def model_request(name: str, deployment: Deployment, path: Sequence[str]) -> dic
 def _ended(name: str, deployment: Deployment, tried: Sequence[str], status: int | None, errors: str) -> Problem:
     title, model = f"deployment {name}", deployment.model or "its steps"
     if deployment.pipeline is not None:
-        for step, one in deployment.pipeline.all_steps().items():
+        for step, section in deployment.pipeline.all_steps().items():
             if step not in tried:
-                title, model = f"{title}, step {step}", one.model or ""
+                title, model = f"{title}, step {step}", section.model or ""
                 break
     how = f"took more than {PROCESS_TIMEOUT_S:g} s" if status is None else f"ended the process with status {status}"
     said = f": {last_line(errors)}" if errors.strip() else ""
@@ -304,11 +312,13 @@ def _summary(
         summary["python"] = pythons[name]
     pipeline = deployment.pipeline
     if pipeline is not None:
-        steps = {step: one.model or f"deployment {one.deployment}" for step, one in pipeline.all_steps().items()}
+        steps = {
+            step: section.model or f"deployment {section.deployment}" for step, section in pipeline.all_steps().items()
+        }
         summary["pipeline"] = {"placement": pipeline.placement, "steps": steps, "heads": list(pipeline.heads)}
         if pipeline.placement == "graph":
-            own = {step: pythons[at] for step, at in _places(name, pipeline).items() if at in pythons}
-            summary["pipeline"].update({"pythons": own} if own else {})
+            step_pythons = {step: pythons[at] for step, at in _places(name, pipeline).items() if at in pythons}
+            summary["pipeline"].update({"pythons": step_pythons} if step_pythons else {})
     if signature is not None:
         summary["inputs"] = msgspec.to_builtins(signature.inputs)
         summary["outputs"] = msgspec.to_builtins(signature.outputs)
@@ -335,15 +345,15 @@ def _print(
         print(f"\n{chosen}")
     if deployments:
         print()
-    width = max((len(one["name"]) for one in deployments), default=0)
-    for one in deployments:
-        tensors = f"  {_tensors(one['inputs'])} -> {_tensors(one['outputs'])}" if one["ok"] else ""
-        pipeline = one.get("pipeline")
-        what = one["model"] if pipeline is None else f"{pipeline['placement']} pipeline"
-        print(f"{bold}{one['name']:<{width}}{plain}  {what}{tensors}")
-        if "python" in one:
-            print(f"{'':<{width}}    {_python(one['python'])}")
-        for note in one.get("notes", ()):
+    width = max((len(deployment["name"]) for deployment in deployments), default=0)
+    for deployment in deployments:
+        tensors = f"  {_tensors(deployment['inputs'])} -> {_tensors(deployment['outputs'])}" if deployment["ok"] else ""
+        pipeline = deployment.get("pipeline")
+        description = deployment["model"] if pipeline is None else f"{pipeline['placement']} pipeline"
+        print(f"{bold}{deployment['name']:<{width}}{plain}  {description}{tensors}")
+        if "python" in deployment:
+            print(f"{'':<{width}}    {_python(deployment['python'])}")
+        for note in deployment.get("notes", ()):
             print(f"{'':<{width}}    {note}")
         if pipeline is not None:
             for step, model in pipeline["steps"].items():
@@ -364,7 +374,7 @@ def _print(
 def _tried(deployments: Sequence[Mapping[str, Any]]) -> str:
     """A line that says what `--load` tried, and which deployments it did not try."""
     tried = "loaded and called with one row each, not served"
-    untried = [text for one in deployments if (text := _untried(one))]
+    untried = [text for deployment in deployments if (text := _untried(deployment))]
     return f"{tried}; not tried: {', '.join(untried)}" if untried else tried
 
 
@@ -380,10 +390,10 @@ def _python(python: Mapping[str, Any]) -> str:
     versions = python["versions"]
     if "vllm" in versions:
         return f"python {python['path']}: vllm {versions['vllm']}"
-    own = str(versions.get("python") or "can't be used").partition(" (")[0]
+    python_version = str(versions.get("python") or "can't be used").partition(" (")[0]
     packages = ("numpy", "torch", "transformers", "onnxruntime")
-    others = [f"{name} {versions[name]}" for name in packages if versions.get(name)]
-    return f"python {python['path']}: {', '.join([own, *others])}"
+    package_versions = [f"{name} {versions[name]}" for name in packages if versions.get(name)]
+    return f"python {python['path']}: {', '.join([python_version, *package_versions])}"
 
 
 def _tensors(specs: Sequence[Mapping[str, Any]]) -> str:

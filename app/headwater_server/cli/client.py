@@ -167,11 +167,13 @@ class ServerClient:
         """
         status, content = self.get("/v2/repository/index")
         if status == 200 and isinstance(content, list):
-            ready = (str(one["name"]) for one in content if isinstance(one, dict) and one.get("state") == "READY")
+            ready = (
+                str(entry["name"]) for entry in content if isinstance(entry, dict) and entry.get("state") == "READY"
+            )
             return list(dict.fromkeys(ready))  # a model with versions has an entry for each version
         status, content = self.get("/v1/models")
         listed = content.get("data") if status == 200 and isinstance(content, dict) else None
-        return [str(one.get("id")) for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
+        return [str(entry.get("id")) for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
 
     def only_model(self) -> str:
         """The name of the server's only model.
@@ -181,8 +183,8 @@ class ServerClient:
         """
         names = self.models()
         if len(names) != 1:
-            known = ", ".join(names) or "no ready model"
-            raise CommandError(f"--model: expected the name of a model, got none; the server has {known}")
+            models = ", ".join(names) or "no ready model"
+            raise CommandError(f"--model: expected the name of a model, got none; the server has {models}")
         return names[0]
 
     def metadata(self, model: str) -> Metadata:
@@ -194,19 +196,21 @@ class ServerClient:
         path = f"/v2/models/{quote(model, safe='')}"
         status, content = self.get(path)
         if status == 404:
-            known = ", ".join(self.models())
-            what = f"expected one of the server's models, {known}," if known else "expected a model of the server,"
-            raise CommandError(f"--model: {what} got {model!r}")
+            models = ", ".join(self.models())
+            expected = (
+                f"expected one of the server's models, {models}," if models else "expected a model of the server,"
+            )
+            raise CommandError(f"--model: {expected} got {model!r}")
         if status != 200:
             raise CommandError(f"--model {model}: the server says: {_error(content) or f'status {status}'}")
         _, config = self.get(f"{path}/config")  # only /config says which inputs are optional
         try:
-            found = msgspec.convert(content, Metadata)
-            optional = {one.name for one in msgspec.convert(config or {}, _Config).input if one.optional}
+            metadata = msgspec.convert(content, Metadata)
+            optional = {tensor.name for tensor in msgspec.convert(config or {}, _Config).input if tensor.optional}
         except msgspec.ValidationError as error:
             raise CommandError(f"{self._url}{path}: expected a model's metadata, got something else: {error}") from None
-        inputs = [replace(one, optional=one.name in optional) for one in found.inputs]
-        return replace(found, inputs=inputs)
+        inputs = [replace(tensor, optional=tensor.name in optional) for tensor in metadata.inputs]
+        return replace(metadata, inputs=inputs)
 
     def get(self, path: str) -> tuple[int, Any]:
         """The status and the decoded JSON of an answer; None in place of JSON if the body isn't JSON.
@@ -313,23 +317,23 @@ def command_line(action: str, answer: Mapping[str, Any]) -> str:
     return "; ".join(parts)
 
 
-def _cells(one: Mapping[str, Any]) -> tuple[str, ...]:
-    reason = str(one.get("reason", ""))
-    if one.get("shortage"):
-        reason += f"; {one['shortage']}"
-    name, version, state, since = (str(one.get(field, "")) for field in ("name", "version", "state", "since"))
-    devices = ",".join(one.get("devices", ()))
-    nodes = ",".join(f"{node} ({count})" if count > 1 else node for node, count in one.get("nodes", {}).items())
-    if "share" in one:
-        version += " (shadow)" if one.get("shadow") else f" ({100 * one['share']:g} %)"
-    return name, version, state, _replicas(one), devices, nodes, since, reason
+def _cells(model: Mapping[str, Any]) -> tuple[str, ...]:
+    reason = str(model.get("reason", ""))
+    if model.get("shortage"):
+        reason += f"; {model['shortage']}"
+    name, version, state, since = (str(model.get(field, "")) for field in ("name", "version", "state", "since"))
+    devices = ",".join(model.get("devices", ()))
+    nodes = ",".join(f"{node} ({count})" if count > 1 else node for node, count in model.get("nodes", {}).items())
+    if "share" in model:
+        version += " (shadow)" if model.get("shadow") else f" ({100 * model['share']:g} %)"
+    return name, version, state, _replicas(model), devices, nodes, since, reason
 
 
 def _versions(index: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     """Rows of a table of package versions: for each model, a row for each distinct environment of its replicas; for
     Headwater itself, a row for each distinct set of versions."""
     rows = [("MODEL", "VERSION", "REPLICAS", "RUNS WITH")]
-    own = set()
+    headwater_versions = set()
     for model in index:
         environments = model.get("environments", ())
         for environment in environments:
@@ -338,14 +342,16 @@ def _versions(index: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
             texts = [f"{package} {version}" for package, version in environment["versions"].items()]
             of_model = ", ".join(text for text in texts if not text.startswith(OWN_SIDE))
             rows.append((model["name"], str(model["version"]), which, of_model))
-            own.add(", ".join(text.removeprefix(OWN_SIDE) for text in texts if text.startswith(OWN_SIDE)))
-    return [*rows, *(("Headwater itself", "", "", text) for text in sorted(own - {""}))]
+            headwater_versions.add(
+                ", ".join(text.removeprefix(OWN_SIDE) for text in texts if text.startswith(OWN_SIDE))
+            )
+    return [*rows, *(("Headwater itself", "", "", text) for text in sorted(headwater_versions - {""}))]
 
 
-def _replicas(one: Mapping[str, Any]) -> str:
+def _replicas(model: Mapping[str, Any]) -> str:
     """The numbers of ready and wanted replicas, and the bounds of scaling if they differ."""
-    found = one.get("replicas")
-    if found is None:
+    counts = model.get("replicas")
+    if counts is None:
         return ""
-    bounds = f" ({found['min']} to {found['max']})" if found["min"] < found["max"] else ""
-    return f"{found['ready']}/{found['wanted']}{bounds}"
+    bounds = f" ({counts['min']} to {counts['max']})" if counts["min"] < counts["max"] else ""
+    return f"{counts['ready']}/{counts['wanted']}{bounds}"

@@ -25,8 +25,8 @@ class DefaultPython(NamedTuple):
     why: str
 
     def __str__(self) -> str:
-        own = self.path == OWN_PYTHON
-        path = f"Headwater's own Python, {sys.executable}" if own else self.path
+        is_own = self.path == OWN_PYTHON
+        path = f"Headwater's own Python, {sys.executable}" if is_own else self.path
         return f"models run under {path}: {self.why}"
 
 

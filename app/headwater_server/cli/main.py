@@ -98,12 +98,12 @@ def _parser() -> argparse.ArgumentParser:
     health = commands.add_parser("health", help="exit with 0 if a running server is ready, else with 1 and the reason")
     health.add_argument("--url", help="the server's URL; default: this machine, on the port that the environment sets")
     health.set_defaults(run=_health)
-    for action, what in (
+    for action, about in (
         ("load", "load a model that is not loaded"),
         ("unload", "unload a model, and verify that nothing of it remains"),
         ("reload", "replace a model's replicas without downtime"),
     ):
-        command = commands.add_parser(action, help=f"{what}, on a running server on this machine")
+        command = commands.add_parser(action, help=f"{about}, on a running server on this machine")
         command.add_argument("name", metavar="NAME", help="the deployment")
         if action != "unload":
             command.add_argument(
@@ -141,9 +141,9 @@ def _add_address(parser: argparse.ArgumentParser) -> None:
 
 
 def _bounds(text: str) -> dict[str, int]:
-    least, separator, most = text.partition("-")
+    minimum, separator, maximum = text.partition("-")
     try:
-        return {"min": int(least), "max": int(most)} if separator else {"replicas": int(text)}
+        return {"min": int(minimum), "max": int(maximum)} if separator else {"replicas": int(text)}
     except ValueError:
         raise argparse.ArgumentTypeError(f"expected a number such as 3, or 1-3, got {text!r}") from None
 
@@ -261,7 +261,7 @@ def _status(options: argparse.Namespace) -> int:
 def _command(options: argparse.Namespace) -> int:
     from headwater_server.cli.client import ServerClient, command_line
 
-    client, given = ServerClient(options.url), getattr(options, "config", None)
+    client, file_or_json = ServerClient(options.url), getattr(options, "config", None)
     if options.action == "scale":
         answer = client.scale(options.name, options.replicas)
     elif options.action == "promote":
@@ -269,18 +269,18 @@ def _command(options: argparse.Namespace) -> int:
     elif options.action == "rollback":
         answer = client.roll_back(options.name, is_undo=options.undo)
     else:
-        answer = client.command(options.action, options.name, None if given is None else _section(given))
+        answer = client.command(options.action, options.name, None if file_or_json is None else _section(file_or_json))
     print(command_line(options.action, answer))
     return 0
 
 
-def _section(given: str) -> str:
+def _section(file_or_json: str) -> str:
     """A deployment's section as JSON text, from JSON or from a YAML or JSON file."""
-    if given.lstrip().startswith("{"):
-        return given
+    if file_or_json.lstrip().startswith("{"):
+        return file_or_json
     from headwater_server.config.schema import read_yaml
 
     try:
-        return json.dumps(read_yaml(Path(given)))
+        return json.dumps(read_yaml(Path(file_or_json)))
     except (TypeError, ValueError) as error:  # YAML has dates, and keys that are not strings
-        raise ConfigError(f"{given}: expected values that JSON can represent: {error}") from error
+        raise ConfigError(f"{file_or_json}: expected values that JSON can represent: {error}") from error

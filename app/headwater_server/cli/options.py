@@ -29,16 +29,16 @@ __all__ = [
 _T = TypeVar("_T")
 
 
-def whole(least: int, most: int) -> Callable[[str], int]:
-    """A parser of integers from ``least`` to ``most``."""
+def whole(minimum: int, maximum: int) -> Callable[[str], int]:
+    """A parser of integers from ``minimum`` to ``maximum``."""
 
     def read(text: str) -> int:
         try:
             value = int(text)
         except ValueError:
-            value = least - 1
-        if not least <= value <= most:
-            raise ArgumentTypeError(f"expected a whole number from {least:,} to {most:,}, got {text!r}")
+            value = minimum - 1
+        if not minimum <= value <= maximum:
+            raise ArgumentTypeError(f"expected a whole number from {minimum:,} to {maximum:,}, got {text!r}")
         return value
 
     return read
@@ -75,18 +75,18 @@ def named(text: str, names: Collection[str], read: Callable[[str], _T]) -> dict[
     Raises:
         ArgumentTypeError: a name is unknown or repeated, or ``read`` rejects a value.
     """
-    found: dict[str, _T] = {}
+    values: dict[str, _T] = {}
     for part in text.split(","):
         name, _, value = part.strip().partition("=")
         if name not in names:
             raise ArgumentTypeError(f"expected one of {', '.join(names)}, got {name!r}")
-        if name in found:
+        if name in values:
             raise ArgumentTypeError(f"{name}: expected once, got it twice")
         try:
-            found[name] = read(value)
+            values[name] = read(value)
         except ArgumentTypeError as error:
             raise ArgumentTypeError(f"{name}: {error}") from None
-    return found
+    return values
 
 
 def read_size(text: str) -> int:
@@ -164,7 +164,7 @@ def check_writable(option: str, path: Path | None) -> None:
     """
     if path is None:
         return
-    there = next(one for one in (path, *path.absolute().parents) if one.exists())
+    there = next(candidate for candidate in (path, *path.absolute().parents) if candidate.exists())
     if path.is_dir() or not (there.is_dir() or there == path) or not os.access(there, os.W_OK):
         raise CommandError(f"{option}: {path}: can't be written: expected a file in a writable folder")
 

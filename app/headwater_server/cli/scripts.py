@@ -30,40 +30,40 @@ class Loaded(NamedTuple):
     python: DefaultPython
 
 
-def load_with_scripts(what: str, *, flags: Mapping[str, Any], python: str | None = None) -> Loaded:
+def load_with_scripts(source: str, *, flags: Mapping[str, Any], python: str | None = None) -> Loaded:
     """Read the configuration or model that a command names, as `headwater_server.config.schema.load_what` does, and run
     its PyTriton scripts.
 
     ``pytriton:SCRIPT`` alone becomes a deployment for each model that the script binds.
 
     Args:
-        what: a YAML file or a model.
+        source: a YAML file or a model.
         flags: override the file.
         python: the value of ``--python``; see `default_python`.
 
     Raises:
         ConfigError: a field is invalid, the only script can't be served, or a user's module is named ``headwater``.
     """
-    kind, path = kind_and_path(what) if is_model_reference(what) else ("", "")
+    kind, path = kind_and_path(source) if is_model_reference(source) else ("", "")
     if kind == KIND:
         paths: tuple[str, ...] = (os.getcwd(),)
         of_python = {name: value for name, value in flags.items() if name == "python"}  # other flags name models
-        alone = read_config({"deployments": {KIND: {"model": what}}}, source=what, environment={}, flags=of_python)
+        alone = read_config({"deployments": {KIND: {"model": source}}}, source=source, environment={}, flags=of_python)
         config, chosen = _with_python(alone, python, paths)
         scripts = Scripts(paths)
         content = _content(scripts, config.deployments[KIND], path)
-        config = read_config({**content, "python": config.python}, source=what, flags=flags)
+        config = read_config({**content, "python": config.python}, source=source, flags=flags)
     else:
-        config, paths = load_what(what, flags=flags)
+        config, paths = load_what(source, flags=flags)
         config, chosen = _with_python(config, python, paths)
         scripts = Scripts(paths)
     _refuse_own_name(config, paths)
-    deployments = {name: one for name, one in config.deployments.items() if any(scripts_of(one))}
+    deployments = {name: deployment for name, deployment in config.deployments.items() if any(scripts_of(deployment))}
     if deployments:
         scripts.run(deployments.values())
         whole = config_content(config)
-        whole["deployments"] |= {name: scripts.laid_under(one) for name, one in deployments.items()}
-        config = read_config(whole, source=what, environment={}, flags={})
+        whole["deployments"] |= {name: scripts.laid_under(deployment) for name, deployment in deployments.items()}
+        config = read_config(whole, source=source, environment={}, flags={})
     return Loaded(config, paths, scripts.warnings(), chosen)
 
 
@@ -73,8 +73,8 @@ def _with_python(config: Config, option: str | None, paths: tuple[str, ...]) -> 
     chosen = default_python(config, option, Path(paths[-1]), os.environ)
     if chosen.path in (OWN_PYTHON, config.python):
         return config, chosen
-    given = config_content(config) | {"python": str(chosen.path)}
-    return read_config(given, source=chosen.why, environment={}, flags={}), chosen
+    content = config_content(config) | {"python": str(chosen.path)}
+    return read_config(content, source=chosen.why, environment={}, flags={}), chosen
 
 
 def _refuse_own_name(config: Config, paths: tuple[str, ...]) -> None:
@@ -84,9 +84,9 @@ def _refuse_own_name(config: Config, paths: tuple[str, ...]) -> None:
         ConfigError: a module is named ``headwater``.
     """
     places = {"folders of models": list(paths)} | {
-        f"deployments.{name}.environment.PYTHONPATH": one.environment["PYTHONPATH"].split(os.pathsep)
-        for name, one in config.deployments.items()
-        if "PYTHONPATH" in one.environment
+        f"deployments.{name}.environment.PYTHONPATH": deployment.environment["PYTHONPATH"].split(os.pathsep)
+        for name, deployment in config.deployments.items()
+        if "PYTHONPATH" in deployment.environment
     }
     for field, folders in places.items():
         if file := module_named_headwater(folders):
@@ -103,4 +103,4 @@ def _content(scripts: Scripts, alone: Deployment, path: str) -> dict[str, Any]:
     if isinstance(finding, Problem):
         raise ConfigError(f"{finding.title}: {finding.reason}; {finding.fix}")
     names = [name] if name else list(finding["settings"])
-    return {"deployments": {one: {"model": f"{KIND}:{script}:{one}"} for one in names}}
+    return {"deployments": {model_name: {"model": f"{KIND}:{script}:{model_name}"} for model_name in names}}

@@ -77,7 +77,9 @@ def infer_bodies(metadata: Metadata, heads: Sequence[str] | None, wishes: Wishes
     _check_shapes(metadata, wishes)
     draw = np.random.default_rng(wishes.seed)
     binary = wishes.binary or not all(
-        DATATYPES[one.datatype].json for one in (*metadata.inputs, *metadata.outputs) if one.datatype in DATATYPES
+        DATATYPES[tensor.datatype].json
+        for tensor in (*metadata.inputs, *metadata.outputs)
+        if tensor.datatype in DATATYPES
     )
     parameters: dict[str, Any] = {}
     if heads is not None:
@@ -86,7 +88,7 @@ def infer_bodies(metadata: Metadata, heads: Sequence[str] | None, wishes: Wishes
         parameters["binary_data_output"] = True
     bodies: list[Body] = []
     for _ in range(VARIETY):
-        values = [(one, _values(one, _shape(one, wishes), draw)) for one in _wanted(metadata, wishes)]
+        values = [(tensor, _values(tensor, _shape(tensor, wishes), draw)) for tensor in _wanted(metadata, wishes)]
         bodies.append(_infer_body(values, parameters, binary))
         if len(bodies[0].content) * (len(bodies) + 1) > MOST_BYTES:
             break
@@ -119,14 +121,14 @@ def stream_bodies(
         ]
     elif mode == "completions":
         contents = [{"prompt": prompt, **limits} for prompt in prompts]
-    elif metadata is not None and any(one.name == "text_input" for one in metadata.inputs):
+    elif metadata is not None and any(tensor.name == "text_input" for tensor in metadata.inputs):
         contents = [{"text_input": prompt, "parameters": limits} for prompt in prompts]
     elif metadata is not None:
         _check_shapes(metadata, wishes)
         draw = np.random.default_rng(wishes.seed)
         chosen = {"parameters": {"heads": list(heads)}} if heads is not None else {}
         for _ in range(VARIETY):
-            contents.append({one.name: _row(one, wishes, draw) for one in _wanted(metadata, wishes)} | chosen)
+            contents.append({tensor.name: _row(tensor, wishes, draw) for tensor in _wanted(metadata, wishes)} | chosen)
     return tuple(_json_body(mode, model, content) for content in contents)
 
 
@@ -138,9 +140,9 @@ def read_bodies(path: Path, mode: str, model: str) -> tuple[Body, ...]:
     """
     content = _read_json("--input", path)
     listed = content if isinstance(content, list) else [content]
-    if not listed or not all(isinstance(one, dict) for one in listed):
+    if not listed or not all(isinstance(body, dict) for body in listed):
         raise CommandError(f"--input: {path}: expected a request's body as a JSON object, or a list of them")
-    return tuple(_json_body(mode, model, one) for one in listed)
+    return tuple(_json_body(mode, model, body) for body in listed)
 
 
 def read_schema(path: Path) -> dict[str, Any]:
@@ -225,7 +227,7 @@ def _row(tensor: Tensor, wishes: Wishes, draw: np.random.Generator) -> Any:
 
 
 def _check_shapes(metadata: Metadata, wishes: Wishes) -> None:
-    inputs = {one.name: one for one in metadata.inputs}
+    inputs = {tensor.name: tensor for tensor in metadata.inputs}
     for name, shape in wishes.shapes.items():
         if name not in inputs:
             raise CommandError(f"--shape: expected one of the inputs {', '.join(inputs)}, got {name!r}")
@@ -233,13 +235,13 @@ def _check_shapes(metadata: Metadata, wishes: Wishes) -> None:
         if len(shape) != len(declared) or any(dim not in (-1, got) for dim, got in zip(declared, shape, strict=True)):
             expected = ",".join("any" if dim < 0 else str(dim) for dim in declared)
             raise CommandError(f"--shape: {name}: expected a row of {expected}, got {','.join(map(str, shape))}")
-    for one in metadata.inputs:
-        if one.datatype not in DATATYPES:
-            raise CommandError(f"input {one.name!r}: expected a datatype of the protocol, got {one.datatype!r}")
+    for tensor in metadata.inputs:
+        if tensor.datatype not in DATATYPES:
+            raise CommandError(f"input {tensor.name!r}: expected a datatype of the protocol, got {tensor.datatype!r}")
 
 
 def _wanted(metadata: Metadata, wishes: Wishes) -> list[Tensor]:
-    return [one for one in metadata.inputs if not one.optional or one.name in wishes.shapes]
+    return [tensor for tensor in metadata.inputs if not tensor.optional or tensor.name in wishes.shapes]
 
 
 def _shape(tensor: Tensor, wishes: Wishes) -> list[int]:

@@ -49,7 +49,7 @@ async def closed_loop(job: Job, stop: Stop | None = None) -> Outcomes:
     """
     target, requests = job.target, job.target.requests()
     dialler = Dialler(target.url)
-    made = await asyncio.gather(*(dialler.dial() for _ in range(job.load.connections)), return_exceptions=True)
+    connections = await asyncio.gather(*(dialler.dial() for _ in range(job.load.connections)), return_exceptions=True)
     await asyncio.sleep(job.begin_s - time.perf_counter())
     counts_from = time.perf_counter() + job.warmup_s
     until = counts_from + job.seconds
@@ -79,11 +79,11 @@ async def closed_loop(job: Job, stop: Stop | None = None) -> Outcomes:
             if last_s > first_s:
                 outcomes.set_rates(last_s - first_s)
 
-    parts = [Outcomes() for _ in made]
+    parts = [Outcomes() for _ in connections]
     whole = Outcomes()
     uses = [
-        asyncio.ensure_future(use(place, one if isinstance(one, Connection) else None, parts[place]))
-        for place, one in enumerate(made)
+        asyncio.ensure_future(use(place, connection if isinstance(connection, Connection) else None, parts[place]))
+        for place, connection in enumerate(connections)
     ]
     await until_gone(uses, dialler, whole, stop)
     return merged([whole, *parts])

@@ -167,7 +167,7 @@ async def _progress(total_s: float) -> AsyncIterator[Callable[[str, float], None
     Yields a function to call at the start of each run, with the run's name and the total seconds of the runs before it.
     """
     if not sys.stderr.isatty():
-        yield lambda what, done_s: None
+        yield lambda run_name, done_s: None
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -184,6 +184,6 @@ async def _progress(total_s: float) -> AsyncIterator[Callable[[str, float], None
 
         advancing = asyncio.ensure_future(advance())
         try:
-            yield lambda what, done_s: bar.update(task, description=what, completed=done_s, refresh=True)
+            yield lambda run_name, done_s: bar.update(task, description=run_name, completed=done_s, refresh=True)
         finally:
             advancing.cancel()

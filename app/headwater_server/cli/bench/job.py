@@ -103,9 +103,9 @@ class Job:
         """Split the job into jobs for ``count`` processes, or for fewer if there are fewer connections than
         processes."""
         connections, rate = self.load
-        most = connections or self.max_connections
-        count = min(count, most)
-        shares = [most // count + (place < most % count) for place in range(count)]
+        total_connections = connections or self.max_connections
+        count = min(count, total_connections)
+        shares = [total_connections // count + (place < total_connections % count) for place in range(count)]
         return [
             replace(
                 self,

@@ -47,12 +47,12 @@ def distribution_ms(values_s: Sequence[float]) -> dict[str, float | int | None]:
     """
     values = np.asarray(values_s, float) * 1000
     count = len(values)
-    found: dict[str, float | int | None] = {"count": count, "mean": None, "min": None, "max": None}
+    figures: dict[str, float | int | None] = {"count": count, "mean": None, "min": None, "max": None}
     if count:
-        found |= {"mean": float(values.mean()), "min": float(values.min()), "max": float(values.max())}
-    for name, (percent, least) in _ENOUGH.items():
-        found[name] = percentile(values, percent) if count >= least else None
-    return found
+        figures |= {"mean": float(values.mean()), "min": float(values.min()), "max": float(values.max())}
+    for name, (percent, min_count) in _ENOUGH.items():
+        figures[name] = percentile(values, percent) if count >= min_count else None
+    return figures
 
 
 @dataclass

@@ -93,19 +93,21 @@ def points_of(plan: Plan, server: ServerClient, model: str) -> list[Point]:
     metadata = None
     if plan.mode in ("infer", "stream"):
         metadata = server.metadata(model)
-    elif (known := server.models()) and model not in known:
-        raise CommandError(f"--model: expected one of the server's models, {', '.join(known)}, got {model!r}")
+    elif (names := server.models()) and model not in names:
+        raise CommandError(f"--model: expected one of the server's models, {', '.join(names)}, got {model!r}")
     points = []
     for heads in plan.heads:
         targets = [
-            Target(plan.url, model, _bodies(plan, metadata, model, heads, one), plan.mode, plan.key, plan.timeout_s)
-            for one in plan.constraints
+            Target(
+                plan.url, model, _bodies(plan, metadata, model, heads, constraint), plan.mode, plan.key, plan.timeout_s
+            )
+            for constraint in plan.constraints
         ]
         # A load runs with and without the constraint in succession, since these runs are compared.
         points += [
-            Point(load, heads, target, one)
+            Point(load, heads, target, constraint)
             for load in plan.loads
-            for one, target in zip(plan.constraints, targets, strict=True)
+            for constraint, target in zip(plan.constraints, targets, strict=True)
         ]
     return points
 
@@ -114,10 +116,10 @@ def _bodies(
     plan: Plan, metadata: Metadata | None, model: str, heads: tuple[str, ...] | None, constraint: str | None
 ) -> tuple[Body, ...]:
     if heads is not None and metadata is not None:
-        known = [head.name for head in metadata.heads]
+        names = [head.name for head in metadata.heads]
         for head in heads:
-            if head not in known:
-                expected = f"one of the heads {', '.join(known)}" if known else f"no --heads, since {model} has none"
+            if head not in names:
+                expected = f"one of the heads {', '.join(names)}" if names else f"no --heads, since {model} has none"
                 raise CommandError(f"--heads: expected {expected}, got {head!r}")
     if plan.input is not None:
         return read_bodies(plan.input, plan.mode, model)

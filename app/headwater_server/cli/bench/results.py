@@ -80,7 +80,7 @@ class Results:
                 "seed": plan.wishes.seed,
                 "input": str(plan.input) if plan.input is not None else None,
                 "bodies": len(bodies),
-                "body_bytes": statistics.mean(len(one.content) for one in bodies),
+                "body_bytes": statistics.mean(len(body.content) for body in bodies),
                 "binary": bodies[0].json_length is not None,
                 "limits_ms": plan.slo,
             },
@@ -114,10 +114,10 @@ class Results:
         load without the constraint was not measured."""
         if point.constraint in (None, "none"):
             return None
-        for other, others in zip(self.points, self.runs, strict=True):
-            if (other.load, other.heads, other.constraint) == (point.load, point.heads, "none"):
-                pairs = zip(runs, others, strict=False)  # after an early end the lengths may differ
-                return _spread([one.tokens_per_s / free.tokens_per_s for one, free in pairs if free.tokens_per_s])
+        for other_point, other_runs in zip(self.points, self.runs, strict=True):
+            if (other_point.load, other_point.heads, other_point.constraint) == (point.load, point.heads, "none"):
+                pairs = zip(runs, other_runs, strict=False)  # after an early end the lengths may differ
+                return _spread([run.tokens_per_s / free.tokens_per_s for run, free in pairs if free.tokens_per_s])
         return None
 
     def _run(self, point: Point, run: Outcomes) -> dict[str, Any]:
@@ -204,5 +204,5 @@ def _errors(errors: Counter[Fault]) -> list[dict[str, Any]]:
 
 def _spread(values: Sequence[float | None]) -> dict[str, float] | None:
     """Median, minimum and maximum over the repeats that have the figure; None if no repeat has it."""
-    known = [value for value in values if value is not None]
-    return {"median": statistics.median(known), "min": min(known), "max": max(known)} if known else None
+    figures = [value for value in values if value is not None]
+    return {"median": statistics.median(figures), "min": min(figures), "max": max(figures)} if figures else None

@@ -62,38 +62,41 @@ def _tables(points: Sequence[Point], report: Mapping[str, Any]) -> list[tuple[li
             *["ERRORS"] * with_errors,
         ]
         rows = []
-        for point, found in zip(points, report["points"], strict=True):
-            row = [str(point.load) if found["valid"] else f"! {point.load}"]
+        for point, point_report in zip(points, report["points"], strict=True):
+            row = [str(point.load) if point_report["valid"] else f"! {point.load}"]
             if has_heads:
                 row.append("all" if point.heads is None else ",".join(point.heads))
             if is_constrained:
                 row.append(point.constraint or "none")
-            row += [_spread_text(found["summary"][name], with_range) for _, name, with_range in figures]
+            row += [_spread_text(point_report["summary"][name], with_range) for _, name, with_range in figures]
             if with_errors:
-                failures = sum(one["count"] for one in found["errors"])
-                requests = sum(one["requests"] for one in found["repeats"])
+                failures = sum(error["count"] for error in point_report["errors"])
+                requests = sum(repeat["requests"] for repeat in point_report["repeats"])
                 row.append(f"{failures:,} ({failures / requests:.2%})" if failures else "0")
             rows.append(row)
         tables.append((head, rows))
     if is_constrained:
         tables.append((
             ["LOAD", "CONSTRAINT", "FINISHED", "PARSED", "TOKENS/S RATIO"],
-            [_constrained_row(point, found) for point, found in zip(points, report["points"], strict=True)],
+            [
+                _constrained_row(point, point_report)
+                for point, point_report in zip(points, report["points"], strict=True)
+            ],
         ))  # fmt: skip
     return tables
 
 
-def _constrained_row(point: Point, found: Mapping[str, Any]) -> list[str]:
+def _constrained_row(point: Point, point_report: Mapping[str, Any]) -> list[str]:
     """A row: how many of a point's answers finished by themselves, and how many of these satisfy the constraint."""
     answers, finished, parsed = (
-        sum(run[name] or 0 for run in found["repeats"]) for name in ("answers", "finished", "parsed")
+        sum(run[name] or 0 for run in point_report["repeats"]) for name in ("answers", "finished", "parsed")
     )
     return [
-        str(point.load) if found["valid"] else f"! {point.load}",
+        str(point.load) if point_report["valid"] else f"! {point.load}",
         point.constraint or "none",
         _share_text(finished, answers),
         "–" if point.constraint == "none" else _share_text(parsed, finished),
-        _spread_text(found["tokens_per_s_ratio"], True),
+        _spread_text(point_report["tokens_per_s_ratio"], True),
     ]
 
 
@@ -105,15 +108,18 @@ def _run_limits(points: Sequence[Point], report: Mapping[str, Any]) -> list[str]
     """A line that says whether each load met the limits for a whole run; empty without such limits."""
     words = {True: "met", False: "missed", None: "unknown"}
     limits = [f"{name} {value:g}" for name, value in report["run"]["limits_ms"].items() if name.startswith("p")]
-    met = [f"{point} {words[found['limits_met']]}" for point, found in zip(points, report["points"], strict=True)]
+    met = [
+        f"{point} {words[point_report['limits_met']]}"
+        for point, point_report in zip(points, report["points"], strict=True)
+    ]
     return [f"{', '.join(limits)}: {'; '.join(met)}"] if limits else []
 
 
 def _warnings(points: Sequence[Point], report: Mapping[str, Any]) -> list[str]:
     return [
         f"{point}: {warning}"
-        for point, found in zip(points, report["points"], strict=True)
-        for warning in found["warnings"]
+        for point, point_report in zip(points, report["points"], strict=True)
+        for warning in point_report["warnings"]
     ]
 
 
@@ -141,7 +147,7 @@ def page_html(results: Results, report: Mapping[str, Any]) -> str:
     warnings: list[Part] = [Warn(warning) for warning in _warnings(points, report)]
     if report["ended_early"]:
         warnings.insert(0, Warn(f"Ended early: {report['ended_early']}. The figures were measured until then."))
-    flagged = frozenset(place for place, found in enumerate(report["points"]) if not found["valid"])
+    flagged = frozenset(place for place, point_report in enumerate(report["points"]) if not point_report["valid"])
     caption = f"Medians of {run['repeats']} repeats, with the range in brackets." if run["repeats"] > 1 else ""
     figures = [Table(head, rows, caption, flagged) for head, rows in _tables(points, report)]
     sections = [
@@ -149,9 +155,9 @@ def page_html(results: Results, report: Mapping[str, Any]) -> str:
         Section("Plots", _plots(results, report)),
     ]
     errors = [
-        [str(point), one["kind"], str(one["status"] or ""), one["reason"], one["count"]]
-        for point, found in zip(points, report["points"], strict=True)
-        for one in found["errors"]
+        [str(point), error["kind"], str(error["status"] or ""), error["reason"], error["count"]]
+        for point, point_report in zip(points, report["points"], strict=True)
+        for error in point_report["errors"]
     ]
     if errors:
         sections.append(Section("Errors", [Table(("load", "kind", "status", "reason", "count"), errors)]))
@@ -176,9 +182,9 @@ def _plots(results: Results, report: Mapping[str, Any]) -> list[Part]:
     is_closed = results.points[0].load.connections > 0
     over = "connections" if is_closed else "requests/s wanted"
     groups: dict[str, list[dict[str, Any]]] = {}
-    for point, found in zip(results.points, report["points"], strict=True):
+    for point, point_report in zip(results.points, report["points"], strict=True):
         label = str(point).removeprefix(str(point.load)).removeprefix(", ")
-        groups.setdefault(label, []).append(found)
+        groups.setdefault(label, []).append(point_report)
     throughput = _curves(groups, {"requests_per_s": "", "goodput_per_s": "goodput"})
     percentiles = ("p99",) if len(groups) > 1 else ("p50", "p90", "p99")
     latency = _curves(groups, {f"latency_ms_{percentile}": percentile for percentile in percentiles})

@@ -79,7 +79,7 @@ def cache_shape(deployment: Deployment, search: Sequence[str]) -> CacheShape | N
     kept_heads = int(config.get("num_key_value_heads") or heads)
     dtype = options.get("dtype", "auto")
     if dtype == "auto":
-        dtypes = (one.get("dtype") or one.get("torch_dtype") for one in (content, config))
+        dtypes = (section.get("dtype") or section.get("torch_dtype") for section in (content, config))
         dtype = next(filter(None, dtypes), "float32")
     token_bytes = 2 * layers * kept_heads * head_dim * NUMBER_BYTES.get(str(dtype), 4)
     budget = options.get("cache_tokens")

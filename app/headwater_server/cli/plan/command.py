@@ -106,10 +106,10 @@ def _from_sizes(options: argparse.Namespace) -> int:
 
 def _files(options: argparse.Namespace) -> Path:
     """The common beginning of the paths of the written files."""
-    what = Path(options.what)
-    is_file = what.is_file()
-    folder = options.out if options.out is not None else (what.parent if is_file else Path())
-    stem = what.stem if is_file else options.what.rpartition(":")[2].rpartition("/")[2].lower()
+    source = Path(options.what)
+    is_file = source.is_file()
+    folder = options.out if options.out is not None else (source.parent if is_file else Path())
+    stem = source.stem if is_file else options.what.rpartition(":")[2].rpartition("/")[2].lower()
     return Path(folder, f"{stem}-{options.deployment}" if options.deployment else stem)
 
 
@@ -141,7 +141,7 @@ def exit_status(plan: Plan) -> int:
         failures.append(f"the plan is not complete: {plan.ended}")
     if excess := plan.smallest_excess():
         failures.append(f"nothing fits: the smallest size, one replica with batches of one row, {excess}")
-    for trial in [*plan.checks, *(one.trial for one in plan.profiles if one.trial is not None)]:
+    for trial in [*plan.checks, *(profile.trial for profile in plan.profiles if profile.trial is not None)]:
         if trial.error and not plan.ended:
             failures.append(f"{trial.point} could not be run: {trial.error}")
         if trial.measured is not None and trial.measured.is_unsteady:
@@ -150,9 +150,9 @@ def exit_status(plan: Plan) -> int:
                 "else, and the figures are not reliable"
             )
         doubts += [
-            f"{trial.point}: {one.what}: predicted {one.error:+.1%} of what was measured"
-            for one in trial.comparisons
-            if one.is_off
+            f"{trial.point}: {comparison.what}: predicted {comparison.error:+.1%} of what was measured"
+            for comparison in trial.comparisons
+            if comparison.is_off
         ]
     for line in dict.fromkeys((*failures, *doubts)):  # two profiles may have the same size
         print(f"headwater: {line}", file=sys.stderr)

@@ -77,17 +77,17 @@ def known_sizes_text(
     def cells(size: Point) -> tuple[str, ...]:
         return str(size.replicas), str(size.instances), str(size.rows), size_text(model.at(size).host)
 
-    found = list(largest_batches(model, budget, instances))
-    if not found:
-        least = size_text(model.at(Point(1)).host)
-        return "\n".join([*lines, f"Nothing fits: one replica with batches of one row takes {least}."]), False
-    lines += [columns([("REPLICAS", "INSTANCES", "LARGEST BATCH", "MEMORY"), *map(cells, found)]), ""]
+    points = list(largest_batches(model, budget, instances))
+    if not points:
+        smallest_size = size_text(model.at(Point(1)).host)
+        return "\n".join([*lines, f"Nothing fits: one replica with batches of one row takes {smallest_size}."]), False
+    lines += [columns([("REPLICAS", "INSTANCES", "LARGEST BATCH", "MEMORY"), *map(cells, points)]), ""]
     # Nothing is measured, so the rate is assumed to grow with the batch size of a single call.
-    rates = {point: float(point.rows) for point in found if point.calls == 1} or {Point(1): 1.0}
-    most = Point(MOST_ROWS, max(instances), MOST_REPLICAS)
+    rates = {point: float(point.rows) for point in points if point.calls == 1} or {Point(1): 1.0}
+    largest = Point(MOST_ROWS, max(instances), MOST_REPLICAS)
     rows = [
-        (one.name, *("-" * 4 if one.point is None else cells(one.point)), one.note)
-        for one in recommend(model, rates, budget, most=most, cores=SEVERAL)
+        (profile.name, *("-" * 4 if profile.point is None else cells(profile.point)), profile.note)
+        for profile in recommend(model, rates, budget, largest=largest, cores=SEVERAL)
     ]
     lines.append(columns([("PROFILE", "REPLICAS", "INSTANCES", "BATCH", "MEMORY", "NOTE"), *rows]))
     return "\n".join(lines), True

@@ -107,16 +107,16 @@ def combined(rounds: Sequence[Measured]) -> Measured:
     rate of each round."""
     if len(rounds) == 1:
         return rounds[0]
-    mean_rows = [one.mean_rows for one in rounds if one.mean_rows is not None]
+    mean_rows = [measurement.mean_rows for measurement in rounds if measurement.mean_rows is not None]
     return replace(
-        max(rounds, key=lambda one: one.host_bytes),
-        device_bytes=max(one.device_bytes for one in rounds),
-        rate=statistics.median(one.rate for one in rounds),
-        p50_ms=statistics.median(one.p50_ms for one in rounds),
-        p99_ms=statistics.median(one.p99_ms for one in rounds),
+        max(rounds, key=lambda measurement: measurement.host_bytes),
+        device_bytes=max(measurement.device_bytes for measurement in rounds),
+        rate=statistics.median(measurement.rate for measurement in rounds),
+        p50_ms=statistics.median(measurement.p50_ms for measurement in rounds),
+        p99_ms=statistics.median(measurement.p99_ms for measurement in rounds),
         mean_rows=statistics.median(mean_rows) if mean_rows else None,
-        generator_cpu_share=max(one.generator_cpu_share for one in rounds),
-        rates=tuple(one.rate for one in rounds),
+        generator_cpu_share=max(measurement.generator_cpu_share for measurement in rounds),
+        rates=tuple(measurement.rate for measurement in rounds),
     )
 
 
@@ -141,20 +141,20 @@ def serving_fields(config: Config, name: str, section: Mapping[str, Any]) -> dic
     return fields
 
 
-def measure_server_under_load(subject: Subject, point: Point, what: str, fields: Mapping[str, Any]) -> Measured:
+def measure_server_under_load(subject: Subject, point: Point, source: str, fields: Mapping[str, Any]) -> Measured:
     """Start a server of a configuration that serves the subject at this size, and measure it under load.
 
     Args:
         subject: the deployment and the load.
-        point: the size at which ``what`` and ``fields`` serve it.
-        what: the configuration, as for ``headwater serve``.
+        point: the size at which ``source`` and ``fields`` serve it.
+        source: the configuration, as for ``headwater serve``.
         fields: fields that override the configuration, by dotted path.
 
     Raises:
         CommandError: see `measure_point`.
     """
     used_before = sum(gpus_used().values())
-    with serve_point(what, fields, subject.deployment.load_timeout_s + 60) as server:
+    with serve_point(source, fields, subject.deployment.load_timeout_s + 60) as server:
         started = measure_server(server.pid, server.runtime_dir)
         mark_peaks(descendants(server.pid))
         connections = subject.connections(point)

@@ -62,10 +62,10 @@ def fit_non_negative(features: Sequence[Sequence[float]], values: Sequence[float
             chosen.append(column)
     matrix = raw[:, chosen] / np.asarray(values, float)[:, None]
     scales = np.linalg.norm(matrix, axis=0)
-    found, _ = nnls(matrix / scales, np.ones(len(values)))
+    solution, _ = nnls(matrix / scales, np.ones(len(values)))
     coefficients = np.zeros(raw.shape[1])
-    coefficients[chosen] = found / scales
-    return [float(one) for one in coefficients]
+    coefficients[chosen] = solution / scales
+    return [float(coefficient) for coefficient in coefficients]
 
 
 class Need(NamedTuple):
@@ -128,13 +128,20 @@ def fit_memory(measured: Sequence[Measured], cache: CacheSize = lambda rows: 0) 
         return ReplicaTerms(*fit_non_negative(features, [max(value, 1.0) for value in values]))
 
     return MemoryModel(
-        server=sum(one.server_bytes for one in measured) / len(measured),
-        files=sum(one.shared_files_bytes for one in measured) / len(measured),
-        host=terms([one.replica_bytes - (0 if on_device else one.cache_bytes) for one in measured]),
-        device=terms([one.device_bytes / one.point.replicas - one.cache_bytes for one in measured])
+        server=sum(measurement.server_bytes for measurement in measured) / len(measured),
+        files=sum(measurement.shared_files_bytes for measurement in measured) / len(measured),
+        host=terms(
+            [measurement.replica_bytes - (0 if on_device else measurement.cache_bytes) for measurement in measured]
+        ),
+        device=terms(
+            [
+                measurement.device_bytes / measurement.point.replicas - measurement.cache_bytes
+                for measurement in measured
+            ]
+        )
         if on_device
         else ReplicaTerms(),
-        starting=terms([one.replica_starting_bytes for one in measured]),
+        starting=terms([measurement.replica_starting_bytes for measurement in measured]),
         cache=cache,
         caches_on_device=on_device,
     )

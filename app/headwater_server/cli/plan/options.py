@@ -35,7 +35,7 @@ def add_plan_command(commands: Any) -> None:
     )
     plan.add_argument("what", nargs="?", metavar="CONFIG | MODULE:CLASS | KIND:PATH", help="as for `headwater serve`")
     plan.add_argument("--deployment", metavar="NAME", help="the deployment; default: the only one")
-    for option, most, default, about in (
+    for option, maximum, default, about in (
         ("--batch-sizes", 65_536, (1, 8, 32), "maximum rows in a call"),
         ("--sequences", 4096, (1, 8, 32), "for a language model, instead of batch sizes: concurrent sequences"),
         ("--instances", 64, (1, 2), "threads per replica that compute at once"),
@@ -43,7 +43,7 @@ def add_plan_command(commands: Any) -> None:
     ):
         shown = ",".join(map(str, default))
         about = f"{about}; default: {shown}"
-        plan.add_argument(option, type=listed(whole(1, most)), default=default, metavar="N[,N]", help=about)
+        plan.add_argument(option, type=listed(whole(1, maximum)), default=default, metavar="N[,N]", help=about)
     plan.add_argument(
         "--memory", type=read_size, metavar="SIZE",
         help="memory of the device that it computes on, such as 16GiB; default: all that the device has",

@@ -98,13 +98,13 @@ class Plan:
         """Predictions for sizes up to the largest measured size, the smallest first; empty if no size was measured."""
         if self.predictor is None:
             return []
-        measured = {one.point for one in self.measured}
+        measured = {measurement.point for measurement in self.measured}
         rows, instances, replicas = zip(*measured, strict=True)
-        found = []
+        sizes = []
         for point in grid(rows, instances, range(1, max(replicas) + 1)):
             predicted = self.predictor.at(point)
-            found.append(SizeRow(point, predicted, self.budget.excess(predicted.most), point in measured))
-        return found
+            sizes.append(SizeRow(point, predicted, self.budget.excess(predicted.most), point in measured))
+        return sizes
 
     def smallest_excess(self) -> str:
         """Why not even the smallest size fits; empty if it fits, or if nothing was measured."""
@@ -127,9 +127,9 @@ class Plan:
         self.progress(f"{trial.point}: {'; '.join(filter(None, (figures, trial.note)))}")
 
     def _recommend(self, predictor: Predictor) -> None:
-        rates = {one.point: one.rate for one in self.measured}
-        most = Point(*map(max, zip(*rates, strict=True)))
-        self.profiles = recommend(predictor.largest, rates, self.budget, most=most, cores=self.subject.cores)
+        rates = {measurement.point: measurement.rate for measurement in self.measured}
+        largest = Point(*map(max, zip(*rates, strict=True)))
+        self.profiles = recommend(predictor.largest, rates, self.budget, largest=largest, cores=self.subject.cores)
         trials: dict[Point, Trial] = {}
         for profile in self.profiles:
             if profile.point is not None:
@@ -140,8 +140,8 @@ class Plan:
     def _check(self, predictor: Predictor) -> None:
         """Predict the figures of sizes that were not measured, and then run these sizes."""
         limit = Budget(self.capacity) if self.capacity is not None else self.budget
-        measured = [one.point for one in self.measured]
-        for point in unseen_points(measured, lambda one: not limit.excess(predictor.largest.most(one))):
+        measured = [measurement.point for measurement in self.measured]
+        for point in unseen_points(measured, lambda size: not limit.excess(predictor.largest.most(size))):
             self.checks.append(Trial(point, predictor.at(point)))
             self._run(self.checks[-1], f"check {point}", functools.partial(self._measure, point))
 
@@ -156,11 +156,11 @@ class Plan:
             assert trial is not None
             if trial.error:
                 continue
-            names = " and ".join(one.name for one in same)
+            names = " and ".join(profile.name for profile in same)
             measure = functools.partial(measure_server_under_load, self.subject, point, str(same[0].file), {})
             self._run(trial, f"{names}, {which}", measure)
-            for one in same:
-                self._write(one)
+            for profile in same:
+                self._write(profile)
 
     def _run(self, trial: Trial, title: str, measure: Callable[[], Measured]) -> None:
         trial.run(measure)
@@ -168,22 +168,26 @@ class Plan:
 
     def _settle(self) -> None:
         """If another profile was faster than ``throughput`` when both were run, give its size to ``throughput``."""
-        found = {one.name: one for one in self.profiles}
-        rates = {name: one.trial.measured.rate for name, one in found.items() if one.trial and one.trial.measured}
+        profiles = {profile.name: profile for profile in self.profiles}
+        rates = {
+            name: profile.trial.measured.rate
+            for name, profile in profiles.items()
+            if profile.trial and profile.trial.measured
+        }
         if "throughput" not in rates:
             return
         name = max(rates, key=lambda name: rates[name])
         if rates[name] <= WORTH * rates["throughput"]:
             return
-        one, faster = found["throughput"], found[name]
-        assert one.trial is not None
-        one.note = (
-            f"as {name}: {one.point} was expected to be faster, but gave {rates['throughput']:.4g} "
+        throughput, faster = profiles["throughput"], profiles[name]
+        assert throughput.trial is not None
+        throughput.note = (
+            f"as {name}: {throughput.point} was expected to be faster, but gave {rates['throughput']:.4g} "
             f"{self.subject.unit}, and {faster.point} {rates[name]:.4g}"
         )
-        self.checks.append(one.trial)
-        one.point, one.trial = faster.point, faster.trial
-        self._write(one)
+        self.checks.append(throughput.trial)
+        throughput.point, throughput.trial = faster.point, faster.trial
+        self._write(throughput)
 
     def _write(self, profile: Profile) -> None:
         assert profile.point is not None

@@ -31,7 +31,7 @@ class Point(NamedTuple):
 
 def grid(rows: Sequence[int], instances: Sequence[int], replicas: Sequence[int]) -> list[Point]:
     """Every combination of rows, instances and replicas once, sorted from small to large."""
-    points = {Point(*one) for one in itertools.product(rows, instances, replicas)}
+    points = {Point(*combination) for combination in itertools.product(rows, instances, replicas)}
     return sorted(points, key=lambda point: (point.calls, point.replicas, point.rows))
 
 

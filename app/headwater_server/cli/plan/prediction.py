@@ -94,9 +94,9 @@ class ThroughputModel:
 
     def rows_per_s(self, point: Point) -> float:
         """Rows per second if all calls are kept full."""
-        known = self.times.get((point.instances, point.replicas))
-        if known is not None:
-            return known.rows_per_s(point.rows)
+        call_times = self.times.get((point.instances, point.replicas))
+        if call_times is not None:
+            return call_times.rows_per_s(point.rows)
         rates: dict[int, list[float]] = {}
         for (instances, replicas), times in sorted(self.times.items(), key=lambda item: math.prod(item[0])):
             rates.setdefault(instances * replicas, []).append(times.rows_per_s(point.rows))
@@ -167,8 +167,12 @@ def fit(measured: Sequence[Measured], subject: Subject) -> Predictor:
     return Predictor(
         memory=memory,
         largest=replace(memory, cache=subject.largest_cache),
-        speed=fit_throughput([one.point for one in measured], [one.rate for one in measured]),
+        speed=fit_throughput(
+            [measurement.point for measurement in measured], [measurement.rate for measurement in measured]
+        ),
         connections=subject.connections,
-        p50_factor=statistics.median(one.p50_ms / 1000 * one.rate / one.connections for one in measured),
-        p99_factor=statistics.median(one.p99_ms / one.p50_ms for one in measured),
+        p50_factor=statistics.median(
+            measurement.p50_ms / 1000 * measurement.rate / measurement.connections for measurement in measured
+        ),
+        p99_factor=statistics.median(measurement.p99_ms / measurement.p50_ms for measurement in measured),
     )

@@ -61,19 +61,19 @@ class ServerMemory:
 
 def descendants(pid: int) -> list[int]:
     """The running processes among a process and its descendants, by process id."""
-    return [one for branch in _branches(pid).values() for one in branch]
+    return [descendant for branch in _branches(pid).values() for descendant in branch]
 
 
 def _branches(pid: int) -> dict[int, list[int]]:
     """Groups of process ids: a process alone under its own id, and each child with its descendants under the child's
     id."""
-    found = {pid: [pid]}
+    branches = {pid: [pid]}
     with contextlib.suppress(psutil.NoSuchProcess):
         for child in psutil.Process(pid).children():
             with contextlib.suppress(psutil.NoSuchProcess):
                 branch = [child, *child.children(recursive=True)]
-                found[child.pid] = [one.pid for one in branch if _lives(one)]
-    return found
+                branches[child.pid] = [process.pid for process in branch if _lives(process)]
+    return branches
 
 
 def _lives(process: psutil.Process) -> bool:
@@ -94,11 +94,11 @@ def measure_server(supervisor: int, runtime_dir: Path) -> ServerMemory:
     server: list[ProcessMemory] = []
     replicas = []
     for child, pids in _branches(supervisor).items():
-        found = [memory for pid in pids if (memory := process_memory(pid)) is not None]
+        processes = [memory for pid in pids if (memory := process_memory(pid)) is not None]
         if _is_guardian(child):
-            replicas.append(found)
+            replicas.append(processes)
         else:
-            server += found
+            server += processes
     return add_up(server, replicas, str(runtime_dir))
 
 
@@ -111,23 +111,23 @@ def add_up(server: Sequence[ProcessMemory], replicas: Sequence[Sequence[ProcessM
         own_dir: folder whose files, like shared memory, count for a replica instead of as shared files.
     """
     own_paths = (own_dir.rstrip("/") + "/", *SHARED_MEMORY)
-    own = [
-        sum(one.anonymous for one in group)
+    replica_bytes = [
+        sum(process.anonymous for process in group)
         + sum(count for path, count in _largest(group).items() if path.startswith(own_paths))
         for group in replicas
     ]
-    everything = _largest([*server, *(one for group in replicas for one in group)])
+    everything = _largest([*server, *(process for group in replicas for process in group)])
     shared = sum(count for path, count in everything.items() if not path.startswith(own_paths))
-    return ServerMemory(sum(one.anonymous for one in server), tuple(own), shared)
+    return ServerMemory(sum(process.anonymous for process in server), tuple(replica_bytes), shared)
 
 
 def _largest(processes: Sequence[ProcessMemory]) -> dict[str, int]:
     """Resident bytes of each file: the largest number in any process, which is a lower bound of the pages in memory."""
-    found: dict[str, int] = {}
-    for one in processes:
-        for path, count in one.files.items():
-            found[path] = max(found.get(path, 0), count)
-    return found
+    file_bytes: dict[str, int] = {}
+    for process in processes:
+        for path, count in process.files.items():
+            file_bytes[path] = max(file_bytes.get(path, 0), count)
+    return file_bytes
 
 
 def _is_guardian(pid: int) -> bool:
@@ -144,10 +144,10 @@ def process_memory(pid: int) -> ProcessMemory | None:
     except (psutil.Error, OSError):
         return None
     files: dict[str, int] = {}
-    for one in mappings:
-        if not one.path.startswith("[") and one.rss > one.anonymous:  # [heap], [anon]
-            files[one.path] = files.get(one.path, 0) + one.rss - one.anonymous
-    anonymous: int = sum(one.anonymous for one in mappings)
+    for mapping in mappings:
+        if not mapping.path.startswith("[") and mapping.rss > mapping.anonymous:  # [heap], [anon]
+            files[mapping.path] = files.get(mapping.path, 0) + mapping.rss - mapping.anonymous
+    anonymous: int = sum(mapping.anonymous for mapping in mappings)
     return ProcessMemory(max(anonymous, _peak_anonymous(status)), files)
 
 

@@ -68,7 +68,7 @@ class Profile:
 
 
 def recommend(
-    model: MemoryModel, rates: Mapping[Point, float], budget: Budget, *, most: Point, cores: int
+    model: MemoryModel, rates: Mapping[Point, float], budget: Budget, *, largest: Point, cores: int
 ) -> list[Profile]:
     """Choose the three profiles.
 
@@ -76,16 +76,16 @@ def recommend(
         model: the model that predicts the memory.
         rates: rows per second at the measured sizes.
         budget: the memory into which each profile must fit.
-        most: the maximum numbers of rows, instances and replicas.
+        largest: the maximum numbers of rows, instances and replicas.
         cores: number of cores of the machine.
     """
-    several = min(max(2, min(cores, MOST_REPLICAS)), most.replicas)
-    lean = [Point(min(size, most.rows), 1, count) for count in range(several, 0, -1) for size in SMALL_ROWS]
+    several = min(max(2, min(cores, MOST_REPLICAS)), largest.replicas)
+    lean = [Point(min(size, largest.rows), 1, count) for count in range(several, 0, -1) for size in SMALL_ROWS]
     balanced = [
-        Point(min(size, most.rows), each, count)
+        Point(min(size, largest.rows), each, count)
         for count in (2, 1)
-        if count <= most.replicas
-        for each in (most.instances, 1)
+        if count <= largest.replicas
+        for each in (largest.instances, 1)
         for size in BALANCED_ROWS
     ]
     profiles = []
@@ -101,11 +101,11 @@ def recommend(
 
 def _by_rate(rates: Mapping[Point, float], model: MemoryModel) -> list[Point]:
     """Sizes, the fastest first. Sizes about as fast as the fastest come first, ordered by memory."""
-    least = max(rates.values()) / WORTH
+    min_rate = max(rates.values()) / WORTH
 
     def place(point: Point) -> tuple[float, ...]:
         need = model.most(point)
-        return (0, need.device, need.host) if rates[point] >= least else (1, -rates[point])
+        return (0, need.device, need.host) if rates[point] >= min_rate else (1, -rates[point])
 
     return sorted(rates, key=place)
 
@@ -150,9 +150,9 @@ def profile_yaml(subject: Subject, point: Point, comments: Sequence[str]) -> str
     """A configuration with only this deployment, at this size, below comment lines."""
     content: dict[str, Any] = {}
     for part in ("server", "security"):
-        given = getattr(subject.config, part).model_dump(mode="json", exclude_unset=True)
-        if given:
-            content[part] = given
+        section = getattr(subject.config, part).model_dump(mode="json", exclude_unset=True)
+        if section:
+            content[part] = section
     content["deployments"] = {subject.name: section_of(subject.deployment, point, subject.cores)}
     head = "".join(f"# {line}".rstrip() + "\n" for line in comments)
     return head + str(yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=120))

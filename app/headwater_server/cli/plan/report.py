@@ -55,14 +55,15 @@ def plan_page(plan: Plan) -> str:
 def _measured(plan: Plan) -> Section:
     rows = []
     for trial in plan.sweep:
-        one = trial.measured
-        if one is None:
+        measurement = trial.measured
+        if measurement is None:
             rows.append([*trial.point, *"-" * 6, trial.note])
         else:
             rows.append([
-                *trial.point, size_text(one.host_bytes), size_text(one.device_bytes) if one.device_bytes else "-",
-                f"{one.rate:.4g}", f"{one.p50_ms:.1f}", f"{one.p99_ms:.1f}",
-                "-" if one.mean_rows is None else f"{one.mean_rows:.1f}", trial.note,
+                *trial.point, size_text(measurement.host_bytes),
+                size_text(measurement.device_bytes) if measurement.device_bytes else "-",
+                f"{measurement.rate:.4g}", f"{measurement.p50_ms:.1f}", f"{measurement.p99_ms:.1f}",
+                "-" if measurement.mean_rows is None else f"{measurement.mean_rows:.1f}", trial.note,
             ])  # fmt: skip
     head = [*SIZE, "memory", "GPU", plan.subject.unit, "p50 ms", "p99 ms", "rows/call", "note"]
     return Section("Measured", [Table(head, rows)])
@@ -91,7 +92,7 @@ def _model(plan: Plan) -> Section:
         rows.append(("key/value cache, computed", token, f"each token; {full} for a full sequence"))
     weights = plan.weights
     how = weights.how if weights.bytes is None else f"{size_text(weights.bytes)} ({weights.how})"
-    worst = max(abs(model.at(one.point).host / one.host_bytes - 1) for one in plan.measured)
+    worst = max(abs(model.at(measurement.point).host / measurement.host_bytes - 1) for measurement in plan.measured)
     texts = [f"Weights of one replica: {how}", f"Largest error of the fit: {worst:.1%}"]
     if plan.held_out is not None:
         texts.append(f"Largest error for a size that was left out of the fit: {plan.held_out:.1%}")
@@ -119,23 +120,27 @@ def _sizes(plan: Plan) -> Section:
 
 
 def _recommended(plan: Plan) -> Section:
-    rows = [[one.name, *(one.point or "---"), str(one.file or "-"), one.note] for one in plan.profiles]
+    rows = [
+        [profile.name, *(profile.point or "---"), str(profile.file or "-"), profile.note] for profile in plan.profiles
+    ]
     parts: list[Part] = [Table(["profile", *SIZE, "file", "note"], rows)]
     trials = [("check", trial) for trial in plan.checks]
-    trials += [(one.name, one.trial) for one in plan.profiles if one.trial is not None]
+    trials += [(profile.name, profile.trial) for profile in plan.profiles if profile.trial is not None]
     rows, flagged = [], set()
     for name, trial in trials:
         measured = trial.measured
-        for one in trial.comparisons:
-            shown = [size_text(round(value)) for value in (one.predicted, one.measured)]
-            rounds, notes = "", ["too far off"] if one.is_off else []
-            if one.what == "rate" and measured is not None:
-                shown = [f"{one.predicted:.4g}", f"{one.measured:.4g}"]
+        for comparison in trial.comparisons:
+            shown = [size_text(round(value)) for value in (comparison.predicted, comparison.measured)]
+            rounds, notes = "", ["too far off"] if comparison.is_off else []
+            if comparison.what == "rate" and measured is not None:
+                shown = [f"{comparison.predicted:.4g}", f"{comparison.measured:.4g}"]
                 rounds = measured.spread_text
                 notes += ["rounds differ: not a quiet machine"] if measured.is_unsteady else []
             if notes:
                 flagged.add(len(rows))
-            rows.append([name, str(trial.point), one.what, *shown, f"{one.error:+.1%}", rounds, ", ".join(notes)])
+            rows.append(
+                [name, str(trial.point), comparison.what, *shown, f"{comparison.error:+.1%}", rounds, ", ".join(notes)]
+            )
         if measured is None and trial.predicted is not None:
             need = size_text(trial.predicted.need.host)
             rows.append([name, str(trial.point), "host memory", need, "-", "-", "", trial.error or "not run"])
@@ -151,9 +156,19 @@ def _curves(plan: Plan) -> Section:
     assert predictor is not None
     parts: list[Part] = [
         Paragraph("Points were measured; dashed lines are the models, beyond the points predictions."),
-        _figure(plan, "Memory", "MiB", lambda one: one.host_bytes / MIB, lambda at: predictor.memory.at(at).host / MIB),
-        _figure(plan, "Throughput", plan.subject.unit, lambda one: one.rate, predictor.speed.rows_per_s),
-        _figure(plan, "Median latency", "ms", lambda one: one.p50_ms, lambda at: predictor.at(at).p50_ms),
+        _figure(
+            plan,
+            "Memory",
+            "MiB",
+            lambda measurement: measurement.host_bytes / MIB,
+            lambda at: predictor.memory.at(at).host / MIB,
+        ),
+        _figure(
+            plan, "Throughput", plan.subject.unit, lambda measurement: measurement.rate, predictor.speed.rows_per_s
+        ),
+        _figure(
+            plan, "Median latency", "ms", lambda measurement: measurement.p50_ms, lambda at: predictor.at(at).p50_ms
+        ),
     ]
     return Section("Curves", parts)
 
@@ -161,14 +176,14 @@ def _curves(plan: Plan) -> Section:
 def _figure(
     plan: Plan, title: str, unit: str, measured: Callable[[Measured], float], predicted: Callable[[Point], float]
 ) -> Figure:
-    values = {one.point: measured(one) for one in plan.measured}
-    most = max(point.rows for point in values)
-    beyond = sorted({*(point.rows for point in values), 2 * most})
+    values = {measurement.point: measured(measurement) for measurement in plan.measured}
+    max_rows = max(point.rows for point in values)
+    beyond = sorted({*(point.rows for point in values), 2 * max_rows})
     curves = []
     for pair in sorted({point[1:] for point in values}):
         name = "{} × {}".format(*pair)
-        found = sorted((point.rows, value) for point, value in values.items() if point[1:] == pair)
-        curves.append(Curve(name, [rows for rows, _ in found], [value for _, value in found]))
+        samples = sorted((point.rows, value) for point, value in values.items() if point[1:] == pair)
+        curves.append(Curve(name, [rows for rows, _ in samples], [value for _, value in samples]))
         line = [predicted(Point(rows, *pair)) for rows in beyond]
         curves.append(Curve(f"{name}, predicted", beyond, line, dashed=True))
     rows_name = "concurrent sequences" if plan.subject.is_language_model else "rows in a call"
@@ -208,38 +223,48 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         },
         "held_out_error": plan.held_out,
         "sizes": [
-            {**one.point._asdict(), **_prediction(one.predicted), "fits": not one.excess, "why_not": one.excess or None}
-            for one in plan.size_rows()
+            {
+                **size.point._asdict(),
+                **_prediction(size.predicted),
+                "fits": not size.excess,
+                "why_not": size.excess or None,
+            }
+            for size in plan.size_rows()
         ],
         "checks": [_trial(trial) for trial in plan.checks],
         "profiles": [
             {
-                "name": one.name,
-                "note": one.note or None,
-                "file": None if one.file is None else str(one.file),
-                **({} if one.trial is None else {
-                    **_trial(one.trial),
-                    "bench": subject.bench_arguments("URL", one.trial.point),
+                "name": profile.name,
+                "note": profile.note or None,
+                "file": None if profile.file is None else str(profile.file),
+                **({} if profile.trial is None else {
+                    **_trial(profile.trial),
+                    "bench": subject.bench_arguments("URL", profile.trial.point),
                 }),
             }
-            for one in plan.profiles
+            for profile in plan.profiles
         ],
         "tolerance": {"memory": MEMORY_TOLERANCE, "rate": RATE_TOLERANCE},
     }  # fmt: skip
 
 
-def _figures(one: Measured | None) -> dict[str, Any] | None:
-    if one is None:
+def _figures(measurement: Measured | None) -> dict[str, Any] | None:
+    if measurement is None:
         return None
-    fields = {name: value for name, value in vars(one).items() if name != "point"}
-    return {**fields, "rates": list(one.rates or (one.rate,)), "spread": one.spread}
+    fields = {name: value for name, value in vars(measurement).items() if name != "point"}
+    return {**fields, "rates": list(measurement.rates or (measurement.rate,)), "spread": measurement.spread}
 
 
-def _prediction(one: Prediction) -> dict[str, Any]:
+def _prediction(prediction: Prediction) -> dict[str, Any]:
     return {
-        "host_bytes": one.need.host, "device_bytes": one.need.device, "most_host_bytes": one.most.host,
-        "most_device_bytes": one.most.device, "rate": one.rate, "p50_ms": one.p50_ms, "p99_ms": one.p99_ms,
-    }  # fmt: skip
+        "host_bytes": prediction.need.host,
+        "device_bytes": prediction.need.device,
+        "most_host_bytes": prediction.most.host,
+        "most_device_bytes": prediction.most.device,
+        "rate": prediction.rate,
+        "p50_ms": prediction.p50_ms,
+        "p99_ms": prediction.p99_ms,
+    }
 
 
 def _trial(trial: Trial) -> dict[str, Any]:
@@ -248,5 +273,5 @@ def _trial(trial: Trial) -> dict[str, Any]:
         "predicted": trial.predicted and _prediction(trial.predicted),
         "measured": _figures(trial.measured),
         "error": trial.error or None,
-        "comparisons": [{**one._asdict(), "error": one.error} for one in trial.comparisons],
+        "comparisons": [{**comparison._asdict(), "error": comparison.error} for comparison in trial.comparisons],
     }

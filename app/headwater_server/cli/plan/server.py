@@ -48,11 +48,11 @@ class PlanServer(NamedTuple):
 
 
 @contextlib.contextmanager
-def serve_point(what: str, fields: Mapping[str, Any], timeout_s: float) -> Iterator[PlanServer]:
+def serve_point(source: str, fields: Mapping[str, Any], timeout_s: float) -> Iterator[PlanServer]:
     """Serve a configuration on a free port of the loopback interface until the ``with`` block ends.
 
     Args:
-        what: the argument of ``headwater serve``: a configuration's file or a model.
+        source: the argument of ``headwater serve``: a configuration's file or a model.
         fields: fields that override the configuration, by dotted path.
         timeout_s: time within which all replicas must be ready.
 
@@ -62,7 +62,7 @@ def serve_point(what: str, fields: Mapping[str, Any], timeout_s: float) -> Itera
     # A short prefix, because replicas have sockets in this folder, whose paths are limited.
     with tempfile.TemporaryDirectory(prefix="hw-plan-") as name:
         runtime_dir, log = Path(name, "run"), Path(name, "log")
-        given = {
+        overrides = {
             **fields,
             "server.host": "127.0.0.1",
             "server.port": 0,
@@ -73,10 +73,10 @@ def serve_point(what: str, fields: Mapping[str, Any], timeout_s: float) -> Itera
             "server.drain_delay_s": 0,
             "security": {},
         }
-        flags = [part for field, value in given.items() for part in ("--set", f"{field}={json.dumps(value)}")]
+        flags = [part for field, value in overrides.items() for part in ("--set", f"{field}={json.dumps(value)}")]
         with log.open("wb") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", "headwater_server", "serve", what, *flags],
+                [sys.executable, "-m", "headwater_server", "serve", source, *flags],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -140,12 +140,14 @@ def _obstacle(url: str) -> str | None:
 def _address(log: Path) -> str:
     """The URL at which the server listens; empty if it doesn't listen yet."""
     messages = _messages(log, "info")
-    return next((one.rpartition(" ")[2] for one in messages if one.startswith("listening on ")), "")
+    return next((message.rpartition(" ")[2] for message in messages if message.startswith("listening on ")), "")
 
 
 def _start_failure(log: Path) -> str | None:
     """Why a replica did not start; None if no start has failed."""
-    return next((one.partition("): ")[2] for one in _messages(log, "error") if ": did not start (" in one), None)
+    return next(
+        (message.partition("): ")[2] for message in _messages(log, "error") if ": did not start (" in message), None
+    )
 
 
 def _reason(log: Path) -> str:
@@ -156,10 +158,10 @@ def _reason(log: Path) -> str:
 
 def _messages(log: Path, *levels: str) -> list[str]:
     """The messages of these levels; lines that are not JSON are left out."""
-    found = []
+    messages = []
     for line in log.read_text(errors="replace").splitlines():
         with contextlib.suppress(ValueError):
             entry = json.loads(line)
             if isinstance(entry, dict) and entry.get("level") in levels:
-                found.append(str(entry.get("message", "")))
-    return found
+                messages.append(str(entry.get("message", "")))
+    return messages

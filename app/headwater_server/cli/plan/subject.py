@@ -114,8 +114,8 @@ def choose_deployment(config: Config, wanted: str | None) -> str:
     """
     name = next(iter(config.deployments)) if wanted is None and len(config.deployments) == 1 else wanted
     if name is None or name not in config.deployments:
-        known, got = ", ".join(config.deployments), "none" if name is None else repr(name)
-        raise CommandError(f"--deployment: expected one of {known}, got {got}")
+        expected, got = ", ".join(config.deployments), "none" if name is None else repr(name)
+        raise CommandError(f"--deployment: expected one of {expected}, got {got}")
     if config.deployments[name].versions:
         raise CommandError(
             f"--deployment: expected a deployment without versions, got {name!r}: put one version's fields into a "
@@ -132,7 +132,7 @@ def choose_deployment(config: Config, wanted: str | None) -> str:
 
 
 def make_subject(
-    what: str, config: Config, name: str, search: Sequence[str], *, cores: int, seconds: float, tokens: int,
+    source: str, config: Config, name: str, search: Sequence[str], *, cores: int, seconds: float, tokens: int,
     input: Path | None,
 ) -> Subject:  # fmt: skip
     """Make a `Subject`; for a language model, compute its cache. ``search`` lists the folders in which models are
@@ -154,7 +154,7 @@ def make_subject(
                 f"--tokens: expected at most {cache.context_length - PROMPT_TOKENS}, so that prompt and answer fit "
                 f"into the {cache.context_length} tokens of the context, got {tokens}"
             )
-    subject = Subject(what, config, name, cores, seconds, tokens, input, cache)
+    subject = Subject(source, config, name, cores, seconds, tokens, input, cache)
     if input is not None:
         subject.target("http://127.0.0.1:1")  # reads the file, so that its errors appear before a server starts
     return subject

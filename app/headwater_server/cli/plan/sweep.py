@@ -31,7 +31,7 @@ MORE_ROUNDS: Final = 2
 
 def measured_of(trials: Sequence[Trial]) -> list[Measured]:
     """The figures of the sizes that were measured."""
-    return [one for trial in trials if (one := trial.measured) is not None]
+    return [measurement for trial in trials if (measurement := trial.measured) is not None]
 
 
 def run_sweep(
@@ -90,22 +90,22 @@ def measure_outliers_again(
             progress(trial)
 
 
-def _is_outlier(one: Measured, measured: Sequence[Measured]) -> bool:
+def _is_outlier(measurement: Measured, measured: Sequence[Measured]) -> bool:
     """Whether a size seems to have been slowed down by a cause other than the size itself.
 
     The comparisons hold for any model: a call takes no longer than a call with more rows, and a larger size has at
     least the rate of a smaller size.
     """
-    size = one.point
-    others = [other for other in measured if other.point != size]
-    tails = [other.p99_ms / other.p50_ms for other in others]
-    if tails and one.p99_ms / one.p50_ms > TAIL_FACTOR * statistics.median_low(tails):
+    size = measurement.point
+    peers = [peer for peer in measured if peer.point != size]
+    tails = [peer.p99_ms / peer.p50_ms for peer in peers]
+    if tails and measurement.p99_ms / measurement.p50_ms > TAIL_FACTOR * statistics.median_low(tails):
         return True
-    for other in others:
-        if all(less <= more for less, more in zip(other.point, size, strict=True)):
-            if other.rate > SLOW_FACTOR * one.rate:
+    for peer in peers:
+        if all(less <= more for less, more in zip(peer.point, size, strict=True)):
+            if peer.rate > SLOW_FACTOR * measurement.rate:
                 return True
-        elif other.point[1:] == size[1:] and size.rows / one.rate > SLOW_FACTOR * other.point.rows / other.rate:
+        elif peer.point[1:] == size[1:] and size.rows / measurement.rate > SLOW_FACTOR * peer.point.rows / peer.rate:
             return True
     return False
 
@@ -115,8 +115,11 @@ def _too_large(point: Point, measured: Sequence[Measured], capacity: int | None)
     machine's memory. Empty if the size may be tried."""
     if not measured or capacity is None:
         return ""
-    largest = max(max(one.replica_starting_bytes, one.replica_bytes) for one in measured)
-    least = max(one.server_bytes + one.shared_files_bytes for one in measured) + point.replicas * largest
-    if least <= SAFE_PART * capacity:
+    largest = max(max(measurement.replica_starting_bytes, measurement.replica_bytes) for measurement in measured)
+    needed_bytes = (
+        max(measurement.server_bytes + measurement.shared_files_bytes for measurement in measured)
+        + point.replicas * largest
+    )
+    if needed_bytes <= SAFE_PART * capacity:
         return ""
-    return f"not tried: it takes {size_text(least)} at least, and the machine has {size_text(capacity)}"
+    return f"not tried: it takes {size_text(needed_bytes)} at least, and the machine has {size_text(capacity)}"

@@ -70,14 +70,14 @@ class Trial:
     @property
     def note(self) -> str:
         """A remark about the figures of a size without a prediction, or why it has no figures; otherwise empty."""
-        one = self.measured
-        if one is None:
+        measured = self.measured
+        if measured is None:
             return self.error
-        notes = ["the load generator was busy"] if one.generator_cpu_share > 0.9 else []
+        notes = ["the load generator was busy"] if measured.generator_cpu_share > 0.9 else []
         if self.first_error:
             notes.append(f"at the second try; at the first: {self.first_error}")
-        if one.rates:
-            notes.append(f"an outlier, so medians of {len(one.rates)} measurements: {one.spread_text}")
+        if measured.rates:
+            notes.append(f"an outlier, so medians of {len(measured.rates)} measurements: {measured.spread_text}")
         return "; ".join(notes)
 
     @property
@@ -86,7 +86,7 @@ class Trial:
         predicted, measured = self.predicted, self.measured
         if predicted is None or measured is None:
             return []
-        found = [Comparison("host memory", predicted.need.host, measured.host_bytes)]
+        comparisons = [Comparison("host memory", predicted.need.host, measured.host_bytes)]
         if measured.device_bytes:
-            found.append(Comparison("device memory", predicted.need.device, measured.device_bytes))
-        return [*found, Comparison("rate", predicted.rate, measured.rate)]
+            comparisons.append(Comparison("device memory", predicted.need.device, measured.device_bytes))
+        return [*comparisons, Comparison("rate", predicted.rate, measured.rate)]

@@ -62,7 +62,7 @@ def plan_vllm(options: argparse.Namespace, config: Config, name: str, progress: 
             raise CommandError(f"--{flag}: expected none for a deployment that vLLM computes, got one")
     check_writable("--json", options.json)
     free = 1 - options.headroom
-    most = int((options.memory or host_capacity() or 0) * free / deployment.replicas.max)
+    max_bytes = int((options.memory or host_capacity() or 0) * free / deployment.replicas.max)
     first = _reserved(deployment, free, is_cpu=is_cpu)
     starts = 1 if options.no_verify else 2
     progress(f"{starts} starts of vLLM, each as long as that of `headwater serve`; the first with {first}")
@@ -70,12 +70,12 @@ def plan_vllm(options: argparse.Namespace, config: Config, name: str, progress: 
         return 0
     started = _start(options.what, config, name, first)
     progress(f"started: {started.text()}")
-    proposed = propose(deployment, first, started, most_bytes=most, headroom=options.headroom)
+    proposed = propose(deployment, first, started, most_bytes=max_bytes, headroom=options.headroom)
     again = None if options.no_verify else _start(options.what, config, name, proposed)
     report = {
         "deployment": name,
         "headroom": options.headroom,
-        "most_host_bytes": most if is_cpu else None,
+        "most_host_bytes": max_bytes if is_cpu else None,
         "started": {"options": first, **started._asdict()},
         "options": proposed,
         "verified": None if again is None else again._asdict(),
@@ -88,7 +88,7 @@ def plan_vllm(options: argparse.Namespace, config: Config, name: str, progress: 
     needed = proposed["max_num_seqs"] * proposed["max_model_len"]
     print(f"# {proposed['max_num_seqs']} sequences of {proposed['max_model_len']} tokens fill "
           f"{needed / again.cache_tokens:.0%} of the cache.")  # fmt: skip
-    holds = needed <= again.cache_tokens and (not is_cpu or again.host_bytes <= most * (1 + TOLERANCE))
+    holds = needed <= again.cache_tokens and (not is_cpu or again.host_bytes <= max_bytes * (1 + TOLERANCE))
     return 0 if holds else NOT_HELD
 
 
@@ -139,7 +139,7 @@ def _reserved(deployment: Deployment, free: float, *, is_cpu: bool) -> dict[str,
     return {"gpu_memory_utilization": round(free / on_one, 3)}
 
 
-def _start(what: str, config: Config, name: str, options: Mapping[str, Any]) -> Started:
+def _start(source: str, config: Config, name: str, options: Mapping[str, Any]) -> Started:
     """Start one replica with the deployment's options, overridden by ``options``.
 
     Raises:
@@ -148,7 +148,7 @@ def _start(what: str, config: Config, name: str, options: Mapping[str, Any]) -> 
     deployment = config.deployments[name]
     section = deployment.model_dump(mode="json", exclude_unset=True)
     section |= {"replicas": 1, "options": {**section.get("options", {}), **options}}
-    with serve_point(what, serving_fields(config, name, section), deployment.load_timeout_s + 60) as server:
+    with serve_point(source, serving_fields(config, name, section), deployment.load_timeout_s + 60) as server:
         limits = server.get(f"/v2/models/{name}/stats")["model_stats"][0]["language_model"]["limits"]
         memory = measure_server(server.pid, server.runtime_dir)
     return Started(limits["cache_tokens"], limits["context_length"], memory.host - memory.server)

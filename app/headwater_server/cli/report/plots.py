@@ -165,4 +165,4 @@ def _svg(title: str, x_label: str, y_label: str, draw: Callable[[Axes], None], l
     svg = re.sub(r"font: ([0-9.]+px) [^;\"]*", r"font-size: \1", svg)
     svg = re.sub(r"""font-family: [^;"]*;?""", "", svg)
     svg = re.sub(r' id="(?:figure|axes|patch|matplotlib|xtick|ytick|line2d|text|legend|LineCollection)[\w.]*"', "", svg)
-    return re.sub("|".join(_VARIABLES), lambda found: _VARIABLES[found[0]], svg)
+    return re.sub("|".join(_VARIABLES), lambda match: _VARIABLES[match[0]], svg)

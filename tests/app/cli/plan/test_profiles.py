@@ -25,7 +25,7 @@ def profiles(
     most: Point = MOST,
     rates: Mapping[Point, float] = RATES,
 ) -> dict[str, Profile]:
-    return {one.name: one for one in recommend(model, rates, budget, most=most, cores=cores)}
+    return {one.name: one for one in recommend(model, rates, budget, largest=most, cores=cores)}
 
 
 def test_with_room_for_everything() -> None:
