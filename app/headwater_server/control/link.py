@@ -59,7 +59,7 @@ class SupervisorLink:
         self._table: RoutingTable | None = None
         """The latest table, from any supervisor."""
         self._writer: asyncio.StreamWriter | None = None
-        self._asked: dict[int, asyncio.Future[Any]] = {}
+        self._answers: dict[int, asyncio.Future[Any]] = {}
         """Futures of awaited answers, by message id."""
         self._numbers = itertools.count()
         self._working: set[asyncio.Task[None]] = set()
@@ -90,7 +90,7 @@ class SupervisorLink:
                         self._table = table
                         yield table
                 elif isinstance(message, (CommandAnswer, CancelCount)):
-                    future = self._asked.get(message.id)
+                    future = self._answers.get(message.id)
                     if future is not None and not future.done():
                         future.set_result(message)
                 elif isinstance(message, messages.Ping):
@@ -109,7 +109,7 @@ class SupervisorLink:
             self._writer = None
             for task in self._working:
                 task.cancel()
-            for future in self._asked.values():
+            for future in self._answers.values():
                 if not future.done():
                     future.set_exception(_supervisor_gone())
 
@@ -168,12 +168,12 @@ class SupervisorLink:
     async def _ask(self, message: Command | Cancel) -> Any:
         if self._writer is None:
             raise _supervisor_gone()
-        future = self._asked[message.id] = asyncio.get_running_loop().create_future()
+        future = self._answers[message.id] = asyncio.get_running_loop().create_future()
         self._send(message)
         try:
             return await future
         finally:
-            del self._asked[message.id]
+            del self._answers[message.id]
 
     async def _cancel(self, order: Cancel) -> None:
         self._send(CancelCount(order.id, await self._on_cancel(order.request_id) if self._on_cancel else 0))

@@ -54,12 +54,12 @@ class Tally(msgspec.Struct, frozen=True, array_like=True):
 
     def since(self, before: Tally) -> Tally:
         """The counts since an earlier tally."""
-        times = [after - one for after, one in zip(self.times, before.times, strict=True)]
+        times = [after - earlier for after, earlier in zip(self.times, before.times, strict=True)]
         return Tally(self.name, self.ended - before.ended, self.failed - before.failed, times)
 
     def __add__(self, other: Tally) -> Tally:
         """The sum of both."""
-        times = [one + more for one, more in zip(self.times, other.times, strict=True)]
+        times = [count + other_count for count, other_count in zip(self.times, other.times, strict=True)]
         return Tally(self.name, self.ended + other.ended, self.failed + other.failed, times)
 
 
@@ -73,15 +73,15 @@ class LoadReport(msgspec.Struct, frozen=True, tag="load"):
 
 def together(reports: Iterable[LoadReport]) -> dict[str, DeploymentLoad]:
     """The load of all workers together, by deployment."""
-    found: dict[str, DeploymentLoad] = {}
+    loads: dict[str, DeploymentLoad] = {}
     for report in reports:
-        for one in report.deployments:
-            other = found.get(one.name)
-            found[one.name] = one if other is None else DeploymentLoad(
-                one.name,
-                one.waiting + other.waiting,
-                max(one.wait_s, other.wait_s),
-                one.computing + other.computing,
-                one.requests + other.requests,  # an upper bound: the maxima may be from different moments
+        for load in report.deployments:
+            total = loads.get(load.name)
+            loads[load.name] = load if total is None else DeploymentLoad(
+                load.name,
+                load.waiting + total.waiting,
+                max(load.wait_s, total.wait_s),
+                load.computing + total.computing,
+                load.requests + total.requests,  # an upper bound: the maxima may be from different moments
             )  # fmt: skip
-    return found
+    return loads

@@ -95,7 +95,7 @@ class _Worker:
     """Loop time of the last report, and the report."""
     tallies: dict[str, Tally] = field(default_factory=dict)
     """The last tally of each deployment."""
-    asked: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
+    answers: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
     """Futures of awaited answers, by message id. A result of None means that the worker has ended."""
 
     def send(self, message: msgspec.Struct) -> None:
@@ -122,7 +122,7 @@ class ControlServer:
         on_command: Callable[[Command], Awaitable[CommandAnswer]] | None = None,
         epoch: int | None = None,
         *,
-        on_quarantined: Callable[[Quarantined], None] = lambda found: None,
+        on_quarantined: Callable[[Quarantined], None] = lambda request: None,
         on_lost: Callable[[ReplicaLoss], None] = lambda loss: None,
         on_cancel: Callable[[str], Awaitable[int]] | None = None,
         on_workers: Callable[[], None] = lambda: None,
@@ -189,13 +189,13 @@ class ControlServer:
             # Certificates may be renewed while the server listens.
             context.sni_callback = lambda connection, name, first: setattr(connection, "context", tls.server_context())
         self._server = await asyncio.start_server(serve, host, port, ssl=context, limit=messages.MAX_MESSAGE_BYTES)
-        found: int = self._server.sockets[0].getsockname()[1]
-        return found
+        bound_port: int = self._server.sockets[0].getsockname()[1]
+        return bound_port
 
     @property
     def workers(self) -> int:
         """The number of gateway workers, including workers on other machines."""
-        return sum(one.workers for one in self._workers)
+        return sum(worker.workers for worker in self._workers)
 
     @property
     def is_deserted(self) -> bool:
@@ -229,43 +229,43 @@ class ControlServer:
         if unknown_s:
             await asyncio.sleep(unknown_s)
         left_s = timeout_s - unknown_s
-        found, missing = Drained(), 0
-        asked: set[_Worker] = set()
+        drained, missing = Drained(), 0
+        recipients: set[_Worker] = set()
         workers = self._workers | self._away
         while workers and loop.time() < end_s + DRAIN_GRACE_S:
             order = Drain(next(self._numbers), model, left_s, replicas, list(adapters))
             answers, late = await self._ask(workers, order, left_s + DRAIN_GRACE_S)
-            found, missing = sum(answers, found), missing + late
-            asked |= workers
-            workers = {one for one in self._workers | self._away if one.gateway} - asked
+            drained, missing = sum(answers, drained), missing + late
+            recipients |= workers
+            workers = {worker for worker in self._workers | self._away if worker.gateway} - recipients
             left_s = max(0.0, end_s - loop.time())
         if missing:
             logger.error("%s: %d gateway workers did not report in time that they have drained", model, missing)
-        return found
+        return drained
 
     def loads(self) -> list[LoadReport]:
         """Each worker's last load report, unless it is older than `LOAD_FRESH_S`."""
         oldest_s = asyncio.get_running_loop().time() - LOAD_FRESH_S
-        return [one.load[1] for one in self._workers if one.load is not None and one.load[0] >= oldest_s]
+        return [worker.load[1] for worker in self._workers if worker.load is not None and worker.load[0] >= oldest_s]
 
     def ping(self) -> dict[int, int]:
         """Ping every worker. Returns the number of earlier consecutive unanswered pings, by process id."""
-        found: dict[int, int] = {}
+        unanswered: dict[int, int] = {}
         oldest_s = asyncio.get_running_loop().time() - GATEWAY_GONE_S
         for worker in self._workers:
             if worker.pid:
-                found[worker.pid] = worker.unanswered
+                unanswered[worker.pid] = worker.unanswered
             elif worker.heard_s < oldest_s:  # its machine is gone, or hangs
                 worker.writer.transport.abort()
             if not worker.unanswered:
                 worker.send(messages.Ping())
             worker.unanswered += 1
-        return found
+        return unanswered
 
-    def quarantine(self, found: Quarantined, by: _Worker | None = None) -> None:
+    def quarantine(self, request: Quarantined, by: _Worker | None = None) -> None:
         """Forward a request that a worker quarantined to all other workers."""
         for worker in self._workers - {by}:
-            worker.send(found)
+            worker.send(request)
 
     async def cancel(self, request_id: str, asking: _Worker | None = None) -> int:
         """Cancel everything that runs under a request's id in all workers except ``asking``. Returns the number of
@@ -295,7 +295,7 @@ class ControlServer:
 
     async def _talk(self, reader: asyncio.StreamReader, worker: _Worker) -> None:
         writer, loop = worker.writer, asyncio.get_running_loop()
-        for before in [one for one in self._workers | self._away if one.gateway and one.gateway == worker.gateway]:
+        for before in [peer for peer in self._workers | self._away if peer.gateway and peer.gateway == worker.gateway]:
             self._forget(before)
             before.writer.transport.abort()
         worker.heard_s = loop.time()
@@ -327,14 +327,14 @@ class ControlServer:
         for tally in tallies:
             before = worker.tallies.get(tally.name, tally)
             worker.tallies[tally.name] = tally
-            news, known = tally.since(before), self.tallies.get(tally.name)
-            self.tallies[tally.name] = news if known is None else known + news
+            news, total = tally.since(before), self.tallies.get(tally.name)
+            self.tallies[tally.name] = news if total is None else total + news
 
     def _forget(self, worker: _Worker) -> None:
         """Stop waiting for a worker."""
         self._workers.discard(worker)
         self._away.discard(worker)
-        for future in worker.asked.values():
+        for future in worker.answers.values():
             if not future.done():
                 future.set_result(None)
 
@@ -356,7 +356,7 @@ class ControlServer:
         elif isinstance(message, messages.Hello):
             raise ValueError("hello again")
         elif isinstance(message, (Drained, CancelCount)):
-            future = worker.asked.get(message.id)
+            future = worker.answers.get(message.id)
             if future is not None and not future.done():  # otherwise the answer came too late
                 future.set_result(message)
         else:
@@ -370,14 +370,14 @@ class ControlServer:
         need not answer."""
         futures = {worker: asyncio.get_running_loop().create_future() for worker in workers}
         for worker, future in futures.items():
-            worker.asked[order.id] = future
+            worker.answers[order.id] = future
             worker.send(order)
         try:
             if futures:
                 await asyncio.wait(futures.values(), timeout=timeout_s)
         finally:
             for worker in futures:
-                del worker.asked[order.id]
+                del worker.answers[order.id]
         done = [future.result() for future in futures.values() if future.done()]
         return [answer for answer in done if answer is not None], len(futures) - len(done)
 

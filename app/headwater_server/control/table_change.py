@@ -30,14 +30,14 @@ class ReplicaChange(msgspec.Struct, frozen=True, omit_defaults=True):
         """The change from the list ``before`` to the list ``after``."""
         if before is after:
             return NO_CHANGE
-        had = {one.id: one for one in before}
-        has = {one.id for one in after}
+        had = {route.id: route for route in before}
+        has = {route.id for route in after}
         change = cls(
             tuple(id for id in had if id not in has),
-            tuple(one for one in after if one.id in had and one != had[one.id]),
-            tuple(one for one in after if one.id not in had),
+            tuple(route for route in after if route.id in had and route != had[route.id]),
+            tuple(route for route in after if route.id not in had),
         )
-        if [one.id for one in change.applied(before)] != [one.id for one in after]:  # in another order
+        if [route.id for route in change.applied(before)] != [route.id for route in after]:  # in another order
             return cls(gone=tuple(had), new=tuple(after))
         return change
 
@@ -45,10 +45,10 @@ class ReplicaChange(msgspec.Struct, frozen=True, omit_defaults=True):
         """The list after the change."""
         if self.gone:
             gone = set(self.gone)
-            replicas = [one for one in replicas if one.id not in gone]
+            replicas = [route for route in replicas if route.id not in gone]
         if self.changed:
-            changed = {one.id: one for one in self.changed}
-            replicas = [changed.get(one.id, one) for one in replicas]
+            changed = {route.id: route for route in self.changed}
+            replicas = [changed.get(route.id, route) for route in replicas]
         return (*replicas, *self.new)
 
     def __bool__(self) -> bool:
@@ -117,9 +117,9 @@ class TableChange(msgspec.Struct, frozen=True, omit_defaults=True, tag="change")
     @classmethod
     def between(cls, before: RoutingTable, after: RoutingTable) -> TableChange:
         """The change from a table to a later table of the same epoch."""
-        had = {one.name: one for one in before.deployments}
-        names = tuple(one.name for one in after.deployments)
-        changes = (DeploymentChange.between(had.get(one.name), one) for one in after.deployments)
+        had = {route.name: route for route in before.deployments}
+        names = tuple(route.name for route in after.deployments)
+        changes = (DeploymentChange.between(had.get(route.name), route) for route in after.deployments)
         return cls(
             after.epoch,
             before.version,
@@ -140,12 +140,12 @@ class TableChange(msgspec.Struct, frozen=True, omit_defaults=True, tag="change")
         Raises:
             ValueError: the change refers to a deployment that the table doesn't have.
         """
-        routes = {one.name: one for one in before.deployments}
+        routes = {route.name: route for route in before.deployments}
         for change in self.deployments:
             routes[change.name] = change.applied(routes.get(change.name))
         names = tuple(routes) if self.names is None else self.names
-        found = tuple(routes[name] for name in names)
-        return RoutingTable(found, self.draining, self.leaving, self.epoch, self.version)
+        deployments = tuple(routes[name] for name in names)
+        return RoutingTable(deployments, self.draining, self.leaving, self.epoch, self.version)
 
 
 def _without_replicas(route: DeploymentRoute) -> DeploymentRoute:

@@ -41,26 +41,26 @@ async def fit(replica: ReplicaHandle, adapters: Mapping[str, str], search: Seque
     """
     for name in [name for name, folder in replica.adapters.items() if adapters.get(name) != folder]:
         await _ask(replica, f"unload adapter `{name}`", "/v1/unload_lora_adapter", timeout_s, lora_name=name)
-        replica.adapters = {one: folder for one, folder in replica.adapters.items() if one != name}
+        replica.adapters = {adapter: folder for adapter, folder in replica.adapters.items() if adapter != name}
     missing = {name: folder for name, folder in adapters.items() if name not in replica.adapters}
     try:
-        found = await asyncio.to_thread(find_adapters, missing, search) if missing else {}
+        new_adapters = await asyncio.to_thread(find_adapters, missing, search) if missing else {}
     except LoadError as error:
         raise CallableFailed(str(error)) from error
-    for name, one in found.items():
-        fields = {"lora_name": name, "lora_path": str(one.folder)}
+    for name, adapter in new_adapters.items():
+        fields = {"lora_name": name, "lora_path": str(adapter.folder)}
         await _ask(replica, f"load adapter `{name}`", "/v1/load_lora_adapter", timeout_s, **fields)
         replica.adapters = {**replica.adapters, name: adapters[name]}
 
 
-async def _ask(replica: ReplicaHandle, what: str, url: str, timeout_s: float, **fields: str) -> None:
+async def _ask(replica: ReplicaHandle, action: str, url: str, timeout_s: float, **fields: str) -> None:
     try:
         status, answer = await replica.ask_vllm(url, json.dumps(fields), timeout_s)
     except (OSError, http.client.HTTPException) as error:
-        raise CallableFailed(f"replica {replica.id} did not {what}: {error or type(error).__name__}") from error
+        raise CallableFailed(f"replica {replica.id} did not {action}: {error or type(error).__name__}") from error
     if status != 200:
         try:
             text = str(json.loads(answer)["error"]["message"])
         except (ValueError, LookupError, TypeError):
             text = answer.decode(errors="replace")
-        raise CallableFailed(f"replica {replica.id} did not {what}: {text[:500]}")
+        raise CallableFailed(f"replica {replica.id} did not {action}: {text[:500]}")

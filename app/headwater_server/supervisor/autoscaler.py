@@ -198,42 +198,51 @@ class Autoscaler:
         """Decide once for each deployment."""
         loads = self._loads()
         self._on_utilization(
-            {name: _demand(one, loads.get(name)).busy / len(one.ready) for name, one in self._sets.items() if one.ready}
+            {
+                name: _demand(replica_set, loads.get(name)).busy / len(replica_set.ready)
+                for name, replica_set in self._sets.items()
+                if replica_set.ready
+            }
         )
         self._policies = {name: policy for name, policy in self._policies.items() if name in self._sets}
         self._acting = {name: task for name, task in self._acting.items() if not task.done()}
-        for one in list(self._sets.values()):
-            load = loads.get(one.name)
-            if one.bounds.is_fixed or not one.is_scalable or self._is_busy(one.name) or load is None:
-                self._policies.pop(one.name, None)  # the load so far says little about the load to come
-            elif one.name not in self._acting:
-                self._decide(one, load)
+        for replica_set in list(self._sets.values()):
+            load = loads.get(replica_set.name)
+            if (
+                replica_set.bounds.is_fixed
+                or not replica_set.is_scalable
+                or self._is_busy(replica_set.name)
+                or load is None
+            ):
+                self._policies.pop(replica_set.name, None)  # the load so far says little about the load to come
+            elif replica_set.name not in self._acting:
+                self._decide(replica_set, load)
 
-    def _decide(self, one: ReplicaSet, load: DeploymentLoad) -> None:
-        made_for, policy = self._policies.get(one.name, (None, None))
-        if policy is None or made_for is not one.config:
-            policy = ScalingPolicy(one.config.scaling, one.config.batching.max_queue_delay_ms / 1000)
-            self._policies[one.name] = one.config, policy
-        count, ready = one.wanted, len(one.ready)
-        wanted = policy.wanted(self._clock(), _demand(one, load), count, ready=ready, bounds=one.bounds)
+    def _decide(self, replica_set: ReplicaSet, load: DeploymentLoad) -> None:
+        made_for, policy = self._policies.get(replica_set.name, (None, None))
+        if policy is None or made_for is not replica_set.config:
+            policy = ScalingPolicy(replica_set.config.scaling, replica_set.config.batching.max_queue_delay_ms / 1000)
+            self._policies[replica_set.name] = replica_set.config, policy
+        count, ready = replica_set.wanted, len(replica_set.ready)
+        wanted = policy.wanted(self._clock(), _demand(replica_set, load), count, ready=ready, bounds=replica_set.bounds)
         if wanted > count:
-            self._acting[one.name] = self._host.spawn(one.grow())
+            self._acting[replica_set.name] = self._host.spawn(replica_set.grow())
         elif wanted < count:
-            self._acting[one.name] = self._host.spawn(one.shrink())
+            self._acting[replica_set.name] = self._host.spawn(replica_set.shrink())
         elif policy.is_content:
-            one.end_shortage()
+            replica_set.end_shortage()
 
 
-def _demand(one: ReplicaSet, load: DeploymentLoad | None) -> Demand:
+def _demand(replica_set: ReplicaSet, load: DeploymentLoad | None) -> Demand:
     """A load in multiples of the load that fills a single replica."""
     if load is None:
         return Demand()
-    parallel = peak_parallel = one.config.instances
-    if one.signature is not None and one.signature.limits is not None:
+    parallel = peak_parallel = replica_set.config.instances
+    if replica_set.signature is not None and replica_set.signature.limits is not None:
         # An engine computes up to this many sequences at once, but each sequence slows the rest down.
-        parallel, peak_parallel = one.signature.limits.max_sequences, 1
-    elif one.signature is not None and (one.signature.streams or one.signature.overlaps):
-        parallel = peak_parallel = one.config.max_in_flight
+        parallel, peak_parallel = replica_set.signature.limits.max_sequences, 1
+    elif replica_set.signature is not None and (replica_set.signature.streams or replica_set.signature.overlaps):
+        parallel = peak_parallel = replica_set.config.max_in_flight
     # Workers count calls separately, so the sum may exceed the number of calls that the replicas compute at once.
-    busy = min(load.computing / parallel, float(len(one.ready)))
+    busy = min(load.computing / parallel, float(len(replica_set.ready)))
     return Demand(load.waiting, load.wait_s, busy, load.requests / peak_parallel)

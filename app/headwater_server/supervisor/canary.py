@@ -50,7 +50,7 @@ class Comparison:
     def __init__(self, traffic: Traffic, rule: RollbackRule) -> None:
         self.traffic = traffic
         self._rule = rule
-        self._seen: deque[tuple[float, Mapping[str, Tally]]] = deque()
+        self._samples: deque[tuple[float, Mapping[str, Tally]]] = deque()
 
     def verdict(self, now_s: float, tallies: Mapping[str, Tally]) -> tuple[str, str] | None:
         """The version that is to lose its share, and the reason; None if every version keeps its share.
@@ -59,9 +59,9 @@ class Comparison:
             now_s: seconds on any steady clock.
             tallies: the counts of each version so far.
         """
-        self._seen.append((now_s, dict(tallies)))
-        while self._seen[0][0] < now_s - WINDOW_S:
-            self._seen.popleft()
+        self._samples.append((now_s, dict(tallies)))
+        while self._samples[0][0] < now_s - WINDOW_S:
+            self._samples.popleft()
         default = self._recent(self.traffic.default)
         for version, share in self.traffic.shares.items():
             if share and version != self.traffic.default:
@@ -72,7 +72,7 @@ class Comparison:
 
     def _recent(self, version: str) -> Tally:
         """A version's counts within the window."""
-        before, after = (seen.get(version, _NONE) for seen in (self._seen[0][1], self._seen[-1][1]))
+        before, after = (tallies.get(version, _NONE) for tallies in (self._samples[0][1], self._samples[-1][1]))
         return after.since(before)
 
     def _fault(self, version: Tally, default: Tally) -> str:
@@ -80,7 +80,7 @@ class Comparison:
         rule = self._rule
         if min(version.ended, default.ended) < rule.min_requests:
             return ""
-        failed, usual = (one.failed / one.ended for one in (version, default))
+        failed, usual = (tally.failed / tally.ended for tally in (version, default))
         if failed > rule.errors * max(usual, 1 / rule.min_requests):
             return f"{100 * failed:.3g} % of its requests failed, {100 * usual:.3g} % of the default's"
         if min(version.answered, default.answered) < rule.min_requests:
@@ -107,21 +107,21 @@ def _chance(slow: int, answered: int, default_answered: int) -> float:
     """
     usual = default_answered // 100
     expected = default_answered / (default_answered + answered)
-    found = usual / (slow + usual) if slow else 1.0
-    if found >= expected:
+    share = usual / (slow + usual) if slow else 1.0
+    if share >= expected:
         return 1.0
-    divergence = (1 - found) * math.log((1 - found) / (1 - expected))
-    if found:
-        divergence += found * math.log(found / expected)
+    divergence = (1 - share) * math.log((1 - share) / (1 - expected))
+    if share:
+        divergence += share * math.log(share / expected)
     return math.exp(-(slow + usual) * divergence)
 
 
 def _p99_bucket(times: list[int]) -> int:
     """The index of the bucket that contains the 99th percentile."""
-    left = sum(times) - sum(times) // 100
+    rank = sum(times) - sum(times) // 100
     for index, count in enumerate(times):
-        left -= count
-        if left <= 0:
+        rank -= count
+        if rank <= 0:
             return index
     return len(times) - 1
 
@@ -164,22 +164,25 @@ class Canaries:
     def tick(self) -> None:
         """Compare the versions of each deployment once."""
         watched = {
-            name: one
-            for name, one in self._composites.items()
-            if isinstance(one, VersionsState) and one.is_watched and one.is_loaded and not self._is_busy(name)
+            name: composite
+            for name, composite in self._composites.items()
+            if isinstance(composite, VersionsState)
+            and composite.is_watched
+            and composite.is_loaded
+            and not self._is_busy(name)
         }
-        self._comparisons = {name: one for name, one in self._comparisons.items() if name in watched}
-        for name, one in watched.items():
-            traffic = one.config.shared_traffic
+        self._comparisons = {name: comparison for name, comparison in self._comparisons.items() if name in watched}
+        for name, composite in watched.items():
+            traffic = composite.config.shared_traffic
             comparison = self._comparisons.get(name)
             if comparison is None or comparison.traffic != traffic:
                 assert traffic.rollback is not None
                 comparison = self._comparisons[name] = Comparison(traffic, traffic.rollback)
             counted = self._tallies()
-            tallies = {version: counted.get(part, _NONE) for version, part in one.deployments.items()}
+            tallies = {version: counted.get(part, _NONE) for version, part in composite.deployments.items()}
             verdict = comparison.verdict(self._clock(), tallies)
             if verdict is not None:
                 version, reason = verdict
                 logger.error("%s: rolled back by itself: version `%s`: %s", name, version, reason)
                 recorder().count("headwater_rollbacks", name, version)
-                self._roll_back(one, version, reason)
+                self._roll_back(composite, version, reason)

@@ -55,13 +55,15 @@ class Deployments:
     def without_adapter(self, name: str, adapter: str) -> Deployment:
         """The deployment with an adapter removed."""
         now = self.config.deployments[name]
-        return now.with_adapters({one: folder for one, folder in now.adapters.items() if one != adapter})
+        return now.with_adapters(
+            {adapter_name: folder for adapter_name, folder in now.adapters.items() if adapter_name != adapter}
+        )
 
     def own_sets(self, name: str) -> list[ReplicaSet]:
         """The replica sets of a deployment: its single set, the sets of its versions, or the sets of steps that a
         pipeline defines itself."""
         if name in self.composites:
-            return [one for one in self.sets.values() if one.part_of == name]
+            return [replica_set for replica_set in self.sets.values() if replica_set.part_of == name]
         return [self.sets[name]] if name in self.sets else []
 
     def first(self, name: str) -> Deployment | None:
@@ -85,8 +87,8 @@ class Deployments:
         check_allowed(self._first, name, fields)
         proposed = lay_over(self._first, self.config, name, fields)
         if scripts is not None:
-            known = self.first(name)
-            base = {} if known is None else scripts.taken_out(known)
+            original = self.first(name)
+            base = {} if original is None else scripts.taken_out(original)
             proposed = lay_over(self._first, self.config, name, fields, base)
             base = scripts.laid_under(proposed.deployments[name])
             proposed = lay_over(self._first, self.config, name, {}, base)
@@ -111,16 +113,16 @@ class Deployments:
         Returns a function that undoes the change, as long as no replica has run since.
         """
         before, composite = self.config.deployments.get(name), self.composites.get(name)
-        sets = [(one, one.bounds) for one in self.own_sets(name)]
+        sets = [(replica_set, replica_set.bounds) for replica_set in self.own_sets(name)]
 
         def undo() -> None:
             self._drop(name)
             self._configure(name, before)
-            for one, bounds in sets:
-                self.sets[one.name] = one
+            for replica_set, bounds in sets:
+                self.sets[replica_set.name] = replica_set
                 if before is not None:
-                    one.configure(config_of(one, before))
-                one.bounds = bounds
+                    replica_set.configure(config_of(replica_set, before))
+                replica_set.bounds = bounds
             if composite is not None and before is not None:
                 self.composites[name] = composite
                 composite.config = before
@@ -129,8 +131,8 @@ class Deployments:
             self._configure(name, config)
             if composite is not None:
                 composite.adopt(config)
-            for one, _ in sets:
-                one.configure(config_of(one, config))
+            for replica_set, _ in sets:
+                replica_set.configure(config_of(replica_set, config))
         else:
             self._drop(name)
             self._configure(name, config)
@@ -146,20 +148,22 @@ class Deployments:
         self._configure(name, config)
         self.composites[name].adopt(config)
         self.sets.update(fresh)
-        for own, deployment in config.with_replicas(name).items():
-            self.sets[own].configure(deployment)
+        for set_name, deployment in config.with_replicas(name).items():
+            self.sets[set_name].configure(deployment)
 
-    def drop_set(self, one: ReplicaSet) -> None:
+    def drop_set(self, replica_set: ReplicaSet) -> None:
         """Remove the replica set of a version after its replicas have ended."""
-        self._host.memory.forget(one.name)
-        del self.sets[one.name]
+        self._host.memory.forget(replica_set.name)
+        del self.sets[replica_set.name]
 
     def made(self, name: str, config: Deployment) -> dict[str, ReplicaSet]:
         """Make replica sets for a deployment, its versions or its steps."""
         part_of = name if config.is_composite else None
         return {
-            own: ReplicaSet(own, one, self._host, part_of, own.removeprefix(f"{name}.") if config.versions else "")
-            for own, one in config.with_replicas(name).items()
+            set_name: ReplicaSet(
+                set_name, deployment, self._host, part_of, set_name.removeprefix(f"{name}.") if config.versions else ""
+            )
+            for set_name, deployment in config.with_replicas(name).items()
         }
 
     def restore(self, config: Config) -> None:
@@ -179,25 +183,25 @@ class Deployments:
             Conflict: a pipeline uses it as a step.
         """
         self.check_unneeded(name)
-        for one in self.own_sets(name):
-            self._host.memory.forget(one.name)
+        for replica_set in self.own_sets(name):
+            self._host.memory.forget(replica_set.name)
         self._drop(name)
         self._configure(name, None)
 
     def check_unneeded(self, name: str) -> None:
         """Raise `Conflict` if a pipeline uses the added deployment as a step."""
-        for one in self.composites.values():
-            if one.name != name and name in one.deployments.values():
-                raise Conflict(f"model `{name}`: the pipeline `{one.name}` has it as a step; unload that first")
+        for composite in self.composites.values():
+            if composite.name != name and name in composite.deployments.values():
+                raise Conflict(f"model `{name}`: the pipeline `{composite.name}` has it as a step; unload that first")
 
     def _configure(self, name: str, config: Deployment | None) -> None:
         """Put a deployment into the configuration, or remove it."""
-        found = dict(self.config.deployments)
+        deployments = dict(self.config.deployments)
         if config is not None:
-            found[name] = config
+            deployments[name] = config
         else:
-            del found[name]
-        self.config = self.config.model_copy(update={"deployments": found})
+            del deployments[name]
+        self.config = self.config.model_copy(update={"deployments": deployments})
 
     def _make(self, name: str) -> None:
         config = self.config.deployments[name]
@@ -208,8 +212,8 @@ class Deployments:
         self.sets.update(self.made(name, config))
 
     def _drop(self, name: str) -> None:
-        for one in self.own_sets(name):
-            del self.sets[one.name]
+        for replica_set in self.own_sets(name):
+            del self.sets[replica_set.name]
         self.composites.pop(name, None)
 
 

@@ -228,7 +228,7 @@ class Front:
         routes = self._publish()
         if not self._is_announced and self._backend.is_decided:
             self._is_announced = True
-            served = [(one.name, one.signature, one.reason) for one in routes if one.part_of is None]
+            served = [(route.name, route.signature, route.reason) for route in routes if route.part_of is None]
             self._on_serving(self._url, served)
             for problem in self._backend.warnings():
                 logger.warning("%s", problem)

@@ -55,20 +55,20 @@ class GraphState(Composite):
         if not self.is_loaded:
             return
         steps = {step: deployments[name] for step, name in self.deployments.items()}
-        known = {step: one.signature for step, one in steps.items() if one.signature is not None}
+        signatures = {step: route.signature for step, route in steps.items() if route.signature is not None}
         self._is_open = False
-        missing = [step for step in steps if step not in known]
+        missing = [step for step in steps if step not in signatures]
         failed = [step for step in missing if steps[step].state is State.FAILED]
         if missing:
             step = (failed or missing)[0]
-            one, state = steps[step], State.FAILED if failed else State.LOADING
-            self.enter(state, f"step `{step}`: {one.reason}", f"step `{step}`: {one.cause}")
+            route, state = steps[step], State.FAILED if failed else State.LOADING
+            self.enter(state, f"step `{step}`: {route.reason}", f"step `{step}`: {route.cause}")
             return
-        if known != self._signatures:
-            self._signatures, self.plan, self.signature = known, None, None
+        if signatures != self._signatures:
+            self._signatures, self.plan, self.signature = signatures, None, None
             size = self.config.batching.max_batch_size
             try:
-                self.plan = make_plan(self._spec, known, name=self.name, max_batch_size=size)
+                self.plan = make_plan(self._spec, signatures, name=self.name, max_batch_size=size)
                 if self.config.cache is not None:
                     self.plan.signature.check_cacheable()
                 self.signature = self.plan.signature
@@ -79,7 +79,7 @@ class GraphState(Composite):
             self.enter(State.UNAVAILABLE if self._has_served else State.FAILED, self._mismatch)
             return
         self._has_served = True
-        away = [step for step, one in steps.items() if one.state is not State.READY]
+        away = [step for step, route in steps.items() if route.state is not State.READY]
         lost = [step for step in away if steps[step].state is State.FAILED]
         reason = "; ".join(f"step `{step}` is {steps[step].state.value}: {steps[step].reason}" for step in away)
         cause = "; ".join(f"step `{step}` is {steps[step].state.value}: {steps[step].cause}" for step in away)

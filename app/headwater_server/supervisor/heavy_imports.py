@@ -45,13 +45,13 @@ def heavy_imports(deployment: Deployment, search: Sequence[str]) -> list[str]:
         search = [*search, *map(str, packages)]
     steps = [] if deployment.pipeline is None else deployment.pipeline.spec().steps
     named = [(step.model, step.options) for step in steps] or [(deployment.model or "", deployment.options)]
-    found: dict[str, None] = {}
+    imports: dict[str, None] = {}
     has_torch = False
     for reference, options in named:
         is_first, modules = _of_model(reference, options, search)
         has_torch = has_torch or is_first
-        found.update(dict.fromkeys(modules))
-    return list(found) if has_torch else []
+        imports.update(dict.fromkeys(modules))
+    return list(imports) if has_torch else []
 
 
 def _of_model(reference: str, options: Mapping[str, Any], search: Sequence[str]) -> tuple[bool, list[str]]:

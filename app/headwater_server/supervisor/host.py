@@ -216,11 +216,14 @@ class Host:
         session that it opened itself."""
         if not self._is_adopting:
             return []
-        own, session = os.getpid(), os.getsid(0)
+        supervisor_pid, session = os.getpid(), os.getsid(0)
         return [
             pid
             for pid, stat in process_stats()
-            if stat.parent == own and stat.session != session and pid not in self._children and pid not in asked
+            if stat.parent == supervisor_pid
+            and stat.session != session
+            and pid not in self._children
+            and pid not in asked
         ]
 
     def reap(self) -> None:
@@ -252,7 +255,7 @@ class Host:
 
     def end_cut_off(self) -> None:
         """End replicas with a folder or socket missing at the last two polls: no new request reaches them."""
-        before, self._cut_off = self._cut_off, {one.id for one in self.replicas.values() if one.is_cut_off}
+        before, self._cut_off = self._cut_off, {replica.id for replica in self.replicas.values() if replica.is_cut_off}
         for id in before & self._cut_off:
             replica = self.replicas[id]
             replica.reason = replica.reason or "its folder was removed, or its socket in it"

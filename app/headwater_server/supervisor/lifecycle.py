@@ -92,18 +92,23 @@ class Lifecycle:
             **(retired.report() if retired is not None else {}),
         }
         if is_scale:
-            (one,) = sets
-            counts = {"ready": len(one.ready), "wanted": one.wanted, "min": one.bounds.min, "max": one.bounds.max}
+            (replica_set,) = sets
+            counts = {
+                "ready": len(replica_set.ready),
+                "wanted": replica_set.wanted,
+                "min": replica_set.bounds.min,
+                "max": replica_set.bounds.max,
+            }
             content["replicas"] = counts
         return _answered(command, content, retired)
 
     async def _proposed(self, name: str, text: object) -> Deployment:
         """See `Deployments.proposed`. If the scripts differ from the scripts in the server's configuration, they are
         run first, to see which fields they set."""
-        proposed, known = self._deployments.proposed(name, text), self._deployments.first(name)
-        if set(scripts_of(proposed)) == (set() if known is None else set(scripts_of(known))):
+        proposed, original = self._deployments.proposed(name, text), self._deployments.first(name)
+        if set(scripts_of(proposed)) == (set() if original is None else set(scripts_of(original))):
             return proposed
-        both = [proposed] if known is None else [proposed, known]
+        both = [proposed] if original is None else [proposed, original]
         scripts = Scripts(self._host.search)
         await asyncio.to_thread(scripts.run, both)
         for warning in scripts.warnings():
@@ -166,19 +171,19 @@ class Lifecycle:
         """
         if self._is_free(name):
             shown = name if len(name) <= 100 else name[:97] + "..."
-            known = ", ".join(f"`{one}`" for one in sorted(self._deployments.config.deployments))
-            raise NotFound(f"model {shown!r}: unknown; this server has {known}")
-        own = self._deployments.own_sets(name)
+            models = ", ".join(f"`{model}`" for model in sorted(self._deployments.config.deployments))
+            raise NotFound(f"model {shown!r}: unknown; this server has {models}")
+        sets = self._deployments.own_sets(name)
         composite = self._deployments.composites.get(name)
         if composite is not None and is_scale:
-            those = ", ".join(f"`{one.name}`" for one in own)
+            set_names = ", ".join(f"`{replica_set.name}`" for replica_set in sets)
             has = f"its {composite.parts} have replicas, and it has none itself"
-            raise Conflict(f"model `{name}`: {has}; expected one of {those}")
-        if composite is None and own[0].part_of is not None and not is_scale:
-            what = "version of" if own[0].version else "step of the pipeline"
-            text = f"it is a {what} `{own[0].part_of}`, and is loaded and unloaded with it"
+            raise Conflict(f"model `{name}`: {has}; expected one of {set_names}")
+        if composite is None and sets[0].part_of is not None and not is_scale:
+            role = "version of" if sets[0].version else "step of the pipeline"
+            text = f"it is a {role} `{sets[0].part_of}`, and is loaded and unloaded with it"
             raise Conflict(f"model `{name}`: {text}")
-        return own, composite
+        return sets, composite
 
     def is_busy(self, name: str) -> bool:
         """Whether a command is running on a deployment, or on the pipeline or the deployment with versions that it
@@ -191,29 +196,29 @@ class Lifecycle:
 
     @contextlib.contextmanager
     def _alone(self, action: str, name: str, sets: list[ReplicaSet]) -> Iterator[None]:
-        names = dict.fromkeys((name, *(one.name for one in sets)))
-        for one in names:
-            if one in self._busy:
-                raise Conflict(f"model `{one}`: {self._busy[one]} is under way; expected {action} after its end")
+        names = dict.fromkeys((name, *(replica_set.name for replica_set in sets)))
+        for model in names:
+            if model in self._busy:
+                raise Conflict(f"model `{model}`: {self._busy[model]} is under way; expected {action} after its end")
         self._busy.update(dict.fromkeys(names, action))
         try:
             yield
         finally:
-            for one in names:
-                del self._busy[one]
+            for model in names:
+                del self._busy[model]
             self._host.on_change()
 
     async def _load(
         self, name: str, sets: list[ReplicaSet], composite: Composite | None, config: Deployment | None
     ) -> None:
-        loaded = [one for one in sets if one.is_loaded and not one.is_failing]
+        loaded = [replica_set for replica_set in sets if replica_set.is_loaded and not replica_set.is_failing]
         is_whole = len(loaded) == len(sets) and (composite is None or composite.is_loaded)
         is_there = bool(sets) or composite is not None
         if is_there and (is_whole or (loaded and config is not None)):
             state = (composite or sets[0]).state.value
             loaded_text = "already loaded" if is_whole else "loaded in part"
             raise Conflict(f"model `{name}` is {state}: it is {loaded_text}; expected reload, or unload first")
-        await asyncio.gather(*(one.end_failing() for one in sets))
+        await asyncio.gather(*(replica_set.end_failing() for replica_set in sets))
         await self._start_with(name, config)
 
     async def _start_with(self, name: str, config: Deployment | None) -> None:
@@ -222,7 +227,7 @@ class Lifecycle:
         try:
             await self._start(name)
         except Conflict:  # there is no capacity, so no replica was started
-            if undo is not None and not any(one.is_loaded for one in self._deployments.own_sets(name)):
+            if undo is not None and not any(replica_set.is_loaded for replica_set in self._deployments.own_sets(name)):
                 undo()
                 self._host.on_change()
             raise
@@ -230,21 +235,21 @@ class Lifecycle:
     async def _start(self, name: str) -> None:
         """Start the parts of a model that are not loaded."""
         sets, composite = self._find(name)
-        missing = [one for one in sets if not one.is_loaded]
+        missing = [replica_set for replica_set in sets if not replica_set.is_loaded]
         if composite is None:
             await sets[0].load()
             return
         before = None if composite.is_loaded else (composite.state, composite.reason)
         composite.hold(State.LOADING, f"loading its {composite.parts}, at an operator's request")
         self._host.on_change()
-        outcomes = await asyncio.gather(*(one.load() for one in missing), return_exceptions=True)
+        outcomes = await asyncio.gather(*(replica_set.load() for replica_set in missing), return_exceptions=True)
         refused = [outcome for outcome in outcomes if isinstance(outcome, Conflict)]
         if before is not None and refused and len(refused) == len(outcomes) - outcomes.count(None):
             # There is no capacity for all parts, so the parts that did start are unloaded again.
-            started = [one for one, outcome in zip(missing, outcomes, strict=True) if outcome is None]
-            for one in started:
-                await one.begin_unload(0.0)
-            await asyncio.gather(*(one.end_unload() for one in started))
+            started = [replica_set for replica_set, outcome in zip(missing, outcomes, strict=True) if outcome is None]
+            for replica_set in started:
+                await replica_set.begin_unload(0.0)
+            await asyncio.gather(*(replica_set.end_unload() for replica_set in started))
             composite.hold(*before)
             self._host.on_change()
             _raise_first(outcomes)
@@ -263,7 +268,7 @@ class Lifecycle:
         if is_added:
             self._deployments.check_unneeded(name)
         if (
-            not any(one.is_loaded for one in sets)
+            not any(replica_set.is_loaded for replica_set in sets)
             and not (composite is not None and composite.is_loaded)
             and not is_added
         ):
@@ -287,10 +292,10 @@ class Lifecycle:
             self._host.on_change()
             drained = await self._host.drain(composite.name, left_s, None)
             left_s = max(0.0, deadline - time.monotonic())
-        drained = sum(await asyncio.gather(*(one.begin_unload(left_s) for one in sets)), drained)
+        drained = sum(await asyncio.gather(*(replica_set.begin_unload(left_s) for replica_set in sets)), drained)
         if composite is not None:
             composite.hold(State.UNLOADING, f"its {composite.parts}' replicas are being ended")
-        retired = sum(await asyncio.gather(*(one.end_unload() for one in sets)), Retired())
+        retired = sum(await asyncio.gather(*(replica_set.end_unload() for replica_set in sets)), Retired())
         if composite is not None:
             composite.note_unloaded(retired.leftovers)
             self._host.on_change()
@@ -329,35 +334,37 @@ class Lifecycle:
         if config is not None:
             self._deployments.adopt(name, config)
         # All sets switch in the same routing table, since the steps of a pipeline must fit each other.
-        old = [one.switch(started) for one, started in fresh]
+        old = [replica_set.switch(started) for replica_set, started in fresh]
         self._host.on_change()
-        retiring = (one.retire(slots) for one, slots in zip(sets, old, strict=True))
+        retiring = (replica_set.retire(slots) for replica_set, slots in zip(sets, old, strict=True))
         return sum(await asyncio.gather(*retiring), Retired())
 
     async def _reload_versions(self, name: str, wanted: Deployment) -> Retired:
         """Start new and changed versions, or all versions if the configuration is unchanged; then end removed versions.
         A version that keeps its replicas only gets its new share of the traffic."""
         now, sets = self._deployments.config.deployments[name], self._deployments.sets
-        made = self._deployments.made(name, wanted)
-        fresh = {own: one for own, one in made.items() if own not in sets}
-        gone = [one for one in self._deployments.own_sets(name) if one.name not in made]
+        wanted_sets = self._deployments.made(name, wanted)
+        fresh = {set_name: replica_set for set_name, replica_set in wanted_sets.items() if set_name not in sets}
+        gone = [replica_set for replica_set in self._deployments.own_sets(name) if replica_set.name not in wanted_sets]
         is_same = not fresh and not gone and now.shared_traffic == wanted.shared_traffic
         changed = _changed_versions(now, wanted) or (list(wanted.versions) if is_same else [])
         starting = [*fresh.values(), *(sets[f"{name}.{version}"] for version in changed)]
         switched = await self._started(starting, wanted)
         self._deployments.adopt_versions(name, wanted, fresh)
-        old = [one.switch(started) for one, started in switched]
+        old = [replica_set.switch(started) for replica_set, started in switched]
         self._host.on_change()
-        retiring = (one.retire(slots) for (one, _), slots in zip(switched, old, strict=True) if slots)
-        return sum(await asyncio.gather(*retiring, *(self._ended_version(one) for one in gone)), Retired())
+        retiring = (replica_set.retire(slots) for (replica_set, _), slots in zip(switched, old, strict=True) if slots)
+        return sum(
+            await asyncio.gather(*retiring, *(self._ended_version(replica_set) for replica_set in gone)), Retired()
+        )
 
-    async def _ended_version(self, one: ReplicaSet) -> Retired:
+    async def _ended_version(self, replica_set: ReplicaSet) -> Retired:
         """Drain and end a removed version, and drop its replica set."""
         await asyncio.sleep(CHOSEN_S)
-        drained = await one.begin_unload(one.config.drain_timeout_s)
-        retired = await one.end_unload()
+        drained = await replica_set.begin_unload(replica_set.config.drain_timeout_s)
+        retired = await replica_set.end_unload()
         retired.drained = drained
-        self._deployments.drop_set(one)
+        self._deployments.drop_set(replica_set)
         self._host.on_change()
         return retired
 
@@ -366,54 +373,60 @@ class Lifecycle:
     ) -> list[tuple[ReplicaSet, list[ReplicaHandle]]]:
         """Start replicas beside the serving replicas. If a start fails, all the new replicas are ended."""
         outcomes = await asyncio.gather(
-            *(one.start_fresh(config_of(one, wanted)) for one in sets), return_exceptions=True
+            *(replica_set.start_fresh(config_of(replica_set, wanted)) for replica_set in sets), return_exceptions=True
         )
-        fresh = [(one, outcome) for one, outcome in zip(sets, outcomes, strict=True) if isinstance(outcome, list)]
+        fresh = [
+            (replica_set, outcome)
+            for replica_set, outcome in zip(sets, outcomes, strict=True)
+            if isinstance(outcome, list)
+        ]
         failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-        failures += [lost for one, started in fresh if (lost := one.starter.lost(started)) is not None]
+        failures += [lost for replica_set, started in fresh if (lost := replica_set.starter.lost(started)) is not None]
         if failures:
             await stop_or_kill([replica for _, started in fresh for replica in started])
             _raise_first(failures, "; what served before goes on serving")
         return fresh
 
-    async def _adapt(self, name: str, one: ReplicaSet, config: Deployment) -> Retired | None:
+    async def _adapt(self, name: str, replica_set: ReplicaSet, config: Deployment) -> Retired | None:
         """Load and unload adapters in serving replicas. Returns None if more than adapters changes, or if the replicas
         can't load these adapters."""
-        changed = changed_adapters(one.config, config)
-        signature = one.signature
+        changed = changed_adapters(replica_set.config, config)
+        signature = replica_set.signature
         if changed is None or signature is None or signature.vllm is None:
             return None
         added, removed = changed
         try:
-            found = await asyncio.to_thread(find_adapters, added, self._host.search)
+            new_adapters = await asyncio.to_thread(find_adapters, added, self._host.search)
         except LoadError as error:
             raise CallableFailed(str(error)) from error
-        if added and not (one.ready and all(a.rank <= signature.vllm.max_lora_rank for a in found.values())):
+        if added and not (
+            replica_set.ready and all(a.rank <= signature.vllm.max_lora_rank for a in new_adapters.values())
+        ):
             return None
-        before = one.config.adapters
+        before = replica_set.config.adapters
         try:
-            await self._fit(one, {**before, **added})
+            await self._fit(replica_set, {**before, **added})
         except CallableFailed as error:
             with contextlib.suppress(CallableFailed):
-                await self._fit(one, before)
+                await self._fit(replica_set, before)
             raise error.again(f"{error.message}; what served before goes on serving") from error
-        one.adapter_loads.update(added.keys())
+        replica_set.adapter_loads.update(added.keys())
         self._deployments.adopt(name, config)
         self._host.on_change()
         retired = Retired()
         if removed:
             retired.drained = await self._host.drain(name, config.drain_timeout_s, None, removed)
             try:
-                await self._fit(one, config.adapters)
+                await self._fit(replica_set, config.adapters)
             except CallableFailed as error:  # no request reaches the adapter any more
                 retired.warnings.append(error.message)
         return retired
 
-    async def _fit(self, one: ReplicaSet, adapters: Mapping[str, str]) -> None:
+    async def _fit(self, replica_set: ReplicaSet, adapters: Mapping[str, str]) -> None:
         """Have all serving replicas load and unload adapters; raises as `fit`. On return every serving replica has
         exactly these adapters: nothing is awaited between that check and the return."""
-        while late := [replica for replica in one.ready.values() if replica.adapters != adapters]:
-            fits = (fit(replica, adapters, self._host.search, one.config.load_timeout_s) for replica in late)
+        while late := [replica for replica in replica_set.ready.values() if replica.adapters != adapters]:
+            fits = (fit(replica, adapters, self._host.search, replica_set.config.load_timeout_s) for replica in late)
             _raise_first(await asyncio.gather(*fits, return_exceptions=True))
 
 

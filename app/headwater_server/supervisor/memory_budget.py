@@ -49,7 +49,7 @@ class _Holding:
     later: dict[str, int] = field(default_factory=dict)
     """Bytes by place that the replica allocates after it is ready (its feature caches)."""
     measured: dict[str, int] = field(default_factory=dict)
-    most: tuple[int, int] = (0, 0)
+    largest: tuple[int, int] = (0, 0)
     """Largest measured sizes: bytes of the machine, bytes of a GPU."""
     is_settled: bool = False
     """Whether its start is over: it was measured when it was ready, if measuring was possible."""
@@ -83,8 +83,8 @@ class MemoryBudget:
         """Whether the next replica has to wait until an earlier replica is measured, since their size is unknown."""
         if not self.limits or self.knows(deployment):
             return False
-        starting = (one for one in self._holdings.values() if not one.is_settled and not one.declared)
-        return any(one.deployment == deployment for one in starting)
+        starting = (holding for holding in self._holdings.values() if not holding.is_settled and not holding.declared)
+        return any(holding.deployment == deployment for holding in starting)
 
     def size(self, deployment: str, place: str, declared: int | None, later: int = 0) -> dict[str, int]:
         """The expected bytes of a further replica that computes at ``place``, by place; empty if its size is unknown.
@@ -95,10 +95,10 @@ class MemoryBudget:
         host, gpu = self._ready.get(deployment, (0, 0))
         kept = (host + later, gpu) if place == HOST else (host, gpu + later)
         host, gpu = _larger(self._largest.get(deployment, (0, 0)), kept)
-        found = {HOST: host} if place == HOST else {HOST: host, place: gpu}
+        sizes = {HOST: host} if place == HOST else {HOST: host, place: gpu}
         if declared is not None:
-            found[place] = max(found[place], declared)
-        return {where: count for where, count in found.items() if count}
+            sizes[place] = max(sizes[place], declared)
+        return {where: count for where, count in sizes.items() if count}
 
     def take(
         self, holder: Hashable, deployment: str, place: str, declared: int | None, later: int = 0
@@ -123,15 +123,15 @@ class MemoryBudget:
             return
         holding.measured = dict(measured)
         on_gpus = max((count for place, count in measured.items() if place != HOST), default=0)
-        holding.most = _larger(holding.most, (measured.get(HOST, 0), on_gpus))
+        holding.largest = _larger(holding.largest, (measured.get(HOST, 0), on_gpus))
         if is_ready and not holding.is_settled:
             holding.is_settled = True
             holding.reserved = dict(holding.declared)
             for place, later in holding.later.items():
                 holding.reserved[place] = max(holding.declared.get(place, 0), measured.get(place, 0) + later)
-            self._ready[holding.deployment] = _larger(self._ready.get(holding.deployment, (0, 0)), holding.most)
+            self._ready[holding.deployment] = _larger(self._ready.get(holding.deployment, (0, 0)), holding.largest)
         if holding.is_settled or self.knows(holding.deployment):
-            self._largest[holding.deployment] = _larger(self._largest.get(holding.deployment, (0, 0)), holding.most)
+            self._largest[holding.deployment] = _larger(self._largest.get(holding.deployment, (0, 0)), holding.largest)
 
     def settle(self, holder: Hashable) -> None:
         """Note that a replica has started. If it could not be measured, the deployment's next replicas no longer wait
@@ -144,7 +144,7 @@ class MemoryBudget:
         """Note that a replica computes at another place than the reserved place."""
         holding = self._holdings.get(holder)
         if holding is not None:
-            declared, later = (max(one.values(), default=0) for one in (holding.declared, holding.later))
+            declared, later = (max(sizes.values(), default=0) for sizes in (holding.declared, holding.later))
             holding.declared = {place: declared} if declared else {}
             holding.later = {place: later} if later else {}
 
@@ -163,8 +163,11 @@ class MemoryBudget:
 
     def taken(self, place: str) -> int:
         """Bytes taken or reserved at a place."""
-        ours = sum(one.takes(place) for one in self._holdings.values())
-        coming = sum(max(0, one.reserved.get(place, 0) - one.measured.get(place, 0)) for one in self._holdings.values())
+        ours = sum(holding.takes(place) for holding in self._holdings.values())
+        coming = sum(
+            max(0, holding.reserved.get(place, 0) - holding.measured.get(place, 0))
+            for holding in self._holdings.values()
+        )
         return max(ours, self._whole.get(place, 0) + coming)
 
     def excess(self, holder: Hashable) -> Refusal | None:
@@ -177,5 +180,5 @@ class MemoryBudget:
         return None
 
 
-def _larger(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
-    return max(one[0], other[0]), max(one[1], other[1])
+def _larger(first: tuple[int, int], second: tuple[int, int]) -> tuple[int, int]:
+    return max(first[0], second[0]), max(first[1], second[1])

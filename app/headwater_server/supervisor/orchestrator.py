@@ -61,11 +61,11 @@ class Orchestrator:
         )
         self._reloader = None if read is None else Reloader(read, config_file, self.deployments, self._lifecycle, host)
 
-    def _roll_back(self, one: VersionsState, version: str, reason: str) -> None:
+    def _roll_back(self, composite: VersionsState, version: str, reason: str) -> None:
         """Give all requests to the default version."""
-        share = one.config.shared_traffic.shares[version]
-        self.deployments.adopt(one.name, one.default_alone())
-        one.rolled_back = f"version `{version}` lost its share by itself: {reason} (it had {100 * share:g} %)"
+        share = composite.config.shared_traffic.shares[version]
+        self.deployments.adopt(composite.name, composite.default_alone())
+        composite.rolled_back = f"version `{version}` lost its share by itself: {reason} (it had {100 * share:g} %)"
         self._host.on_change()
 
     async def prepare(self) -> None:
@@ -110,7 +110,7 @@ class Orchestrator:
     @property
     def is_decided(self) -> bool:
         """Whether the first start of every deployment has succeeded or failed."""
-        return all(one.is_decided for one in self.sets.values())
+        return all(replica_set.is_decided for replica_set in self.sets.values())
 
     @property
     def failure(self) -> str:
@@ -119,13 +119,13 @@ class Orchestrator:
         if self._reloader is not None or not all(map(self._has_given_up, self.deployments.config.deployments)):
             return ""
         served = [self.sets.get(name) or self._composites[name] for name in self.deployments.config.deployments]
-        return "; ".join(f"{one.name}: {one.failure or one.reason}" for one in served)
+        return "; ".join(f"{model.name}: {model.failure or model.reason}" for model in served)
 
     def replica_views(self) -> list[ReplicaView]:
         """All replicas that have not ended."""
         return [
-            ReplicaView(one.id.rpartition("-")[0], one.id, one.group, one.batch_limit)
-            for one in self._host.replicas.values()
+            ReplicaView(replica.id.rpartition("-")[0], replica.id, replica.group, replica.batch_limit)
+            for replica in self._host.replicas.values()
         ]
 
     def problems(self) -> Iterable[Problem]:
@@ -136,16 +136,18 @@ class Orchestrator:
 
     def warnings(self) -> Iterable[Problem]:
         """Shortcomings of this machine that don't prevent replicas from running."""
-        signatures = {name: one.signature for name, one in self.sets.items() if one.signature is not None}
+        signatures = {
+            name: replica_set.signature for name, replica_set in self.sets.items() if replica_set.signature is not None
+        }
         return preflight.shared_memory_warnings(self._config.all_deployments(), signatures)
 
     def routes(self, workers: int) -> list[DeploymentRoute]:
         """The routes of all deployments, as each of ``workers`` gateway workers gets them. Steps follow their
         pipelines, and versions their deployments."""
         sets = {name: replicas.route(workers) for name, replicas in self.sets.items()}
-        for one in self._composites.values():
-            one.update(sets)
-        routes = [*sets.values(), *(one.route(workers) for one in self._composites.values())]
+        for composite in self._composites.values():
+            composite.update(sets)
+        routes = [*sets.values(), *(composite.route(workers) for composite in self._composites.values())]
         order = {name: index for index, name in enumerate(self.deployments.config.deployments)}
         return sorted(routes, key=lambda route: (order[route.part_of or route.name], route.part_of is not None))
 
@@ -158,6 +160,8 @@ class Orchestrator:
             return self.sets[name].has_given_up
         parts = [self.sets[part] for part in composite.deployments.values()]
         if isinstance(composite, VersionsState):
-            return composite.is_loaded and all(one.has_given_up for one in parts)
-        by_command = not composite.is_loaded or any(one.state is State.FAILED and not one.has_given_up for one in parts)
+            return composite.is_loaded and all(replica_set.has_given_up for replica_set in parts)
+        by_command = not composite.is_loaded or any(
+            replica_set.state is State.FAILED and not replica_set.has_given_up for replica_set in parts
+        )
         return composite.state is State.FAILED and not by_command

@@ -124,7 +124,7 @@ def runtime_dir_problems(server: Server, deployments: Mapping[str, Deployment]) 
     if any(character.isspace() for character in str(root)):
         reason = f"{str(root)!r} has white space, at which PyTriton splits Triton's arguments"
         problems.append(Problem(title, reason, another))
-    has_vllm = any(one.is_vllm for one in deployments.values())
+    has_vllm = any(deployment.is_vllm for deployment in deployments.values())
     socket_bytes = VLLM_SOCKET_BYTES if has_vllm else REPLICA_SOCKET_BYTES
     length = len(os.fsencode(root)) + INSTANCE_NAME_BYTES + len(str(os.getuid())) + socket_bytes
     if length > UNIX_PATH_BYTES:
@@ -135,7 +135,7 @@ def runtime_dir_problems(server: Server, deployments: Mapping[str, Deployment]) 
 
 def temporary_folder_problems(deployments: Iterable[Deployment]) -> list[Problem]:
     """Check whether Triton, if any deployment uses it, can write to the folder that it uses regardless of TMPDIR."""
-    if all(one.is_vllm for one in deployments):
+    if all(deployment.is_vllm for deployment in deployments):
         return []
     try:
         with tempfile.TemporaryDirectory(prefix="headwater-check-", dir=BACKEND_FOLDERS):
@@ -195,8 +195,8 @@ def shared_memory_bytes(deployment: Deployment, signature: Signature | None) -> 
     region = _region_bytes(deployment)
     if signature is not None and not deployment.is_vllm:
         rows = deployment.batching.max_batch_size
-        taken, given = (batch_bytes(side, rows) for side in (signature.inputs, signature.outputs))
-        region += deployment.max_in_flight * (taken + given)
+        input_bytes, output_bytes = (batch_bytes(side, rows) for side in (signature.inputs, signature.outputs))
+        region += deployment.max_in_flight * (input_bytes + output_bytes)
     return region * deployment.replicas.max
 
 
@@ -220,7 +220,7 @@ def shared_memory_problems(needed_bytes: int, free_bytes: int, total_bytes: int)
 
 def region_problems(deployments: Iterable[Deployment]) -> list[Problem]:
     """Check whether the regions that replicas have at start fit into /dev/shm, with the minimum number of replicas."""
-    needed = sum(_region_bytes(one) * one.replicas.min for one in deployments)
+    needed = sum(_region_bytes(deployment) * deployment.replicas.min for deployment in deployments)
     return free_shared_memory_problems(needed)
 
 
@@ -245,7 +245,7 @@ def free_shared_memory_problems(needed_bytes: int) -> list[Problem]:
 
 def needed_shared_memory_bytes(deployments: Mapping[str, Deployment], signatures: Mapping[str, Signature]) -> int:
     """Bytes that the replicas of all deployments need in /dev/shm."""
-    return sum(shared_memory_bytes(one, signatures.get(name)) for name, one in deployments.items())
+    return sum(shared_memory_bytes(deployment, signatures.get(name)) for name, deployment in deployments.items())
 
 
 def _region_bytes(deployment: Deployment) -> int:

@@ -182,33 +182,34 @@ class Preloads:
     """
 
     def __init__(self, host: Host, deployments: Iterable[Deployment]) -> None:
-        found: dict[_Key, list[str]] = {}
+        modules_by_key: dict[_Key, list[str]] = {}
         for deployment in deployments:
             if modules := heavy_imports(deployment, host.search):
-                found.setdefault(_key(deployment), []).extend(modules)
+                modules_by_key.setdefault(_key(deployment), []).extend(modules)
         self._host = host
         self._all = {
-            key: Preloaded(host, key[0], dict(key[1]), list(dict.fromkeys(modules))) for key, modules in found.items()
+            key: Preloaded(host, key[0], dict(key[1]), list(dict.fromkeys(modules)))
+            for key, modules in modules_by_key.items()
         }
 
     def start(self) -> None:
         """Start the processes."""
-        for one in self._all.values():
-            self._host.spawn(one.run())
+        for preloaded in self._all.values():
+            self._host.spawn(preloaded.run())
 
     async def wait(self, deployment: Deployment) -> None:
         """Wait until a replica of the deployment can be forked, or should be started without forking."""
-        if (one := self._of(deployment)) is not None:
-            await asyncio.wait({one.decided}, timeout=IMPORT_TIMEOUT_S)
+        if (preloaded := self._of(deployment)) is not None:
+            await asyncio.wait({preloaded.decided}, timeout=IMPORT_TIMEOUT_S)
 
     def fork_of(self, deployment: Deployment) -> Fork | None:
         """A function that forks replicas of the deployment; None: they are started without forking."""
-        one = self._of(deployment)
-        return one.fork if one is not None and one.is_ready else None
+        preloaded = self._of(deployment)
+        return preloaded.fork if preloaded is not None and preloaded.is_ready else None
 
     def _of(self, deployment: Deployment) -> Preloaded | None:
-        one = self._all.get(_key(deployment))
-        return one if one is not None and heavy_imports(deployment, self._host.search) else None
+        preloaded = self._all.get(_key(deployment))
+        return preloaded if preloaded is not None and heavy_imports(deployment, self._host.search) else None
 
 
 _Key = tuple[Path | None, tuple[tuple[str, str], ...]]

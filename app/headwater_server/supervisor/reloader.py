@@ -82,7 +82,7 @@ class Reloader:
             is_changed = self._adopted.get(name) != section
             if not is_changed and (name not in affected or self._is_unloaded(name)):
                 continue
-            is_loaded = any(one.is_loaded for one in self._deployments.own_sets(name))
+            is_loaded = any(replica_set.is_loaded for replica_set in self._deployments.own_sets(name))
             if await self._carry_out("reload" if is_loaded else "load", name, section if is_changed else None):
                 self._adopted[name] = section
         # In reverse order, since a pipeline must be unloaded before the deployments that are its steps.
@@ -93,7 +93,7 @@ class Reloader:
     def _is_unloaded(self, name: str) -> bool:
         """Whether an operator has unloaded a deployment. It then stays unloaded."""
         sets = self._deployments.own_sets(name)
-        return all(not one.is_loaded and one.state is State.UNAVAILABLE for one in sets)
+        return all(not replica_set.is_loaded and replica_set.state is State.UNAVAILABLE for replica_set in sets)
 
     def _read_again(self) -> None:
         try:
@@ -119,19 +119,19 @@ class Reloader:
         return False
 
     def _files(self) -> set[Path]:
-        own = set() if self._config_file is None else {self._config_file}
-        return own.union(*map(self._files_of, self._wanted))
+        config_files = set() if self._config_file is None else {self._config_file}
+        return config_files.union(*map(self._files_of, self._wanted))
 
     def _files_of(self, name: str) -> set[Path]:
         """The files of a deployment: files that its models name, and modules that its replicas have imported."""
         deployment = self._wanted[name]
         steps = deployment.pipeline.all_steps().values() if deployment.pipeline is not None else ()
-        found = set()
+        files = set()
         for model in (deployment.model, *(step.model for step in steps)):
-            found |= files_of_model(model or "", self._host.search)
-        for own in deployment.with_replicas(name):
-            found |= {Path(file) for file in self._host.imported.get(own, ())}
-        return found
+            files |= files_of_model(model or "", self._host.search)
+        for set_name in deployment.with_replicas(name):
+            files |= {Path(file) for file in self._host.imported.get(set_name, ())}
+        return files
 
 
 def files_of_model(model: str, search: list[str]) -> set[Path]:
@@ -149,11 +149,11 @@ def files_of_model(model: str, search: list[str]) -> set[Path]:
             return set()
     if path:
         places = {Path(folder).absolute() / os.path.expanduser(path) for folder in search}
-        found = set(places)
+        files = set(places)
         for place in places:
             with contextlib.suppress(OSError):  # it is no folder, or was removed meanwhile
-                found.update(place.iterdir())
-        return found
+                files.update(place.iterdir())
+        return files
     module = model.partition(":")[0].replace(".", "/")
     ends = (f"{module}.py", f"{module}/__init__.py") if module else ()
     return {Path(folder).absolute() / end for folder in search for end in ends}

@@ -101,23 +101,23 @@ class ReplicaMemory:
         for place in self._places:
             if place.name == name and place.device in devices:
                 devices[place.device] += 1
-        found: list[Place] = []
+        places: list[Place] = []
         for _ in range(count):
-            for device in sorted(devices, key=lambda one: devices[one]):
+            for device in sorted(devices, key=lambda candidate: devices[candidate]):
                 place = Place(name, device)
                 where = self._where(name, config, device)
                 refusal = self.budget.take(place, name, where, config.memory, config.feature_bytes)
                 if refusal is None:
                     devices[device] += 1
                     self._places.add(place)
-                    found.append(place)
+                    places.append(place)
                     break
             else:
-                for place in found:
+                for place in places:
                     self.release(place)
-                what = "another replica" if count == 1 else f"{count} more replicas"
-                raise MemoryBudgetExceeded(f"no capacity for {what} of `{name}`: {refusal}")
-        return found
+                addition = "another replica" if count == 1 else f"{count} more replicas"
+                raise MemoryBudgetExceeded(f"no capacity for {addition} of `{name}`: {refusal}")
+        return places
 
     def attach(self, place: Place, replica: ReplicaHandle) -> None:
         """Note that a replica was started in a place. Its end releases the place."""
@@ -165,19 +165,21 @@ class ReplicaMemory:
             began_s = loop.time()
             held = [(place, place.is_ready, place.replica) for place in self._places]
             try:
-                found, whole = await asyncio.to_thread(self._look, [one for _, _, one in held if one is not None])
+                usage, whole = await asyncio.to_thread(
+                    self._look, [replica for _, _, replica in held if replica is not None]
+                )
             except OSError as error:  # for example no file descriptors; the last measurement stays
                 logger.error("the memory of replicas can't be measured: %s", error)
                 return
             for place, was_ready, replica in held:
-                if replica is not None and replica.id in found:
-                    self.budget.note(place, found[replica.id], is_ready=was_ready)
+                if replica is not None and replica.id in usage:
+                    self.budget.note(place, usage[replica.id], is_ready=was_ready)
             for name, used in whole.items():
                 self.budget.note_whole(name, used)
             self._measured_s = began_s
 
     def _look(self, replicas: Collection[ReplicaHandle]) -> tuple[dict[str, Mapping[str, int]], Mapping[str, int]]:
-        groups = {one.id: group for one in replicas if (group := one.group)}
+        groups = {replica.id: group for replica in replicas if (group := replica.group)}
         measured = self._measure(set(groups.values()))
-        found = {id: measured[group] for id, group in groups.items() if group in measured}
-        return found, self._used() if len(self.budget.limits) > 1 else {}
+        usage = {id: measured[group] for id, group in groups.items() if group in measured}
+        return usage, self._used() if len(self.budget.limits) > 1 else {}

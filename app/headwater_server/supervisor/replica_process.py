@@ -300,18 +300,18 @@ class ReplicaProcess:
 
     async def remains(self) -> list[str]:
         """See `ReplicaHandle.remains`."""
-        found = list(self.leftovers)
+        leftovers = list(self.leftovers)
         if not self.exited.done():
-            found.append(f"replica {self.id}: its guardian has not ended")
+            leftovers.append(f"replica {self.id}: its guardian has not ended")
         if self.directory.exists():
-            found.append(f"folder {self.directory}")
+            leftovers.append(f"folder {self.directory}")
         deadline, groups = time.monotonic() + KILLED_TIMEOUT_S, {self._group}
         try:
             while (pids := await asyncio.to_thread(group_members, groups)) and time.monotonic() < deadline:  # noqa: ASYNC110
                 await asyncio.sleep(KILLED_POLL_S)
         except OSError as error:
-            return [*found, f"perhaps processes, which can't be listed: {error}"]
-        return [*found, *(f"process {pid}" for pid in pids)]
+            return [*leftovers, f"perhaps processes, which can't be listed: {error}"]
+        return [*leftovers, *(f"process {pid}" for pid in pids)]
 
     async def ask_vllm(self, url: str, body: str, timeout_s: float) -> tuple[int, bytes]:
         """See `ReplicaHandle.ask_vllm`."""

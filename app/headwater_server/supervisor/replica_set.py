@@ -383,15 +383,15 @@ class ReplicaSet(Served):
         self._slots.remove(slot)
         self._slots.append(slot)
         self.signature = replica.signature
-        if self.bounds.is_fixed and not any(other.is_slow for other in self._slots):
+        if self.bounds.is_fixed and not any(sibling.is_slow for sibling in self._slots):
             self.shortage = ""
         self.set_state(State.READY, f"replica {replica.id} ready")
 
     def note_lost(self, slot: Slot, replica: ReplicaHandle) -> None:
         """Note that a replica that served can no longer be used."""
         if not self.ready:
-            for other in self._slots:
-                other.hurry()
+            for sibling in self._slots:
+                sibling.hurry()
         if slot.is_kept and not self.ready:
             self.set_state(State.UNAVAILABLE, replica.reason)
         else:
@@ -432,7 +432,7 @@ class ReplicaSet(Served):
             self._give_up(slot, reason, f"one replica less: {reason}")
             return
         slot.is_slow = True
-        if any(not other.is_slow for other in self._slots):
+        if any(not sibling.is_slow for sibling in self._slots):
             self.shortage = f"one replica less, which is tried again slowly: {reason}"
             logger.error("%s: %s", self.name, self.shortage)
             self.host.on_change()
@@ -482,8 +482,8 @@ def _serving(slots: Iterable[Slot]) -> dict[str, ReplicaHandle]:
 def _least_needed(slots: Iterable[Slot], count: int) -> list[Slot]:
     """The ``count`` slots to give up first: slots that don't serve, then the newest slot on the device with the most
     replicas."""
-    left, found = list(slots), []
+    rest, surplus = list(slots), []
     for _ in range(count):
-        on = [slot.replica.device if slot.replica is not None else "" for slot in left]
-        found.append(left.pop(max(range(len(left)), key=lambda at: (not left[at].serves, on.count(on[at]), at))))
-    return found
+        on = [slot.replica.device if slot.replica is not None else "" for slot in rest]
+        surplus.append(rest.pop(max(range(len(rest)), key=lambda at: (not rest[at].serves, on.count(on[at]), at))))
+    return surplus

@@ -50,29 +50,29 @@ class Scripts:
 
     def __init__(self, paths: Sequence[str]) -> None:
         self._paths = paths
-        self._found: dict[_Run, dict[str, Any] | Problem] = {}
+        self._findings: dict[_Run, dict[str, Any] | Problem] = {}
 
     def run(self, deployments: Iterable[Deployment]) -> None:
         """Run the scripts of these deployments that have not been run, several at the same time."""
-        runs = {model.run for one in deployments for model in scripts_of(one)} - set(self._found)
+        runs = {model.run for deployment in deployments for model in scripts_of(deployment)} - set(self._findings)
         if runs:
             with ThreadPoolExecutor(min(len(runs), cpu_count())) as pool:
-                self._found.update(zip(runs, pool.map(self._find, runs), strict=True))
+                self._findings.update(zip(runs, pool.map(self._find, runs), strict=True))
 
     def finding(self, deployment: Deployment) -> dict[str, Any] | Problem:
         """The fields of the `headwater.replica.bindings.ScriptFinding` of a deployment's script, or the problem that
         prevented it."""
         self.run([deployment])
         (model,) = scripts_of(deployment)
-        return self._found[model.run]
+        return self._findings[model.run]
 
     def warnings(self) -> list[str]:
         """The warnings of all scripts, for example about settings that have no effect here; without duplicates."""
-        found = {}
-        for run, finding in self._found.items():
+        texts = {}
+        for run, finding in self._findings.items():
             if not isinstance(finding, Problem):
-                found.update(dict.fromkeys(f"{run.script}: {text}" for text in finding["warnings"]))
-        return list(found)
+                texts.update(dict.fromkeys(f"{run.script}: {text}" for text in finding["warnings"]))
+        return list(texts)
 
     def laid_under(self, deployment: Deployment) -> dict[str, Any]:
         """A deployment's section, with its scripts' fields where the section sets nothing; also in its versions and
@@ -101,15 +101,15 @@ class Scripts:
 
     def _settings(self, deployment: Deployment) -> dict[str, Any]:
         """The fields that a deployment's scripts set; empty if it has no scripts, or if they fail."""
-        found: list[dict[str, Any]] = []
+        sections: list[dict[str, Any]] = []
         for model in scripts_of(deployment):
-            finding = self._found[model.run]
+            finding = self._findings[model.run]
             if not isinstance(finding, Problem):
                 settings = finding["settings"]
-                found.append(settings.get(model.name or next(iter(settings)), {}))
+                sections.append(settings.get(model.name or next(iter(settings)), {}))
         if deployment.pipeline is None:
-            return found[0] if found else {}
-        sizes = [one["batching"]["max_batch_size"] for one in found if one]
+            return sections[0] if sections else {}
+        sizes = [section["batching"]["max_batch_size"] for section in sections if section]
         return {"batching": {"max_batch_size": min(sizes)}, "warmup_batch_sizes": []} if sizes else {}
 
     def _find(self, run: _Run) -> dict[str, Any] | Problem:
@@ -155,7 +155,7 @@ def scripts_of(deployment: Deployment) -> Iterator[_Model]:
 def _own_steps(deployment: Deployment) -> Iterator[tuple[str, Step]]:
     """The steps of a pipeline that name a model rather than a deployment."""
     if deployment.pipeline is not None:
-        yield from ((name, one) for name, one in deployment.pipeline.all_steps().items() if one.model is not None)
+        yield from ((name, step) for name, step in deployment.pipeline.all_steps().items() if step.model is not None)
 
 
 def _of_step(deployment: Deployment, step: Step) -> Deployment:
@@ -168,23 +168,23 @@ def _of_step(deployment: Deployment, step: Step) -> Deployment:
 def _section_of_step(pipeline: dict[str, Any], name: str) -> dict[str, Any]:
     """The section of a step within the section of its pipeline."""
     if "steps" in pipeline:
-        found: dict[str, Any] = pipeline["steps"][name]
+        section: dict[str, Any] = pipeline["steps"][name]
     else:
-        found = {"trunk": pipeline["trunk"], **pipeline["heads"]}[name]
-    return found
+        section = {"trunk": pipeline["trunk"], **pipeline["heads"]}[name]
+    return section
 
 
-def _with_own(settings: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+def _with_own(settings: Mapping[str, Any], section: Mapping[str, Any]) -> dict[str, Any]:
     """A script's fields, overridden by the section's fields of the same names."""
-    return laid_over(dict(settings), {name: own[name] for name in settings if name in own})
+    return laid_over(dict(settings), {name: section[name] for name in settings if name in section})
 
 
-def _without(section: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a section that ``other`` doesn't have, or has with other values."""
-    left: dict[str, Any] = {}
+def _without(section: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a section that ``base`` doesn't have, or has with other values."""
+    remainder: dict[str, Any] = {}
     for name, value in section.items():
-        if isinstance(value, Mapping) and isinstance(other.get(name), Mapping):
-            left[name] = _without(value, other[name])
-        elif name not in other or other[name] != value:
-            left[name] = value
-    return left
+        if isinstance(value, Mapping) and isinstance(base.get(name), Mapping):
+            remainder[name] = _without(value, base[name])
+        elif name not in base or base[name] != value:
+            remainder[name] = value
+    return remainder

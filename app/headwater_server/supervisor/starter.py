@@ -168,10 +168,10 @@ class ReplicaStarter:
 
     def lost(self, fresh: Collection[ReplicaHandle]) -> CallableFailed | None:
         """The error if any of the replicas that were started together has ended since it was ready; otherwise None."""
-        for one in fresh:
-            if one.ending.is_set():
-                reason = one.account() or "it ended"
-                self.failure = one.cause()
+        for replica in fresh:
+            if replica.ending.is_set():
+                reason = replica.account() or "it ended"
+                self.failure = replica.cause()
                 return CallableFailed(f"a replica of `{self._name}` was lost before all others were ready: {reason}")
         return None
 
@@ -199,17 +199,17 @@ class ReplicaStarter:
         """End replicas, and check for leftovers."""
         before = await _measure(replicas)
         await stop_or_kill(replicas)
-        remains = await asyncio.gather(*(one.remains() for one in replicas))
+        remains = await asyncio.gather(*(replica.remains() for replica in replicas))
         retired = Retired(before=before, after=await _measure(replicas), leftovers=[*chain(*remains)])
-        for one in replicas:
-            if one.reason not in ("", "stopped", "stopped before it was ready"):
-                retired.warnings.append(f"replica {one.id}: {one.reason}")
+        for replica in replicas:
+            if replica.reason not in ("", "stopped", "stopped before it was ready"):
+                retired.warnings.append(f"replica {replica.id}: {replica.reason}")
         return retired
 
 
 async def _measure(replicas: Collection[ReplicaHandle]) -> GroupUse:
     try:
-        return sum(await asyncio.gather(*(one.use() for one in replicas)), GroupUse())
+        return sum(await asyncio.gather(*(replica.use() for replica in replicas)), GroupUse())
     except OSError as error:  # for example no file descriptors; the replicas are ended all the same
         logger.error("the memory of replicas that are ended can't be measured: %s", error)
         return GroupUse()

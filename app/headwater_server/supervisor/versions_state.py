@@ -46,8 +46,8 @@ class VersionsState(Composite):
             Conflict: there is no such version.
         """
         if version not in self.config.versions:
-            known = ", ".join(f"`{one}`" for one in self.config.versions)
-            raise Conflict(f"model `{self.name}`, version: expected one of {known}, got {version[:100]!r}")
+            versions = ", ".join(f"`{name}`" for name in self.config.versions)
+            raise Conflict(f"model `{self.name}`, version: expected one of {versions}, got {version[:100]!r}")
         return self._with(self.config.shared_traffic, {version: 1.0}, version)
 
     def traffic_before(self, *, is_undo: bool) -> Deployment:
@@ -73,7 +73,9 @@ class VersionsState(Composite):
                 f"model `{self.name}`: expected a rollback as the last change of its traffic, which --undo takes back; "
                 "it was another change, which a rollback without --undo takes back"
             )
-        gone = [one for one, share in self.before.shares.items() if share and one not in self.config.versions]
+        gone = [
+            version for version, share in self.before.shares.items() if share and version not in self.config.versions
+        ]
         if gone:
             raise Conflict(f"model `{self.name}`: version `{gone[0]}`, which had a share of the traffic then, is gone")
         return self._with(self.before, self.before.shares, self.before.default)
@@ -103,15 +105,15 @@ class VersionsState(Composite):
             return
         versions = {version: deployments[name] for version, name in self.deployments.items()}
         default = self.config.shared_traffic.default
-        one = versions[default]
-        self.signature = None if one.signature is None else msgspec.structs.replace(one.signature, name=self.name)
-        if one.state is not State.READY:
-            reason = "; ".join(filter(None, (self.rolled_back, f"version `{default}`: {one.reason}")))
-            self.enter(one.state, reason, f"version `{default}`: {one.cause}")
+        route = versions[default]
+        self.signature = None if route.signature is None else msgspec.structs.replace(route.signature, name=self.name)
+        if route.state is not State.READY:
+            reason = "; ".join(filter(None, (self.rolled_back, f"version `{default}`: {route.reason}")))
+            self.enter(route.state, reason, f"version `{default}`: {route.cause}")
             return
-        away = {version: other for version, other in versions.items() if other.state is not State.READY}
-        reason = "; ".join(f"version `{name}` is {other.state.value}: {other.reason}" for name, other in away.items())
-        cause = "; ".join(f"version `{name}` is {other.state.value}: {other.cause}" for name, other in away.items())
+        away = {version: route for version, route in versions.items() if route.state is not State.READY}
+        reason = "; ".join(f"version `{name}` is {route.state.value}: {route.reason}" for name, route in away.items())
+        cause = "; ".join(f"version `{name}` is {route.state.value}: {route.cause}" for name, route in away.items())
         self.enter(State.READY, "; ".join(filter(None, (self.rolled_back, reason or "all versions ready"))), cause)
 
     def route(self, workers: int) -> DeploymentRoute:

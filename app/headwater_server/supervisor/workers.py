@@ -134,10 +134,12 @@ class Workers:
         for field, files in self._kept.items():
             files.renew()
             kept[field] = list(map(str, files.copies))
-        own = msgspec.structs.replace(settings, index=index, metrics=self._observer.start_worker(index), **kept)
+        worker_settings = msgspec.structs.replace(
+            settings, index=index, metrics=self._observer.start_worker(index), **kept
+        )
         # In memory, since a worker must be able to start while the disk is full.
         with open(os.memfd_create("settings", os.MFD_CLOEXEC), "wb", buffering=0) as file:
-            file.write(msgspec.json.encode(own))
+            file.write(msgspec.json.encode(worker_settings))
             fds = (file.fileno(), listener.fileno(), reason.fileno())
             return subprocess.Popen(
                 [sys.executable, "-m", "headwater_server.gateway.worker", settings.control, *map(str, fds)],
