@@ -14,8 +14,8 @@ __all__ = ["config_content", "content"]
 
 def config_content(config: Config) -> dict[str, Any]:
     """The content of a whole configuration, its section ``cluster`` included."""
-    found: dict[str, Any] = content(config)
-    return found if config.cluster is None else {**found, "cluster": content(config.cluster)}
+    sections: dict[str, Any] = content(config)
+    return sections if config.cluster is None else {**sections, "cluster": content(config.cluster)}
 
 
 def content(value: Any) -> Any:

@@ -112,23 +112,23 @@ def lay_over(
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
         twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
         raise ValueError(f"duplicate key `{twice[:100]}`")
-    return found
+    return fields
 
 
 def _no_number(text: str) -> None:
     raise ValueError(f"{text} is no number in JSON")
 
 
-def _check_depth(value: object, left: int) -> None:
+def _check_depth(value: object, levels: int) -> None:
     if isinstance(value, (dict, list)):
-        if not left:
+        if not levels:
             raise _wrong(f"expected at most {MAX_DEPTH} levels of nesting, got more")
         for item in value.values() if isinstance(value, dict) else value:
-            _check_depth(item, left - 1)
+            _check_depth(item, levels - 1)
 
 
 def _count_keys(value: object) -> int:

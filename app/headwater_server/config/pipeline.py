@@ -143,7 +143,7 @@ class Pipeline(Section):
                     f"step `{name}`: a fused pipeline computes its steps in one replica: expected `model`, got "
                     f"deployment `{step.deployment}`; or choose `placement: graph`"
                 )
-            for field in (one for one in step.own_settings() if one != "cache"):
+            for field in (setting for setting in step.own_settings() if setting != "cache"):
                 yield (
                     f"step `{name}`, {field}: a fused pipeline's steps share one replica; set it in the deployment, or "
                     "choose `placement: graph`"

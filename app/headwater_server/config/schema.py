@@ -164,8 +164,8 @@ class Deployment(Section):
         for name, fields in self.versions.items():
             where = f"versions.{name}"
             if not _VERSION.match(name) or name in sections.Traffic.model_fields:
-                those = ", ".join(map(repr, sections.Traffic.model_fields))
-                expected = f"letters, digits, '_' or '-', at most 50 characters, and none of {those}"
+                field_names = ", ".join(map(repr, sections.Traffic.model_fields))
+                expected = f"letters, digits, '_' or '-', at most 50 characters, and none of {field_names}"
                 yield f"versions: expected names of {expected}, got {name!r}"
             for field in ("versions", "traffic"):
                 if field in fields:
@@ -196,8 +196,8 @@ class Deployment(Section):
         Raises:
             ValidationError: the version's fields are invalid.
         """
-        own = {field: value for field, value in sections.given(self).items() if field not in ("versions", "traffic")}
-        return Deployment.model_validate(sections.laid_over(own, self.versions[name]))
+        base = {field: value for field, value in sections.given(self).items() if field not in ("versions", "traffic")}
+        return Deployment.model_validate(sections.laid_over(base, self.versions[name]))
 
     @property
     def shared_traffic(self) -> sections.Traffic:
@@ -272,10 +272,10 @@ class Deployment(Section):
         """The deployment of a step that has a ``model``, for a pipeline in placement ``graph``."""
         assert self.pipeline is not None
         step = self.pipeline.all_steps()[name]
-        own = {"cache": None, **step.own_settings()}
-        if "environment" in own:
-            own["environment"] = {**self.environment, **own["environment"]}
-        return self.model_copy(update={"model": step.model, "pipeline": None, "options": step.options, **own})
+        settings = {"cache": None, **step.own_settings()}
+        if "environment" in settings:
+            settings["environment"] = {**self.environment, **settings["environment"]}
+        return self.model_copy(update={"model": step.model, "pipeline": None, "options": step.options, **settings})
 
     def part(self, name: str) -> Deployment:
         """The deployment of the version or step ``name``; see `with_replicas`."""
@@ -378,19 +378,19 @@ class Config(Section):
     @classmethod
     def _check_names(cls, value: dict[str, Deployment]) -> dict[str, Deployment]:
         for name, deployment in value.items():
-            for kind, one in (("deployment", name), *(("adapter", adapter) for adapter in deployment.adapters)):
-                if not _NAME.match(one):
+            for kind, model_name in (("deployment", name), *(("adapter", adapter) for adapter in deployment.adapters)):
+                if not _NAME.match(model_name):
                     raise ValueError(
-                        f"{kind} name {one!r}: expected letters, digits, '_', '.' or '-', at most 100 characters"
+                        f"{kind} name {model_name!r}: expected letters, digits, '_', '.' or '-', at most 100 characters"
                     )
         return value
 
     @model_validator(mode="after")
     def _give_python(self) -> Config:
         if self.python is not None:
-            for name, one in self.deployments.items():
-                if one.python is None and not one.is_vllm:
-                    self.deployments[name] = one.model_copy(update={"python": self.python})
+            for name, deployment in self.deployments.items():
+                if deployment.python is None and not deployment.is_vllm:
+                    self.deployments[name] = deployment.model_copy(update={"python": self.python})
         return self
 
     @model_validator(mode="after")
@@ -408,20 +408,20 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_steps(self) -> Config:
-        found = {
-            name: list(self._step_faults(name, one, one.pipeline))
-            for name, one in self.deployments.items()
-            if one.pipeline is not None and one.is_graph
+        faults_by_name = {
+            name: list(self._step_faults(name, deployment, deployment.pipeline))
+            for name, deployment in self.deployments.items()
+            if deployment.pipeline is not None and deployment.is_graph
         }
-        for name, one in self.deployments.items():
-            taken = [f"{name}.{version}" for version in one.versions if f"{name}.{version}" in self.deployments]
-            found[name] = found.get(name, []) + [
+        for name, deployment in self.deployments.items():
+            taken = [f"{name}.{version}" for version in deployment.versions if f"{name}.{version}" in self.deployments]
+            faults_by_name[name] = faults_by_name.get(name, []) + [
                 f"deployments.{name}.versions: `{part}` is the name of another deployment, too; rename one"
                 for part in taken
             ]
-        if any(found.values()):
-            messages = [message for faults in found.values() for message in faults]
-            raise Faults(messages, [name for name, faults in found.items() if faults])
+        if any(faults_by_name.values()):
+            messages = [message for faults in faults_by_name.values() for message in faults]
+            raise Faults(messages, [name for name, faults in faults_by_name.items() if faults])
         return self
 
     def _step_faults(self, name: str, deployment: Deployment, pipeline: Pipeline) -> Iterator[str]:
@@ -429,36 +429,36 @@ class Config(Section):
         for step_name, step in pipeline.all_steps().items():
             where = f"deployments.{name}.pipeline, step `{step_name}`"
             if step.model is not None:
-                own = deployment.step(step_name)
-                if own.max_in_flight < own.instances:
-                    expected = f"expected at least instances = {own.instances}"
-                    yield f"{where}: max_in_flight: {expected}, got {own.max_in_flight}"
+                step_deployment = deployment.step(step_name)
+                if step_deployment.max_in_flight < step_deployment.instances:
+                    expected = f"expected at least instances = {step_deployment.instances}"
+                    yield f"{where}: max_in_flight: {expected}, got {step_deployment.max_in_flight}"
             if step.deployment is None:
                 if f"{name}.{step_name}" in self.deployments:
                     served = f"it is served as `{name}.{step_name}`"
                     yield f"{where}: {served}, which is the name of another deployment; rename one"
                 continue
-            other = self.deployments.get(step.deployment)
-            if other is None:
-                known = ", ".join(f"`{one}`" for one in self.deployments)
+            named_deployment = self.deployments.get(step.deployment)
+            if named_deployment is None:
+                names = ", ".join(f"`{key}`" for key in self.deployments)
                 hint = did_you_mean(step.deployment, self.deployments)
-                yield f"{where}: unknown deployment `{step.deployment}`; expected one of {known}{hint}"
-            elif other.versions:
+                yield f"{where}: unknown deployment `{step.deployment}`; expected one of {names}{hint}"
+            elif named_deployment.versions:
                 yield f"{where}: expected a deployment without versions, got `{step.deployment}`, which has some"
-            elif other.pipeline is not None:
+            elif named_deployment.pipeline is not None:
                 yield (
                     f"{where}: expected a deployment of one model, got the pipeline `{step.deployment}`; name its "
                     "steps here instead"
                 )
-            elif other.is_language_model:
+            elif named_deployment.is_language_model:
                 yield f"{where}: a language model can't be a step, got the deployment `{step.deployment}`"
 
     def all_deployments(self) -> dict[str, Deployment]:
         """All deployments that have replicas, by name; see `Deployment.with_replicas`."""
-        found: dict[str, Deployment] = {}
+        deployments: dict[str, Deployment] = {}
         for name, deployment in self.deployments.items():
-            found.update(deployment.with_replicas(name))
-        return found
+            deployments.update(deployment.with_replicas(name))
+        return deployments
 
 
 class _UniqueKeys(yaml.SafeLoader):
@@ -467,12 +467,12 @@ class _UniqueKeys(yaml.SafeLoader):
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         """See `yaml.SafeLoader`. Merge keys (``<<``) are not resolved yet, so a mapping may override merged keys."""
         node = super().compose_mapping_node(anchor)
-        seen: set[str] = set()
+        keys: set[str] = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
-                if key.value in seen:
+                if key.value in keys:
                     raise yaml.composer.ComposerError(None, None, f"duplicate key `{key.value}`", key.start_mark)
-                seen.add(key.value)
+                keys.add(key.value)
         return node
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
@@ -491,19 +491,19 @@ def load_config(path: Path, *, environment: Mapping[str, str] | None = None, fla
     return read_config(read_yaml(path), source=str(path), environment=environment, flags=flags)
 
 
-def load_what(what: str, *, flags: Mapping[str, Any]) -> tuple[Config, tuple[str, ...]]:
+def load_what(argument: str, *, flags: Mapping[str, Any]) -> tuple[Config, tuple[str, ...]]:
     """Read the configuration that a command's argument names: a YAML file, or a model such as ``my.models:Scale``.
 
     Returns the configuration, and the folders of the user's modules. Raises the errors of `load_config`.
     """
     here = os.getcwd()
-    if is_model_reference(what):
-        content = {"deployments": {_name(what): {"model": what}}}
-        return read_config(content, source=what, flags=flags), (here,)
-    path = Path(what)
-    instead = _instead(path)
-    if instead:
-        raise ConfigError(f"{what}: expected a YAML file, or a model such as my.models:Scale; {instead}")
+    if is_model_reference(argument):
+        content = {"deployments": {_name(argument): {"model": argument}}}
+        return read_config(content, source=argument, flags=flags), (here,)
+    path = Path(argument)
+    hint = _instead(path)
+    if hint:
+        raise ConfigError(f"{argument}: expected a YAML file, or a model such as my.models:Scale; {hint}")
     return load_config(path, flags=flags), tuple(dict.fromkeys((here, str(path.resolve().parent))))
 
 
@@ -517,9 +517,9 @@ def _instead(path: Path) -> str:
     return f"write {kind}:{path}" if kind else ""
 
 
-def is_model_reference(what: str) -> bool:
+def is_model_reference(argument: str) -> bool:
     """Whether a command's argument names a model and not a file."""
-    return ":" in what and not Path(what).exists()
+    return ":" in argument and not Path(argument).exists()
 
 
 def _name(model: str) -> str:
@@ -736,12 +736,12 @@ def _match(tree: Mapping[str, Any], part: str, *, where: str) -> str:
         return part[1:-1]
     keys = [key for key in tree if isinstance(key, str)]
     for plain in (str, str.lower, _underscored):
-        found = [key for key in keys if plain(key) == plain(part)]
-        if len(found) > 1:
-            either = " or ".join(f"`{key}`" for key in found)
+        matches = [key for key in keys if plain(key) == plain(part)]
+        if len(matches) > 1:
+            either = " or ".join(f"`{key}`" for key in matches)
             raise ConfigError(f"{where}: `{part}` may mean {either}; use --set, with the name in double quotes")
-        if found:
-            return found[0]
+        if matches:
+            return matches[0]
     return part.lower()
 
 
@@ -798,4 +798,4 @@ def _kinds(annotation: Any) -> list[Any]:
     """The sections, and mappings of sections, that a field may hold."""
     if get_origin(annotation) is dict or (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
         return [annotation]
-    return [kind for one in get_args(annotation) for kind in _kinds(one)]
+    return [kind for argument in get_args(annotation) for kind in _kinds(argument)]

@@ -170,10 +170,10 @@ def _read_device(value: object) -> str | tuple[str, ...] | NodePlacement:
             raise ValueError(f"{expected}; {f'{where}: ' if where else ''}{text[:1].lower()}{text[1:]}") from None
     if not isinstance(value, (list, tuple)) or not value:
         raise ValueError(_DEVICES)
-    for one in value:
-        if not isinstance(one, str) or not re.fullmatch(r"cpu|cuda(:\d+)?", one):
-            raise ValueError(f"expected cpu, cuda or cuda:N each, got {one!r}")
-    if len({"cuda:0" if one == "cuda" else one for one in value}) < len(value):
+    for device in value:
+        if not isinstance(device, str) or not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+            raise ValueError(f"expected cpu, cuda or cuda:N each, got {device!r}")
+    if len({"cuda:0" if device == "cuda" else device for device in value}) < len(value):
         raise ValueError("expected each device once")
     return tuple(value)
 
@@ -186,10 +186,10 @@ def _parse_size(value: object) -> object:
     """Parse ``4GiB`` and ``500MB`` to bytes."""
     if not isinstance(value, str):
         return value
-    found = _SIZE.match(value.strip())
-    if found is None:
+    match = _SIZE.match(value.strip())
+    if match is None:
         raise ValueError("expected bytes, or a number with a unit such as 512MiB or 4GiB")
-    number, unit = float(found[1]), (found[2] or "").upper()
+    number, unit = float(match[1]), (match[2] or "").upper()
     return int(number * (1024 if unit.endswith("I") else 1000) ** _UNITS[unit.removesuffix("I")])
 
 
@@ -325,8 +325,8 @@ SHARES_TOLERANCE: Final = 1e-6
 
 def _read_share(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
-        known = ", ".join(Traffic.model_fields)
-        raise ValueError(f"expected the share of a version, 0 to 1, or one of the fields {known}")
+        field_names = ", ".join(Traffic.model_fields)
+        raise ValueError(f"expected the share of a version, 0 to 1, or one of the fields {field_names}")
     return float(value)
 
 
@@ -399,14 +399,14 @@ class Traffic(Value):
 
     def faults(self, versions: Collection[str]) -> Iterator[str]:
         """Messages about fields that name versions which don't exist."""
-        known = ", ".join(f"`{version}`" for version in versions)
+        version_names = ", ".join(f"`{version}`" for version in versions)
         for version in self.shares:
             if version not in versions:
-                yield f"traffic: expected shares of the versions {known}, got one of `{version}`"
+                yield f"traffic: expected shares of the versions {version_names}, got one of `{version}`"
         if self.default and self.default not in versions:
-            yield f"traffic.default: expected one of the versions {known}, got {self.default!r}"
+            yield f"traffic.default: expected one of the versions {version_names}, got {self.default!r}"
         if self.shadow and self.shadow not in versions:
-            yield f"traffic.shadow: expected one of the versions {known}, got {self.shadow!r}"
+            yield f"traffic.shadow: expected one of the versions {version_names}, got {self.shadow!r}"
 
 
 class Scaling(Section):

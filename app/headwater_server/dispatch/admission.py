@@ -81,15 +81,15 @@ class QueueBudget:
         """Remove items of other deployments that exceed their shares, until a request of this deployment fits."""
         share_rows, share_bytes = self.share()
         waiting = self.waiting
-        others = [one for one in self.members if one is not member]
-        for other in sorted(others, key=lambda one: one.queue.rows, reverse=True):
-            over = min(waiting.rows + rows - self.max_rows, other.queue.rows - share_rows)
+        admissions = [admission for admission in self.members if admission is not member]
+        for admission in sorted(admissions, key=lambda admission: admission.queue.rows, reverse=True):
+            over = min(waiting.rows + rows - self.max_rows, admission.queue.rows - share_rows)
             if over > 0:
-                other.displace(other.queue.last_to_go(over, 0), ROWS_OF_ALL)
-        for other in sorted(others, key=lambda one: one.queue.held_bytes, reverse=True):
-            over = min(waiting.held_bytes + held_bytes - self.max_bytes, other.queue.held_bytes - share_bytes)
+                admission.displace(admission.queue.last_to_go(over, 0), ROWS_OF_ALL)
+        for admission in sorted(admissions, key=lambda admission: admission.queue.held_bytes, reverse=True):
+            over = min(waiting.held_bytes + held_bytes - self.max_bytes, admission.queue.held_bytes - share_bytes)
             if over > 0:
-                other.displace(other.queue.last_to_go(0, over), BYTES_OF_ALL)
+                admission.displace(admission.queue.last_to_go(0, over), BYTES_OF_ALL)
 
 
 class Admission(Generic[T]):
@@ -146,10 +146,10 @@ class Admission(Generic[T]):
         if budget.waiting.rows + rows > budget.max_rows and max(queue.rows, share_rows) < limit:
             limit, bound = max(queue.rows, share_rows), ROWS_OF_ALL
         if queue.rows + rows > limit:
-            found = queue.giving_way(priority, rows, limit)
-            if found is None:
+            items = queue.giving_way(priority, rows, limit)
+            if items is None:
                 raise self._full(bound)
-            self.displace(found, bound)
+            self.displace(items, bound)
         budget.reclaim(self, rows, held_bytes)
 
     def check_copy(self, rows: int, held_bytes: int) -> None:
@@ -163,7 +163,7 @@ class Admission(Generic[T]):
 
     def add_copy(self, item: T) -> None:
         """Note an item of a shadow copy. When a client's request doesn't fit, copies are removed first."""
-        self._copies = [*(one for one in self._copies if one.alive), item]
+        self._copies = [*(copy for copy in self._copies if copy.alive), item]
 
     def drop_copies(self) -> bool:
         """Remove the shadow copies that wait. Returns whether there were any."""
@@ -193,16 +193,16 @@ class Admission(Generic[T]):
     def _full(self, bound: str | None = None, note: str = "") -> QueueFull:
         queue, budget = self.queue, self._budget
         if bound is None:
-            what = f"the queue is full: {queue.rows} of {self.limit} rows wait (max_queue_size)"
+            reason = f"the queue is full: {queue.rows} of {self.limit} rows wait (max_queue_size)"
         elif bound == ROWS_OF_ALL:
             waiting = f"{budget.waiting.rows} of {budget.max_rows} rows wait"
-            what = f"the server's queues are full: {waiting} ({bound}), {queue.rows} of them here"
+            reason = f"the server's queues are full: {waiting} ({bound}), {queue.rows} of them here"
         else:
             waiting = f"{budget.waiting.held_bytes} of {budget.max_bytes} bytes wait"
-            what = f"the server's queues are full: {waiting} ({bound}), {queue.held_bytes} of them here"
+            reason = f"the server's queues are full: {waiting} ({bound}), {queue.held_bytes} of them here"
         # Retry-After is the same for every priority class: a class is refused only once it has its share of the queue.
         retry_after_s = _retry_after_s(self.rate.seconds_for(queue.rows) or 0.0)
-        return QueueFull(f"model `{self._name}`: {what}{note}", retry_after_s=retry_after_s)
+        return QueueFull(f"model `{self._name}`: {reason}{note}", retry_after_s=retry_after_s)
 
     def _check_possible(self, rows: int, held_bytes: int) -> None:
         budget = self._budget

@@ -60,7 +60,7 @@ class AnswerCache:
             request.owner if self._share.per_key else "",
             request.rows,
             request.heads,
-            sorted(wish.name for wish in request.outputs),
+            sorted(output.name for output in request.outputs),
             sorted(request.batch_parameters.items()),
             sorted(request.row_parameters.items()),
             [(name, tensor.datatype, tensor.shape, len(tensor.data)) for name, tensor in inputs],
@@ -86,10 +86,12 @@ class AnswerCache:
         """Keep outputs, unless they are larger than the whole cache. Their data is copied if it is part of a larger
         piece of memory."""
         self._drop(key)
-        size_bytes = ENTRY_BYTES + sum([TENSOR_BYTES + len(name) + len(one.data) for name, one in outputs.items()])
+        size_bytes = ENTRY_BYTES + sum(
+            [TENSOR_BYTES + len(name) + len(tensor.data) for name, tensor in outputs.items()]
+        )
         if size_bytes > self._share.max_bytes:
             return
-        kept = {name: RawTensor(one.datatype, one.shape, bytes(one.data)) for name, one in outputs.items()}
+        kept = {name: RawTensor(tensor.datatype, tensor.shape, bytes(tensor.data)) for name, tensor in outputs.items()}
         ends_s = time.monotonic() + self._share.ttl_s if self._share.ttl_s else float("inf")
         self._entries[key] = _Entry(kept, size_bytes, ends_s)
         self.size_bytes += size_bytes

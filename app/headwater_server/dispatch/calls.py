@@ -68,20 +68,20 @@ class Calls:
         replica.started_rows += rows
         replica.batches[id(batch)] = batch
         self.on_change(replica)
-        own = replica.rows - replica.started_rows
-        task = self._loop.create_task(self._call(replica, batch, rows, own))
+        rows_offset = replica.rows - replica.started_rows
+        task = self._loop.create_task(self._call(replica, batch, rows, rows_offset))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _call(self, replica: ReplicaCalls, parts: list[Part], rows: int, own: int) -> None:
-        """Make a call. ``own`` plus the replica's ``started_rows`` when the call ends is the number of this worker's
-        rows that the replica had during the call."""
+    async def _call(self, replica: ReplicaCalls, parts: list[Part], rows: int, rows_offset: int) -> None:
+        """Make a call. ``rows_offset`` plus the replica's ``started_rows`` when the call ends is the number of this
+        worker's rows that the replica had during the call."""
         try:
             if replica.route.grpc_address:
                 held = await self._answer_in_frames(replica, parts, rows)
             else:
                 held = await self._answer_whole(replica, parts, rows)
-            replica.others = max(0, held - own - replica.started_rows)
+            replica.others = max(0, held - rows_offset - replica.started_rows)
             replica.heard_s = self._loop.time()
             if not replica.is_lost:
                 replica.losses = 0

@@ -78,13 +78,13 @@ class Choice:
             self._keep_out(without)
             return self._lighter(self._free, self._shared, self._partly, self._busy)
         best: ReplicaCalls | None = None
-        least = (True, 0)
+        best_weight = (True, 0)
         for replica in self._replicas.values():
             calls = replica.calls
             if calls < self._max_in_flight and replica is not without and not replica.is_lost:
                 weight = self.weight(replica) if replica.others else (calls >= self._instances, replica.rows)
-                if (best is None or weight < least) and not replica.is_retiring:
-                    best, least = replica, weight
+                if (best is None or weight < best_weight) and not replica.is_retiring:
+                    best, best_weight = replica, weight
         return best
 
     def least(self) -> ReplicaCalls | None:
@@ -92,8 +92,8 @@ class Choice:
         if len(self._replicas) > FEW:
             self._keep_out(None)
             return self._lighter(self._free, self._shared, self._partly, self._busy, self._full)
-        eligible = [one for one in self._replicas.values() if one.is_eligible]
-        return min(eligible, key=lambda one: (one.calls, one.rows), default=None)
+        eligible = [replica for replica in self._replicas.values() if replica.is_eligible]
+        return min(eligible, key=lambda replica: (replica.calls, replica.rows), default=None)
 
     def weight(self, replica: ReplicaCalls) -> tuple[bool, int]:
         """A replica's expected load: whether all instances are busy, and the number of rows."""
@@ -106,11 +106,11 @@ class Choice:
         """The less loaded of two random members of the first bag that isn't empty."""
         for bag in bags:
             if bag:
-                one = bag.draw(self._chance)
+                first = bag.draw(self._chance)
                 if bag is self._free or len(bag) == 1:  # all members of `_free` have no load
-                    return one
-                other = bag.draw(self._chance)
-                return one if self.weight(one) <= self.weight(other) else other
+                    return first
+                second = bag.draw(self._chance)
+                return first if self.weight(first) <= self.weight(second) else second
         return None
 
     def _keep_out(self, without: ReplicaCalls | None) -> None:
@@ -118,7 +118,7 @@ class Choice:
         before = self._without
         if without is not before:
             self._without = without
-            self._sort(one for one in (before, without) if one is not None)
+            self._sort(replica for replica in (before, without) if replica is not None)
 
     def _sort(self, replicas: Iterable[ReplicaCalls]) -> None:
         for replica in replicas:

@@ -209,7 +209,7 @@ def _wake(waiter: asyncio.Future[None] | None) -> None:
 
 def no_rows(signature: Signature, request: InferRequest) -> Outputs:
     """The answer to a request without rows: outputs of zero rows. No model is called."""
-    wanted = {wish.name for wish in request.outputs}
+    wanted = {output.name for output in request.outputs}
     return {
         spec.name: RawTensor(spec.datatype, (0, *(max(dim, 0) for dim in spec.shape)), b"")
         for spec in signature.outputs
@@ -221,4 +221,4 @@ def no_rows_by_head(signature: Signature, request: InferRequest) -> Iterator[Hea
     """The answer to a request without rows in pieces, one for each wanted head."""
     outputs = no_rows(signature, request)
     for name, spec in wanted_heads(request, signature).items():
-        yield HeadAnswer(name, {one: outputs[one] for one in spec.outputs or outputs if one in outputs})
+        yield HeadAnswer(name, {output: outputs[output] for output in spec.outputs or outputs if output in outputs})

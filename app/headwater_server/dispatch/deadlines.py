@@ -91,9 +91,9 @@ class Deadlines:
         for head in list(self._collector.undecided):
             self._expire_head(head, "the deadline", self._timeout_s)
 
-    def _expire_head(self, head: str, what: str, timeout_s: float) -> None:
+    def _expire_head(self, head: str, limit: str, timeout_s: float) -> None:
         named = "" if head == WHOLE else f"head `{head}`: "
-        error = DeadlineExceeded(f"{named}{what} of {timeout_s:g} s passed {self._where()}")
+        error = DeadlineExceeded(f"{named}{limit} of {timeout_s:g} s passed {self._where()}")
         self._collector.decide(head, error=error)
         if self._on_head is not None:
             self._on_head(head)

@@ -29,22 +29,26 @@ class Difference(NamedTuple):
     """Kind of disagreement: ``value``, in the greatest label or the text; ``form``, in shape or datatype."""
 
 
-def difference(spec: TensorSpec, other_spec: TensorSpec, answer: RawTensor, other: RawTensor | None) -> Difference:
+def difference(
+    spec: TensorSpec, other_spec: TensorSpec, answer: RawTensor, other_answer: RawTensor | None
+) -> Difference:
     """Compare an output.
 
     Args:
         spec: the output's declaration in the version that answered the client, with or without labels.
         other_spec: the output's declaration in the other version; its labels may be in another order.
         answer: the output that the client got.
-        other: the output of the other version; None if that version omitted the output.
+        other_answer: the output of the other version; None if that version omitted the output.
     """
     rows = answer.shape[0]
-    if other is None or (other.datatype, other.shape) != (answer.datatype, answer.shape):
+    if other_answer is None or (other_answer.datatype, other_answer.shape) != (answer.datatype, answer.shape):
         return Difference(None, rows, "form")
     if answer.datatype == "BYTES":
-        one, two = (np.array(unpack_bytes(tensor.data), object).reshape(rows, -1) for tensor in (answer, other))
-        return Difference(None, int((one != two).any(axis=1).sum()))
-    left, right = _numbers(answer), _numbers(other)
+        texts, other_texts = (
+            np.array(unpack_bytes(tensor.data), object).reshape(rows, -1) for tensor in (answer, other_answer)
+        )
+        return Difference(None, int((texts != other_texts).any(axis=1).sum()))
+    left, right = _numbers(answer), _numbers(other_answer)
     greatest = max((_greatest(left[at : at + _CHUNK], right[at : at + _CHUNK]) for at in range(0, len(left), _CHUNK)),
                    default=0.0)  # fmt: skip
     if not spec.labels or not other_spec.labels:
@@ -58,17 +62,17 @@ def difference(spec: TensorSpec, other_spec: TensorSpec, answer: RawTensor, othe
 
 def _numbers(tensor: RawTensor) -> npt.NDArray[Any]:
     """A tensor's elements, in one dimension."""
-    found = np.frombuffer(tensor.data, DATATYPES[tensor.datatype].numpy)
-    return bf16_to_float32(found) if tensor.datatype == "BF16" else found
+    elements = np.frombuffer(tensor.data, DATATYPES[tensor.datatype].numpy)
+    return bf16_to_float32(elements) if tensor.datatype == "BF16" else elements
 
 
-def _greatest(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> float:
+def _greatest(numbers: npt.NDArray[Any], other_numbers: npt.NDArray[Any]) -> float:
     """The greatest absolute difference. Two NaN count as equal, and so do two equal infinities."""
-    is_same = one == other
-    one, other = one.astype(np.float64), other.astype(np.float64)
-    is_same |= np.isnan(one) & np.isnan(other)
+    is_same = numbers == other_numbers
+    numbers, other_numbers = numbers.astype(np.float64), other_numbers.astype(np.float64)
+    is_same |= np.isnan(numbers) & np.isnan(other_numbers)
     with np.errstate(invalid="ignore", over="ignore"):
-        gaps = np.abs(one - other)
+        gaps = np.abs(numbers - other_numbers)
     gaps[np.isnan(gaps)] = np.inf
     gaps = np.maximum(gaps, np.finfo(np.float64).tiny)  # different large integers may become equal floats
     gaps[is_same] = 0

@@ -126,10 +126,10 @@ class ModelDispatcher(TensorDispatcher[Pending]):
     def moment(self) -> Moment:
         """See `Dispatcher.moment`."""
         rows = self._queue.rows
-        most = self.route.at_once
-        calls = [one.calls for one in self._pool.connected.values()]
+        at_once = self.route.at_once
+        calls = [replica.calls for replica in self._pool.connected.values()]
         return Moment(
-            computing=sum(min(one, most) for one in calls),
+            computing=sum(min(count, at_once) for count in calls),
             requests=max(len(self._requests), sum(calls) - (-rows // self._queue.max_batch_size)),
             waiting=rows,
             wait_s=self._loop.time() - self._queue.oldest_s() if rows else 0.0,
@@ -143,10 +143,10 @@ class ModelDispatcher(TensorDispatcher[Pending]):
         """See `Dispatcher.under_way`."""
         if replicas is None:
             return super().under_way(None)
-        batches = [batch for one in self._pool.held(replicas) for batch in one.batches.values()]
-        found = {part.pending for batch in batches for part in batch}
+        batches = [batch for replica in self._pool.held(replicas) for batch in replica.batches.values()]
+        runs = {part.pending for batch in batches for part in batch}
         # A stream's client may still be reading after the last outputs arrived; that needs no replica.
-        return [one.collector.fail for one in found if not one.collector.is_done]
+        return [run.collector.fail for run in runs if not run.collector.is_done]
 
     def quarantine(self, fingerprint: bytes) -> None:
         """See `Dispatcher.quarantine`."""
@@ -239,8 +239,8 @@ class ModelDispatcher(TensorDispatcher[Pending]):
 
     def _displace(self, part: Part, error: QueueFull) -> None:
         """Fail a waiting request because its place in the queue goes to a request that has priority over it."""
-        for other in part.pending.parts:
-            self._queue.remove(other)
+        for sibling in part.pending.parts:
+            self._queue.remove(sibling)
         part.pending.collector.fail(error)
 
     def _cut_waiting(self) -> None:

@@ -160,8 +160,8 @@ class Flights:
         """Whether a request is more urgent than all requests that a flight computes, and these still wait in a
         queue."""
         computing = flight.computing  # empty while a request that waited is about to be computed
-        most = min(map(_urgency, computing), default=0)
-        return _urgency(request) < most and all(map(self._is_queued, computing))
+        most_urgent = min(map(_urgency, computing), default=0)
+        return _urgency(request) < most_urgent and all(map(self._is_queued, computing))
 
     async def _wait(self, key: bytes, flight: _Flight, waiter: Waiter) -> Answer:
         flight.waiters[waiter] = None

@@ -55,7 +55,7 @@ class FrameCall:
         self._has_heads = bool(signature.heads)
         self._unanswered = set[str]().union(*self._asked)
         names = [head.name for head in signature.heads] or [WHOLE]
-        masks = [sum(1 << names.index(head) for head in asked) for asked in self._asked]
+        masks = [sum(1 << names.index(head) for head in heads) for heads in self._asked]
         self.name = f"{_WORKER}-{next(_numbers)}"
         rows_of = [(part.pending.request, part.inputs, part.rows) for part in parts]
         self.request, self.segment = encode_inputs(signature, rows_of, segments)
@@ -87,9 +87,9 @@ class FrameCall:
         """
         if not self._has_heads or len(set(self._asked)) != 1:
             return 0
-        for part, asked in zip(self._parts, self._asked, strict=True):
+        for part, heads in zip(self._parts, self._asked, strict=True):
             collector = part.pending.collector
-            if collector.is_stream or any(collector.heads[head].on_error != "fail" for head in asked):
+            if collector.is_stream or any(collector.heads[head].on_error != "fail" for head in heads):
                 return 0
         left_s = [part.pending.deadlines.left_s(head) for part in self._parts for head in self._asked[0]]
         return min(left_s, default=0.0) / 2
@@ -97,8 +97,8 @@ class FrameCall:
     def _left_s(self) -> dict[str, float]:
         """By head, the seconds until the latest deadline among the requests that want the head."""
         left_s: dict[str, float] = {}
-        for part, asked in zip(self._parts, self._asked, strict=True):
-            for head in asked:
+        for part, heads in zip(self._parts, self._asked, strict=True):
+            for head in heads:
                 left_s[head] = max(left_s.get(head, 0.0), part.pending.deadlines.left_s(head))
         return left_s
 
@@ -132,7 +132,7 @@ class FrameCall:
             piece.head = WHOLE
         if piece.is_last:
             self._unanswered.discard(piece.head)
-        wanting = [part for part, asked in zip(self._parts, self._asked, strict=True) if piece.head in asked]
+        wanting = [part for part, heads in zip(self._parts, self._asked, strict=True) if piece.head in heads]
         rows = sum(part.rows for part in wanting)
         failures = {row: RowReport(Status(status), message) for row, status, message in piece.failures}
         lost = replica_loss(failures.values())

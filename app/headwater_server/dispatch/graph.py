@@ -63,8 +63,10 @@ class GraphDispatcher(TensorDispatcher["_Run"]):
     def version(self) -> Hashable:
         """See `TensorDispatcher.version`: the versions of all steps."""
         steps = self.route.plan.steps if self.route.plan is not None else ()
-        found = (self._find(step.spec.deployment or f"{self.route.name}.{step.name}") for step in steps)
-        return self.route.signature, *(one and (one.route.generation, one.route.signature) for one in found)
+        dispatchers = (self._find(step.spec.deployment or f"{self.route.name}.{step.name}") for step in steps)
+        return self.route.signature, *(
+            dispatcher and (dispatcher.route.generation, dispatcher.route.signature) for dispatcher in dispatchers
+        )
 
     def check_ready(self, *, is_step: bool = False) -> Signature:
         """See `Dispatcher.check_ready`: requests are accepted while enough steps accept requests."""
@@ -143,8 +145,8 @@ class _Run:
             return
         error = task.exception()
         if error is None:
-            wished = {wish.name for wish in self.request.outputs}
-            self.collector.decide(step, {name: one for name, one in task.result().items() if name in wished})
+            names = {output.name for output in self.request.outputs}
+            self.collector.decide(step, {name: tensor for name, tensor in task.result().items() if name in names})
             return
         if not isinstance(error, HeadwaterError):
             logger.error("model %s, step %s: failed in the gateway", self._name, step, exc_info=error)
@@ -163,8 +165,8 @@ class _Run:
                 if wire.output in self.request.inputs:
                     inputs[wire.input] = self.request.inputs[wire.output]
                 continue
-            made = self._made(step, wire)
-            inputs[wire.input] = _checked(made.get(wire.output), step, wire, self.request.rows)
+            outputs = self._made(step, wire)
+            inputs[wire.input] = _checked(outputs.get(wire.output), step, wire, self.request.rows)
         dispatcher = self._find(step.spec.deployment or f"{self._name}.{step.name}")
         if dispatcher is None:
             raise Unavailable(f"step `{step.name}`: its deployment is gone", retry_after_s=2)
@@ -183,27 +185,29 @@ class _Run:
             return self._tasks[wire.step].result()
         except HeadwaterError as error:
             # Raise a copy: an exception that is raised in several tasks collects the tracebacks of them all.
-            found = _BAD_OUTPUT.match(error.message.removeprefix(f"step `{wire.step}`: "))
-            if found is None or found["name"] != wire.output:
+            match = _BAD_OUTPUT.match(error.message.removeprefix(f"step `{wire.step}`: "))
+            if match is None or match["name"] != wire.output:
                 raise error.again() from None
-            rows = int(found["rows"]) * self.request.rows // int(found["asked"])
-            got = f"{found['datatype']} [{rows}{found['shape']}]"
+            rows = int(match["rows"]) * self.request.rows // int(match["asked"])
+            got = f"{match['datatype']} [{rows}{match['shape']}]"
             raise _mismatch(step, wire, self.request.rows, got) from error
 
     def _request(self, step: PlannedStep, inputs: dict[str, RawTensor], *, is_kept: bool) -> InferRequest:
         """The request to a step. If the step's answers are cached, all its outputs are requested, so that the answer
         suits requests for any heads."""
         signature = step.signature
-        wanted = {wish.name for wish in self.request.outputs} if step.name in self.collector.heads else set()
-        wanted |= {wire.output for other in self._steps for wire in other.wires if wire.step == step.name}
-        own = {parameter.name for parameter in signature.parameters}
+        wanted = {output.name for output in self.request.outputs} if step.name in self.collector.heads else set()
+        wanted |= {wire.output for consumer in self._steps for wire in consumer.wires if wire.step == step.name}
+        parameters = {parameter.name for parameter in signature.parameters}
         return InferRequest(
             id=self.request.id,
             inputs=inputs,
             rows=self.request.rows,
             outputs=[OutputWish(spec.name, True) for spec in signature.outputs if is_kept or spec.name in wanted],
-            batch_parameters={name: one for name, one in self.request.batch_parameters.items() if name in own},
-            row_parameters={name: one for name, one in self.request.row_parameters.items() if name in own},
+            batch_parameters={
+                name: value for name, value in self.request.batch_parameters.items() if name in parameters
+            },
+            row_parameters={name: value for name, value in self.request.row_parameters.items() if name in parameters},
             priority=self.request.priority,
             owner=self.request.owner,
             # No `timeout_us`: the step is cancelled at the pipeline's deadline, and must not fail just before.

@@ -159,12 +159,12 @@ class Retries:
         return part
 
     def next(
-        self, least: Callable[[], ReplicaCalls | None], *, has_others: bool
+        self, find_replica: Callable[[], ReplicaCalls | None], *, has_others: bool
     ) -> tuple[ReplicaCalls, Part] | None:  # fmt: skip
         """The part to be computed now, and its replica. Sets a replica aside if none is set aside.
 
         Args:
-            least: finds the least loaded eligible replica, without calls if possible.
+            find_replica: finds the least loaded eligible replica, without calls if possible.
             has_others: whether rows of other requests wait; their batches then take turns with retries.
         """
         while self._waiting and self._waiting[0].pending.collector.is_done:
@@ -176,7 +176,7 @@ class Retries:
                 self._release()
             return None
         if self.aside is None or (self.aside.calls and not self._is_alone):
-            best = least()
+            best = find_replica()
             # Change the replica only for an idle replica: another busy replica may take long.
             if best is not None and (self.aside is None or not best.calls):
                 self._release()
@@ -317,17 +317,17 @@ class Losses:
             Quarantined: the same request took two replicas down.
             QueueFull: more than ``max_rows`` rows, including this request's, would wait to be computed alone.
         """
-        found = fingerprint(request)
+        digest = fingerprint(request)
         now_s = self._loop.time()
-        left_s = self.quarantine.refused_s(found, now_s)
+        left_s = self.quarantine.refused_s(digest, now_s)
         if left_s:
             raise Quarantined(
                 f"model `{self._name}`: the same request took two replicas down, and is refused for another "
                 f"{left_s:.0f} s; to lift that, reload the model",
                 retry_after_s=int(left_s) + 1,
             )
-        if not self.quarantine.is_suspected(found, now_s):
+        if not self.quarantine.is_suspected(digest, now_s):
             return b""
         if self.retries.rows + request.rows > max_rows:
             raise QueueFull(f"model `{self._name}`: too many requests wait to be computed alone", retry_after_s=1)
-        return found
+        return digest

@@ -87,9 +87,11 @@ class Pending:
             results[part] = outputs
             if len(results) < len(self.parts):
                 return
-            in_order = [results[one] for one in self.parts]
+            in_order = [results[piece] for piece in self.parts]
             try:
-                whole = {name: join_rows(name, [one[name] for one in in_order if one]) for name in in_order[0]}
+                whole = {
+                    name: join_rows(name, [tensors[name] for tensors in in_order if tensors]) for name in in_order[0]
+                }
             except CallableFailed as failure:
                 self.collector.decide(head, error=failure)
                 return
@@ -216,11 +218,13 @@ def hand_out(
             if not isinstance(error, ReplicaLost):
                 part.decide(head, error=error)
         elif not part.pending.collector.is_done:
-            found = {
-                wish.name: outputs[wish.name].rows(start, part.rows) for wish in request.outputs if wish.name in outputs
+            part_outputs = {
+                output.name: outputs[output.name].rows(start, part.rows)
+                for output in request.outputs
+                if output.name in outputs
             }
             if is_last:
-                part.decide(head, found)
+                part.decide(head, part_outputs)
             else:
-                part.add(head, found)
+                part.add(head, part_outputs)
         start = end

@@ -92,10 +92,10 @@ class Batching:
 
     def _start_alone(self) -> None:
         """Give the next retry to the replica that is set aside for retries, if it is the retries' turn."""
-        found = self._retries.next(self._choice.least, has_others=self._queue.rows > 0)
-        if found is None:
+        retry = self._retries.next(self._choice.least, has_others=self._queue.rows > 0)
+        if retry is None:
             return
-        replica, part = found
+        replica, part = retry
         first, *rest = self._fitting(part)
         self._retries.push_back(rest)
         self._calls.start(replica, [first], self.clock.read_ns())

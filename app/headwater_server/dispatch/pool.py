@@ -147,13 +147,13 @@ class ReplicaPool(Generic[R]):
         if table[0] is self._table[0] and table[1] is self._table[1]:  # most changes concern another deployment
             return
         self._table = table
-        wanted = {one.id: one for one in (*route.replicas, *route.retiring)}
+        wanted = {replica_route.id: replica_route for replica_route in (*route.replicas, *route.retiring)}
         for id in [id for id in self.connected if id not in wanted]:
             self._close(self.connected.pop(id), "the replica ended while it had the request")
-        for id, one in wanted.items():
+        for id, replica_route in wanted.items():
             if id not in self.connected:
-                self._connect(one)
-        retiring = {one.id for one in route.retiring}
+                self._connect(replica_route)
+        retiring = {replica_route.id for replica_route in route.retiring}
         for id, replica in self.connected.items():
             if replica.is_retiring != (id in retiring):
                 replica.is_retiring = not replica.is_retiring

@@ -271,9 +271,9 @@ class TensorDispatcher(Dispatcher, Generic[R]):
             return
         run = self._start(request, signature, is_stream=True)
         try:
-            while (one := await run.collector.next_piece()) is not None:
-                yield one
-                del one  # frees its memory: the next piece may take long
+            while (answer := await run.collector.next_piece()) is not None:
+                yield answer
+                del answer  # frees its memory: the next piece may take long
         finally:
             self._end(run)
 
@@ -283,8 +283,8 @@ async def drain(under_way: Callable[[], list[Fail]], timeout_s: float, error: He
     loop = asyncio.get_running_loop()
     deadline_s = loop.time() + timeout_s
     before = len(under_way())
-    while (left := under_way()) and loop.time() < deadline_s:  # noqa: ASYNC110 - only at an unload
+    while (remaining := under_way()) and loop.time() < deadline_s:  # noqa: ASYNC110 - only at an unload
         await asyncio.sleep(POLL_S)
-    for fail in left:
+    for fail in remaining:
         fail(error.again())
-    return Drained(max(0, before - len(left)), len(left))
+    return Drained(max(0, before - len(remaining)), len(remaining))

@@ -149,33 +149,33 @@ class BatchQueue(Generic[T]):
 
     def push(self, item: T) -> None:
         """Add an item. An item that was taken may be pushed again, and keeps its place in the order."""
-        one = self._classes[item.priority]
+        priority_class = self._classes[item.priority]
         lane = self._lanes.get(item.key)
         if lane is None:
             lane = self._lanes[item.key] = self._spare or _Lane()
             self._spare = None
-        queue = lane.queues.get(one)
+        queue = lane.queues.get(priority_class)
         if queue is None:
-            queue = lane.queues[one] = deque()
+            queue = lane.queues[priority_class] = deque()
         item.alive = True
         rows = item.rows
-        if not one.rows:
-            if one.next_start < self._virtual:
-                one.next_start = self._virtual
-            one.start = one.next_start
-            self._active.append(one)
+        if not priority_class.rows:
+            if priority_class.next_start < self._virtual:
+                priority_class.next_start = self._virtual
+            priority_class.start = priority_class.next_start
+            self._active.append(priority_class)
             if len(self._active) > 1:
                 self._active.sort(key=_priority)
         if item.place < 0:
             item.place = next(self._arrivals)
             queue.append(item)
-            one.arrivals.append(item)
+            priority_class.arrivals.append(item)
         else:
-            one.next_start -= rows * one.cost
-            one.start = min(one.start, one.next_start)
+            priority_class.next_start -= rows * priority_class.cost
+            priority_class.start = min(priority_class.start, priority_class.next_start)
             _put_back(queue, item)
-            _put_back(one.arrivals, item)
-        one.rows += rows
+            _put_back(priority_class.arrivals, item)
+        priority_class.rows += rows
         lane.rows += rows
         self._count(rows, item.held_bytes, 1)
 
@@ -185,10 +185,10 @@ class BatchQueue(Generic[T]):
             return False
         item.alive = False
         self._leave(item.key, self._lanes[item.key], item.rows)
-        one = self._classes[item.priority]
-        while one.arrivals and not one.arrivals[-1].alive:
-            one.arrivals.pop()
-        self._take_from(one, item.rows)
+        priority_class = self._classes[item.priority]
+        while priority_class.arrivals and not priority_class.arrivals[-1].alive:
+            priority_class.arrivals.pop()
+        self._take_from(priority_class, item.rows)
         self._count(-item.rows, -item.held_bytes, -1)
         self._removed += 1
         # A removed item keeps its rows in memory until its lane reaches it, which a busy replica may delay without end.
@@ -202,32 +202,34 @@ class BatchQueue(Generic[T]):
         if not active:
             return []
         alone = len(active) == 1
-        one = active[0] if alone else min(active, key=_start)
-        arrivals = one.arrivals
+        next_class = active[0] if alone else min(active, key=_start)
+        arrivals = next_class.arrivals
         if not arrivals[0].alive:
-            one.pass_over()
+            next_class.pass_over()
         first = arrivals[0]
         lane = self._lanes[first.key]
-        classes = active if alone else [other for other in active if other in lane.queues]
+        classes = active if alone else [priority_class for priority_class in active if priority_class in lane.queues]
         if len(classes) == 1:
-            batch = self._take_next(lane.queues[one])
+            batch = self._take_next(lane.queues[next_class])
             rows = sum([item.rows for item in batch])
-            one.next_start += rows * one.cost
-            self._take_from(one, rows)
-            one.pass_over()
+            next_class.next_start += rows * next_class.cost
+            self._take_from(next_class, rows)
+            next_class.pass_over()
         else:
-            batch = self._take_in_turn(lane, classes, one)
+            batch = self._take_in_turn(lane, classes, next_class)
             rows = sum([item.rows for item in batch])
             for item in batch:
-                other = self._classes[item.priority]
-                other.next_start += item.rows * other.cost
-                self._take_from(other, item.rows)
-            for other in classes:
-                other.pass_over()
+                priority_class = self._classes[item.priority]
+                priority_class.next_start += item.rows * priority_class.cost
+                self._take_from(priority_class, item.rows)
+            for priority_class in classes:
+                priority_class.pass_over()
                 # Rows that left before their turn filled capacity that would have been lost. A class is charged for at
                 # most a batch of them: else its first item would wait without end while later items of the class leave
                 # in batches of another class.
-                other.next_start = min(other.next_start, other.start + self.max_batch_size * other.cost)
+                priority_class.next_start = min(
+                    priority_class.next_start, priority_class.start + self.max_batch_size * priority_class.cost
+                )
         self._leave(first.key, lane, rows)
         self._count(-rows, -sum([item.held_bytes for item in batch]), -len(batch))
         if active:
@@ -238,13 +240,15 @@ class BatchQueue(Generic[T]):
 
     def drain(self) -> list[T]:
         """Take all items, in order of arrival."""
-        items = sorted((item for one in self._active for item in one.arrivals if item.alive), key=_place)
+        items = sorted(
+            (item for priority_class in self._active for item in priority_class.arrivals if item.alive), key=_place
+        )
         for item in items:
             item.alive = False
-        for one in self._active:
-            one.arrivals.clear()
-            one.rows = 0
-            self._latest = max(self._latest, one.next_start)
+        for priority_class in self._active:
+            priority_class.arrivals.clear()
+            priority_class.rows = 0
+            self._latest = max(self._latest, priority_class.next_start)
         self._active.clear()
         self._lanes.clear()
         self._count(-self.rows, -self.held_bytes, -self._items)
@@ -265,15 +269,15 @@ class BatchQueue(Generic[T]):
         """Whether the next batch would have this number of rows, at most ``max_batch_size``."""
         if self.rows < rows:
             return False
-        one = self._active[0] if len(self._active) == 1 else min(self._active, key=_start)
-        one.pass_over()
-        return self._lanes[one.arrivals[0].key].rows >= rows
+        next_class = self._active[0] if len(self._active) == 1 else min(self._active, key=_start)
+        next_class.pass_over()
+        return self._lanes[next_class.arrivals[0].key].rows >= rows
 
     def oldest_s(self) -> float:
         """The time at which the oldest item arrived; the queue must not be empty."""
-        for one in self._active:
-            one.pass_over()
-        return min(one.arrivals[0].arrived_s for one in self._active)
+        for priority_class in self._active:
+            priority_class.pass_over()
+        return min(priority_class.arrivals[0].arrived_s for priority_class in self._active)
 
     def giving_way(self, priority: int, rows: int, limit: int) -> list[T] | None:
         """Choose items to remove so that a request fits: the youngest of the least urgent classes beyond their shares.
@@ -290,38 +294,40 @@ class BatchQueue(Generic[T]):
             The items; None if the request's class would exceed its share, which is at least a row, or if the items
             would not free enough rows.
         """
-        one = self._classes[min(priority or DEFAULT_PRIORITY, LAST_PRIORITY)]
-        of_all = sum(other.weight for other in self._active) + (0 if one.rows else one.weight)
+        request_class = self._classes[min(priority or DEFAULT_PRIORITY, LAST_PRIORITY)]
+        of_all = sum(priority_class.weight for priority_class in self._active) + (
+            0 if request_class.rows else request_class.weight
+        )
         share = limit / of_all
-        if one.rows + rows > max(1.0, share * one.weight):
+        if request_class.rows + rows > max(1.0, share * request_class.weight):
             return None
-        found: list[T] = []
+        items: list[T] = []
         missing = self.rows + rows - limit
-        for other in reversed(self._active):
-            if other is not one:
-                over = other.rows - share * other.weight
-                for item in reversed(other.arrivals):
+        for priority_class in reversed(self._active):
+            if priority_class is not request_class:
+                over = priority_class.rows - share * priority_class.weight
+                for item in reversed(priority_class.arrivals):
                     if missing <= 0 or over <= 0:
                         break
                     if item.alive:
-                        found.append(item)
+                        items.append(item)
                         missing -= item.rows
                         over -= item.rows
-        return found if missing <= 0 else None
+        return items if missing <= 0 else None
 
     def last_to_go(self, rows: int, held_bytes: int) -> list[T]:
         """The youngest items of the least urgent classes that together have this number of rows and bytes, or all items
         if the queue has less."""
-        found: list[T] = []
-        for one in reversed(self._active):
-            for item in reversed(one.arrivals):
+        items: list[T] = []
+        for priority_class in reversed(self._active):
+            for item in reversed(priority_class.arrivals):
                 if rows <= 0 and held_bytes <= 0:
-                    return found
+                    return items
                 if item.alive:
-                    found.append(item)
+                    items.append(item)
                     rows -= item.rows
                     held_bytes -= item.held_bytes
-        return found
+        return items
 
     def _count(self, rows: int, held_bytes: int, items: int) -> None:
         self.rows += rows
@@ -330,14 +336,14 @@ class BatchQueue(Generic[T]):
         self._total.rows += rows
         self._total.held_bytes += held_bytes
 
-    def _take_from(self, one: _PriorityClass[T], rows: int) -> None:
-        one.rows -= rows
-        if not one.rows:
-            one.arrivals.clear()
-            one.start = one.next_start
-            self._active.remove(one)
-            if one.start > self._latest:
-                self._latest = one.start
+    def _take_from(self, priority_class: _PriorityClass[T], rows: int) -> None:
+        priority_class.rows -= rows
+        if not priority_class.rows:
+            priority_class.arrivals.clear()
+            priority_class.start = priority_class.next_start
+            self._active.remove(priority_class)
+            if priority_class.start > self._latest:
+                self._latest = priority_class.start
             if not self._active:
                 self._virtual = self._latest
 
@@ -351,12 +357,12 @@ class BatchQueue(Generic[T]):
 
     def _compact(self) -> None:
         self._removed = 0
-        for one in self._active:
-            one.pass_over()
-            one.arrivals = deque(item for item in one.arrivals if item.alive)
+        for priority_class in self._active:
+            priority_class.pass_over()
+            priority_class.arrivals = deque(item for item in priority_class.arrivals if item.alive)
         for lane in self._lanes.values():
-            for other, queue in list(lane.queues.items()):
-                lane.queues[other] = deque(item for item in queue if item.alive)
+            for priority_class, queue in list(lane.queues.items()):
+                lane.queues[priority_class] = deque(item for item in queue if item.alive)
 
     def _take_next(self, queue: deque[T]) -> list[T]:
         """Take items in order until the next item doesn't fit: small items never overtake a large item."""
@@ -378,14 +384,14 @@ class BatchQueue(Generic[T]):
         virtual time for each item, until the next item doesn't fit."""
         taken: list[T] = []
         free = self.max_batch_size
-        starts = {one: one.next_start for one in classes}
-        one = first
+        starts = {priority_class: priority_class.next_start for priority_class in classes}
+        priority_class = first
         while free and starts:
-            queue = lane.queues[one]
+            queue = lane.queues[priority_class]
             while queue and not queue[0].alive:
                 queue.popleft()
             if not queue:
-                del starts[one]
+                del starts[priority_class]
             elif queue[0].rows > free:
                 break
             else:
@@ -393,23 +399,28 @@ class BatchQueue(Generic[T]):
                 item.alive = False
                 taken.append(item)
                 free -= item.rows
-                starts[one] += item.rows * one.cost
-            one = min(starts, key=starts.__getitem__, default=first)
+                starts[priority_class] += item.rows * priority_class.cost
+            priority_class = min(starts, key=starts.__getitem__, default=first)
         return taken
 
 
 def _classes(weights: Mapping[int, int]) -> list[_PriorityClass[T]]:
     """The class of each priority; priorities without a weight share a class with a priority that has a weight."""
-    known: dict[int, _PriorityClass[T]] = {one: _PriorityClass(one, weight) for one, weight in weights.items()}
-    named = sorted(known)
-    return [known[next((one for one in named if one >= priority), named[-1])] for priority in range(LAST_PRIORITY + 1)]
+    by_priority: dict[int, _PriorityClass[T]] = {
+        priority: _PriorityClass(priority, weight) for priority, weight in weights.items()
+    }
+    named = sorted(by_priority)
+    return [
+        by_priority[next((candidate for candidate in named if candidate >= priority), named[-1])]
+        for priority in range(LAST_PRIORITY + 1)
+    ]
 
 
 def _put_back(queue: deque[T], item: T) -> None:
     """Insert an item at its former place, which is near the beginning, since it has been taken before."""
-    for index, other in enumerate(queue):
-        if other.place >= item.place:
-            if other is not item:
+    for index, queued_item in enumerate(queue):
+        if queued_item.place >= item.place:
+            if queued_item is not item:
                 queue.insert(index, item)
             return
     queue.append(item)

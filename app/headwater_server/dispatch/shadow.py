@@ -34,7 +34,7 @@ HELD_LIMIT_BYTES: Final = 16 * 1024 * 1024
 """The most bytes held by the copies in flight: their inputs, and the client's answers to compare with."""
 _LARGE_BYTES: Final = 256 * 1024
 """Answers of at least this size are compared in a thread."""
-_MOST: Final = 1e4
+_DIFFERENCE_LIMIT: Final = 1e4
 """Differences above this, including infinite differences, count as this in the sum of a histogram."""
 _Both = tuple[Signature, Signature]
 """The signatures of the version that answered, and of the shadow."""
@@ -95,20 +95,20 @@ class Shadow:
             self.drop("in_flight")
         elif self.held_bytes + size_bytes > HELD_LIMIT_BYTES:
             self.drop("bytes")
-        elif (found := self._ready()) is None:
+        elif (shadow := self._ready()) is None:
             self.drop("unavailable")
-        elif not _takes_the_same(found[1], signature):
+        elif not _takes_the_same(shadow[1], signature):
             self.drop("signature")
-        elif is_crowded or found[0].is_crowded:
+        elif is_crowded or shadow[0].is_crowded:
             self.drop("load")
         else:
-            target, own = found
-            known = {spec.name for spec in own.outputs}
+            target, shadow_signature = shadow
+            output_names = {spec.name for spec in shadow_signature.outputs}
             copy = msgspec.structs.replace(
-                request, id="", outputs=[wish for wish in request.outputs if wish.name in known],
+                request, id="", outputs=[output for output in request.outputs if output.name in output_names],
                 priority=LAST_PRIORITY, timeout_us=0, cancel_id="", owner="", is_copy=True,
             )  # fmt: skip
-            self._send(target, copy, answer.outputs, (signature, own), took_s, size_bytes)
+            self._send(target, copy, answer.outputs, (signature, shadow_signature), took_s, size_bytes)
 
     def _ready(self) -> tuple[Target, Signature] | None:
         target = self._find()
@@ -147,12 +147,12 @@ class Shadow:
     ) -> None:
         began_s = time.monotonic()
         try:
-            found = (await target.compute(copy)).outputs
+            shadow_outputs = (await target.compute(copy)).outputs
             copy_s = time.monotonic() - began_s
             if _size_bytes(outputs) < _LARGE_BYTES:
-                differences = _differences(signatures, outputs, found)
+                differences = _differences(signatures, outputs, shadow_outputs)
             else:
-                differences = await asyncio.to_thread(_differences, signatures, outputs, found)
+                differences = await asyncio.to_thread(_differences, signatures, outputs, shadow_outputs)
         except QueueFull:
             self.drop("load")
         except HeadwaterError as error:
@@ -172,23 +172,26 @@ class Shadow:
         meter.rows.add(rows)
         meter.answer_seconds.observe(round(took_s * 1e9))
         meter.seconds.observe(round(copy_s * 1e9))
-        for name, one in differences.items():
-            meter.disagreements(name, one.kind).add(one.rows)
-            if one.greatest is not None:
-                meter.difference(name).observe(math.ceil(min(one.greatest, _MOST) * 1e6))
+        for name, output_difference in differences.items():
+            meter.disagreements(name, output_difference.kind).add(output_difference.rows)
+            if output_difference.greatest is not None:
+                meter.difference(name).observe(math.ceil(min(output_difference.greatest, _DIFFERENCE_LIMIT) * 1e6))
 
 
-def _takes_the_same(one: Signature, other: Signature) -> bool:
+def _takes_the_same(signature: Signature, other_signature: Signature) -> bool:
     """Whether a version with the other signature accepts the same requests."""
-    if one.streams or (one.inputs, one.parameters) != (other.inputs, other.parameters):
+    if signature.streams or (signature.inputs, signature.parameters) != (
+        other_signature.inputs,
+        other_signature.parameters,
+    ):
         return False
-    return [head.name for head in one.heads] == [head.name for head in other.heads]
+    return [head.name for head in signature.heads] == [head.name for head in other_signature.heads]
 
 
-def _differences(signatures: _Both, outputs: Outputs, found: Outputs) -> dict[str, Difference]:
-    specs, others = ({spec.name: spec for spec in signature.outputs} for signature in signatures)
+def _differences(signatures: _Both, outputs: Outputs, shadow_outputs: Outputs) -> dict[str, Difference]:
+    specs, shadow_specs = ({spec.name: spec for spec in signature.outputs} for signature in signatures)
     return {
-        name: difference(specs[name], others.get(name, specs[name]), tensor, found.get(name))
+        name: difference(specs[name], shadow_specs.get(name, specs[name]), tensor, shadow_outputs.get(name))
         for name, tensor in outputs.items()
     }
 

@@ -57,8 +57,8 @@ class VersionsDispatcher(Dispatcher):
             self.shadow = Shadow(name, lambda: self._target(name))
 
     def _target(self, name: str) -> Target | None:
-        found = self._find(name)
-        return found if isinstance(found, TensorDispatcher) else None
+        dispatcher = self._find(name)
+        return dispatcher if isinstance(dispatcher, TensorDispatcher) else None
 
     @property
     def traffic(self) -> TrafficRoute:
@@ -110,10 +110,10 @@ class VersionsDispatcher(Dispatcher):
 
     @property
     def _default(self) -> Dispatcher:
-        found = self._find(f"{self.route.name}.{self.traffic.default}")
-        if found is None:
+        dispatcher = self._find(f"{self.route.name}.{self.traffic.default}")
+        if dispatcher is None:
             raise unavailable(self.route)
-        return found
+        return dispatcher
 
 
 def version_for(key: str, shares: dict[str, float]) -> str:

@@ -54,8 +54,8 @@ def _state_since(path: Path, since_s: float) -> tuple[int, ...]:
 
 def _state(path: Path) -> tuple[int, ...]:
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError as error:
         return (error.errno or 0,)
     # Includes the inode's change time, which shows a change of mode: a file that other users may write is refused.
-    return found.st_ino, found.st_dev, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    return status.st_ino, status.st_dev, status.st_size, status.st_mtime_ns, status.st_ctime_ns

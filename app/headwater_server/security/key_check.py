@@ -78,7 +78,7 @@ class KeyRing:
         state["log_fields"] = {**state.get("log_fields", {}), "key": key.name}
         if not scopes:
             return
-        if not any(one in key.scopes for one in scopes):
+        if not any(scope_name in key.scopes for scope_name in scopes):
             raise ScopeMissing(
                 f"API key: expected one with scope {' or '.join(scopes)}, got `{key.name}` with {', '.join(key.scopes)}"
             )

@@ -51,14 +51,14 @@ class KeyLosses:
 
     def barred(self, limit: int, now_s: float) -> dict[str, float]:
         """The keys with at least ``limit`` losses within the window, each with the time until which that holds."""
-        found: dict[str, float] = {}
+        until_s: dict[str, float] = {}
         for key, losses in list(self._losses.items()):
             recent = self._losses[key] = [at_s for at_s in losses if at_s > now_s - self._window_s]
             if not recent:
                 del self._losses[key]
             elif len(recent) >= limit:
-                found[key] = recent[-limit] + self._window_s
-        return found
+                until_s[key] = recent[-limit] + self._window_s
+        return until_s
 
     def lift(self) -> None:
         """Forget all losses, because the model was reloaded."""

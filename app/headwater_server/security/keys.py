@@ -77,14 +77,14 @@ def read_keys(content: object, source: str, *, is_text: bool = False) -> tuple[K
         ConfigError: the content is invalid. The message quotes no hash.
     """
     try:
-        found = msgspec.convert(content, _File, strict=not is_text).keys
+        keys = msgspec.convert(content, _File, strict=not is_text).keys
     except msgspec.ValidationError as error:
         raise ConfigError(f"{source}: expected {{keys: [{{name, sha256, scopes}}, ...]}}: {error}") from None
-    if len(found) > MAX_KEYS:
-        raise ConfigError(f"{source}: keys: expected at most {MAX_KEYS}, got {len(found)}")
+    if len(keys) > MAX_KEYS:
+        raise ConfigError(f"{source}: keys: expected at most {MAX_KEYS}, got {len(keys)}")
     names: set[str] = set()
     digests: set[str] = set()
-    for index, key in enumerate(found):
+    for index, key in enumerate(keys):
         where = f"{source}: keys[{index}]"
         if not _NAME.match(key.name):
             raise ConfigError(
@@ -103,7 +103,7 @@ def read_keys(content: object, source: str, *, is_text: bool = False) -> tuple[K
             raise ConfigError(f"{where}.scopes: expected at least one of {', '.join(SCOPES)}")
         names.add(key.name)
         digests.add(key.sha256)
-    return found
+    return keys
 
 
 def make_key() -> tuple[str, str]:
@@ -131,8 +131,8 @@ class Keys:
         if len(text) > MAX_KEY_BYTES:
             return None
         digest = hashlib.sha256(text).digest()
-        known, key = self._by_start.get(digest[:8], self._nobody)
-        return key if hmac.compare_digest(known, digest) else None
+        stored_digest, key = self._by_start.get(digest[:8], self._nobody)
+        return key if hmac.compare_digest(stored_digest, digest) else None
 
 
 def scopes_for(method: str, path: str) -> tuple[Scope, ...]:

@@ -148,14 +148,14 @@ class LimitFiles:
         """The limits of a key; None if the key is unlimited."""
         if not key.is_limited:
             return None
-        found = self._open.get(key.sha256)
-        if found is None:
+        limits = self._open.get(key.sha256)
+        if limits is None:
             # A prefix of the hash suffices as file name, and reveals less.
-            found = KeyLimits(key, self._folder / key.sha256[:32], self._worker, self._workers)
-            self._open[key.sha256] = found
+            limits = KeyLimits(key, self._folder / key.sha256[:32], self._worker, self._workers)
+            self._open[key.sha256] = limits
         else:
-            found.key = key  # its limits may have changed
-        return found
+            limits.key = key  # its limits may have changed
+        return limits
 
 
 def _refusal(expected: str, wait_s: float) -> RateLimited:
