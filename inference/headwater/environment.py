@@ -43,8 +43,11 @@ def versions() -> dict[str, str | None]:
 
 def imported_versions() -> dict[str, str]:
     """Versions of Python and of the packages of `PACKAGES` that this process has imported, by name."""
-    found = {name: getattr(sys.modules.get(name), "__version__", None) for name in PACKAGES}
-    return {"python": platform.python_version(), **{name: str(version) for name, version in found.items() if version}}
+    module_versions = {name: getattr(sys.modules.get(name), "__version__", None) for name in PACKAGES}
+    return {
+        "python": platform.python_version(),
+        **{name: str(version) for name, version in module_versions.items() if version},
+    }
 
 
 def installed_version(distribution: str) -> str | None:

@@ -89,10 +89,10 @@ class EnvironmentUnfit(ReplicaError):
     """The Python installation or the machine lacks a requirement of every replica."""
 
 
-def did_you_mean(wrong: object, known: Iterable[object]) -> str:
+def did_you_mean(wrong: object, candidates: Iterable[object]) -> str:
     """Suffix for a message about an unknown name: suggests the closest known name; empty if no name is close."""
-    found = difflib.get_close_matches(str(wrong), [str(name) for name in known], n=1)
-    return f"; did you mean `{found[0]}`?" if found else ""
+    matches = difflib.get_close_matches(str(wrong), [str(name) for name in candidates], n=1)
+    return f"; did you mean `{matches[0]}`?" if matches else ""
 
 
 @dataclass(frozen=True)
@@ -150,13 +150,13 @@ def shortage_of(error: BaseException) -> Shortage | None:
     return shortage_in([text]) if isinstance(error, ImportError) else None  # the shared-library loader's shortage
 
 
-def shortage_in(lines: Iterable[str], what: str = "") -> Shortage | None:
-    """The shortage that a line of a log reports in the system's words, or None if no line does. ``what`` begins its
+def shortage_in(lines: Iterable[str], prefix: str = "") -> Shortage | None:
+    """The shortage that a line of a log reports in the system's words, or None if no line does. ``prefix`` begins its
     text."""
     for line in lines:
         for number in SHORT_OF:
             if os.strerror(number) in line:
-                return Shortage(number, what + line)
+                return Shortage(number, prefix + line)
     return None
 
 

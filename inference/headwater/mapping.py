@@ -62,7 +62,7 @@ def check_mappings(kind: str, model: Model) -> None:
                 continue
             where = f"{kind}.{attribute}, {field}: expected"
             if isinstance(wanted, str):
-                chosen = next((one for one in model.parameters if one.name == name), None)
+                chosen = next((parameter for parameter in model.parameters if parameter.name == name), None)
                 if chosen is None or chosen.type != wanted or chosen.per != "row":
                     article = "an" if wanted == _INT else "a"
                     raise DeclarationError(f"{where} {article} {wanted} parameter per row, got {name!r}")
@@ -71,7 +71,7 @@ def check_mappings(kind: str, model: Model) -> None:
 
 
 def _fits(wanted: _Side, tensors: Any, name: str) -> bool:
-    tensor: Tensor | None = next((one for one in tensors if one.name == name), None)
+    tensor: Tensor | None = next((candidate for candidate in tensors if candidate.name == name), None)
     if tensor is None or tensor.datatype != wanted.datatype or (wanted.has_labels and not tensor.labels):
         return False
     return tuple(tensor.shape) == (1,) if wanted.is_one else len(tensor.shape) == 1

@@ -138,14 +138,14 @@ def check_names(spec: PipelineSpec) -> None:
         DeclarationError: a step or head doesn't exist, a source is malformed, or there is a cycle.
     """
     names = [step.name for step in spec.steps]
-    known = _listed(names)
+    names_text = _listed(names)
     faults: list[str] = []
     if not spec.heads:
-        faults.append(f"pipeline, heads: expected at least one of its steps {known}, got none")
+        faults.append(f"pipeline, heads: expected at least one of its steps {names_text}, got none")
     for head in dict.fromkeys(spec.heads):
         if head not in names:
             hint = did_you_mean(head, names)
-            faults.append(f"pipeline, heads: expected some of its steps {known}, got `{head}`{hint}")
+            faults.append(f"pipeline, heads: expected some of its steps {names_text}, got `{head}`{hint}")
         if spec.heads.count(head) > 1:
             faults.append(f"pipeline, heads: `{head}` is listed {spec.heads.count(head)} times")
     for step in spec.steps:
@@ -153,9 +153,9 @@ def check_names(spec: PipelineSpec) -> None:
             faults.append(
                 f"step `{step.name}`, cache: expected a step that is no head; `cache` of the deployment keeps answers"
             )
-        for given, source in step.inputs.items():
+        for input_name, source in step.inputs.items():
             with _noting(faults):
-                _split(step.name, given, source, names)
+                _split(step.name, input_name, source, names)
     if faults:
         raise DeclarationError(*faults)
     parents = {step.name: {source.partition(".")[0] for source in step.inputs.values()} for step in spec.steps}
@@ -179,11 +179,12 @@ def make_plan(spec: PipelineSpec, signatures: Mapping[str, Signature], *, name: 
     for step in spec.steps:
         signature = signatures[step.name]
         taken = [tensor.name for tensor in signature.inputs]
-        for given in step.inputs:
-            if given not in taken:
-                hint = did_you_mean(given, taken)
+        for input_name in step.inputs:
+            if input_name not in taken:
+                hint = did_you_mean(input_name, taken)
                 faults.append(
-                    f"step `{step.name}`, inputs: expected some of its inputs {_listed(taken)}, got `{given}`{hint}"
+                    f"step `{step.name}`, inputs: expected some of its inputs {_listed(taken)}, "
+                    f"got `{input_name}`{hint}"
                 )
         wires: list[Wire] = []
         expected: dict[str, TensorSpec] = {}
@@ -202,17 +203,17 @@ def make_plan(spec: PipelineSpec, signatures: Mapping[str, Signature], *, name: 
     faults += [fault for step in planned.values() for fault in _cache_faults(step)]
     if faults:
         raise DeclarationError(*faults)
-    order = _order({one: set(step.parents) for one, step in planned.items()})
+    order = _order({step_name: set(step.parents) for step_name, step in planned.items()})
     used = {*spec.heads, *(parent for step in planned.values() for parent in step.parents)}
-    for one in planned:
-        if one not in used:
+    for step_name in planned:
+        if step_name not in used:
             raise DeclarationError(
-                f"step `{one}`: neither a head nor an input of another step; map one of its outputs, list it under "
-                "`heads`, or remove it"
+                f"step `{step_name}`: neither a head nor an input of another step; map one of its outputs, list it "
+                "under `heads`, or remove it"
             )
-    steps = tuple(planned[one] for one in order)
-    own = tuple(tensor for _, tensor in inputs.values())
-    return Plan(steps, _signature(spec, steps, own, name=name, max_batch_size=max_batch_size))
+    steps = tuple(planned[step_name] for step_name in order)
+    pipeline_inputs = tuple(tensor for _, tensor in inputs.values())
+    return Plan(steps, _signature(spec, steps, pipeline_inputs, name=name, max_batch_size=max_batch_size))
 
 
 def _cache_faults(step: PlannedStep) -> Iterator[str]:
@@ -239,15 +240,15 @@ def _noting(faults: list[str]) -> Iterator[None]:
         faults += error.args
 
 
-def _split(step: str, name: str, source: str, known: Sequence[str]) -> tuple[str, str]:
+def _split(step: str, name: str, source: str, step_names: Sequence[str]) -> tuple[str, str]:
     """The step and the output that a source names."""
     where = f"step `{step}`, input `{name}`"
     producer, dot, output = source.partition(".")
     if not dot or not producer or not output:
         raise DeclarationError(f"{where}: expected STEP.OUTPUT or {INPUT}.NAME, got `{source}`")
-    if producer != INPUT and producer not in known:
-        hint = did_you_mean(producer, known)
-        raise DeclarationError(f"{where}: unknown step `{producer}`; expected {_listed(known)} or `{INPUT}`{hint}")
+    if producer != INPUT and producer not in step_names:
+        hint = did_you_mean(producer, step_names)
+        raise DeclarationError(f"{where}: unknown step `{producer}`; expected {_listed(step_names)} or `{INPUT}`{hint}")
     if producer == INPUT:
         try:
             Tensor(output, "BYTES", [1])
@@ -289,7 +290,7 @@ def _wire(spec: PipelineSpec, step: StepSpec, tensor: TensorSpec, signatures: Ma
     where = f"step `{step.name}`, input `{tensor.name}`"
     if tensor.name in step.inputs:
         producer, output = _split(step.name, tensor.name, step.inputs[tensor.name], list(signatures))
-        outputs = [one.name for one in signatures[producer].outputs] if producer != INPUT else [output]
+        outputs = [output_spec.name for output_spec in signatures[producer].outputs] if producer != INPUT else [output]
         if output not in outputs:
             hint = did_you_mean(output, outputs)
             raise DeclarationError(
@@ -304,7 +305,7 @@ def _wire(spec: PipelineSpec, step: StepSpec, tensor: TensorSpec, signatures: Ma
         for producer in signatures
         if producer != step.name
         and (spec.trunk is None or producer == spec.trunk)
-        and tensor.name in {one.name for one in signatures[producer].outputs}
+        and tensor.name in {output_spec.name for output_spec in signatures[producer].outputs}
     ]
     if tensor.name in _trunk_inputs(spec, signatures):
         candidates.append(Wire(tensor.name, INPUT, tensor.name))
@@ -317,7 +318,7 @@ def _wire(spec: PipelineSpec, step: StepSpec, tensor: TensorSpec, signatures: Ma
         )
     if tensor.optional:
         return None
-    there = [one.name for name in signatures if name != step.name for one in signatures[name].outputs]
+    there = [output_spec.name for name in signatures if name != step.name for output_spec in signatures[name].outputs]
     lacking = "no other step has an output" if spec.trunk is None else f"`{spec.trunk}` has no input or output"
     raise DeclarationError(
         f"{where}: unmapped: {lacking} `{tensor.name}`; say where it comes from: "
@@ -330,22 +331,24 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
-def _unified(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...] | None:
+def _unified(first: Sequence[int], second: Sequence[int]) -> tuple[int, ...] | None:
     """The shape that fits both shapes, with -1 where both vary; None if the shapes contradict each other."""
-    if len(one) != len(other) or any(-1 not in pair and pair[0] != pair[1] for pair in zip(one, other, strict=True)):
+    if len(first) != len(second) or any(
+        -1 not in pair and pair[0] != pair[1] for pair in zip(first, second, strict=True)
+    ):
         return None
-    return tuple(max(pair) for pair in zip(one, other, strict=True))
+    return tuple(max(pair) for pair in zip(first, second, strict=True))
 
 
 def _joined(step: str, wire: Wire, taken: TensorSpec, producer: Signature) -> TensorSpec:
     """The tensor that passes from one step to another."""
-    given = next(tensor for tensor in producer.outputs if tensor.name == wire.output)
-    shape = _unified(taken.shape, given.shape)
-    if taken.datatype != given.datatype or shape is None:
-        what = "datatype" if taken.datatype != given.datatype else "shape"
+    output_spec = next(tensor for tensor in producer.outputs if tensor.name == wire.output)
+    shape = _unified(taken.shape, output_spec.shape)
+    if taken.datatype != output_spec.datatype or shape is None:
+        aspect = "datatype" if taken.datatype != output_spec.datatype else "shape"
         raise DeclarationError(
-            f"step `{step}`, input `{wire.input}`: {what} mismatch: expected "
-            f"{tensor_text(taken.datatype, taken.shape)}, got {tensor_text(given.datatype, given.shape)} "
+            f"step `{step}`, input `{wire.input}`: {aspect} mismatch: expected "
+            f"{tensor_text(taken.datatype, taken.shape)}, got {tensor_text(output_spec.datatype, output_spec.shape)} "
             f"from `{wire.source}`"
         )
     return TensorSpec(wire.input, taken.datatype, shape, taken.optional)
@@ -354,14 +357,15 @@ def _joined(step: str, wire: Wire, taken: TensorSpec, producer: Signature) -> Te
 def _add_input(inputs: dict[str, tuple[str, TensorSpec]], step: str, name: str, tensor: TensorSpec) -> None:
     """Add a step's input to the pipeline's inputs. Each pipeline input is stored with the first step that takes it."""
     new = TensorSpec(name, tensor.datatype, tensor.shape, tensor.optional)
-    first, known = inputs.setdefault(name, (step, new))
-    shape = _unified(known.shape, tensor.shape)
-    if shape is None or known.datatype != tensor.datatype:
+    first, pipeline_input = inputs.setdefault(name, (step, new))
+    shape = _unified(pipeline_input.shape, tensor.shape)
+    if shape is None or pipeline_input.datatype != tensor.datatype:
         raise DeclarationError(
-            f"pipeline, input `{name}`: step `{first}` expects {tensor_text(known.datatype, known.shape)}, "
+            f"pipeline, input `{name}`: step `{first}` expects "
+            f"{tensor_text(pipeline_input.datatype, pipeline_input.shape)}, "
             f"step `{step}` {tensor_text(tensor.datatype, tensor.shape)}"
         )
-    inputs[name] = first, TensorSpec(name, known.datatype, shape, known.optional and tensor.optional)
+    inputs[name] = first, TensorSpec(name, pipeline_input.datatype, shape, pipeline_input.optional and tensor.optional)
 
 
 def _signature(
@@ -427,13 +431,17 @@ def _signature(
 def _parameters(steps: Sequence[PlannedStep], name: str) -> tuple[Parameter, ...]:
     """The parameters of a pipeline with this name. A plain model is a single step with the pipeline's name."""
     is_plain = [step.name for step in steps] == [name]
-    found: dict[str, tuple[str, Parameter]] = {}
+    parameters: dict[str, tuple[str, Parameter]] = {}
     for step in steps:
         for parameter in step.signature.parameters:
-            first, known = found.setdefault(parameter.name, (step.name, parameter))
-            if known != parameter:
-                pairs = [(field, getattr(known, field), getattr(parameter, field)) for field in vars(known)]
-                fields = "; ".join(f"{field}: {one!r} and {other!r}" for field, one, other in pairs if one != other)
+            first, earlier = parameters.setdefault(parameter.name, (step.name, parameter))
+            if earlier != parameter:
+                pairs = [(field, getattr(earlier, field), getattr(parameter, field)) for field in vars(earlier)]
+                fields = "; ".join(
+                    f"{field}: {value!r} and {other_value!r}"
+                    for field, value, other_value in pairs
+                    if value != other_value
+                )
                 raise DeclarationError(
                     f"pipeline, parameter `{parameter.name}`: steps `{first}` and `{step.name}` declare it "
                     f"differently ({fields}); declare it alike, or rename one"
@@ -442,7 +450,7 @@ def _parameters(steps: Sequence[PlannedStep], name: str) -> tuple[Parameter, ...
                 raise DeclarationError(
                     f"step `{step.name}`, parameter `heads`: in a pipeline it picks the heads; rename it"
                 )
-    return tuple(parameter for _, parameter in found.values())
+    return tuple(parameter for _, parameter in parameters.values())
 
 
 def _embedding(
@@ -453,8 +461,8 @@ def _embedding(
     wanted = [("input", embedding.input, inputs, "BYTES", (1,)), ("output", embedding.output, outputs, "FP32", (-1,))]
     if embedding.tokens is not None:
         wanted.append(("tokens", embedding.tokens, outputs, "INT32", (1,)))
-    for field, name, known, datatype, shape in wanted:
-        tensor = next((one for one in known if one.name == name), None)
+    for field, name, tensors, datatype, shape in wanted:
+        tensor = next((spec for spec in tensors if spec.name == name), None)
         if tensor is None or tensor.datatype != datatype or _unified(tensor.shape, shape) is None:
             side = "input" if field == "input" else "output"
             expected = f"an {side} {tensor_text(datatype, shape)}"

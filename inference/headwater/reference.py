@@ -122,27 +122,29 @@ def find_path(title: str, path: str, search: Sequence[str], kind: Literal["file"
 
 
 def _existing(title: str, places: Sequence[Path], kind: Literal["file", "folder"], fix: str) -> Path:
-    is_wanted, other = (Path.is_dir, "file") if kind == "folder" else (Path.is_file, "folder")
+    is_wanted, other_kind = (Path.is_dir, "file") if kind == "folder" else (Path.is_file, "folder")
     for place in places:
         if is_wanted(place):
             return place.absolute()
     tried = " or ".join(str(place) for place in places)
-    found = next((place for place in places if place.exists()), None)
-    reason = f"there is no {kind} {tried}" if found is None else f"expected a {kind}, got the {other} {found}"
+    mismatch = next((place for place in places if place.exists()), None)
+    reason = (
+        f"there is no {kind} {tried}" if mismatch is None else f"expected a {kind}, got the {other_kind} {mismatch}"
+    )
     raise LoadError(Problem(title, reason, fix))
 
 
 def _folders_of(title: str, package: str) -> list[Path]:
     try:
-        found = importlib.util.find_spec(package)
+        spec = importlib.util.find_spec(package)
     except ModuleNotFoundError:
-        found = None  # a parent package is missing
+        spec = None  # a parent package is missing
     except Exception as error:  # raised by a parent package, which find_spec imports
         raise LoadError(problem_of(error, title, f"importing the parent package of {package}")) from error
-    if found is None:
+    if spec is None:
         fix = "install it, correct the name, or write lm:PATH"
         raise LoadError(Problem(title, f"there is no package {package!r}", fix))
-    if not found.submodule_search_locations:
+    if not spec.submodule_search_locations:
         fix = "name its package"
         raise LoadError(Problem(title, f"expected a package, which is a folder, got the module {package!r}", fix))
-    return [Path(location) for location in found.submodule_search_locations]
+    return [Path(location) for location in spec.submodule_search_locations]

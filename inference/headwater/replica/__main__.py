@@ -60,8 +60,8 @@ def main() -> None:
 
     def fail(error: Exception) -> None:
         status = error.status if isinstance(error, BinderFailed) else failure_of(error)
-        told = (type(None), ImportError, SyntaxError, DeclarationError)
-        if not isinstance(error, ModelError) or not isinstance(error.__cause__, told):
+        explained_causes = (type(None), ImportError, SyntaxError, DeclarationError)
+        if not isinstance(error, ModelError) or not isinstance(error.__cause__, explained_causes):
             traceback.print_exception(error)  # shows where in the user's code the error arose
         report(msgspec.structs.replace(status, imported=imported_files(spec.user_paths, error)))
         sys.stderr.flush()

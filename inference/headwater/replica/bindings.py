@@ -65,7 +65,9 @@ def _find(request: ScriptRequest) -> ScriptFinding:
 
     settings = {name: settings_of(binding) for name, binding in script.bindings.items()}
     shared = shared_objects({name: binding.functions for name, binding in script.bindings.items()})
-    return ScriptFinding(settings, [*script.warnings, *(_warning(one, models) for one, models in shared.items())])
+    return ScriptFinding(
+        settings, [*script.warnings, *(_warning(description, models) for description, models in shared.items())]
+    )
 
 
 def _warning(shared: str, models: Sequence[str]) -> str:

@@ -56,8 +56,8 @@ class Callee:
         try:
             while True:
                 call, length, more = HEAD.unpack(await reader.readexactly(HEAD.size))
-                asked = read_body(call, await reader.readexactly(length + more), length)
-                task = asyncio.create_task(self._answer(asked, writer))
+                call_message = read_body(call, await reader.readexactly(length + more), length)
+                task = asyncio.create_task(self._answer(call_message, writer))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
         except (asyncio.IncompleteReadError, ConnectionError):
@@ -66,22 +66,22 @@ class Callee:
         finally:
             writer.close()
 
-    async def _answer(self, asked: Message, writer: asyncio.StreamWriter) -> None:
+    async def _answer(self, call_message: Message, writer: asyncio.StreamWriter) -> None:
         try:
-            start = asked.start
+            start = call_message.start
             requests = []
-            for described, parameters in asked.content:
-                inputs, start = tensors(described, asked.body, start)
+            for described, parameters in call_message.content:
+                inputs, start = tensors(described, call_message.body, start)
                 requests.append(Request(inputs, json.loads(parameters)))
-            found = self._answers(requests)
-            if isinstance(found, AsyncIterator):
-                async for outputs in found:
-                    await _send(writer, asked.call, outputs)
-                await _send(writer, asked.call, None)
+            answers = self._answers(requests)
+            if isinstance(answers, AsyncIterator):
+                async for outputs in answers:
+                    await _send(writer, call_message.call, outputs)
+                await _send(writer, call_message.call, None)
             else:
-                await _send(writer, asked.call, await found)
+                await _send(writer, call_message.call, await answers)
         except Exception:
-            await _send(writer, asked.call, traceback.format_exc())
+            await _send(writer, call_message.call, traceback.format_exc())
 
 
 async def _send(writer: asyncio.StreamWriter, call: int, answer: list[dict[str, Any]] | str | None) -> None:

@@ -26,7 +26,11 @@ def imported_files(folders: Sequence[str], error: BaseException | None = None) -
     files = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
     named = (file for file in (*files, *_files_of(error)) if isinstance(file, str) and file.endswith(".py"))
     sources = {os.path.abspath(file) for file in named}
-    return sorted(one for one in sources if one.startswith(places) and not one.startswith(away) and os.path.isfile(one))
+    return sorted(
+        source
+        for source in sources
+        if source.startswith(places) and not source.startswith(away) and os.path.isfile(source)
+    )
 
 
 def _prefixes(folders: Iterable[str]) -> tuple[str, ...]:

@@ -56,7 +56,7 @@ def main() -> None:
     with socket.socket(fileno=int(fd)) as connection:
         connection.set_inheritable(False)
         try:
-            others = _import(modules)
+            late_modules = _import(modules)
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             connection.send(text.encode()[:REQUEST_BYTES])
@@ -78,12 +78,12 @@ def main() -> None:
                 answer = b"packages were installed or removed"
                 if _installed() == before:
                     request = msgspec.json.decode(data, type=ForkRequest)
-                    answer = str(_fork(request, fds, others, connection)).encode()
+                    answer = str(_fork(request, fds, late_modules, connection)).encode()
             except OSError as error:
                 answer = str(error.strerror).encode()
             finally:
-                for one in fds:
-                    os.close(one)
+                for descriptor in fds:
+                    os.close(descriptor)
             connection.send(answer)
 
 
@@ -132,7 +132,7 @@ def _installed() -> list[int]:
     return [os.stat(folder).st_mtime_ns for folder in folders]
 
 
-def _fork(request: ForkRequest, fds: Sequence[int], others: Collection[str], connection: socket.socket) -> int:
+def _fork(request: ForkRequest, fds: Sequence[int], late_modules: Collection[str], connection: socket.socket) -> int:
     """Fork a guardian that the supervisor adopts. Returns its process id."""
     read, write = os.pipe()
     first = os.fork()
@@ -142,24 +142,26 @@ def _fork(request: ForkRequest, fds: Sequence[int], others: Collection[str], con
                 os._exit(0)
             os.setsid()
             os.write(write, str(os.getpid()).encode())
-            for one in (read, write, connection.fileno()):
-                os.close(one)
+            for descriptor in (read, write, connection.fileno()):
+                os.close(descriptor)
             status, command, output = fds
-            _become_guardian(request, status, command, output, others)
+            _become_guardian(request, status, command, output, late_modules)
         except BaseException:
             traceback.print_exc()
         finally:
             os._exit(1)
     os.close(write)
     with os.fdopen(read, "rb") as reader:
-        told = reader.read()
+        pid = reader.read()
     os.waitpid(first, 0)
-    if not told:
+    if not pid:
         raise OSError(errno.EAGAIN, "a fork failed")
-    return int(told)
+    return int(pid)
 
 
-def _become_guardian(request: ForkRequest, status: int, command: int, output: int, others: Collection[str]) -> None:
+def _become_guardian(
+    request: ForkRequest, status: int, command: int, output: int, late_modules: Collection[str]
+) -> None:
     for standard in (1, 2):
         os.dup2(output, standard)
     os.close(output)
@@ -175,7 +177,7 @@ def _become_guardian(request: ForkRequest, status: int, command: int, output: in
         os.close(read)
         os.setsid()
         os.close(write)
-        _become_replica(request, status, others, here)
+        _become_replica(request, status, late_modules, here)
         return
     os.close(write)
     os.read(read, 1)  # until the replica has a session
@@ -185,14 +187,14 @@ def _become_guardian(request: ForkRequest, status: int, command: int, output: in
     with contextlib.suppress(OSError):
         Path(f"/proc/{host}/autogroup").write_text(Path("/proc/self/autogroup").read_text().split()[-1])
     places = {STATUS: str(status), COMMAND: str(command), HOST: str(host)}
-    for one in (status, command):
-        os.set_inheritable(one, True)
+    for descriptor in (status, command):
+        os.set_inheritable(descriptor, True)
     arguments = [places.get(argument, argument) for argument in request.guardian]
     _change_environment(request.changes)
     os.execv(arguments[0], arguments)
 
 
-def _become_replica(request: ForkRequest, status: int, others: Collection[str], here: Path) -> None:
+def _become_replica(request: ForkRequest, status: int, late_modules: Collection[str], here: Path) -> None:
     """Run a replica's binder and its host, as `headwater_server.process.launcher` does."""
     if sys.path[0] == str(here):  # unless Python is told not to look in the working folder
         sys.path[0] = request.directory
@@ -206,7 +208,7 @@ def _become_replica(request: ForkRequest, status: int, others: Collection[str], 
     os.environ.update(request.variables)
     fds = [status, host.detach()]
     command = ["headwater.replica", request.name, request.directory, *map(str, fds)]
-    if _hides(request.user_paths, others):
+    if _hides(request.user_paths, late_modules):
         _execute(sys.executable, command, fds)
     _run(command)
 

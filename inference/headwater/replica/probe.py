@@ -86,10 +86,10 @@ def probe(request: Request) -> Iterator[Finding]:
     else:
         signatures: dict[str, Signature] = {}
         for step in request.pipeline.steps:
-            found, wrong, _ = _try(f"{title}, step {step.name}", step.name, step.model, step.options, request)
-            yield Finding(request.name, step.name, found, tuple(asdict(problem) for problem in wrong))
-            if found is not None:
-                signatures[step.name] = found
+            step_signature, wrong, _ = _try(f"{title}, step {step.name}", step.name, step.model, step.options, request)
+            yield Finding(request.name, step.name, step_signature, tuple(asdict(problem) for problem in wrong))
+            if step_signature is not None:
+                signatures[step.name] = step_signature
         if len(signatures) == len(request.pipeline.steps):
             try:
                 plan = make_plan(request.pipeline, signatures, name=request.name, max_batch_size=request.max_batch_size)

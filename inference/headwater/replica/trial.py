@@ -64,7 +64,7 @@ async def _call_in_frames(served: Served, runner: FusedPipeline) -> None:
 
 def _request(served: Served, note: CallNote) -> Any:
     row = served.signature.example_row()
-    inputs = {one.name: _example(one, row[one.name]) for one in served.signature.inputs if one.name in row}
+    inputs = {spec.name: _example(spec, row[spec.name]) for spec in served.signature.inputs if spec.name in row}
     return SimpleNamespace(data=inputs, parameters={HEADWATER: msgspec.json.encode(note).decode()})
 
 

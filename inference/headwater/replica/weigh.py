@@ -44,7 +44,9 @@ def weigh(request: Request) -> Weight:
     else:
         steps = [request] if request.pipeline is None else request.pipeline.steps
         models = [load_model(step.model, step.options, request.path) for step in steps]
-        device = choose_device(request.device, "torch" in sys.modules or any(one.arrays == "torch" for one in models))
+        device = choose_device(
+            request.device, "torch" in sys.modules or any(model.arrays == "torch" for model in models)
+        )
         loop = CallLoop()
         before = _anonymous_bytes()
         for model in models:

@@ -38,8 +38,8 @@ class Pace:
 
     def note(self, step: str, took_s: float) -> None:
         """Record how long a call of a step took."""
-        known = self._seconds.get(step, took_s)
-        self._seconds[step] = known + SMOOTHING * (took_s - known)
+        average_s = self._seconds.get(step, took_s)
+        self._seconds[step] = average_s + SMOOTHING * (took_s - average_s)
 
     def allows(self, waited_s: float, steps: Iterable[str]) -> bool:
         """Whether an answer that has waited this long may wait for these steps; False if a step never ran before."""
@@ -208,23 +208,23 @@ class BatchRun:
             if not self._unanswered:
                 return
             await hold.take()
-            given, rows, failures = await self._given(self._steps[source.name], is_private=True)
+            step_input, rows, failures = await self._given(self._steps[source.name], is_private=True)
             self._keep({wire.step for step in after for wire in step.wires})
         control.has_turn = False
-        self._count(source.name, 0 if given.is_warmup else 1, 0, 0.0)
-        async with contextlib.aclosing(self._steps[source.name].iterate(given, control)) as results:
+        self._count(source.name, 0 if step_input.is_warmup else 1, 0, 0.0)
+        async with contextlib.aclosing(self._steps[source.name].iterate(step_input, control)) as results:
             started_s = time.perf_counter()
-            async for made in results:
+            async for step_result in results:
                 took_s = time.perf_counter() - started_s
                 if control.is_cancelled:
                     break
-                self._take(source.name, made, took_s, rows, failures)
-                yield self._frame(await self._follow(source.name, made, took_s, after, turn))
+                self._take(source.name, step_result, took_s, rows, failures)
+                yield self._frame(await self._follow(source.name, step_result, took_s, after, turn))
                 if not self._unanswered:
                     return
                 if self._is_warmup:  # a single result is enough: the stream may be endless
                     break
-                del made  # free the memory: the next result may take long
+                del step_result  # free the memory: the next result may take long
                 started_s = time.perf_counter()
         if control.is_cancelled:
             return
@@ -237,10 +237,12 @@ class BatchRun:
         return self._frame([self._answer(head, {}) for head in self._unanswered])
 
     async def _follow(
-        self, source: str, made: Made, took_s: float, after: Sequence[PlannedStep], turn: asyncio.Lock
+        self, source: str, step_result: Made, took_s: float, after: Sequence[PlannedStep], turn: asyncio.Lock
     ) -> list[_Answer]:  # fmt: skip
         """The heads' pieces for a yield of the streaming step."""
-        answers = [self._answer(source, made.arrays, took_s, is_last=False)] if source in self._unanswered else []
+        answers = (
+            [self._answer(source, step_result.arrays, took_s, is_last=False)] if source in self._unanswered else []
+        )
         needed = [step for step in after if any(step.name in self._ancestors[head] for head in self._unanswered)]
         if needed:
             async with _Hold(turn) as hold:
@@ -266,26 +268,32 @@ class BatchRun:
             return self._answer(step.name, {}) if step.name in self._unanswered else None
         cache = self._caches.get(step.name)
         overlaps = step.overlaps and cache is None
-        given, rows, failures = await self._given(step, is_private=overlaps)
-        given = given._replace(until_s=until_s)
+        step_input, rows, failures = await self._given(step, is_private=overlaps)
+        step_input = step_input._replace(until_s=until_s)
         if overlaps:
-            self._keep({wire.step for one in self._plan.steps if one is not step.planned for wire in one.wires})
+            self._keep(
+                {wire.step for planned in self._plan.steps if planned is not step.planned for wire in planned.wires}
+            )
             hold.leave()
-        made = Made()
+        step_result = Made()
         took_s = 0.0
         if rows:
             started_s = time.perf_counter()
-            made = await (step.run(given) if cache is None else cache.run(step, given))
+            step_result = await (step.run(step_input) if cache is None else cache.run(step, step_input))
             took_s = time.perf_counter() - started_s
-            if cache is not None and not given.is_warmup:
+            if cache is not None and not step_input.is_warmup:
                 self._count_of(step.name).cache = cache.counted()
             if pace is not None:
                 pace.note(step.name, took_s)
         for wire in step.planned.wires:
-            if wire.input in made.spoiled:
+            if wire.input in step_result.spoiled:
                 self._spoilers.setdefault(wire.step, step.name)
-        self._take(step.name, made, took_s, rows, failures)
-        return self._answer(step.name, made.arrays, took_s, is_last=is_last) if step.name in self._unanswered else None
+        self._take(step.name, step_result, took_s, rows, failures)
+        return (
+            self._answer(step.name, step_result.arrays, took_s, is_last=is_last)
+            if step.name in self._unanswered
+            else None
+        )
 
     async def _given(
         self, step: Step, *, is_private: bool = False
@@ -318,8 +326,10 @@ class BatchRun:
             inputs[wire.input] = value
         per_row = {name: [values[row] for row in rows] for name, values in part.row_parameters.items()}
         owners = [self._owners[row] for row in rows]
-        given = Given(inputs, len(rows), part.batch_parameters, per_row, self._is_warmup, frozenset(shared), owners)
-        return given, rows, {row: lost[row] for row in needed if row in lost}
+        step_input = Given(
+            inputs, len(rows), part.batch_parameters, per_row, self._is_warmup, frozenset(shared), owners
+        )
+        return step_input, rows, {row: lost[row] for row in needed if row in lost}
 
     def _lost(self, steps: Iterable[str]) -> dict[int, RowReport]:
         """Reports of the rows that failed in these steps, as far as they have run. If a row failed in several steps,
@@ -347,20 +357,22 @@ class BatchRun:
             before = self._results[name]
             self._results[name] = _Result([], {}, {**before.failures, **dict.fromkeys(before.rows, report)})
             return
-        given, rows, failures = await self._given(step)
+        step_input, rows, failures = await self._given(step)
         started_s = time.perf_counter()
-        made = await step.run(given, is_retry=True)
-        self._take(name, made, time.perf_counter() - started_s, rows, failures)
+        step_result = await step.run(step_input, is_retry=True)
+        self._take(name, step_result, time.perf_counter() - started_s, rows, failures)
 
     def _take(
-        self, name: str, made: Made, took_s: float, rows: Sequence[int], failures: Mapping[int, RowReport]
+        self, name: str, step_result: Made, took_s: float, rows: Sequence[int], failures: Mapping[int, RowReport]
     ) -> None:  # fmt: skip
         """Store and count a step's result for these rows of the batch; the other rows failed in an earlier step."""
-        failed = {rows[row]: report for row, report in made.failures.items()}
-        self._results[name] = _Result([rows[row] for row in made.good], made.values, {**failures, **failed})
+        failed = {rows[row]: report for row, report in step_result.failures.items()}
+        self._results[name] = _Result(
+            [rows[row] for row in step_result.good], step_result.values, {**failures, **failed}
+        )
         self._kept.discard(name)
         self._spoilers.pop(name, None)
-        self._count(name, made.calls, made.retries, took_s)
+        self._count(name, step_result.calls, step_result.retries, took_s)
 
     def _count(self, name: str, calls: int, retries: int, took_s: float) -> None:
         count = self._count_of(name)

@@ -50,8 +50,8 @@ class Capacity:
         if over and not self._limits:
             self._on_change("computes whole batches again, to see whether memory suffices now", 0)
         digits = row_bytes.bit_length()
-        found = [limit.rows for key, limit in list(self._limits.items()) if key[0] == model and key[1] <= digits]
-        return min(found, default=None)
+        limits = [limit.rows for key, limit in list(self._limits.items()) if key[0] == model and key[1] <= digits]
+        return min(limits, default=None)
 
     def learn(self, model: str, failed: int, fitted: int, row_bytes: int = 0, *, what: str = "rows") -> None:
         """Record that a call with ``failed`` rows ran out of memory, and that ``fitted`` rows (at least 1) fit."""
@@ -59,7 +59,8 @@ class Capacity:
         if before is not None and before <= fitted:
             return
         self._limits[model, row_bytes.bit_length()] = _Limit(fitted, time.monotonic() + HOLDS_S)
-        least = min(limit.rows for limit in list(self._limits.values()))
+        min_rows = min(limit.rows for limit in list(self._limits.values()))
         self._on_change(
-            f"{model}: out of memory with {failed} {what} at once; computes at most {fitted} for {HOLDS_S:g} s", least
+            f"{model}: out of memory with {failed} {what} at once; computes at most {fitted} for {HOLDS_S:g} s",
+            min_rows,
         )

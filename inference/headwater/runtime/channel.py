@@ -221,7 +221,7 @@ class StreamChannels:
             return new
         if channel is not None:
             channel.close()
-        for pid in [pid for pid, one in self._channels.items() if one.is_closed]:
+        for pid in [pid for pid, worker_channel in self._channels.items() if worker_channel.is_closed]:
             del self._channels[pid]
         new.watch(note.pid)
         self._channels[note.pid] = new

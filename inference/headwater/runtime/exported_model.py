@@ -85,12 +85,12 @@ class ExportedModel(Model):
             raise LoadError(state_problem(self._title, names))
         nodes = {node.name: node.meta.get("val") for node in program.graph.nodes}
         taken = [spec.arg for spec in program.graph_signature.input_specs if spec.kind.name == "USER_INPUT"]
-        given = [spec.arg for spec in program.graph_signature.output_specs if spec.kind.name == "USER_OUTPUT"]
+        results = [spec.arg for spec in program.graph_signature.output_specs if spec.kind.name == "USER_OUTPUT"]
         in_names = [getattr(arg, "name", "") for arg in taken]
-        out_names = _result_names(program.call_spec.out_spec, len(given))
+        out_names = _result_names(program.call_spec.out_spec, len(results))
         self._constants = [getattr(arg, "value", None) for arg in taken]
         """Values with which the program was exported, for arguments that are not tensors."""
-        self._most: int | None = None
+        self._max_rows: int | None = None
         """Maximum number of rows in a run; None: any number."""
         self._batch: set[Any] = set()
         """The symbols of the batch axis."""
@@ -104,10 +104,10 @@ class ExportedModel(Model):
             for _, name, value in inputs:
                 self._note_batch(f"input {name!r}", name, value)
             self._check_batch_axis([(name, value) for _, name, value in inputs])
-        self._inputs = [self._port("input", *one) for one in inputs]
+        self._inputs = [self._port("input", *fields) for fields in inputs]
         self._outputs = [
             self._port("output", place, name, nodes.get(arg.name))
-            for place, (name, arg) in enumerate(zip(out_names, given, strict=True))
+            for place, (name, arg) in enumerate(zip(out_names, results, strict=True))
             if not hasattr(arg, "value")
         ]
         self._check_there("input", self._inputs)
@@ -150,16 +150,16 @@ class ExportedModel(Model):
         """
         arrays = [inputs[port.tensor.name] for port in self._inputs]
         rows = len(arrays[0])
-        most = self._most or rows
+        max_rows = self._max_rows or rows
         if not self._has_batch_axis:
             runs = [[result[None] for result in self._run([array[row] for array in arrays])] for row in range(rows)]
             results = self._joined(runs, [1] * rows)
-        elif rows <= most:
+        elif rows <= max_rows:
             results = self._run(arrays)
         else:
-            starts = range(0, rows, most)
-            runs = [self._run([array[start : start + most] for array in arrays]) for start in starts]
-            results = self._joined(runs, [min(most, rows - start) for start in starts])
+            starts = range(0, rows, max_rows)
+            runs = [self._run([array[start : start + max_rows] for array in arrays]) for start in starts]
+            results = self._joined(runs, [min(max_rows, rows - start) for start in starts])
         return {
             port.tensor.name: result.reshape(-1, 1) if port.is_flat and result.ndim == 1 else result
             for port, result in zip(self._outputs, results, strict=True)
@@ -197,7 +197,7 @@ class ExportedModel(Model):
                     f"{where}, shape: expected a batch axis of any size, or 1, as first dimension, got {size}",
                     f"{fix}; or {WITHOUT_BATCH}",
                 )
-            self._most = 1
+            self._max_rows = 1
             return
         assert self._program is not None
         symbol = size.node.expr
@@ -209,7 +209,7 @@ class ExportedModel(Model):
             reason = f"{where}, shape: expected a batch axis of any size, got at least {bounds.lower}"
             raise self._error(reason, f"{fix}, without `min`")
         if bounds.upper.is_Integer:
-            self._most = min(self._most or int(bounds.upper), int(bounds.upper))
+            self._max_rows = min(self._max_rows or int(bounds.upper), int(bounds.upper))
 
     def _check_batch_axis(self, inputs: Sequence[tuple[str, Any]]) -> None:
         """Check that the inputs' first dimensions are not partly 1 and partly dynamic. Otherwise the dynamic dimension,
@@ -238,19 +238,19 @@ class ExportedModel(Model):
         if not shape:
             reason = f"{where}, shape: expected the batch axis as first dimension, got a scalar"
             raise self._error(reason, f"export it as [batch, ...]; or {WITHOUT_BATCH}")
-        first, *others = shape
+        first, *row_shape = shape
         if kind == "output" and not (
-            (isinstance(first, int) and first == 1 == self._most)
+            (isinstance(first, int) and first == 1 == self._max_rows)
             or (not isinstance(first, int) and first.node.expr in self._batch)
         ):
             reason = f"{where}, shape: expected the batch axis as first dimension, got {first}"
             fix = f"export a model whose results have a row for each row of the inputs; or {WITHOUT_BATCH}"
             raise self._error(reason, fix)
-        for dim in others:
+        for dim in row_shape:
             if not isinstance(dim, int) and self._batch & dim.node.expr.free_symbols:
                 reason = f"{where}, shape: expected the batch axis as first dimension only, got {list(shape)}"
                 raise self._error(reason, "export a model whose rows don't depend on each other")
-        return self._declared(kind, place, name, datatype, others)
+        return self._declared(kind, place, name, datatype, row_shape)
 
     def _declared(self, kind: str, place: int, name: str, datatype: str, shape: Sequence[Any]) -> _Port:
         """An input or output with rows of this shape."""

@@ -62,46 +62,46 @@ class FeatureCache:
         count.size_bytes = self._size_bytes
         return count
 
-    async def run(self, step: Step, given: Given) -> Made:
+    async def run(self, step: Step, step_input: Given) -> Made:
         """Like `Step.run`, with cached rows. Callers make one call at a time. A warm-up doesn't use the cache."""
-        if given.is_warmup:
-            return await step.run(given)
-        if sum(array.nbytes for array in given.inputs.values()) < THREAD_BYTES:
-            keys = self._keys(given)
+        if step_input.is_warmup:
+            return await step.run(step_input)
+        if sum(array.nbytes for array in step_input.inputs.values()) < THREAD_BYTES:
+            keys = self._keys(step_input)
         else:
-            keys = await asyncio.to_thread(self._keys, given)
-        found = [self._get(key) for key in keys]
-        if self._varies and not _fit(found):
-            found = [None] * len(found)
-        missing = [row for row, one in enumerate(found) if one is None]
-        self._count.hits += given.rows - len(missing)
+            keys = await asyncio.to_thread(self._keys, step_input)
+        cached_rows = [self._get(key) for key in keys]
+        if self._varies and not _fit(cached_rows):
+            cached_rows = [None] * len(cached_rows)
+        missing = [row for row, cached in enumerate(cached_rows) if cached is None]
+        self._count.hits += step_input.rows - len(missing)
         self._count.misses += len(missing)
-        if len(missing) == given.rows:
-            made = await step.run(given)
-            self._keep([keys[row] for row in made.good], made)
-            return made
-        made = Made()
+        if len(missing) == step_input.rows:
+            step_result = await step.run(step_input)
+            self._keep([keys[row] for row in step_result.good], step_result)
+            return step_result
+        step_result = Made()
         if missing:
-            made = await step.run(_part(given, missing))
-            self._keep([keys[missing[row]] for row in made.good], made)
-        return _completed(made, missing, found)
+            step_result = await step.run(_part(step_input, missing))
+            self._keep([keys[missing[row]] for row in step_result.good], step_result)
+        return _completed(step_result, missing, cached_rows)
 
-    def _keys(self, given: Given) -> list[bytes]:
+    def _keys(self, step_input: Given) -> list[bytes]:
         """The cache key of each row: a digest of everything that the row's outputs depend on.
 
         The digest uses a secret key, because a client who could make two rows with the same digest could read another
         client's features.
         """
-        inputs = sorted(given.inputs.items())
-        batch = [(name, given.parameters[name]) for name, per in self._parameters if per == "batch"]
-        per_row = [(name, given.row_parameters[name]) for name, per in self._parameters if per == "row"]
+        inputs = sorted(step_input.inputs.items())
+        batch = [(name, step_input.parameters[name]) for name, per in self._parameters if per == "batch"]
+        per_row = [(name, step_input.row_parameters[name]) for name, per in self._parameters if per == "row"]
         shapes = [(name, str(array.dtype), array.shape[1:]) for name, array in inputs]
         keys = []
-        for row in range(given.rows):
-            owner = given.owners[row] if self._spec.per_key and given.owners else ""
+        for row in range(step_input.rows):
+            owner = step_input.owners[row] if self._spec.per_key and step_input.owners else ""
             parts = [_bytes(array[row : row + 1]) for _, array in inputs]
-            own = [(name, values[row]) for name, values in per_row]
-            head = repr((owner, shapes, batch, own, [len(part) for part in parts])).encode()
+            row_values = [(name, values[row]) for name, values in per_row]
+            head = repr((owner, shapes, batch, row_values, [len(part) for part in parts])).encode()
             digest = hashlib.blake2b(b"%d:" % len(head), digest_size=32, key=self._secret)
             for part in (head, *parts):
                 digest.update(part)
@@ -109,19 +109,19 @@ class FeatureCache:
         return keys
 
     def _get(self, key: bytes) -> _Row | None:
-        found = self._rows.get(key)
-        if found is None:
+        row = self._rows.get(key)
+        if row is None:
             return None
-        if found.ends_s < time.monotonic():
+        if row.ends_s < time.monotonic():
             self._drop(key)
             return None
         self._rows.move_to_end(key)
-        return found
+        return row
 
-    def _keep(self, keys: Sequence[bytes], made: Made) -> None:
+    def _keep(self, keys: Sequence[bytes], step_result: Made) -> None:
         ends_s = time.monotonic() + self._spec.ttl_s if self._spec.ttl_s else float("inf")
         for place, key in enumerate(keys):
-            values = {name: value[place : place + 1] for name, value in made.values.items()}
+            values = {name: value[place : place + 1] for name, value in step_result.values.items()}
             size_bytes = ROW_BYTES + sum(_size_bytes(value) for value in values.values())
             self._drop(key)
             if size_bytes > self._spec.max_bytes:
@@ -149,37 +149,37 @@ def _size_bytes(value: Any) -> int:
     return size_bytes
 
 
-def _fit(found: Sequence[_Row | None]) -> bool:
+def _fit(cached_rows: Sequence[_Row | None]) -> bool:
     """Whether all rows are cached, and their values can be joined."""
-    shapes = [None if row is None else {name: value.shape for name, value in row.values.items()} for row in found]
-    return None not in shapes and all(one == shapes[0] for one in shapes)
+    shapes = [None if row is None else {name: value.shape for name, value in row.values.items()} for row in cached_rows]
+    return None not in shapes and all(row_shapes == shapes[0] for row_shapes in shapes)
 
 
-def _part(given: Given, rows: Sequence[int]) -> Given:
+def _part(step_input: Given, rows: Sequence[int]) -> Given:
     """The arguments of some of the rows."""
-    return given._replace(
-        inputs={name: array[list(rows)] for name, array in given.inputs.items()},
+    return step_input._replace(
+        inputs={name: array[list(rows)] for name, array in step_input.inputs.items()},
         rows=len(rows),
-        row_parameters={name: [values[row] for row in rows] for name, values in given.row_parameters.items()},
-        owners=[given.owners[row] for row in rows] if given.owners else (),
+        row_parameters={name: [values[row] for row in rows] for name, values in step_input.row_parameters.items()},
+        owners=[step_input.owners[row] for row in rows] if step_input.owners else (),
     )
 
 
-def _completed(made: Made, missing: Sequence[int], found: Sequence[_Row | None]) -> Made:
+def _completed(step_result: Made, missing: Sequence[int], cached_rows: Sequence[_Row | None]) -> Made:
     """The result for all rows: the computed result of the missing rows together with the cached rows."""
-    places = {missing[row]: place for place, row in enumerate(made.good)}
-    good = [row for row, one in enumerate(found) if one is not None or row in places]
+    places = {missing[row]: place for place, row in enumerate(step_result.good)}
+    good = [row for row, cached in enumerate(cached_rows) if cached is not None or row in places]
 
     def value(row: int, name: str) -> Any:
-        one = found[row]
-        return made.values[name][places[row] : places[row] + 1] if one is None else one.values[name]
+        cached = cached_rows[row]
+        return step_result.values[name][places[row] : places[row] + 1] if cached is None else cached.values[name]
 
-    names = next(one.values for one in found if one is not None)
+    names = next(cached.values for cached in cached_rows if cached is not None)
     # Copy even a single row: a head may write into its input.
     values = {
         name: settled(joined([value(row, name) for row in good]) if len(good) > 1 else copied(value(good[0], name)))
         for name in names
     }
-    made.failures = {missing[row]: report for row, report in made.failures.items()}
-    made.good, made.values = good, values
-    return made
+    step_result.failures = {missing[row]: report for row, report in step_result.failures.items()}
+    step_result.good, step_result.values = good, values
+    return step_result

@@ -75,7 +75,7 @@ class FusedPipeline:
             )
             for planned in plan.steps
         }  # fmt: skip
-        self._caches = {one.name: FeatureCache(one) for one in plan.steps if one.spec.cache is not None}
+        self._caches = {planned.name: FeatureCache(planned) for planned in plan.steps if planned.spec.cache is not None}
         self._turn = asyncio.Lock()
         self._pace = Pace(wait_for_next_s)
         self._channels = StreamChannels()

@@ -42,20 +42,25 @@ def open_model(path: str, options: Mapping[str, Any], search: Sequence[str] = ()
     """
     title = f"model hf:{path}"
     folder = HfFolder(find_path(title, path, search, "folder"), title)
-    others = dict(options)
-    asked = others.pop("task", None)
-    if asked is not None and asked not in TASKS:
-        reason = f"options.task: expected one of {', '.join(TASKS)}, got {asked!r:.80}{did_you_mean(asked, TASKS)}"
+    task_options = dict(options)
+    task_option = task_options.pop("task", None)
+    if task_option is not None and task_option not in TASKS:
+        reason = (
+            f"options.task: expected one of {', '.join(TASKS)}, "
+            f"got {task_option!r:.80}{did_you_mean(task_option, TASKS)}"
+        )
         raise folder.error(reason, "correct `options.task`")
-    task: Task = asked or folder.task()
+    task: Task = task_option or folder.task()
     check_installed(title, "hf", "torch", "transformers", *_ALSO_NEEDED.get(task, ()))
     cls = _model_of(task)
-    known = ["task", *list(inspect.signature(cls).parameters)[1:]]  # the first is the folder
-    for name in others:
-        if name not in known:
-            reason = f"unknown option {name!r}; its options are {', '.join(known)}{did_you_mean(name, known)}"
+    option_names = ["task", *list(inspect.signature(cls).parameters)[1:]]  # the first is the folder
+    for name in task_options:
+        if name not in option_names:
+            reason = (
+                f"unknown option {name!r}; its options are {', '.join(option_names)}{did_you_mean(name, option_names)}"
+            )
             raise folder.error(reason, f"correct or remove `options.{name}`")
-    model: Model = cls(folder, **others)
+    model: Model = cls(folder, **task_options)
     return model
 
 

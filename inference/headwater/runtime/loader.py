@@ -31,8 +31,8 @@ def _find(reference: str) -> object:
     if not separator or not module_name or not class_name:
         raise LoadError(Problem(title, "expected module:Class", "write it such as my_package.models:Scale"))
     module = import_for(title, module_name)
-    found = getattr(module, class_name, None)
-    if found is None:
+    target = getattr(module, class_name, None)
+    if target is None:
         file = getattr(module, "__file__", None) or module.__name__
         is_builtin = file == module_name
         if module_name in sys.stdlib_module_names and (is_builtin or file.startswith(sysconfig.get_path("stdlib"))):
@@ -43,26 +43,26 @@ def _find(reference: str) -> object:
         fix = f"name one of these, or add {class_name}" if models else "a model is a class derived from headwater.Model"
         reason = f"{file} has no {class_name}; {names}{did_you_mean(class_name, models)}"
         raise LoadError(Problem(title, reason, fix))
-    return found
+    return target
 
 
-def _checked_class(reference: str, found: object) -> type[Model]:
+def _checked_class(reference: str, target: object) -> type[Model]:
     """The object that a reference names, checked to be a model's class."""
     title, class_name = f"model {reference}", reference.rpartition(":")[2]
-    if not inspect.isclass(found) or not issubclass(found, Model):
-        if hasattr(found, "__wrapped__") and not inspect.isclass(found):
+    if not inspect.isclass(target) or not issubclass(target, Model):
+        if hasattr(target, "__wrapped__") and not inspect.isclass(target):
             reason = f"expected a class derived from headwater.Model, got the decorated function {class_name}"
             fix = "name the script that binds it, pytriton:SCRIPT.py (docs/from-pytriton.md), or write such a class"
             raise LoadError(Problem(title, reason, fix))
-        what = f"a class derived from {found.__bases__[0].__name__}" if inspect.isclass(found) else repr(found)
+        got = f"a class derived from {target.__bases__[0].__name__}" if inspect.isclass(target) else repr(target)
         raise LoadError(
             Problem(
                 title,
-                f"expected a class derived from headwater.Model, got {what[:200]}",
+                f"expected a class derived from headwater.Model, got {got[:200]}",
                 f"write `from headwater import Model` and `class {class_name}(Model): ...`",
             )
         )
-    return found
+    return target
 
 
 def import_for(title: str, module_name: str) -> ModuleType:
@@ -87,12 +87,12 @@ def asks_compile(cls: type[Model], options: Mapping[str, Any]) -> bool:
     """
     if COMPILE not in options or _takes_compile(cls):
         return False
-    asked = options[COMPILE]
-    if not isinstance(asked, bool):
+    setting = options[COMPILE]
+    if not isinstance(setting, bool):
         title = f"model {cls.__module__}:{cls.__qualname__}"
-        reason = f"options.{COMPILE}: expected true or false, got {asked!r:.80}"
+        reason = f"options.{COMPILE}: expected true or false, got {setting!r:.80}"
         raise LoadError(Problem(title, reason, f"correct or remove `options.{COMPILE}`"))
-    return asked
+    return setting
 
 
 def _takes_compile(cls: type[Model]) -> bool:
@@ -155,12 +155,12 @@ def load_model(reference: str, options: Mapping[str, Any], search: Sequence[str]
         from headwater.runtime.torch_model import open_model as open_torch
 
         return open_torch(path, options, search)
-    found = _find(reference)
-    if type(found) is FunctionType:  # by `type`, because decorators' objects only claim to be functions
+    target = _find(reference)
+    if type(target) is FunctionType:  # by `type`, because decorators' objects only claim to be functions
         from headwater.runtime.function_model import open_function
 
-        return open_function(reference, found, options)
-    return construct(_checked_class(reference, found), options)
+        return open_function(reference, target, options)
+    return construct(_checked_class(reference, target), options)
 
 
 def _missing_module(title: str, wanted: str, error: ModuleNotFoundError) -> Problem:
@@ -196,17 +196,21 @@ def wrong_options(
     """All faults of options that are passed as keyword arguments, or None if all options are correct."""
     reasons: list[str] = []
     fixes: list[str] = []
-    named = [one.name for one in takes if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
-    known = f"its options are {', '.join(named)}" if named else "it takes no options"
-    if not any(one.kind is one.VAR_KEYWORD for one in takes):
+    named = [
+        parameter.name
+        for parameter in takes
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    ]
+    options_text = f"its options are {', '.join(named)}" if named else "it takes no options"
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes):
         for name in options:
             if name not in named:
-                reasons.append(f"unknown option {name!r}; {known}{did_you_mean(name, named)}")
+                reasons.append(f"unknown option {name!r}; {options_text}{did_you_mean(name, named)}")
                 fixes.append(f"correct or remove `options.{name}`")
-    for one in takes:
-        if one.name in named and one.default is one.empty and one.name not in options:
-            reasons.append(f"option {one.name!r} is required, but missing")
-            fixes.append(f"set `options.{one.name}`")
+    for parameter in takes:
+        if parameter.name in named and parameter.default is parameter.empty and parameter.name not in options:
+            reasons.append(f"option {parameter.name!r} is required, but missing")
+            fixes.append(f"set `options.{parameter.name}`")
     return Problem(title, "; ".join(reasons), "; ".join(fixes)) if reasons else None
 
 

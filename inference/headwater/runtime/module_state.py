@@ -58,11 +58,11 @@ def changed(buffers: Mapping[str, torch.Tensor], before: Mapping[str, torch.Tens
     return [name for name, buffer in buffers.items() if not _is_same(buffer, before[name])]
 
 
-def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _is_same(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether two tensors have the same values; NaN is the same as NaN."""
-    if one.shape != other.shape or one.dtype != other.dtype:
+    if first.shape != second.shape or first.dtype != second.dtype:
         return False
-    return bool(((one == other) | ((one != one) & (other != other))).all())
+    return bool(((first == second) | ((first != first) & (second != second))).all())
 
 
 def script_writes(module: Any) -> list[str]:
@@ -77,8 +77,8 @@ def program_writes(program: torch.export.ExportedProgram) -> list[str]:
     its = program.graph_signature
     named = {**its.inputs_to_parameters, **its.inputs_to_buffers, **its.inputs_to_lifted_tensor_constants}
     paths = {node: named[node.name] for node in program.graph.nodes if node.name in named}
-    found = [*its.buffers_to_mutate.values(), *_graph_writes(program.graph_module, paths)]
-    return list(dict.fromkeys(found))
+    names = [*its.buffers_to_mutate.values(), *_graph_writes(program.graph_module, paths)]
+    return list(dict.fromkeys(names))
 
 
 def _graph_writes(graph: torch.fx.GraphModule, paths: dict[Any, str]) -> Iterator[str]:
@@ -91,10 +91,10 @@ def _graph_writes(graph: torch.fx.GraphModule, paths: dict[Any, str]) -> Iterato
             continue
         if schema is not None:
             names = [argument.name for argument in schema.arguments]
-            given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-            is_training = True in (given.get("training"), given.get("use_input_stats"))
-            yield from (paths[value] for value in _written(schema, given, is_training) if value in paths)
-            if sources := [paths[value] for value in _viewed(schema, given) if value in paths]:
+            arguments = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+            is_training = True in (arguments.get("training"), arguments.get("use_input_stats"))
+            yield from (paths[value] for value in _written(schema, arguments, is_training) if value in paths)
+            if sources := [paths[value] for value in _viewed(schema, arguments) if value in paths]:
                 paths[node] = sources[0]
             continue
         # A region with another gradient mode, or a branch, is a separate graph.
@@ -102,33 +102,41 @@ def _graph_writes(graph: torch.fx.GraphModule, paths: dict[Any, str]) -> Iterato
         for inner in node.all_input_nodes:
             target = getattr(graph, str(inner.target), None) if inner.op == "get_attr" else None
             if isinstance(target, GraphModule):
-                taken = [one for one in target.graph.nodes if one.op == "placeholder"]
+                taken = [placeholder for placeholder in target.graph.nodes if placeholder.op == "placeholder"]
                 operands = given_nodes[len(given_nodes) - len(taken) :]
                 pairs: Iterable[tuple[Node, Node]] = zip(taken, operands, strict=False)
-                yield from _graph_writes(target, {one: paths[value] for one, value in pairs if value in paths})
+                yield from _graph_writes(
+                    target, {placeholder: paths[value] for placeholder, value in pairs if value in paths}
+                )
 
 
-def _written(schema: Any, given: Mapping[str, Any], is_training: bool) -> list[Any]:
+def _written(schema: Any, arguments: Mapping[str, Any], is_training: bool) -> list[Any]:
     """The arguments that an operator writes into."""
-    names = [one.name for one in schema.arguments if one.alias_info is not None and one.alias_info.is_write]
+    names = [
+        argument.name
+        for argument in schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
     names += _STATISTICS if is_training else ()
-    return [given[name] for name in names if _is_value(given.get(name))]
+    return [arguments[name] for name in names if _is_value(arguments.get(name))]
 
 
-def _viewed(schema: Any, given: Mapping[str, Any]) -> list[Any]:
+def _viewed(schema: Any, arguments: Mapping[str, Any]) -> list[Any]:
     """The arguments that an operator's results are views or elements of."""
-    sets = set[str]().union(*(one.alias_info.before_set for one in schema.returns if one.alias_info is not None))
+    sets = set[str]().union(
+        *(returned.alias_info.before_set for returned in schema.returns if returned.alias_info is not None)
+    )
     return [
-        given[one.name]
-        for one in schema.arguments
-        if _is_value(given.get(one.name))
-        and ("*" in sets or (one.alias_info is not None and sets & one.alias_info.before_set))
+        arguments[argument.name]
+        for argument in schema.arguments
+        if _is_value(arguments.get(argument.name))
+        and ("*" in sets or (argument.alias_info is not None and sets & argument.alias_info.before_set))
     ]
 
 
-def _is_value(given: Any) -> bool:
+def _is_value(argument: Any) -> bool:
     """Whether an argument is a value of the graph, and not a constant, a list or missing."""
-    return isinstance(given, str) or type(given).__name__ == "Node"
+    return isinstance(argument, str) or type(argument).__name__ == "Node"
 
 
 @functools.cache
@@ -211,11 +219,13 @@ class _ScriptGraph:
         if schema is None:
             return
         values = [value.debugName() for value in node.inputs()]
-        given = {argument.name: value for argument, value in zip(schema.arguments, values, strict=False)}
-        modes = [self._constants.get(given.get(name, "")) for name in ("training", "use_input_stats")]
-        self.writes += [self._paths[value] for value in _written(schema, given, True in modes) if value in self._paths]
+        arguments = {argument.name: value for argument, value in zip(schema.arguments, values, strict=False)}
+        modes = [self._constants.get(arguments.get(name, "")) for name in ("training", "use_input_stats")]
+        self.writes += [
+            self._paths[value] for value in _written(schema, arguments, True in modes) if value in self._paths
+        ]
         for output in node.outputs():
-            self._alias(output.debugName(), _viewed(schema, given))
+            self._alias(output.debugName(), _viewed(schema, arguments))
 
     def _alias(self, value: str, sources: Iterable[str]) -> None:
         for source in sources:

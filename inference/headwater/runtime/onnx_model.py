@@ -87,10 +87,10 @@ class OnnxModel(Model):
         self._title = f"model onnx:{path}"
         # Opened without optimization, only to read its declarations; `load` opens it again for the device.
         session = self._open([CPU], optimize=False)
-        taken, given = session.get_inputs(), session.get_outputs()
-        named = new_names(self._title, rename, [node.name for node in (*taken, *given)])
-        self._inputs = self._ports("input", taken, named)
-        self._outputs = self._ports("output", given, named)
+        inputs, outputs = session.get_inputs(), session.get_outputs()
+        named = new_names(self._title, rename, [node.name for node in (*inputs, *outputs)])
+        self._inputs = self._ports("input", inputs, named)
+        self._outputs = self._ports("output", outputs, named)
         if has_batch_axis:
             self._check_batch_axis()
         self._row_by_row = not has_batch_axis or any(port.takes_one_row for port in (*self._inputs, *self._outputs))
@@ -207,10 +207,10 @@ class OnnxModel(Model):
         ports: dict[str, _Port] = {}
         for node in nodes:
             port = self._port(kind, node, named)
-            other = ports.setdefault(port.tensor.name, port)
-            if other is not port:
+            first_port = ports.setdefault(port.tensor.name, port)
+            if first_port is not port:
                 raise self._error(
-                    f"{kind}s {other.onnx_name!r} and {node.name!r} would both be named {port.tensor.name!r}",
+                    f"{kind}s {first_port.onnx_name!r} and {node.name!r} would both be named {port.tensor.name!r}",
                     f"name one of them in options: `rename: {{{node.name!r}: ...}}`",
                 )
         return list(ports.values())
@@ -224,9 +224,9 @@ class OnnxModel(Model):
                 f"{where}, type: expected a tensor of {', '.join(_DATATYPES)}, got {node.type}",
                 "export it with one of these types, if necessary with a cast in the model",
             )
-        first, *others = node.shape or (None,)
+        first, *row_shape = node.shape or (None,)
         if not self._has_batch_axis:
-            others = node.shape
+            row_shape = node.shape
         elif not node.shape:
             raise self._error(
                 f"{where}, shape: expected the batch axis as first dimension, got none: it is a scalar, or the file "
@@ -240,7 +240,7 @@ class OnnxModel(Model):
                 "export it with that dimension dynamic: torch.onnx.export's dynamic_shapes or dynamic_axes; or "
                 f"{WITHOUT_BATCH}",
             )
-        dims = [dim if isinstance(dim, int) else -1 for dim in others]
+        dims = [dim if isinstance(dim, int) else -1 for dim in row_shape]
         name = named.get(node.name, served_name(node.name))
         try:
             tensor = Tensor(name, datatype, dims or [1])
@@ -267,7 +267,7 @@ def open_model(path: str, options: Mapping[str, Any], search: Sequence[str] = ()
 
 def _unreadable(message: str, version: str) -> tuple[str, str]:
     """The reason for an error that ONNX Runtime raised on opening a file, and how to fix it."""
-    code = found[1] if (found := _PREFIX.match(message)) else ""
+    code = prefix[1] if (prefix := _PREFIX.match(message)) else ""
     text = " ".join(_PREFIX.sub("", message).split())
     if code == "INVALID_PROTOBUF" or re.search("No graph was found|not have a graph", text):
         return f"it is not an ONNX file, or only part of one: {text[:300]}", "export or copy it again"

@@ -110,5 +110,5 @@ def _check_declared(title: str, spec: Any, value: Any, *, batching: bool) -> Non
     compared = f"Returned: {shape}. Expected: {spec.shape}."
     if len(shape) != len(spec.shape):
         raise ValueError(f"{title} has invalid shapes. {compared}")
-    if any(size != most != -1 for size, most in zip(shape, spec.shape, strict=True)):
+    if any(size != limit != -1 for size, limit in zip(shape, spec.shape, strict=True)):
         raise ValueError(f"{title} has invalid shapes at one or more positions. {compared}")

@@ -109,17 +109,17 @@ class PytritonModel(Model):
             ReplicaError: the function raised ``PyTritonUnrecoverableError``.
             BadOutput: the function's responses contradict each other, or don't match their requests.
         """
-        made = []
+        outputs = []
         for call in self._calls(parameters, inputs):
             function = self._free.get()
             try:
                 result = function(call.requests)
-                made.append(self._joined(call, _only(list(result)) if inspect.isgenerator(result) else result))
+                outputs.append(self._joined(call, _only(list(result)) if inspect.isgenerator(result) else result))
             except self._fatal as error:
                 raise _unrecoverable(error) from error
             finally:
                 self._free.put(function)
-        return {name: np.concatenate([one[name] for one in made]) for name in self._names}
+        return {name: np.concatenate([call_outputs[name] for call_outputs in outputs]) for name in self._names}
 
     def unload(self) -> None:
         """Let the script continue after ``serve()``, where it may clean up."""
@@ -127,16 +127,16 @@ class PytritonModel(Model):
 
     def _calls(self, parameters: Mapping[str, Any], inputs: Mapping[str, Array | None]) -> list[_Call]:
         """The calls for these rows: a single call, or a call for each row if the model doesn't batch."""
-        given = {name: array for name, array in inputs.items() if array is not None}
+        arrays = {name: array for name, array in inputs.items() if array is not None}
         requests, counts, start = [], [], 0
         for request, rows in itertools.groupby(parameters[REQUEST]):
             end = start + len(list(rows))
             _, _, text = request.partition(" ")
-            own = msgspec.json.decode(text) if text else {}
+            request_parameters = msgspec.json.decode(text) if text else {}
             parts = [slice(start, end)] if self._config.batching else range(start, end)
             for part in parts:
-                data = {name: array[part] for name, array in given.items()}
-                requests.append(self._new_request(data, dict(own)))
+                data = {name: array[part] for name, array in arrays.items()}
+                requests.append(self._new_request(data, dict(request_parameters)))
                 counts.append(end - start if self._config.batching else 1)
             start = end
         if self._config.batching:
@@ -181,13 +181,13 @@ class _AwaitedModel(PytritonModel):
         self, /, parameters: Mapping[str, Any], **inputs: Array | None
     ) -> dict[str, Array]:
         """See `PytritonModel.__call__`."""
-        made = []
+        outputs = []
         for call in self._calls(parameters, inputs):
             try:
-                made.append(self._joined(call, _only(await _all(next(self._turns)(call.requests)))))
+                outputs.append(self._joined(call, _only(await _all(next(self._turns)(call.requests)))))
             except self._fatal as error:
                 raise _unrecoverable(error) from error
-        return {name: np.concatenate([one[name] for one in made]) for name in self._names}
+        return {name: np.concatenate([call_outputs[name] for call_outputs in outputs]) for name in self._names}
 
 
 class _StreamingModel(PytritonModel):
@@ -224,17 +224,17 @@ async def _results(result: Any) -> AsyncGenerator[Any, None]:
     """The results in a function's return value: a generator, plain or async, a coroutine, or the result itself."""
     if inspect.isasyncgen(result):
         async with contextlib.aclosing(result):
-            async for one in result:
-                yield one
+            async for responses in result:
+                yield responses
     elif inspect.isgenerator(result):
-        for one in result:
-            yield one
+        for responses in result:
+            yield responses
     else:
         yield await result if inspect.isawaitable(result) else result
 
 
 async def _all(result: Any) -> list[Any]:
-    return [one async for one in _results(result)]
+    return [responses async for responses in _results(result)]
 
 
 def _only(results: Sequence[Any]) -> Any:
@@ -262,14 +262,19 @@ def open_model(path: str, options: Mapping[str, Any], search: Sequence[str] = ()
     binding = script.binding(title, name)
     refused = {**script.refused, **_refusals(binding)}
     ignored = options.get("ignore", ())
-    for one in ignored:
-        if one not in refused:
-            asked = ", ".join(refused) or "nothing that it can't have"
-            reason = f"options.ignore: the script asks for {asked}, got {one!r}{did_you_mean(one, refused)}"
-            raise LoadError(Problem(title, reason, f"remove {one!r} from `options.ignore`"))
-    if left := [one for one in refused if one not in ignored]:
-        reason = f"the script asks for {', '.join(left)}, which Headwater doesn't have"
-        fixes = [*dict.fromkeys(refused[one] for one in left), f"serve it without, by `options.ignore: {left}`"]
+    for setting in ignored:
+        if setting not in refused:
+            settings_text = ", ".join(refused) or "nothing that it can't have"
+            reason = (
+                f"options.ignore: the script asks for {settings_text}, got {setting!r}{did_you_mean(setting, refused)}"
+            )
+            raise LoadError(Problem(title, reason, f"remove {setting!r} from `options.ignore`"))
+    if unsupported := [setting for setting in refused if setting not in ignored]:
+        reason = f"the script asks for {', '.join(unsupported)}, which Headwater doesn't have"
+        fixes = [
+            *dict.fromkeys(refused[setting] for setting in unsupported),
+            f"serve it without, by `options.ignore: {unsupported}`",
+        ]
         raise LoadError(Problem(title, reason, "; or ".join(fixes)))
     try:
         return _kind_of(binding)(script, binding, idempotent=options.get("idempotent", True))
@@ -342,7 +347,7 @@ def _check_options(title: str, options: Mapping[str, Any]) -> None:
         if name == "idempotent" and not isinstance(value, bool):
             reason = f"options.idempotent: expected true or false, got {value!r:.80}"
             raise LoadError(Problem(title, reason, "correct `options.idempotent`"))
-        if name != "idempotent" and not (isinstance(value, list) and all(isinstance(one, str) for one in value)):
+        if name != "idempotent" and not (isinstance(value, list) and all(isinstance(text, str) for text in value)):
             reason = f"options.{name}: expected a list of texts, got {value!r:.80}"
             raise LoadError(Problem(title, reason, f"correct `options.{name}`"))
 

@@ -113,11 +113,11 @@ class Script:
         """Note the configuration of the script's Triton."""
         from pytriton.triton import TritonConfig
 
-        given = {**_fields(TritonConfig.from_env()), **_fields(config)}
-        self.refused.update({f"TritonConfig.{name}": _REFUSED[name] for name in given if name in _REFUSED})
-        others = [f"{name}={value!r}" for name, value in given.items() if name not in _REFUSED]
-        if others:
-            self.warnings[f"TritonConfig: {', '.join(others)} has no effect: {_BOUNDARY}"] = None
+        settings = {**_fields(TritonConfig.from_env()), **_fields(config)}
+        self.refused.update({f"TritonConfig.{name}": _REFUSED[name] for name in settings if name in _REFUSED})
+        ignored_settings = [f"{name}={value!r}" for name, value in settings.items() if name not in _REFUSED]
+        if ignored_settings:
+            self.warnings[f"TritonConfig: {', '.join(ignored_settings)} has no effect: {_BOUNDARY}"] = None
         if security is not None:
             self.warnings["security_config has no effect: set `security.keys_file`"] = None
 
@@ -158,11 +158,11 @@ class Script:
             fix = f"set `python: own` for this deployment, or {sys.executable} -m pip install nvidia-pytriton"
             return Problem(title, reason, fix)
         if error is not None and not isinstance(error, SystemExit):
-            found = problem_of(error, title, "the script")
-            if "main thread" in found.reason:
+            problem = problem_of(error, title, "the script")
+            if "main thread" in problem.reason:
                 fix = "leave signals and what else needs the main thread to Headwater: remove that from the script"
-                return Problem(title, found.reason, fix)
-            return found
+                return Problem(title, problem.reason, fix)
+            return problem
         if self.bindings:
             return Problem(title, "the script ended without serve() or run()", "call serve() after bind()")
         reason = "the script bound no model; only what it binds in its own process is seen"

@@ -34,32 +34,32 @@ def shared_objects(functions: Mapping[str, Sequence[Callable[..., Any]]]) -> dic
     names: dict[int, str] = {}
     users: dict[int, list[str]] = {}
     for model, bound in functions.items():
-        found = {id(thing): name for function in bound for name, thing in _used_by(function, set())}
-        names |= found
-        for one in found:
-            users.setdefault(one, []).append(model)
-    return {names[one]: models for one, models in users.items() if len(models) > 1}
+        used_names = {id(thing): name for function in bound for name, thing in _used_by(function, set())}
+        names |= used_names
+        for object_id in used_names:
+            users.setdefault(object_id, []).append(model)
+    return {names[object_id]: models for object_id, models in users.items() if len(models) > 1}
 
 
-def _used_by(function: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
+def _used_by(function: Any, visited: set[int]) -> Iterator[tuple[str, Any]]:
     """Objects that a function uses and that may change, with their names."""
-    if id(function) in seen:
+    if id(function) in visited:
         return
-    seen.add(id(function))
+    visited.add(id(function))
     if hasattr(function, "__wrapped__"):  # the variables of the decorated function count, too
-        yield from _used_by(function.__wrapped__, seen)
+        yield from _used_by(function.__wrapped__, visited)
     if not inspect.isfunction(function):
         owner = getattr(function, "__self__", function)
         if not isinstance(owner, _HARMLESS):
             yield type(owner).__name__, owner
         called = function.__func__ if inspect.ismethod(function) else type(owner).__call__
         if inspect.isfunction(called):
-            yield from _used_by(called, seen)
+            yield from _used_by(called, visited)
         return
     for name, thing in _variables(function):
         if isinstance(thing, FunctionType):
             if thing.__globals__ is function.__globals__:  # libraries manage their caches themselves
-                yield from _used_by(thing, seen)
+                yield from _used_by(thing, visited)
         elif _may_change(name, thing):
             yield f"{type(thing).__name__} `{name}`", thing
 

@@ -28,19 +28,19 @@ def warmup_calls(warmups: Iterable[Any]) -> Iterator[dict[str, Array]]:
     for warmup in warmups:
         for _ in range(warmup.count):
             yield {
-                name: _array(f"model_warmup {warmup.name!r}, input {name!r}", given, warmup.batch_size)
-                for name, given in warmup.inputs.items()
+                name: _array(f"model_warmup {warmup.name!r}, input {name!r}", warmup_input, warmup.batch_size)
+                for name, warmup_input in warmup.inputs.items()
             }
 
 
-def _array(title: str, given: Any, rows: int) -> Array:
+def _array(title: str, warmup_input: Any, rows: int) -> Array:
     """An input of a call."""
-    shape, dtype = (rows, *given.shape), np.dtype(given.dtype)
-    if given.input_data_file:
-        return _fitted(title, np.load(given.input_data_file, allow_pickle=False), shape).astype(dtype)
-    if given.zero_data:
+    shape, dtype = (rows, *warmup_input.shape), np.dtype(warmup_input.dtype)
+    if warmup_input.input_data_file:
+        return _fitted(title, np.load(warmup_input.input_data_file, allow_pickle=False), shape).astype(dtype)
+    if warmup_input.zero_data:
         return np.zeros(shape, dtype)
-    if given.random_data:
+    if warmup_input.random_data:
         return _random(shape, dtype)
     raise DeclarationError(f"{title}: expected zero_data, random_data or input_data_file, got none of them")
 

@@ -42,9 +42,9 @@ def read_note(request: TritonRequest) -> CallNote:
     Raises:
         DeclarationError: the note is malformed.
     """
-    given = request.parameters or {}
+    parameters = request.parameters or {}
     try:
-        return msgspec.json.decode(given[HEADWATER], type=CallNote) if HEADWATER in given else CallNote()
+        return msgspec.json.decode(parameters[HEADWATER], type=CallNote) if HEADWATER in parameters else CallNote()
     except (msgspec.MsgspecError, TypeError) as error:
         raise DeclarationError(f"parameter {HEADWATER!r}: expected the JSON of a note: {error}") from error
 
@@ -56,7 +56,7 @@ def read_request(signature: Signature, request: TritonRequest) -> Part:
         DeclarationError: a parameter is invalid (the gateway would have refused it), or the note is malformed.
         OSError: the request's shared memory can't be opened.
     """
-    given = request.parameters or {}
+    parameters = request.parameters or {}
     note = read_note(request)
     memory = MappedCall(note.shared) if note.shared is not None else None
     inputs: dict[str, Array] = {}
@@ -80,7 +80,7 @@ def read_request(signature: Signature, request: TritonRequest) -> Part:
         elif parameter.per == "batch" and name in note.parameters:
             batch[name] = note.parameters[name]
         else:
-            value = parameter.check(given[name]) if name in given else parameter.default
+            value = parameter.check(parameters[name]) if name in parameters else parameter.default
             if parameter.per == "row":
                 per_row[name] = [value] * rows
             else:

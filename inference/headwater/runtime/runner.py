@@ -87,11 +87,13 @@ class Runner:
             rows = sum(part.rows for part in group)
             started = time.perf_counter_ns()
             with self._stream():
-                made = await self.step.run(_joined(group, rows))
-            outputs = self._whole(made, rows)
+                step_result = await self.step.run(_joined(group, rows))
+            outputs = self._whole(step_result, rows)
             if len(groups) > 1:  # the next group's call may reuse the memory of these outputs
                 outputs = {name: array.copy() for name, array in outputs.items()}
-            reports = [made.failures.get(row, _OK) for row in range(rows)] if made.failures else [_OK] * rows
+            reports = (
+                [step_result.failures.get(row, _OK) for row in range(rows)] if step_result.failures else [_OK] * rows
+            )
             compute_us = (time.perf_counter_ns() - started) // 1000
             start = 0
             for index, part in members:
@@ -104,14 +106,14 @@ class Runner:
                 start = end
         return answers
 
-    def _whole(self, made: Made, rows: int) -> Arrays:
+    def _whole(self, step_result: Made, rows: int) -> Arrays:
         """The outputs of all rows, with zeros in the rows that failed."""
-        if not made.arrays:
+        if not step_result.arrays:
             return self._blank(rows)
-        if len(made.good) == rows:
-            return made.arrays
+        if len(step_result.good) == rows:
+            return step_result.arrays
         specs = self._signature.outputs
-        return {spec.name: spread(spec, made.arrays[spec.name], made.good, rows) for spec in specs}
+        return {spec.name: spread(spec, step_result.arrays[spec.name], step_result.good, rows) for spec in specs}
 
     def _answer(
         self, outputs: Arrays, reports: Sequence[RowReport], compute_us: int, memory: MappedCall | None = None, *,
@@ -119,10 +121,10 @@ class Runner:
     ) -> Arrays:  # fmt: skip
         """Outputs and report as sent to Triton. Outputs without elements, whose shape is in the report, and outputs in
         shared memory are replaced with placeholders."""
-        left = memory.leave(outputs) if memory is not None else ()
+        shared_outputs = memory.leave(outputs) if memory is not None else ()
         empty: dict[str, tuple[int, ...]] = {}
         for spec in self._signature.outputs:
-            if spec.name in left:
+            if spec.name in shared_outputs:
                 outputs[spec.name] = zeros(spec, tuple(stand_in_shape(spec, len(reports))))
             elif not outputs[spec.name].size:
                 empty[spec.name] = outputs[spec.name].shape

@@ -168,77 +168,79 @@ class Step:
         self._writes = False
         """Whether the model was caught writing into its inputs: it then gets copies, and such a call still fails."""
 
-    async def run(self, given: Given, *, is_retry: bool = False) -> Made:
+    async def run(self, step_input: Given, *, is_retry: bool = False) -> Made:
         """Call the model. Rows that make it fail are isolated by halving, and each of them gets a report.
 
         Rows that do not fit in the device's memory are halved too, and for a while calls have at most as many rows as
         fitted. If the results of several calls differ in shape, all rows that succeeded are computed once more in one
         call.
         """
-        made = Made()
-        rows = list(range(given.rows))
+        step_result = Made()
+        rows = list(range(step_input.rows))
         may_split = self.planned.signature.idempotent
-        most = max(min(given.rows, self.planned.signature.max_batch_size), 1)
+        max_rows = max(min(step_input.rows, self.planned.signature.max_batch_size), 1)
         if self._capacity.is_limited:
-            most = min(self._capacity.most(self.name, _row_bytes(given)) or most, most)
+            max_rows = min(self._capacity.most(self.name, _row_bytes(step_input)) or max_rows, max_rows)
         pieces: list[_Piece] = []
-        for start in range(0, max(given.rows, 1), most):
-            part = rows[start : start + most]
-            pieces += await self._attempt(given, made, part, is_retry=is_retry, may_split=may_split)
-        if made.short and given.rows > 1:
-            fitted = max((len(piece.rows) for piece in pieces), default=made.short // 2)
-            self._capacity.learn(self.name, min(most, given.rows), max(fitted, 1), _row_bytes(given))
-        if not _join(made, pieces):
-            good = [row for row in rows if row not in made.failures]
+        for start in range(0, max(step_input.rows, 1), max_rows):
+            part = rows[start : start + max_rows]
+            pieces += await self._attempt(step_input, step_result, part, is_retry=is_retry, may_split=may_split)
+        if step_result.short and step_input.rows > 1:
+            fitted = max((len(piece.rows) for piece in pieces), default=step_result.short // 2)
+            self._capacity.learn(self.name, min(max_rows, step_input.rows), max(fitted, 1), _row_bytes(step_input))
+        if not _join(step_result, pieces):
+            good = [row for row in rows if row not in step_result.failures]
             if len(good) > self.planned.signature.max_batch_size:
                 reason = f"step `{self.name}` gave rows of different shapes, which can't be one batch's"
-                made.failures.update(dict.fromkeys(good, RowReport(Status.BAD_OUTPUT, reason)))
+                step_result.failures.update(dict.fromkeys(good, RowReport(Status.BAD_OUTPUT, reason)))
             else:
-                _join(made, await self._attempt(given, made, good, is_retry=True, may_split=False))
-        return made
+                _join(step_result, await self._attempt(step_input, step_result, good, is_retry=True, may_split=False))
+        return step_result
 
     async def _attempt(
-        self, given: Given, made: Made, rows: list[int], *, is_retry: bool, may_split: bool
+        self, step_input: Given, step_result: Made, rows: list[int], *, is_retry: bool, may_split: bool
     ) -> list[_Piece]:
-        """The results of the rows that succeed; the reports of failed rows are added to `made`."""
+        """The results of the rows that succeed; the reports of failed rows are added to `step_result`."""
         try:
-            return [await self._call(given, made, rows, is_retry)]
+            return [await self._call(step_input, step_result, rows, is_retry)]
         except BaseException as error:
             # Also SystemExit and similar: they would end the callable's thread, and the replica would hang.
             report = self._failures.report(error)
             may_split = may_split and not isinstance(error, CallFailed)
         if report.status is Status.OUT_OF_MEMORY:
-            made.short = min(made.short or len(rows), len(rows))
+            step_result.short = min(step_result.short or len(rows), len(rows))
             if self._executor is not None:
                 await asyncio.sleep(0)  # until then asyncio holds the exception, which holds the memory
             free_memory()
         if may_split and report.status is not Status.BROKEN and len(rows) > 1:
             middle = len(rows) // 2
-            left = await self._attempt(given, made, rows[:middle], is_retry=True, may_split=True)
-            return left + await self._attempt(given, made, rows[middle:], is_retry=True, may_split=True)
+            pieces = await self._attempt(step_input, step_result, rows[:middle], is_retry=True, may_split=True)
+            return pieces + await self._attempt(step_input, step_result, rows[middle:], is_retry=True, may_split=True)
         if report.status is Status.OUT_OF_MEMORY:
             report = self._shortage(report, len(rows))
-        made.failures.update(dict.fromkeys(rows, report))
+        step_result.failures.update(dict.fromkeys(rows, report))
         return []
 
     def _shortage(self, report: RowReport, rows: int) -> RowReport:
         """The report of rows that don't fit in the device's memory and can't be split further."""
-        what, fix = "1 row alone", "send a smaller input"
+        rows_text, fix = "1 row alone", "send a smaller input"
         if rows > 1:
-            what, fix = f"{rows} rows, which can't be computed in parts", "lower `batching.max_batch_size`"
-        text = f"out of memory on {self._device} with {what}; {fix}, or give the model a device with more free memory"
+            rows_text, fix = f"{rows} rows, which can't be computed in parts", "lower `batching.max_batch_size`"
+        text = (
+            f"out of memory on {self._device} with {rows_text}; {fix}, or give the model a device with more free memory"
+        )
         return RowReport(report.status, f"{text}: {report.message.partition(chr(10))[0][:500]}")
 
-    async def iterate(self, given: Given, control: StreamControl) -> AsyncGenerator[Made, None]:
+    async def iterate(self, step_input: Given, control: StreamControl) -> AsyncGenerator[Made, None]:
         """Call a streaming model and yield its results as they come; if it fails, the failure is the last result.
 
         When the stream is cancelled, an async generator is cancelled where it awaits; a plain generator is not resumed.
         """
-        rows = list(range(given.rows))
+        rows = list(range(step_input.rows))
         results: AsyncGenerator[_Piece, None] | None = None
         watched: list[_Watched] = []
 
-        def own(result: object) -> _Piece:
+        def to_piece(result: object) -> _Piece:
             # Copied immediately: another request's call of the model may reuse the memory.
             return _owned(self._piece(result, rows, watched, len(rows)))
 
@@ -246,12 +248,12 @@ class Step:
             while not control.is_cancelled:
                 try:
                     if results is None:
-                        arguments, watched = self._arguments(given, rows)
-                        results = self._results(arguments, own, control)
-                    made = Made()
-                    with self._watching(watched, made) if watched else _UNWATCHED:
+                        arguments, watched = self._arguments(step_input, rows)
+                        results = self._results(arguments, to_piece, control)
+                    step_result = Made()
+                    with self._watching(watched, step_result) if watched else _UNWATCHED:
                         piece = await anext(results)
-                    _join(made, [piece])
+                    _join(step_result, [piece])
                     del piece  # free the memory: the next result may take long
                 except StopAsyncIteration:
                     return
@@ -263,17 +265,17 @@ class Step:
                     report = self._failures.report(error)
                     if report.status is Status.OUT_OF_MEMORY:
                         report = self._shortage(report, len(rows))
-                    made = Made(failures=dict.fromkeys(rows, report))
-                yield made
-                if made.failures:
+                    step_result = Made(failures=dict.fromkeys(rows, report))
+                yield step_result
+                if step_result.failures:
                     return
-                del made
+                del step_result
         finally:
             if results is not None:
                 await self._close(results)
 
     async def _results(
-        self, arguments: Mapping[str, Any], own: Callable[[object], _Piece], control: StreamControl
+        self, arguments: Mapping[str, Any], to_piece: Callable[[object], _Piece], control: StreamControl
     ) -> AsyncGenerator[_Piece, None]:
         """The results of the model's generator, plain or async, checked and copied."""
         iterator = self.model(**arguments)
@@ -287,7 +289,7 @@ class Step:
                     if result is end:
                         return
                     with self._watch():
-                        owned = own(result)
+                        owned = to_piece(result)
                     del result
                     yield owned
                     del owned
@@ -298,7 +300,7 @@ class Step:
         def step() -> _Piece | None:
             with self._watch():  # includes the copy from a GPU, which waits for the computation
                 result = next(iterator, end)
-                return None if result is end else own(result)
+                return None if result is end else to_piece(result)
 
         def close() -> None:
             with self._watch():
@@ -317,22 +319,22 @@ class Step:
         except BaseException as error:
             self._failures.note(error)
 
-    async def _call(self, given: Given, made: Made, rows: list[int], is_retry: bool) -> _Piece:
-        if not given.is_warmup:
+    async def _call(self, step_input: Given, step_result: Made, rows: list[int], is_retry: bool) -> _Piece:
+        if not step_input.is_warmup:
             if is_retry:
-                made.retries += 1
+                step_result.retries += 1
             else:
-                made.calls += 1
+                step_result.calls += 1
         self._set_up_thread()
         size = next((size for size in self._sizes if size >= len(rows)), len(rows))
-        arguments, watched = self._arguments(given, [*rows, *[rows[-1]] * (size - len(rows))])
+        arguments, watched = self._arguments(step_input, [*rows, *[rows[-1]] * (size - len(rows))])
 
         def compute() -> _Piece | Awaitable[object]:
             with self._watch():  # includes the copy from a GPU, which waits for the computation
                 result = self.model(**arguments)
                 return result if inspect.isawaitable(result) else self._piece(result, rows, watched, size)
 
-        with self._watching(watched, made) if watched else _UNWATCHED:
+        with self._watching(watched, step_result) if watched else _UNWATCHED:
             if self._is_async:
                 piece = self.model(**arguments)
             elif self._executor is None:
@@ -340,9 +342,9 @@ class Step:
             else:  # one switch to the thread for both call and check: a switch takes as long as a small head
                 piece = await self._in_executor(compute)
             if not isinstance(piece, _Piece):
-                piece = await _in_time(self._awaited(piece, rows, watched, size), given.until_s)
+                piece = await _in_time(self._awaited(piece, rows, watched, size), step_input.until_s)
         # A copy, because a later call may reuse the memory.
-        return _owned(piece) if is_retry or len(rows) < given.rows else piece
+        return _owned(piece) if is_retry or len(rows) < step_input.rows else piece
 
     async def _awaited(
         self, computed: Awaitable[object], rows: list[int], watched: Sequence[_Watched], size: int
@@ -357,14 +359,14 @@ class Step:
             # A copy, before another call runs that may reuse the memory.
             return _owned(piece) if self.overlaps else piece
 
-    def _arguments(self, given: Given, rows: list[int]) -> tuple[dict[str, Any], list[_Watched]]:
+    def _arguments(self, step_input: Given, rows: list[int]) -> tuple[dict[str, Any], list[_Watched]]:
         """The model's arguments, and the arguments among them that the model must not write into."""
         arguments: dict[str, Any] = {}
         watched: list[_Watched] = []
         kind = self.model.arrays
-        is_whole = len(rows) == given.rows and (not self._sizes or rows == list(range(given.rows)))
+        is_whole = len(rows) == step_input.rows and (not self._sizes or rows == list(range(step_input.rows)))
         for spec in self.planned.signature.inputs:
-            value = given.inputs.get(spec.name)
+            value = step_input.inputs.get(spec.name)
             if value is None:
                 arguments[spec.name] = None
                 continue
@@ -372,7 +374,7 @@ class Step:
                 arguments[spec.name] = argument(spec, value, kind, self._device, None if is_whole else rows)
                 continue
             taken = converted(spec, value if is_whole else rows_of(value, rows), kind, self._device)
-            is_shared = taken is value and spec.name in given.shared
+            is_shared = taken is value and spec.name in step_input.shared
             if self.model.mutates_features or self._writes:
                 taken, is_shared = copied(taken), False
             if not self.model.mutates_features:
@@ -380,15 +382,15 @@ class Step:
             arguments[spec.name] = taken
         if self.planned.signature.parameters:
             arguments["parameters"] = {
-                one.name: [given.row_parameters[one.name][row] for row in rows]
-                if one.per == "row"
-                else given.parameters[one.name]
-                for one in self.planned.signature.parameters
+                parameter.name: [step_input.row_parameters[parameter.name][row] for row in rows]
+                if parameter.per == "row"
+                else step_input.parameters[parameter.name]
+                for parameter in self.planned.signature.parameters
             }
         return arguments, watched
 
     @contextlib.contextmanager
-    def _watching(self, watched: Sequence[_Watched], made: Made) -> Iterator[None]:
+    def _watching(self, watched: Sequence[_Watched], step_result: Made) -> Iterator[None]:
         """A context in which the model computes, and in which it must not write into these arguments.
 
         Raises:
@@ -397,19 +399,19 @@ class Step:
         try:
             yield
         except ValueError as error:
-            refused = [one for one in watched if refuses_writes(one.value)]
+            refused = [arg for arg in watched if refuses_writes(arg.value)]
             if refused and "read-only" in str(error):  # numpy's wording
-                raise self._wrote(refused, " or ", made) from error
+                raise self._wrote(refused, " or ", step_result) from error
             raise
         finally:
-            written = [one for one in watched if version_of(one.value) != one.version]
+            written = [arg for arg in watched if version_of(arg.value) != arg.version]
             if written:
                 self._writes = True
-                raise self._wrote(written, " and ", made)
+                raise self._wrote(written, " and ", step_result)
 
-    def _wrote(self, written: Sequence[_Watched], conjunction: str, made: Made) -> CallFailed:
-        made.spoiled += tuple(one.input for one in written if one.is_shared)
-        names = conjunction.join(f"`{one.input}`" for one in written)
+    def _wrote(self, written: Sequence[_Watched], conjunction: str, step_result: Made) -> CallFailed:
+        step_result.spoiled += tuple(arg.input for arg in written if arg.is_shared)
+        names = conjunction.join(f"`{arg.input}`" for arg in written)
         return CallFailed(
             f"step `{self.name}` writes into its input {names}, which other steps may read too: set "
             f"`mutates_features = True` in {type(self.model).__name__}, so that it gets a copy"
@@ -425,7 +427,7 @@ class Step:
         for name, value in values.items():
             # Writing into the output would change the input that it shares memory with, and other steps read that
             # input.
-            if any(overlaps(value, one.value) for one in watched):
+            if any(overlaps(value, arg.value) for arg in watched):
                 value = copied(value)
             values[name] = settled(value)
         return _Piece(rows, values, arrays)
@@ -440,12 +442,12 @@ class Step:
             if name not in self._outputs:
                 raise BadOutput(f"{kind} returned an output {name!r}, expected {', '.join(self._outputs)}")
         values: dict[str, Any] = {}
-        for one in self._handovers:
+        for handover in self._handovers:
             value = checked(
-                one.expected, result.get(one.output), rows,
-                where=f"step `{one.consumer}`, input `{one.input}`", source=f"`{self.name}`",
+                handover.expected, result.get(handover.output), rows,
+                where=f"step `{handover.consumer}`, input `{handover.input}`", source=f"`{self.name}`",
             )  # fmt: skip
-            values.setdefault(one.output, value)
+            values.setdefault(handover.output, value)
         arrays: dict[str, Array] = {}
         if self._is_head:
             if self._device.startswith("cuda"):
@@ -496,26 +498,30 @@ async def _in_time(computed: Awaitable[T], until_s: float) -> T:
     return task.result()
 
 
-def _row_bytes(given: Given) -> int:
-    total: int = sum(value.nbytes for value in given.inputs.values())
-    return total // max(given.rows, 1)
+def _row_bytes(step_input: Given) -> int:
+    total: int = sum(value.nbytes for value in step_input.inputs.values())
+    return total // max(step_input.rows, 1)
 
 
-def _join(made: Made, pieces: Sequence[_Piece]) -> bool:
-    """Join the pieces into `made`: one value for each output, with all rows that succeeded.
+def _join(step_result: Made, pieces: Sequence[_Piece]) -> bool:
+    """Join the pieces into `step_result`: one value for each output, with all rows that succeeded.
 
     Returns False if the pieces' shapes differ, so that they can't be joined.
     """
     if len(pieces) == 1:
-        made.good, made.values, made.arrays = pieces[0]
+        step_result.good, step_result.values, step_result.arrays = pieces[0]
         return True
-    shapes = [[tuple(one.shape[1:]) for one in (*piece.values.values(), *piece.arrays.values())] for piece in pieces]
+    shapes = [
+        [tuple(output.shape[1:]) for output in (*piece.values.values(), *piece.arrays.values())] for piece in pieces
+    ]
     if any(shape != shapes[0] for shape in shapes):
         return False
     if pieces:
-        made.values = {name: settled(joined([one.values[name] for one in pieces])) for name in pieces[0].values}
-        made.arrays = {name: joined([one.arrays[name] for one in pieces]) for name in pieces[0].arrays}
-    made.good = [row for one in pieces for row in one.rows]
+        step_result.values = {
+            name: settled(joined([piece.values[name] for piece in pieces])) for name in pieces[0].values
+        }
+        step_result.arrays = {name: joined([piece.arrays[name] for piece in pieces]) for name in pieces[0].arrays}
+    step_result.good = [row for piece in pieces for row in piece.rows]
     return True
 
 

@@ -41,21 +41,25 @@ def declared_tensors(title: str, options: Mapping[str, Any], where: str) -> tupl
     if where not in options:
         reason = f"{place} is required, but missing: what it serves declares no tensors"
         raise LoadError(Problem(title, reason, f"{fix}; {WITHOUT_FILE}"))
-    given = options[where]
-    if not isinstance(given, list) or not given:
-        raise LoadError(Problem(title, f"{place}: expected a list of tensors, got {given!r:.80}", fix))
-    return tuple(_tensor(title, f"{place}[{index}]", one, fix) for index, one in enumerate(given))
+    declarations = options[where]
+    if not isinstance(declarations, list) or not declarations:
+        raise LoadError(Problem(title, f"{place}: expected a list of tensors, got {declarations!r:.80}", fix))
+    return tuple(
+        _tensor(title, f"{place}[{index}]", declaration, fix) for index, declaration in enumerate(declarations)
+    )
 
 
-def check_names(title: str, options: Mapping[str, Any], known: Sequence[str]) -> None:
+def check_names(title: str, options: Mapping[str, Any], option_names: Sequence[str]) -> None:
     """Check that there are no options besides the known names.
 
     Raises:
         LoadError: an option is unknown; the message names it.
     """
     for name in options:
-        if name not in known:
-            reason = f"unknown option {name!r}; its options are {', '.join(known)}{did_you_mean(name, known)}"
+        if name not in option_names:
+            reason = (
+                f"unknown option {name!r}; its options are {', '.join(option_names)}{did_you_mean(name, option_names)}"
+            )
             raise LoadError(Problem(title, reason, f"correct or remove `options.{name}`"))
 
 
@@ -72,13 +76,13 @@ def asks_batch_axis(title: str, options: Mapping[str, Any]) -> bool:
     return batch is None
 
 
-def new_names(title: str, rename: object, known: Sequence[str]) -> Mapping[str, str]:
+def new_names(title: str, rename: object, names_in_file: Sequence[str]) -> Mapping[str, str]:
     """Read the option ``rename``: names in requests by name in the file.
 
     Args:
         title: begins the message of an error.
         rename: the option's value; None if it isn't set.
-        known: the names in the file.
+        names_in_file: the names in the file.
 
     Raises:
         LoadError: the value is not such a mapping, or names an input or output that the file doesn't have.
@@ -88,10 +92,10 @@ def new_names(title: str, rename: object, known: Sequence[str]) -> Mapping[str, 
     where = "options.rename"
     if not isinstance(rename, Mapping):
         reason = f"{where}: expected a mapping of name in the file to name in requests, got {rename!r}"
-        raise LoadError(Problem(title, reason, f"write it such as `rename: {{{known[0]!r}: x}}`"))
+        raise LoadError(Problem(title, reason, f"write it such as `rename: {{{names_in_file[0]!r}: x}}`"))
     for name in rename:
-        if name not in known:
-            reason = f"{where}: the file has no {name!r}; it has {', '.join(known)}"
+        if name not in names_in_file:
+            reason = f"{where}: the file has no {name!r}; it has {', '.join(names_in_file)}"
             raise LoadError(Problem(title, reason, "correct the name"))
     return rename
 
@@ -103,23 +107,25 @@ def served_name(name: str) -> str:
     return served if re.match(r"[A-Za-z_]", served) else f"_{served}"
 
 
-def _tensor(title: str, place: str, given: object, fix: str) -> Tensor:
-    if not isinstance(given, Mapping):
-        reason = f"{place}: expected a mapping with name, datatype and shape, got {given!r:.80}"
+def _tensor(title: str, place: str, declaration: object, fix: str) -> Tensor:
+    if not isinstance(declaration, Mapping):
+        reason = f"{place}: expected a mapping with name, datatype and shape, got {declaration!r:.80}"
         raise LoadError(Problem(title, reason, fix))
-    for field in given:
+    for field in declaration:
         if field not in _FIELDS:
             reason = f"{place}: unknown field {field!r}; expected {', '.join(_FIELDS)}{did_you_mean(field, _FIELDS)}"
             raise LoadError(Problem(title, reason, f"correct or remove `{field}`"))
     for field in _REQUIRED:
-        if field not in given:
+        if field not in declaration:
             raise LoadError(Problem(title, f"{place}: `{field}` is required, but missing", fix))
     for field in ("shape", "labels"):
-        if not isinstance(given.get(field, []), list):
-            raise LoadError(Problem(title, f"{place}.{field}: expected a list, got {given[field]!r:.80}", fix))
-    if not isinstance(given.get("optional", False), bool):
-        raise LoadError(Problem(title, f"{place}.optional: expected true or false, got {given['optional']!r:.80}", fix))
+        if not isinstance(declaration.get(field, []), list):
+            raise LoadError(Problem(title, f"{place}.{field}: expected a list, got {declaration[field]!r:.80}", fix))
+    if not isinstance(declaration.get("optional", False), bool):
+        raise LoadError(
+            Problem(title, f"{place}.optional: expected true or false, got {declaration['optional']!r:.80}", fix)
+        )
     try:
-        return Tensor(**given)
+        return Tensor(**declaration)
     except (DeclarationError, TypeError) as error:  # TypeError: a datatype that is not a text
         raise LoadError(Problem(title, f"{place}: {error}", "correct the declaration")) from error

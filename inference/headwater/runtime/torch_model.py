@@ -92,19 +92,19 @@ class ScriptModel(Model):
         Raises:
             BadOutput: there are more or fewer outputs than the configuration declares.
         """
-        given = {name: value for name, value in inputs.items() if value is not None}
+        tensors = {name: value for name, value in inputs.items() if value is not None}
         if self._has_batch_axis:
-            return self._run(given)
-        rows = len(next(iter(given.values())))
-        runs = [self._run({name: value[row] for name, value in given.items()}) for row in range(rows)]
+            return self._run(tensors)
+        rows = len(next(iter(tensors.values())))
+        runs = [self._run({name: value[row] for name, value in tensors.items()}) for row in range(rows)]
         return {
             name: joined_runs(name, [run[name].reshape(run[name].shape or (1,))[None] for run in runs], [1] * rows)
             for name in runs[0]
         }
 
-    def _run(self, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _run(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         names = [tensor.name for tensor in self.outputs]
-        result = self._net(**given)
+        result = self._net(**tensors)
         if isinstance(result, dict):
             return result
         values = list(result) if isinstance(result, (tuple, list)) else [result]
@@ -134,15 +134,15 @@ class ScriptModel(Model):
             reason = "it has no `forward`, expected a module with one"
             raise LoadError(Problem(self._title, reason, "save a module that has it"))
         arguments = module.forward.schema.arguments[1:]
-        known = [one.name for one in arguments]
+        names = [argument.name for argument in arguments]
         for name in declared:
-            if name not in known:
-                reason = f"options.inputs: its forward has no argument {name!r}; its arguments are {', '.join(known)}"
+            if name not in names:
+                reason = f"options.inputs: its forward has no argument {name!r}; its arguments are {', '.join(names)}"
                 raise LoadError(Problem(self._title, reason, "name the inputs as the arguments"))
-        for one in arguments:
-            if one.name not in declared and not one.has_default_value():
-                reason = f"options.inputs: its forward needs the argument {one.name!r}, which is missing"
-                raise LoadError(Problem(self._title, reason, f"declare {one.name!r}"))
+        for argument in arguments:
+            if argument.name not in declared and not argument.has_default_value():
+                reason = f"options.inputs: its forward needs the argument {argument.name!r}, which is missing"
+                raise LoadError(Problem(self._title, reason, f"declare {argument.name!r}"))
 
 
 def open_model(path: str, options: Mapping[str, Any], search: Sequence[str] = ()) -> Model:

@@ -49,8 +49,8 @@ def checked(spec: TensorSpec, value: Any, rows: int, *, where: str, source: str)
     else:
         datatype, shape = None, ()
     if datatype != spec.datatype or not fits(expected, shape):
-        what = "nothing" if value is None else type(value).__name__
-        got = what if datatype is None else tensor_text(datatype, shape)
+        type_name = "nothing" if value is None else type(value).__name__
+        got = type_name if datatype is None else tensor_text(datatype, shape)
         raise BadOutput(f"{where}: expected {tensor_text(spec.datatype, expected)}, got {got} from {source}")
     return value
 
@@ -126,10 +126,10 @@ def joined_runs(name: str, pieces: Sequence[Any], sizes: Sequence[int]) -> Any:
     return joined(pieces)
 
 
-def overlaps(one: Any, other: Any) -> bool:
+def overlaps(first: Any, second: Any) -> bool:
     """Whether two values may share memory, so that a write into one may change the other."""
-    start, end = _memory(one)
-    other_start, other_end = _memory(other)
+    start, end = _memory(first)
+    other_start, other_end = _memory(second)
     return start < other_end and other_start < end
 
 

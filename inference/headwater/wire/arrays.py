@@ -134,13 +134,13 @@ def sent(array: Array, device: str, rows: Sequence[int] | None = None) -> Any:
 def fetched(outputs: Mapping[str, Any]) -> dict[str, Any]:
     """A model's outputs, with GPU tensors copied to pinned memory. All copies are started before the wait for them."""
     torch: Any = sys.modules.get("torch")
-    found = dict(outputs)
+    host_outputs = dict(outputs)
     streams = set()
     for name, value in outputs.items():
         if torch is not None and isinstance(value, torch.Tensor) and value.is_cuda:
             pinned = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
-            found[name] = pinned.copy_(value.detach(), non_blocking=True)
+            host_outputs[name] = pinned.copy_(value.detach(), non_blocking=True)
             streams.add(torch.cuda.current_stream(value.device))
     for stream in streams:
         stream.synchronize()
-    return found
+    return host_outputs

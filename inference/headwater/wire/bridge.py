@@ -85,7 +85,7 @@ class TritonPythonModel:
 
         self._triton: Any = triton_python_backend_utils
         config = json.loads(args["model_config"])
-        self._inputs: list[str] = [one["name"] for one in config["input"]]
+        self._inputs: list[str] = [tensor["name"] for tensor in config["input"]]
         self._is_decoupled = bool(config.get("model_transaction_policy", {}).get("decoupled"))
         instance = int(args["model_instance_name"].rpartition("_")[2])
         directory = config["parameters"]["workspace-path"]["string_value"].rpartition("/")[0]
@@ -107,8 +107,8 @@ class TritonPythonModel:
         content = []
         data: Pieces = []
         for request in requests:
-            found = ((name, self._triton.get_input_tensor_by_name(request, name)) for name in self._inputs)
-            inputs = {name: tensor.as_numpy() for name, tensor in found if tensor is not None}
+            input_tensors = ((name, self._triton.get_input_tensor_by_name(request, name)) for name in self._inputs)
+            inputs = {name: tensor.as_numpy() for name, tensor in input_tensors if tensor is not None}
             content.append((describe(inputs, data), request.parameters()))
         wanted = [request.requested_output_names() for request in requests]
         if self._is_decoupled:
@@ -203,7 +203,7 @@ def describe(arrays: Arrays, data: Pieces) -> list[Any]:
     described = []
     for name, array in arrays.items():
         if array.dtype.hasobject:
-            piece: bytes | memoryview = b"".join([_LENGTH.pack(len(one)) + one for one in array.flat])
+            piece: bytes | memoryview = b"".join([_LENGTH.pack(len(element)) + element for element in array.flat])
         else:
             piece = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
         data.append(piece)

@@ -118,10 +118,10 @@ class _PackedPost(msgspec.Struct, array_like=True, tag="post"):
         """Pack a `Post`: a value that sequences share as the same object is in the message only once."""
         packed = cls(post.channel, [], post.cancels, [], [], [], [])
         tables: tuple[list[Any], ...] = (packed.prompts, packed.stop_ids, packed.biases, packed.grammars)
-        known: tuple[dict[int, int], ...] = ({}, {}, {}, {})
+        place_tables: tuple[dict[int, int], ...] = ({}, {}, {}, {})
         for submit in post.submits:
             places = []
-            for value, table, place_of in zip(submit.shared, tables, known, strict=True):
+            for value, table, place_of in zip(submit.shared, tables, place_tables, strict=True):
                 if (place := place_of.get(id(value))) is None:
                     place = place_of[id(value)] = len(table)
                     table.append(value)
@@ -208,9 +208,9 @@ def most_bytes(value: list[TokenId] | frozenset[TokenId] | LogitBias | Grammar |
 _encoder = msgspec.msgpack.Encoder()
 
 
-def encode(what: Message | StepFrame) -> bytes:
+def encode(message: Message | StepFrame) -> bytes:
     """Encode a message or a frame."""
-    return _encoder.encode(_PackedPost.of(what) if isinstance(what, Post) else what)
+    return _encoder.encode(_PackedPost.of(message) if isinstance(message, Post) else message)
 
 
 def _decoder(kind: Any) -> Callable[[bytes | memoryview], Any]:

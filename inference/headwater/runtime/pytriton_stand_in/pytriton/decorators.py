@@ -199,8 +199,8 @@ def convert_output(
 @_decorator
 def sample(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a function with the inputs, by name, of the only request. For models without batching."""
-    requests, *others = args
-    return [convert_output(wrapped(*others, **{**kwargs, **requests[0]}), wrapped, instance)]
+    requests, *other_args = args
+    return [convert_output(wrapped(*other_args, **{**kwargs, **requests[0]}), wrapped, instance)]
 
 
 @_decorator
@@ -211,7 +211,7 @@ def batch(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, 
         PyTritonValidationError: the requests have different inputs.
         ValueError: an output has another number of rows than the inputs.
     """
-    requests, *others = args
+    requests, *other_args = args
     names = requests[0].keys()
     if any(request.keys() != names for request in requests):
         raise PyTritonValidationError(
@@ -233,7 +233,7 @@ def batch(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, 
             for start, end in itertools.pairwise([0, *ends])
         ]  # fmt: skip
 
-    result = wrapped(*others, **{**kwargs, **inputs})
+    result = wrapped(*other_args, **{**kwargs, **inputs})
     return (split(part) for part in result) if inspect.isgenerator(result) else split(result)
 
 
@@ -255,14 +255,14 @@ def group_by_values(
             if getattr(inner, "_wrapper", None) is inspect.unwrap(batch):
                 raise PyTritonRuntimeError("The @group_by_values decorator must be used after the @batch decorator.")
             inner = getattr(inner, "__wrapped__", None)
-        others = {name: value for name, value in kwargs.items() if name in _NOT_INPUTS}
+        context = {name: value for name, value in kwargs.items() if name in _NOT_INPUTS}
         inputs = {name: value for name, value in kwargs.items() if name not in _NOT_INPUTS}
         size = get_inference_request_batch_size(inputs)
         values = [tuple(_sortable(inputs[key][row]) for key in keys) for row in range(size)]
         order = sorted(range(size), key=values.__getitem__)
         groups = [list(rows) for _, rows in itertools.groupby(order, values.__getitem__)]
         results: Sequence[InferenceResult] = [
-            wrapped(*args, **{name: array[rows, ...] for name, array in inputs.items()}, **others) for rows in groups
+            wrapped(*args, **{name: array[rows, ...] for name, array in inputs.items()}, **context) for rows in groups
         ]
         if pad_fn is not None:
             results = pad_fn(tuple(results))
@@ -311,7 +311,10 @@ class ConstantPadder:
             dtype = _common_type(name, [array.dtype for array in arrays.values()])
             value: Any = b"" if dtype.kind in "SUO" else self.pad_value
             for place, array in arrays.items():
-                widths = [(0, 0), *((0, most - here) for most, here in zip(shape, array.shape[1:], strict=True))]
+                widths = [
+                    (0, 0),
+                    *((0, target_size - here) for target_size, here in zip(shape, array.shape[1:], strict=True)),
+                ]
                 padded[place][name] = np.pad(array, widths, constant_values=value).astype(dtype)
         return padded
 
@@ -321,21 +324,21 @@ def _common_type(name: str, dtypes: Sequence[np.dtype[Any]]) -> np.dtype[Any]:
     first = dtypes[0]
     same = all(dtype.kind == first.kind if first.kind in "SU" else dtype == first for dtype in dtypes)
     if not same:
-        found = ", ".join(sorted({str(dtype) for dtype in dtypes}))
-        raise PyTritonRuntimeError(f"All arrays of {name!r} must have the same dtype, got {found}")
+        dtype_names = ", ".join(sorted({str(dtype) for dtype in dtypes}))
+        raise PyTritonRuntimeError(f"All arrays of {name!r} must have the same dtype, got {dtype_names}")
     return max(dtypes, key=lambda dtype: dtype.itemsize)
 
 
 @_decorator
 def group_by_keys(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a function separately for each group of requests with the same inputs. It must be used before `batch`."""
-    requests, *others = args
+    requests, *other_args = args
     names = [tuple(sorted(request.keys())) for request in requests]
     order = sorted(range(len(requests)), key=names.__getitem__)
     responses: dict[int, Any] = {}
     for _, group in itertools.groupby(order, names.__getitem__):
         places = list(group)
-        answered = wrapped([requests[place] for place in places], *others, **kwargs)
+        answered = wrapped([requests[place] for place in places], *other_args, **kwargs)
         responses.update(zip(places, answered, strict=False))
     return [responses[place] for place in sorted(responses)]
 
@@ -366,10 +369,10 @@ def fill_optionals(**defaults: Array) -> Callable[[Function], Any]:
 
 
 def _check_defaults(defaults: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> None:
-    def refuse(faults: Iterable[str], what: str) -> None:
-        found = ", ".join(faults)
-        if found:
-            raise PyTritonBadParameterError(f"fill_optionals: {what} {found}")
+    def refuse(faults: Iterable[str], expectation: str) -> None:
+        faults_text = ", ".join(faults)
+        if faults_text:
+            raise PyTritonBadParameterError(f"fill_optionals: {expectation} {faults_text}")
 
     refuse(sorted(defaults.keys() - specs.keys()), f"expected names of inputs ({', '.join(specs)}), got")
     refuse(
@@ -396,7 +399,7 @@ def _check_defaults(defaults: Mapping[str, Any], specs: Mapping[str, TensorSpec]
 
 def _fits(shape: Sequence[int], declared: Sequence[int]) -> bool:
     return len(shape) == len(declared) and all(
-        here == most or most == -1 for here, most in zip(shape, declared, strict=True)
+        here == limit or limit == -1 for here, limit in zip(shape, declared, strict=True)
     )
 
 

@@ -89,10 +89,10 @@ class _Config:
         Raises:
             ValueError, TypeError: a value can't be converted.
         """
-        known = {name: value for name, value in config.items() if name in _TYPES}
-        for name in config.keys() - known.keys():
+        values = {name: value for name, value in config.items() if name in _TYPES}
+        for name in config.keys() - values.keys():
             logger.warning("TritonConfig has no field %s: %r is ignored", name, config[name])
-        return cls(**{name: value if value is None else _TYPES[name](value) for name, value in known.items()})
+        return cls(**{name: value if value is None else _TYPES[name](value) for name, value in values.items()})
 
     @classmethod
     def from_env(cls) -> Any:
@@ -156,8 +156,10 @@ class TritonSecurityConfig:
             self.restricted_endpoints = list(_PROTECTED)
         unknown = sorted(set(self.restricted_endpoints) - _ENDPOINTS)
         if unknown:
-            known = ", ".join(sorted(_ENDPOINTS))
-            raise PyTritonValidationError(f"Invalid endpoint names: expected any of {known}, got {', '.join(unknown)}")
+            endpoints = ", ".join(sorted(_ENDPOINTS))
+            raise PyTritonValidationError(
+                f"Invalid endpoint names: expected any of {endpoints}, got {', '.join(unknown)}"
+            )
         if self.access_token is None and self.restricted_endpoints:
             self.access_token = secrets.token_urlsafe(32)
 
