@@ -173,14 +173,14 @@ def check_size(text: bytes, end: int | None = None, *, tensors: bool = False) ->
     if end <= MAX_CONTAINERS:
         return
     brackets = () if tensors else (b"[", b"{")
-    if colons(text, end) + sum(text.count(one, 0, end) for one in brackets) > MAX_CONTAINERS:
-        what = "keys" if tensors else "keys, objects and arrays"
-        _check_outside(text, end, (b":", *brackets), MAX_CONTAINERS, what)
+    if colons(text, end) + sum(text.count(bracket, 0, end) for bracket in brackets) > MAX_CONTAINERS:
+        kinds = "keys" if tensors else "keys, objects and arrays"
+        _check_outside(text, end, (b":", *brackets), MAX_CONTAINERS, kinds)
     if not tensors and text.count(b",", 0, end) > MAX_VALUES:
         _check_outside(text, end, (b",",), MAX_VALUES, "values")
 
 
-def _check_outside(text: bytes, end: int, counted: Sequence[bytes], limit: int, what: str) -> None:
+def _check_outside(text: bytes, end: int, counted: Sequence[bytes], limit: int, kinds: str) -> None:
     """Check that the characters ``counted`` occur at most ``limit`` times outside of strings.
 
     Counts in pieces, so that other threads can run in between.
@@ -188,7 +188,7 @@ def _check_outside(text: bytes, end: int, counted: Sequence[bytes], limit: int, 
     Raises:
         BadRequest: the characters occur more often.
     """
-    found = start = 0
+    count = start = 0
     quotes = 0
     while start < end:
         stop = min(start + _PIECE_BYTES, end)
@@ -199,9 +199,9 @@ def _check_outside(text: bytes, end: int, counted: Sequence[bytes], limit: int, 
         parts = text[start:stop].replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
         outside = b"".join(parts[quotes % 2 :: 2])
         quotes += len(parts) - 1
-        found += sum(outside.count(one) for one in counted)
-        if found > limit:
-            raise at("body", None, f"expected at most {limit} {what} in a JSON body, got more; split the request")
+        count += sum(outside.count(character) for character in counted)
+        if count > limit:
+            raise at("body", None, f"expected at most {limit} {kinds} in a JSON body, got more; split the request")
         start = stop
 
 
@@ -209,12 +209,12 @@ def colons(text: bytes, end: int) -> int:
     """The result of ``text.count(b":", 0, end)``, ten times as fast if colons are rare: `bytes.find` uses memchr."""
     if end < _FEW_BYTES:
         return text.count(b":", 0, end)
-    found, place = 0, text.find(b":", 0, end)
+    count, place = 0, text.find(b":", 0, end)
     while place >= 0:
-        if found == _FEW_COLONS:
-            return found + text.count(b":", place, end)
-        found, place = found + 1, text.find(b":", place + 1, end)
-    return found
+        if count == _FEW_COLONS:
+            return count + text.count(b":", place, end)
+        count, place = count + 1, text.find(b":", place + 1, end)
+    return count
 
 
 def check_keys(text: bytes) -> None:

@@ -83,8 +83,10 @@ class GenerateDecoder:
         except PARSE_ERRORS as error:
             raise unreadable(error, body, _Fields, binary="binary data, to /infer") from None
         request = self._parameters.request(read_json(fields.get("id", _NULL), RequestId | None, "id"))
-        given: dict[str, Any] = read_json(fields.get("parameters", _NULL), dict[str, Any] | None, "parameters") or {}
-        self._parameters.take(given, request)
+        parameters: dict[str, Any] = (
+            read_json(fields.get("parameters", _NULL), dict[str, Any] | None, "parameters") or {}
+        )
+        self._parameters.take(parameters, request)
         beside: dict[str, Any] = {}
         values: dict[str, msgspec.Raw] = {}
         for name, raw in fields.items():
@@ -93,10 +95,10 @@ class GenerateDecoder:
             if name in self._inputs:
                 values[name] = raw
             elif name not in self._parameters.known and not self._parameters.takes_any:
-                known = ", ".join((*self._inputs, *_REQUEST_FIELDS))
-                known += f", or of the parameters {', '.join(self._parameters.known)}"
-                raise at(key_text(name), None, f"expected one of the fields {known}, got {shown(name)}")
-            elif name in given:
+                choices = ", ".join((*self._inputs, *_REQUEST_FIELDS))
+                choices += f", or of the parameters {', '.join(self._parameters.known)}"
+                raise at(key_text(name), None, f"expected one of the fields {choices}, got {shown(name)}")
+            elif name in parameters:
                 raise at(key_text(name), None, f"expected it once, got parameters.{key_text(name)} as well")
             else:
                 beside[name] = read_json(raw, Any, key_text(name))
@@ -234,8 +236,8 @@ class GenerateEncoder:
             BadRequest: an output isn't UTF-8 text.
             CallableFailed: a requested output is missing, or its bytes contradict its declaration.
         """
-        gone = {output for head in answer.omitted for output in self._heads[head.head]}
-        names = [wish.name for wish in request.outputs if wish.name not in gone]
+        gone = {name for head in answer.omitted for name in self._heads[head.head]}
+        names = [output.name for output in request.outputs if output.name not in gone]
         parameters = b""
         if answer.omitted:
             parameters = b',"parameters":%b' % orjson.dumps(omission_parameters(answer.omitted))
@@ -250,14 +252,14 @@ class GenerateEncoder:
         """
         begin = self._begin(request)
         if not self._heads:
-            return b"%b%b}" % (begin, self._values([wish.name for wish in request.outputs], answer.outputs))
+            return b"%b%b}" % (begin, self._values([output.name for output in request.outputs], answer.outputs))
         fields: dict[str, object] = {"head": answer.head, "status": answer.status, "time_ms": round(answer.took_ms, 3)}
         names: Sequence[str] = ()
         if answer.error is not None:
             fields["error"] = answer.error.message
         else:
-            own = self._heads[answer.head]
-            names = [wish.name for wish in request.outputs if wish.name in own]
+            head_outputs = self._heads[answer.head]
+            names = [output.name for output in request.outputs if output.name in head_outputs]
         return b"%b,%b%b}" % (begin, orjson.dumps(fields)[1:-1], self._values(names, answer.outputs))
 
     def failure(self, error: HeadwaterError) -> bytes:

@@ -94,36 +94,36 @@ class RequestDecoder:
         if is_long:
             check_size(body, len(text), tensors=True)
         try:
-            asked = self._parse(text)
+            infer_body = self._parse(text)
             if is_long:
-                check_size(_without_data(asked, text))
-            if colons(body, len(text)) != _keys(asked):
-                _check_keys(asked, text)
+                check_size(_without_data(infer_body, text))
+            if colons(body, len(text)) != _keys(infer_body):
+                _check_keys(infer_body, text)
         except PARSE_ERRORS as error:
             raise self._unreadable(error, text, body, header_length) from None
-        if asked.model_name is not None and asked.model_name != self._name:
+        if infer_body.model_name is not None and infer_body.model_name != self._name:
             expected = f"expected {self._name!r} as in the request's path"
-            raise at("model_name", None, f"{expected}, got {shown(asked.model_name)}; leave it out")
-        request = self._parameters.request(asked.id)
+            raise at("model_name", None, f"{expected}, got {shown(infer_body.model_name)}; leave it out")
+        request = self._parameters.request(infer_body.id)
         # The cheap checks come first, so that no data are decoded for an invalid request.
-        given = asked.parameters
-        binary_output = self._parameters.take(_values(given, "parameters"), request) if given else False
-        if asked.outputs:
-            request.outputs = self._take_outputs(asked.outputs, binary_output)
+        parameters = infer_body.parameters
+        binary_output = self._parameters.take(_values(parameters, "parameters"), request) if parameters else False
+        if infer_body.outputs:
+            request.outputs = self._take_outputs(infer_body.outputs, binary_output)
             if self._heads is not None:
-                request.heads = self._heads.heads_of([wish.name for wish in request.outputs], request.heads)
+                request.heads = self._heads.heads_of([output.name for output in request.outputs], request.heads)
         else:
-            wishes, binary_only = self._wishes[binary_output], self._binary_only
+            outputs, binary_only = self._wishes[binary_output], self._binary_only
             if self._heads is not None:
                 request.heads = request.heads or self._heads.names
                 names = self._heads.outputs_of(request.heads, list(self._outputs))
                 binary_only = next((name for name in names if not self._outputs[name].json), None)
-                wishes = [wish for wish in wishes if wish.name in names]
+                outputs = [output for output in outputs if output.name in names]
             if binary_only is not None and not binary_output:
                 raise no_json_form("outputs", binary_only, self._outputs[binary_only].name)
-            request.outputs = wishes
+            request.outputs = outputs
         offset = len(body) if header_length is None else header_length
-        end = self._take_inputs(asked.inputs, body, offset, request)
+        end = self._take_inputs(infer_body.inputs, body, offset, request)
         if end != len(body):
             expected = f"expected the end after the last binary tensor, at byte {end}, got {len(body) - end} bytes more"
             fix = f"compare Inference-Header-Content-Length ({header_length}) and the inputs' {_SIZE}"
@@ -143,17 +143,17 @@ class RequestDecoder:
             hint = f" (in the first {header_length} bytes, as Inference-Header-Content-Length says)"
         return BadRequest(fault.message + hint, field="body")
 
-    def _take_outputs(self, asked: list[OutputEntry], binary_output: bool) -> list[OutputWish]:
+    def _take_outputs(self, entries: list[OutputEntry], binary_output: bool) -> list[OutputWish]:
         wishes: list[OutputWish] = []
-        seen: set[str] = set()
-        for index, output in enumerate(asked):
+        names: set[str] = set()
+        for index, output in enumerate(entries):
             name = output.name
             datatype = self._outputs.get(name)
             if datatype is None:
                 raise _unknown(f"outputs[{index}].name", "outputs", name, self._outputs)
-            if name in seen:
+            if name in names:
                 raise at(f"outputs[{index}].name", name, "expected every output at most once, got it a second time")
-            seen.add(name)
+            names.add(name)
             binary = binary_output
             if output.parameters:
                 where = f"outputs[{index}].parameters"
@@ -166,10 +166,10 @@ class RequestDecoder:
             wishes.append(OutputWish(name, binary))
         return wishes
 
-    def _take_inputs(self, asked: list[InputEntry], body: bytes, offset: int, request: InferRequest) -> int:
+    def _take_inputs(self, entries: list[InputEntry], body: bytes, offset: int, request: InferRequest) -> int:
         """Check and read the inputs. Returns the offset in the body at which the last binary tensor ends."""
         inputs = request.inputs
-        for index, tensor in enumerate(asked):
+        for index, tensor in enumerate(entries):
             name = tensor.name
             declared = self._inputs.get(name)
             if declared is None:
@@ -214,23 +214,23 @@ class RequestDecoder:
         return offset
 
 
-def _keys(asked: InferBody) -> int:
+def _keys(infer_body: InferBody) -> int:
     """The number of keys in a request's JSON, if it has no duplicate keys and no keys with null."""
-    count = 1 + (asked.id is not None) + (asked.model_name is not None)
-    if asked.parameters is not None:
-        count += 1 + len(asked.parameters)
-    for tensor in asked.inputs:
+    count = 1 + (infer_body.id is not None) + (infer_body.model_name is not None)
+    if infer_body.parameters is not None:
+        count += 1 + len(infer_body.parameters)
+    for tensor in infer_body.inputs:
         count += 3 + (tensor.data is not NO_DATA)
         if tensor.parameters is not None:
             count += 1 + len(tensor.parameters)
-    if asked.outputs is not None:
+    if infer_body.outputs is not None:
         count += 1
-        for output in asked.outputs:
+        for output in infer_body.outputs:
             count += 1 if output.parameters is None else 2 + len(output.parameters)
     return count
 
 
-def _check_keys(asked: InferBody, text: bytes | memoryview) -> None:
+def _check_keys(infer_body: InferBody, text: bytes | memoryview) -> None:
     """Check a request that has more colons than distinct keys. The surplus may be colons in strings, or keys with null;
     if it is duplicate keys, the request is refused.
 
@@ -238,17 +238,17 @@ def _check_keys(asked: InferBody, text: bytes | memoryview) -> None:
         BadRequest: an object has a key twice.
         RecursionError: arrays are nested too deeply.
     """
-    light = _without_data(asked, text)
-    if light.count(b":") != _keys(asked):
+    light = _without_data(infer_body, text)
+    if light.count(b":") != _keys(infer_body):
         check_keys(light)
 
 
-def _without_data(asked: InferBody, text: bytes | memoryview) -> bytes:
+def _without_data(infer_body: InferBody, text: bytes | memoryview) -> bytes:
     """The JSON that a request was parsed from, with the data of all tensors replaced by empty arrays."""
     whole = memoryview(text)
     pieces: list[bytes | memoryview] = []
     begin, end = _address(whole), 0
-    for tensor in asked.inputs:
+    for tensor in infer_body.inputs:
         data = memoryview(tensor.data)  # a view of the text: to search or copy it would block other threads
         if data and data[0] == ord("["):
             start = _address(data) - begin
@@ -263,14 +263,14 @@ def _address(data: memoryview) -> int:
     return address
 
 
-def _values(given: dict[str, msgspec.Raw], where: str, tensor: str | None = None) -> dict[str, Any]:
+def _values(parameters: dict[str, msgspec.Raw], where: str, tensor: str | None = None) -> dict[str, Any]:
     """The values of parameters, decoded.
 
     Raises:
         BadRequest: a value has a string that isn't UTF-8 text, or is nested too deeply.
     """
     values = {}
-    for name, raw in given.items():
+    for name, raw in parameters.items():
         try:
             values[name] = _VALUE.decode(raw)
         except PARSE_ERRORS as error:
@@ -278,13 +278,13 @@ def _values(given: dict[str, msgspec.Raw], where: str, tensor: str | None = None
     return values
 
 
-def _unknown(path: str, kind: str, name: str, known: dict[str, Any]) -> BadRequest:
-    return at(path, None, f"expected one of the model's {kind} {', '.join(map(repr, known))}, got {shown(name)}")
+def _unknown(path: str, kind: str, name: str, tensors: dict[str, Any]) -> BadRequest:
+    return at(path, None, f"expected one of the model's {kind} {', '.join(map(repr, tensors))}, got {shown(name)}")
 
 
 def _wrong_datatype(index: int, name: str, declared: str, got: str) -> BadRequest:
-    known = "" if got in DATATYPES else f", which is no datatype; the datatypes are {', '.join(DATATYPES)}"
-    return at(f"inputs[{index}].datatype", name, f"expected {declared} as the model declares, got {shown(got)}{known}")
+    hint = "" if got in DATATYPES else f", which is no datatype; the datatypes are {', '.join(DATATYPES)}"
+    return at(f"inputs[{index}].datatype", name, f"expected {declared} as the model declares, got {shown(got)}{hint}")
 
 
 def _binary_size(tensor: InputEntry, index: int) -> int | None:
@@ -322,10 +322,10 @@ def example_body(signature: Signature) -> dict[str, Any] | None:
     return body
 
 
-def json_example(signature: Signature, most: int) -> dict[str, Any] | None:
+def json_example(signature: Signature, max_elements: int) -> dict[str, Any] | None:
     """An example row, by input name. None if an input has no JSON form, or if the model declares no example and an
-    input has over ``most`` elements."""
-    if signature.example is None and any(math.prod(spec.shape) > most for spec in signature.inputs):
+    input has over ``max_elements`` elements."""
+    if signature.example is None and any(math.prod(spec.shape) > max_elements for spec in signature.inputs):
         return None
     row = signature.example_row()
     return row if all(DATATYPES[spec.datatype].json for spec in signature.inputs if spec.name in row) else None

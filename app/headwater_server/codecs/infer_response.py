@@ -126,10 +126,10 @@ class ResponseEncoder:
             BadRequest: an output was requested in JSON and has no JSON form.
             CallableFailed: a requested output is missing, or its bytes contradict its declaration.
         """
-        wishes = request.outputs
+        requested = request.outputs
         if omitted:
-            gone = {output for head in omitted for output in self._heads[head.head]}
-            wishes = [wish for wish in wishes if wish.name not in gone]
+            gone = {name for head in omitted for name in self._heads[head.head]}
+            requested = [output for output in requested if output.name not in gone]
         parts = [b"{"]
         if request.id:
             parts.append(b'"id":%b,' % orjson.dumps(request.id))
@@ -140,19 +140,19 @@ class ResponseEncoder:
         chunks: list[bytes | memoryview] = [b""]
         separator = b""
         binary = False
-        for wish in wishes:
-            datatype, head = self._outputs[wish.name]
-            tensor = outputs.get(wish.name)
+        for output in requested:
+            datatype, head = self._outputs[output.name]
+            tensor = outputs.get(output.name)
             if tensor is None:
-                raise CallableFailed(f"output {wish.name!r}: expected {datatype.name}, got no such output")
-            size_bytes = checked_size(wish.name, tensor, datatype)
+                raise CallableFailed(f"output {output.name!r}: expected {datatype.name}, got no such output")
+            size_bytes = checked_size(output.name, tensor, datatype)
             shape = orjson.dumps(tensor.shape[1:] if request.is_bare else tensor.shape)
-            if wish.binary:
+            if output.binary:
                 binary = True
                 parts.append(b'%b%b%b,"parameters":{"binary_data_size":%d}}' % (separator, head, shape, size_bytes))
                 chunks.append(tensor.data)
             else:
-                data = flat_json(wish.name, tensor, datatype)
+                data = flat_json(output.name, tensor, datatype)
                 parts += (separator, head, shape, b',"data":', data, b"}")
             separator = b","
         parts.append(b"]}")

@@ -144,12 +144,12 @@ def _bytes_fault(data: memoryview, shape: Sequence[int], count: int) -> str:
     offset, end, got = 0, len(data), 0
     length_at = _LENGTH.unpack_from
     while offset < end and got < count:
-        left = end - offset - 4
-        if left < 0:
-            return f"expected a 4-byte length before element {got} of the binary data, got {left + 4} bytes"
+        rest_bytes = end - offset - 4
+        if rest_bytes < 0:
+            return f"expected a 4-byte length before element {got} of the binary data, got {rest_bytes + 4} bytes"
         (length,) = length_at(data, offset)
-        if length > left:
-            return f"expected {length} bytes in element {got} of the binary data, as its length says, got {left}"
+        if length > rest_bytes:
+            return f"expected {length} bytes in element {got} of the binary data, as its length says, got {rest_bytes}"
         offset += 4 + length
         got += 1
     if offset == end and got == count:

@@ -254,12 +254,12 @@ class JsonData:
         got = fault.got
         if not subscript:
             return self._bad(index, "", f"expected an array of {wanted}, got {kind_of(got)}")
-        came = kind_of(got)
+        kind = kind_of(got)
         if got == "array" and not hint:
             hint = " in a flat array"
-        one = "an integer" if wanted == "integers" else f"a {wanted[:-1]}"
-        one = "an array" if fault.expected == "array" else f"{one} ({self._datatype})"
-        return self._bad(index, subscript, f"expected {one}{hint}, got {came}")
+        expected = "an integer" if wanted == "integers" else f"a {wanted[:-1]}"
+        expected = "an array" if fault.expected == "array" else f"{expected} ({self._datatype})"
+        return self._bad(index, subscript, f"expected {expected}{hint}, got {kind}")
 
     def _out_of_range(self, values: list[Any], index: int | None, start: int) -> BadRequest:
         low: int | float = -_LARGEST_FLOAT32

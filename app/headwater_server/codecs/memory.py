@@ -36,7 +36,9 @@ def object_bytes(text: bytes) -> int:
     Args:
         text: the JSON; need not be valid.
     """
-    lists, objects, keys, values, quotes = (occurrences(one, text, len(text)) for one in (b"[", b"{", b":", b",", b'"'))
+    lists, objects, keys, values, quotes = (
+        occurrences(character, text, len(text)) for character in (b"[", b"{", b":", b",", b'"')
+    )
     structure = min(lists, MAX_CONTAINERS) * _LIST_BYTES + min(objects, MAX_CONTAINERS) * _OBJECT_BYTES
     structure += min(keys, MAX_CONTAINERS) * _KEY_BYTES + min(values, MAX_VALUES) * _VALUE_BYTES
     structure += min(quotes // 2, MAX_VALUES + MAX_CONTAINERS) * _STRING_BYTES

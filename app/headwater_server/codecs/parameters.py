@@ -63,15 +63,15 @@ class _HeadChoice:
             raise at(path, None, f"expected names of heads, as a list or separated by commas, got {shown(value)}")
         if not named:
             raise at(path, None, f"expected at least one of {self._listed}, got none")
-        seen = set()
+        heads = set()
         for index, name in enumerate(named):
             place = f"{path}[{index}]" if isinstance(value, list) else path
             if not isinstance(name, str) or name not in self.names:
                 raise at(place, None, f"expected one of the heads {self._listed}, got {shown(name)}")
-            if name in seen:
+            if name in heads:
                 raise at(place, None, f"expected every head at most once, got {shown(name)} a second time")
-            seen.add(name)
-        return tuple(name for name in self.names if name in seen)
+            heads.add(name)
+        return tuple(name for name in self.names if name in heads)
 
     def outputs_of(self, heads: Sequence[str], outputs: Sequence[str]) -> list[str]:
         """The elements of ``outputs`` that these heads compute."""
@@ -116,19 +116,21 @@ class RequestParameters:
         self.heads = _HeadChoice(signature.heads) if signature.heads else None
         """None unless the model is a pipeline."""
         self._binary = binary
-        own = ((_BINARY_OUTPUT,) if binary else ()) + ("priority", "timeout") + ((_HEADS,) if signature.heads else ())
-        self.known = (*self._declared, *own)
+        server_parameters = (
+            ((_BINARY_OUTPUT,) if binary else ()) + ("priority", "timeout") + ((_HEADS,) if signature.heads else ())
+        )
+        self.known = (*self._declared, *server_parameters)
         """Names of all known parameters, for messages."""
 
     def request(self, id: str | None) -> InferRequest:
         """A request with an id and default parameters. Its inputs, rows and outputs are yet to be set."""
         return InferRequest(id or "", {}, 0, (), self._defaults["batch"].copy(), self._defaults["row"].copy())
 
-    def take(self, given: Mapping[str, Any], request: InferRequest, where: str = "parameters") -> bool:
+    def take(self, parameters: Mapping[str, Any], request: InferRequest, where: str = "parameters") -> bool:
         """Check parameters and set them in the request.
 
         Args:
-            given: the parameters' values, by name.
+            parameters: the parameters' values, by name.
             request: the request whose parameters are set.
             where: the field that holds the parameters, for messages; empty: the parameters are fields of the body.
 
@@ -140,7 +142,7 @@ class RequestParameters:
         """
         binary_output = False
         undeclared: dict[str, Scalar] = {}
-        for name, value in given.items():
+        for name, value in parameters.items():
             parameter = self._declared.get(name)
             if parameter is not None:
                 values = request.batch_parameters if parameter.per == "batch" else request.row_parameters
@@ -178,12 +180,12 @@ def integer(path: str, tensor: str | None, value: object, maximum: int) -> int:
     raise at(path, tensor, f"expected an integer, 0 to {maximum}, got {shown(value)}")
 
 
-def unsupported(where: str, tensor: str | None, name: str, known: Sequence[str]) -> BadRequest:
+def unsupported(where: str, tensor: str | None, name: str, names: Sequence[str]) -> BadRequest:
     """The error for a parameter that is unknown or not supported."""
     path = _path(where, key_text(name))
     if _is_protocols(name):
-        return at(path, tensor, f"not supported by this server; expected one of {', '.join(known)}, got {shown(name)}")
-    return at(path, tensor, f"expected one of the parameters {', '.join(known)}, got {shown(name)}")
+        return at(path, tensor, f"not supported by this server; expected one of {', '.join(names)}, got {shown(name)}")
+    return at(path, tensor, f"expected one of the parameters {', '.join(names)}, got {shown(name)}")
 
 
 def _is_protocols(name: str) -> bool:

@@ -82,8 +82,8 @@ class ParsedError(NamedTuple):
 
 def parsed(error: Exception) -> ParsedError:
     """Parse the message of an msgspec error."""
-    text, found, path = str(error).rpartition(" - at `$")
-    text, path = (text, path[:-1]) if found else (str(error), "")
+    text, separator, path = str(error).rpartition(" - at `$")
+    text, path = (text, path[:-1]) if separator else (str(error), "")
     if wording := _WORDING.fullmatch(text):
         parts: dict[str, Any] = {name: part for name, part in wording.groupdict().items() if part is not None}
         return ParsedError(text, path, **parts)
@@ -113,35 +113,39 @@ _type_info: Final[Callable[[Any], inspect.Type]] = functools.cache(inspect.type_
 
 def _types_at(kind: Any, path: str) -> Sequence[inspect.Type]:
     """The types that ``kind`` accepts at a path."""
-    found = _alternatives(_type_info(kind))
+    alternatives = _alternatives(_type_info(kind))
     for part in PATH_PART.finditer(path):
         inner: list[inspect.Type] = []
-        for one in found:
-            if part[1] is not None and isinstance(one, inspect.StructType):
-                inner += [field.type for field in one.fields if field.encode_name == part[1]]
-            elif part[1] is None and isinstance(one, inspect.ListType):
-                inner.append(one.item_type)
-            elif part[1] is None and isinstance(one, inspect.DictType):
-                inner.append(one.value_type)
-        found = [one for kinds in inner for one in _alternatives(kinds)]
-    return found
+        for alternative in alternatives:
+            if part[1] is not None and isinstance(alternative, inspect.StructType):
+                inner += [field.type for field in alternative.fields if field.encode_name == part[1]]
+            elif part[1] is None and isinstance(alternative, inspect.ListType):
+                inner.append(alternative.item_type)
+            elif part[1] is None and isinstance(alternative, inspect.DictType):
+                inner.append(alternative.value_type)
+        alternatives = [alternative for kinds in inner for alternative in _alternatives(kinds)]
+    return alternatives
 
 
 def _alternatives(kind: inspect.Type) -> Sequence[inspect.Type]:
     if isinstance(kind, inspect.Metadata):
         return (kind, *_alternatives(kind.type))
     if isinstance(kind, inspect.UnionType):
-        return [one for within in kind.types for one in _alternatives(within)]
+        return [alternative for within in kind.types for alternative in _alternatives(within)]
     return (kind,)
 
 
 def bounds_at(kind: Any, path: str, name: str) -> str:
     """The bounds of the type at a path, in words; ``name`` is msgspec's name of the type."""
-    found = _types_at(kind, path)
-    for one in found:
-        if isinstance(one, inspect.Metadata) and isinstance(one.type, _BOUNDED[name]) and one.extra:
-            return str(one.extra["expected"])
-    bare: Any = next(one for one in found if isinstance(one, _BOUNDED[name]))
+    alternatives = _types_at(kind, path)
+    for alternative in alternatives:
+        if (
+            isinstance(alternative, inspect.Metadata)
+            and isinstance(alternative.type, _BOUNDED[name])
+            and alternative.extra
+        ):
+            return str(alternative.extra["expected"])
+    bare: Any = next(alternative for alternative in alternatives if isinstance(alternative, _BOUNDED[name]))
     unit = _UNITS.get(name, "")
     low, high = (bare.min_length, bare.max_length) if unit else (bare.ge, bare.le)
     if low is None or high is None:
@@ -151,12 +155,12 @@ def bounds_at(kind: Any, path: str, name: str) -> str:
 
 def choices_at(kind: Any, path: str) -> str:
     """The values that ``kind`` accepts at a path, in words."""
-    literals = [one for one in _types_at(kind, path) if isinstance(one, inspect.LiteralType)]
-    return " or ".join(repr(value) for one in literals for value in one.values)
+    literals = [literal for literal in _types_at(kind, path) if isinstance(literal, inspect.LiteralType)]
+    return " or ".join(repr(value) for literal in literals for value in literal.values)
 
 
 def fields_at(kind: Any, path: str) -> list[str]:
     """The supported fields of the object at a path."""
-    structs = [one for one in _types_at(kind, path) if isinstance(one, inspect.StructType)]
-    fields = [field for one in structs for field in one.fields]
+    structs = [struct for struct in _types_at(kind, path) if isinstance(struct, inspect.StructType)]
+    fields = [field for struct in structs for field in struct.fields]
     return [field.encode_name for field in fields if not isinstance(field.type, inspect.NoneType)]

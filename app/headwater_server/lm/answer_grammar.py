@@ -83,11 +83,11 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
         Raises:
             BadRequest: not exactly one field is given, or the field is too large or too deep.
         """
-        given = [name for name in self.__struct_fields__ if getattr(self, name) not in (None, False)]
-        if len(given) != 1:
+        fields = [name for name in self.__struct_fields__ if getattr(self, name) not in (None, False)]
+        if len(fields) != 1:
             expected = f"expected one of {', '.join(self.__struct_fields__)}"
-            raise at("structured_outputs", None, f"{expected}, got {' and '.join(given) or 'none'}")
-        path = f"structured_outputs.{given[0]}"
+            raise at("structured_outputs", None, f"{expected}, got {' and '.join(fields) or 'none'}")
+        path = f"structured_outputs.{fields[0]}"
         if self.json is not None:
             return _schema_grammar(self.json, path)
         if self.regex is not None:
@@ -128,13 +128,13 @@ def check_optional(schema: object, path: str) -> None:
     Raises:
         BadRequest: an object has more optional properties.
     """
-    left = [schema]
-    while left:
-        part = left.pop()
+    stack = [schema]
+    while stack:
+        part = stack.pop()
         if isinstance(part, list):
-            left += part
+            stack += part
         elif isinstance(part, dict):
-            left += part.values()
+            stack += part.values()
             properties, required = part.get("properties"), part.get("required")
             if isinstance(properties, dict) and len(properties) > MAX_OPTIONAL:
                 needed = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()

@@ -271,8 +271,8 @@ class Channel:
                     return self._unavailable(f"closed the channel to it: {frame.closed}")
         return self._unavailable("ended the channel to it")
 
-    def _unavailable(self, what: str) -> Unavailable:
-        return Unavailable(f"model `{self._model}`: the replica {what}", retry_after_s=RETRY_AFTER_LOST_S)
+    def _unavailable(self, fault: str) -> Unavailable:
+        return Unavailable(f"model `{self._model}`: the replica {fault}", retry_after_s=RETRY_AFTER_LOST_S)
 
     def _take(self, frame: StepFrame) -> None:
         """Pass each event to its sequence.
@@ -353,8 +353,8 @@ class Channel:
 
     def _share(self) -> float:
         """This worker's share of the engine's sequences."""
-        own = len(self._sequences) - len(self._unsent)
-        return own / max(own, self._load.active + self._load.waiting) if own else 1.0
+        sequence_count = len(self._sequences) - len(self._unsent)
+        return sequence_count / max(sequence_count, self._load.active + self._load.waiting) if sequence_count else 1.0
 
     def _break(self, slot: TokenSlot, error: ContractBroken) -> None:
         """Fail the request of a sequence that received an unexpected event. Other requests continue."""
@@ -384,8 +384,8 @@ class Channel:
     async def _post(self) -> HeadwaterError | None:
         try:
             while (self._unsent or self._cancels) and not self.is_ended:
-                asked = answers(self._client, self._next_message())
-                for frame in await asyncio.wait_for(asked, self._post_timeout_s):
+                reply = answers(self._client, self._next_message())
+                for frame in await asyncio.wait_for(reply, self._post_timeout_s):
                     if frame.closed:
                         if not frame.closed.startswith(_HALF_DONE):
                             self._unpost()

@@ -78,11 +78,11 @@ class ChatAnswer(OpenAIAnswer):
     def _events_with_calls(self, place: int, piece: TextPiece, tools: ToolUse) -> list[bytes]:
         finder = self._finders[place]
         begins = []
-        for found in finder.read(piece.text, is_last=piece.finish is not None):
-            if isinstance(found, str):
-                begins.append(self._text_heads[place] + orjson.dumps(found))
+        for part in finder.read(piece.text, is_last=piece.finish is not None):
+            if isinstance(part, str):
+                begins.append(self._text_heads[place] + orjson.dumps(part))
             else:
-                begins.append(b'%b"tool_calls":[%b]' % (self._heads[place], orjson.dumps(_delta(found, tools))))
+                begins.append(b'%b"tool_calls":[%b]' % (self._heads[place], orjson.dumps(_delta(part, tools))))
         if piece.logprobs and not begins:  # the text of these tokens is held back
             begins.append(self._text_heads[place] + b'""')
         events = [self._chunk(begin, piece.logprobs if n == 0 else (), None) for n, begin in enumerate(begins)]
@@ -97,14 +97,14 @@ class ChatAnswer(OpenAIAnswer):
         finder = self._finders[place]
         content: list[str] = []
         calls: list[dict[str, Any]] = []
-        for found in finder.read(text.text, is_last=text.finish is not None):
-            if isinstance(found, str):
-                content.append(found)
-            elif found.name:
-                calls.append(_delta(found, self._tools))
+        for part in finder.read(text.text, is_last=text.finish is not None):
+            if isinstance(part, str):
+                content.append(part)
+            elif part.name:
+                calls.append(_delta(part, self._tools))
                 del calls[-1]["index"]
             else:
-                calls[found.number]["function"]["arguments"] += found.arguments
+                calls[part.number]["function"]["arguments"] += part.arguments
         message["content"] = "".join(content)
         if calls:
             message |= {"content": message["content"] or None, "tool_calls": calls}
@@ -264,14 +264,14 @@ class ChatRequest(StreamFields, kw_only=True):
         return path, old if new is None else new
 
 
-def checked_variables(given: dict[str, Any] | None) -> dict[str, Any] | None:
+def checked_variables(variables: dict[str, Any] | None) -> dict[str, Any] | None:
     """Check the request's ``chat_template_kwargs``, and return them.
 
     Raises:
         BadRequest: a variable is reserved for the server.
     """
-    for name in given or ():
+    for name in variables or ():
         if name in _RESERVED:
             path = f"chat_template_kwargs.{name}"
             raise at(path, None, "expected a variable of the model's own chat template; leave it out")
-    return given
+    return variables

@@ -110,20 +110,20 @@ class CompletionRequest(StreamFields, kw_only=True):
         sampling = self.sampling(limits, text.sampling, logprobs=self.logprobs)
         end = self.text_end(limits)
         grammar = checked_grammar(None, self.structured_outputs, limits)
-        given = self._given()
-        if len(given) * n > _MAX_SEQUENCES:
-            raise at("n", None, f"expected at most {_MAX_SEQUENCES} answers in all, got {len(given)} prompts x {n}")
-        prompts = [self._prompt(field, one, text, limits) for field, one in given]
+        entries = self._entries()
+        if len(entries) * n > _MAX_SEQUENCES:
+            raise at("n", None, f"expected at most {_MAX_SEQUENCES} answers in all, got {len(entries)} prompts x {n}")
+        prompts = [self._prompt(field, entry, text, limits) for field, entry in entries]
         return plan(prompts, n, sampling, end, limits, self.timeout_s, grammar, prompt_logprobs)
 
-    def _given(self) -> list[tuple[str, str | list[Any]]]:
+    def _entries(self) -> list[tuple[str, str | list[Any]]]:
         """The prompts, each with the path of its field."""
         prompt = self.prompt
         if isinstance(prompt, str):
             return [("prompt", prompt)]
         if not prompt:
             raise at("prompt", None, "expected at least one string or token id, got an empty array")
-        kinds = {type(one) for one in prompt}
+        kinds = {type(entry) for entry in prompt}
         if kinds == {int}:
             return [("prompt", prompt)]
         if kinds not in ({str}, {list}):
@@ -131,23 +131,23 @@ class CompletionRequest(StreamFields, kw_only=True):
                 "prompt",
                 None,
                 "expected a string, an array of strings, an array of token ids, or an array of such arrays; got an "
-                f"array with {' and '.join(sorted({_kind(one) for one in prompt}))}",
+                f"array with {' and '.join(sorted({_kind(entry) for entry in prompt}))}",
             )
         if len(prompt) > _MAX_PROMPTS:
             raise at("prompt", None, f"expected at most {_MAX_PROMPTS} prompts, got {len(prompt)}")
-        return [(f"prompt[{place}]", one) for place, one in enumerate(prompt)]
+        return [(f"prompt[{place}]", entry) for place, entry in enumerate(prompt)]
 
-    def _prompt(self, field: str, given: str | list[Any], text: LanguageText, limits: EngineLimits) -> Prompt:
-        if isinstance(given, str):
-            ids = text_ids(field, given, partial(text.encode_text, field=field), limits)
+    def _prompt(self, field: str, prompt: str | list[Any], text: LanguageText, limits: EngineLimits) -> Prompt:
+        if isinstance(prompt, str):
+            ids = text_ids(field, prompt, partial(text.encode_text, field=field), limits)
         else:
-            check_count(field, len(given), limits)
-            ids = checked_ids(field, given, limits.vocab_size)
+            check_count(field, len(prompt), limits)
+            ids = checked_ids(field, prompt, limits.vocab_size)
         max_tokens = answer_tokens(field, "max_tokens", ids, self.max_tokens, DEFAULT_TOKENS, limits)
         prefix = ""
         if self.echo:
             skips = self.skip_special_tokens is not False
-            prefix = given if isinstance(given, str) else text.tokenizer.decode(ids, skip_special_tokens=skips)
+            prefix = prompt if isinstance(prompt, str) else text.tokenizer.decode(ids, skip_special_tokens=skips)
         has_logprobs = self.echo and self.logprobs is not None
         return Prompt(ids, max_tokens, prefix, offsets_in(prefix, ids, text.tokenizer.texts) if has_logprobs else ())
 

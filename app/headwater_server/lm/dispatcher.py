@@ -95,7 +95,7 @@ class LmDispatcher(TextDispatcher):
 
     @property
     def _channels(self) -> list[Channel]:
-        return [one.channel for one in self._pool.connected.values() if one.channel is not None]
+        return [replica.channel for replica in self._pool.connected.values() if replica.channel is not None]
 
     @property
     def _running(self) -> int:
@@ -117,7 +117,7 @@ class LmDispatcher(TextDispatcher):
     def under_way(self, replicas: Collection[str] | None) -> list[Fail]:
         if replicas is None:
             return [run.fail for run in self._runs if run.is_running]
-        held = [one.channel for one in self._pool.held(replicas)]
+        held = [replica.channel for replica in self._pool.held(replicas)]
         return [owner.fail for channel in held if channel is not None for owner in channel.owners]
 
     async def text(self) -> LanguageText:
@@ -127,12 +127,12 @@ class LmDispatcher(TextDispatcher):
             Unavailable: the model's folder is not known yet, or tokenizer and chat template can't be loaded.
         """
         while (task := self._text) is not None:
-            found = task.result() if task.done() else await asyncio.shield(task)
+            outcome = task.result() if task.done() else await asyncio.shield(task)
             if task is not self._text:  # the folder has changed or the deployment was reloaded meanwhile
                 continue
-            if isinstance(found, Unavailable):
-                raise found.again()
-            return found
+            if isinstance(outcome, Unavailable):
+                raise outcome.again()
+            return outcome
         raise unavailable(self.route)
 
     def open(
@@ -201,7 +201,7 @@ class LmDispatcher(TextDispatcher):
         if not candidates:
             raise self._no_replica()
         now_s = self._loop.time()
-        replica = min(candidates, key=lambda one: (now_s < one.avoided_until_s, one.sequences))
+        replica = min(candidates, key=lambda candidate: (now_s < candidate.avoided_until_s, candidate.sequences))
         if replica.channel is None:
             on_end = partial(self._on_channel_end, replica)
             replica.channel = Channel(self.route.name, replica.client, self.meter, on_end)

@@ -218,16 +218,16 @@ class GenerateRequest(GenerateParameters, kw_only=True):
         Raises:
             BadRequest: a field is wrong, or exceeds a limit of the model.
         """
-        given, places = self._places()
+        parameters, places = self._places()
         prompt = self.text_input if isinstance(self.text_input, str) else self.text_input[0]
         try:
-            sampling, end = _sampling(given, text, limits), _text_end(given, limits)
-            grammar = checked_grammar(None, given.structured_outputs, limits)
-            timeout_us = integer("timeout", None, given.timeout or 0, MAX_UINT64)
+            sampling, end = _sampling(parameters, text, limits), _text_end(parameters, limits)
+            grammar = checked_grammar(None, parameters.structured_outputs, limits)
+            timeout_us = integer("timeout", None, parameters.timeout or 0, MAX_UINT64)
             ids = text_ids("text_input", prompt, partial(text.encode_text, field="text_input"), limits)
-            max_tokens = answer_tokens("text_input", "max_tokens", ids, given.max_tokens, DEFAULT_TOKENS, limits)
+            max_tokens = answer_tokens("text_input", "max_tokens", ids, parameters.max_tokens, DEFAULT_TOKENS, limits)
             timeout_s = timeout_us / 1e6 if timeout_us else None
-            prefix = prompt if given.exclude_input_in_output is False else ""
+            prefix = prompt if parameters.exclude_input_in_output is False else ""
             return plan([Prompt(ids, max_tokens, prefix)], 1, sampling, end, limits, timeout_s, grammar)
         except BadRequest as error:
             place = "" if error.field is None else places.get(re.split(r"[.\[]", error.field)[0], "")
@@ -249,18 +249,18 @@ class GenerateRequest(GenerateParameters, kw_only=True):
         values: dict[str, Any] = {}
         places: dict[str, str] = {}
 
-        def take(given: SamplingFields, place: str) -> None:
-            for name in given.__struct_fields__:
-                value = getattr(given, name)
-                own = _OTHER_NAMES.get(name, name)
+        def take(fields: SamplingFields, place: str) -> None:
+            for name in fields.__struct_fields__:
+                value = getattr(fields, name)
+                key = _OTHER_NAMES.get(name, name)
                 if name == "stop_words":
                     value = [word for word in _listed(value) if word] or None
                 if value is None or name not in GenerateParameters.__struct_fields__:
                     continue
-                if own in values:
-                    raise at(f"{place}{name}", None, f"expected it once, got {places[own]}{own} as well")
+                if key in values:
+                    raise at(f"{place}{name}", None, f"expected it once, got {places[key]}{key} as well")
                 _check_asks_for_nothing(place, name, value)
-                values[own], places[own] = value, place
+                values[key], places[key] = value, place
 
         take(self, "")
         if self.parameters is not None:
@@ -284,30 +284,30 @@ def _listed(words: str | list[str] | None) -> list[str]:
     return [words] if isinstance(words, str) else words or []
 
 
-def _sampling(given: GenerateParameters, text: LanguageText, limits: EngineLimits) -> Sampling:
+def _sampling(parameters: GenerateParameters, text: LanguageText, limits: EngineLimits) -> Sampling:
     """How tokens are chosen. Forbidden words get a bias."""
-    if given.details and "logprobs" not in limits.sampling:
+    if parameters.details and "logprobs" not in limits.sampling:
         raise at("details", None, NO_DETAILS)
-    sampling = given.sampling(limits, text.sampling, logprobs=0 if given.details else None)
+    sampling = parameters.sampling(limits, text.sampling, logprobs=0 if parameters.details else None)
     banned: dict[int, float] = {}
-    for place, word in enumerate(_listed(given.bad_words)):
+    for place, word in enumerate(_listed(parameters.bad_words)):
         if not word:
             continue
-        field = "bad_words" if isinstance(given.bad_words, str) else f"bad_words[{place}]"
+        field = "bad_words" if isinstance(parameters.bad_words, str) else f"bad_words[{place}]"
         if "logit_bias" not in limits.sampling:
             raise at(field, None, "this model does not support it; leave it out")
-        own = text.tokenizer.encode(word, add_special_tokens=False, field=field)
-        if len(own) != 1:
-            raise at(field, None, f"expected a word that is one token, got {shown(word)}, which is {len(own)}")
+        ids = text.tokenizer.encode(word, add_special_tokens=False, field=field)
+        if len(ids) != 1:
+            raise at(field, None, f"expected a word that is one token, got {shown(word)}, which is {len(ids)}")
         behind_space = text.tokenizer.encode(f" {word}", add_special_tokens=False, field=field)
-        banned |= dict.fromkeys(own + (behind_space if len(behind_space) == 1 else []), _BANNED)
+        banned |= dict.fromkeys(ids + (behind_space if len(behind_space) == 1 else []), _BANNED)
     return msgspec.structs.replace(sampling, logit_bias={**sampling.logit_bias, **banned}) if banned else sampling
 
 
-def _text_end(given: GenerateParameters, limits: EngineLimits) -> TextEnd:
-    end = given.text_end(limits)
-    if given.end_id is None:
+def _text_end(parameters: GenerateParameters, limits: EngineLimits) -> TextEnd:
+    end = parameters.text_end(limits)
+    if parameters.end_id is None:
         return end
-    if given.end_id >= limits.vocab_size:
-        raise at("end_id", None, f"expected a token id up to {limits.vocab_size - 1}, or -1, got {given.end_id}")
-    return end._replace(stop_ids=end.stop_ids | ({given.end_id} - {-1}), ignore_eos=True)
+    if parameters.end_id >= limits.vocab_size:
+        raise at("end_id", None, f"expected a token id up to {limits.vocab_size - 1}, or -1, got {parameters.end_id}")
+    return end._replace(stop_ids=end.stop_ids | ({parameters.end_id} - {-1}), ignore_eos=True)

@@ -45,8 +45,8 @@ def check_depth(kind: GrammarKind, text: str, path: str) -> None:
         _check_json(text, len(text) - len(text.lstrip()), path)
     elif kind == "regex":
         depth = 0
-        for found in _REGEX.finditer(text):
-            depth += {"(": 1, ")": -1}.get(found[0], 0)
+        for match in _REGEX.finditer(text):
+            depth += {"(": 1, ")": -1}.get(match[0], 0)
             _check(depth, "parentheses", path)
     else:
         _check_lark(text, path)
@@ -63,21 +63,21 @@ def check_schema_depth(schema: object, path: str) -> None:
     Raises:
         BadRequest: the nesting is deeper than `MOST_DEPTH`.
     """
-    seen: set[int] = set()
+    visited: set[int] = set()
     stack = [iter([schema])]
     while stack:
         part = next(stack[-1], _END)
         if part is _END:
             stack.pop()
-        elif isinstance(part, (dict, list)) and id(part) not in seen:
-            seen.add(id(part))
+        elif isinstance(part, (dict, list)) and id(part) not in visited:
+            visited.add(id(part))
             _check(len(stack), "objects, arrays and references", path)
             stack.append(_parts(schema, part))
 
 
-def _check(depth: int, what: str, path: str) -> None:
+def _check(depth: int, parts: str, path: str) -> None:
     if depth > MOST_DEPTH:
-        raise at(path, None, f"expected at most {MOST_DEPTH} {what} within each other, got more; flatten it")
+        raise at(path, None, f"expected at most {MOST_DEPTH} {parts} within each other, got more; flatten it")
 
 
 def _check_json(text: str, begin: int, path: str) -> int:
@@ -97,8 +97,8 @@ def _check_lark(text: str, path: str) -> None:
     rules: dict[str, list[str]] = {}
     name = ""
     depth = begin = 0
-    while (found := _LARK.search(text, begin)) is not None:
-        word, begin = found[0], found.end()
+    while (match := _LARK.search(text, begin)) is not None:
+        word, begin = match[0], match.end()
         if word.startswith("%"):
             begin = _check_json(text, begin, path)
         elif word in ("(", "[", "{"):
@@ -113,15 +113,15 @@ def _check_lark(text: str, path: str) -> None:
             depth = 0
         elif word[0].isalpha() or word[0] == "_":
             rules.setdefault(name, []).append(word)
-    seen: set[str] = set()
+    visited: set[str] = set()
     for first in rules:
         stack = [iter([first])]
         while stack:
             rule = next(stack[-1], None)
             if rule is None:
                 stack.pop()
-            elif rule in rules and rule not in seen:
-                seen.add(rule)
+            elif rule in rules and rule not in visited:
+                visited.add(rule)
                 _check(len(stack), "rules", path)
                 stack.append(iter(rules[rule]))
 

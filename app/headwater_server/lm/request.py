@@ -124,11 +124,11 @@ class TokenSlot:
         return self._broken(f"expected nothing after its end at {self.count} tokens, got {got}")
 
     def _take_prompt(self, event: SequenceEvent) -> None:
-        left = self._prompt_left - len(event.prompt)
-        if left < 0 or (left and (event.tokens or event.finish in ("stop", "length"))):
+        remaining = self._prompt_left - len(event.prompt)
+        if remaining < 0 or (remaining and (event.tokens or event.finish in ("stop", "length"))):
             raise self._broken(f"prompt: expected {self._prompt_left} more log probabilities, got {len(event.prompt)}")
         self._prompt += event.prompt
-        self._prompt_left = left
+        self._prompt_left = remaining
 
     def _take_logprobs(self, event: SequenceEvent) -> None:
         counts = {"logprobs": len(event.logprobs or ())}
@@ -144,8 +144,8 @@ class TokenSlot:
             if self._tops is not None:
                 self._tops += event.tops or []
 
-    def _broken(self, what: str) -> ContractBroken:
-        return ContractBroken(f"sequence {self.place}: {what}")
+    def _broken(self, fault: str) -> ContractBroken:
+        return ContractBroken(f"sequence {self.place}: {fault}")
 
 
 class RequestRun(Generation):

@@ -227,10 +227,10 @@ class ResponsesRequest(StreamFields, kw_only=True):
             raise at("previous_response_id", None, f"{keeps}, so there is none to go on from; {fix}")
 
     def _check_metadata(self) -> None:
-        given = self.metadata or {}
-        if len(given) > _MAX_LABELS:
-            raise at("metadata", None, f"expected at most {_MAX_LABELS} keys, got {len(given)}")
-        for key, value in given.items():
+        metadata = self.metadata or {}
+        if len(metadata) > _MAX_LABELS:
+            raise at("metadata", None, f"expected at most {_MAX_LABELS} keys, got {len(metadata)}")
+        for key, value in metadata.items():
             path = f"metadata.{key_text(key)}"
             if len(key) > _MAX_KEY:
                 raise at(path, None, f"expected a key of at most {_MAX_KEY} characters, got {len(key)}")

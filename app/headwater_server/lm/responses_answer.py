@@ -69,18 +69,16 @@ class ResponsesAnswer(AnswerForm):
         if self._tools is None or self._finder is None:
             return self._text(piece) if piece.text or piece.logprobs else []
         events = []
-        for found in self._finder.read(piece.text, is_last=piece.finish is not None):
-            if isinstance(found, str):
-                events += self._text(TextPiece(found))
-            elif found.name:
-                events += self._open(_Call(len(self._items), found.name, self._tools.format.new_id()))
+        for part in self._finder.read(piece.text, is_last=piece.finish is not None):
+            if isinstance(part, str):
+                events += self._text(TextPiece(part))
+            elif part.name:
+                events += self._open(_Call(len(self._items), part.name, self._tools.format.new_id()))
             else:
                 call = self._items[-1]
                 assert isinstance(call, _Call)
-                call.arguments.append(found.arguments)
-                events.append(
-                    self._event("response.function_call_arguments.delta", **call.place, delta=found.arguments)
-                )
+                call.arguments.append(part.arguments)
+                events.append(self._event("response.function_call_arguments.delta", **call.place, delta=part.arguments))
         return events
 
     def end(self, usage: Usage, error: HeadwaterError | None) -> list[Event]:

@@ -96,12 +96,12 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         Raises:
             BadRequest: a bias is out of bounds or has an invalid token id, or the engine does not support a field.
         """
-        given = {name: getattr(self, name) for name in SAMPLING_FIELDS - {"logprobs", "logit_bias"}}
-        given = {name: value for name, value in given.items() if value is not None}
+        fields = {name: getattr(self, name) for name in SAMPLING_FIELDS - {"logprobs", "logit_bias"}}
+        fields = {name: value for name, value in fields.items() if value is not None}
         if self.top_k == -1:
-            given["top_k"] = 0
+            fields["top_k"] = 0
         biases = _biases(self.logit_bias or {}, limits.vocab_size)
-        sampling = msgspec.structs.replace(defaults, **given, logit_bias=biases, logprobs=logprobs)
+        sampling = msgspec.structs.replace(defaults, **fields, logit_bias=biases, logprobs=logprobs)
         for name in sorted(SAMPLING_FIELDS - limits.sampling):
             if getattr(sampling, name) != getattr(_DEFAULTS, name):
                 raise at(name, None, "this model does not support it; leave it out")
@@ -164,9 +164,9 @@ class StreamFields(SamplingFields, kw_only=True):
             )
 
 
-def _biases(given: Mapping[str, float], vocab_size: int) -> dict[int, float]:
+def _biases(logit_bias: Mapping[str, float], vocab_size: int) -> dict[int, float]:
     biases = {}
-    for key, bias in given.items():
+    for key, bias in logit_bias.items():
         path = f"logit_bias.{key_text(key)}"
         if not (key.isascii() and key.isdecimal() and len(key) <= _ID_DIGITS and int(key) < vocab_size):
             raise at(path, None, f"expected a token id from 0 to {vocab_size - 1}, got {shown(key)}")

@@ -110,10 +110,10 @@ def plan(
         BadRequest: the engine can't hold this number of running and waiting sequences; or the minimum number of tokens
             of an answer exceeds its maximum.
     """
-    least = sampling.min_tokens
-    most = min(prompt.max_tokens for prompt in prompts)
-    if least > most:
-        raise at("min_tokens", None, f"expected at most {most}, the most tokens of the answer, got {least}")
+    min_tokens = sampling.min_tokens
+    max_tokens = min(prompt.max_tokens for prompt in prompts)
+    if min_tokens > max_tokens:
+        raise at("min_tokens", None, f"expected at most {max_tokens}, the most tokens of the answer, got {min_tokens}")
     places = limits.max_sequences + limits.max_waiting
     if len(prompts) * n > places:
         field = "n" if n > 1 else "prompt"
@@ -137,22 +137,23 @@ def check_size(field: str, text: str, limits: EngineLimits) -> None:
     Raises:
         ContextTooLong: the text is longer than any text that fits.
     """
-    bound, what = _bound(limits)
-    most = bound * _TOKEN_CHARACTERS
-    if len(text) > most:
-        expected = f"expected at most {most} characters, got {len(text)}; shorten it"
-        message = f"{field}: {what} is {bound} tokens, prompt and answer together; {expected}"
+    bound, bound_name = _bound(limits)
+    max_characters = bound * _TOKEN_CHARACTERS
+    if len(text) > max_characters:
+        expected = f"expected at most {max_characters} characters, got {len(text)}; shorten it"
+        message = f"{field}: {bound_name} is {bound} tokens, prompt and answer together; {expected}"
         raise ContextTooLong(message, field=field)
 
 
-def bounded_ids(text: str, encode: Callable[[str], list[int]], most: int) -> list[int] | None:
-    """The token ids of a text; `None` if a beginning of the text already has certainly more than `most` tokens.
+def bounded_ids(text: str, encode: Callable[[str], list[int]], max_tokens: int) -> list[int] | None:
+    """The token ids of a text; `None` if a beginning of the text already has certainly more than `max_tokens`
+    tokens.
 
     A beginning has the same tokens as the whole text, except the last few, which the cut may change.
     """
-    size = most * _PROBE_CHARACTERS
+    size = max_tokens * _PROBE_CHARACTERS
     while size < len(text):
-        if len(encode(text[:size])) > most + most // 8 + _CUT_TOKENS:
+        if len(encode(text[:size])) > max_tokens + max_tokens // 8 + _CUT_TOKENS:
             return None
         size *= _PROBE_GROWTH
     return encode(text)
@@ -182,9 +183,11 @@ def check_count(field: str, count: int, limits: EngineLimits) -> None:
 
 
 def _too_long(field: str, count: str, limits: EngineLimits) -> ContextTooLong:
-    bound, what = _bound(limits)
+    bound, bound_name = _bound(limits)
     expected = f"expected at most {bound - 1} in the prompt, got {count}; shorten it"
-    return ContextTooLong(f"{field}: {what} is {bound} tokens, prompt and answer together; {expected}", field=field)
+    return ContextTooLong(
+        f"{field}: {bound_name} is {bound} tokens, prompt and answer together; {expected}", field=field
+    )
 
 
 def answer_tokens(
@@ -208,14 +211,14 @@ def answer_tokens(
     if max(ids) >= limits.vocab_size:
         raise at(field, None, f"expected tokens from 0 to {limits.vocab_size - 1}, got {max(ids)}")
     check_count(field, len(ids), limits)
-    bound, what = _bound(limits)
-    most = bound - len(ids)
+    bound, bound_name = _bound(limits)
+    max_tokens = bound - len(ids)
     if wanted is None:
-        return min(default, most)
-    if wanted > most:
+        return min(default, max_tokens)
+    if wanted > max_tokens:
         raise ContextTooLong(
-            f"{path}: {what} is {bound} tokens, but this request comes to {len(ids) + wanted}: {len(ids)} in {field}, "
-            f"and an answer of {wanted}; expected at most {most}, or a shorter prompt",
+            f"{path}: {bound_name} is {bound} tokens, but this request comes to {len(ids) + wanted}: {len(ids)} in "
+            f"{field}, and an answer of {wanted}; expected at most {max_tokens}, or a shorter prompt",
             field=path,
         )
     return wanted

@@ -35,8 +35,8 @@ class TextPool:
     def __init__(self, cpus: int | None = None) -> None:
         cpus = cpus or len(os.sched_getaffinity(0))
         self._short = _Lane("text", cpus + 4, cpus + 4)
-        most = max(2, cpus // 2)
-        self._long = _Lane("long-text", most, most - 1)
+        threads = max(2, cpus // 2)
+        self._long = _Lane("long-text", threads, threads - 1)
 
     async def run(self, work: Callable[[], _T], owner: str, size_bytes: int) -> _T:
         """Do the work in a thread, and return its result.

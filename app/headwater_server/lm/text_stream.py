@@ -153,9 +153,9 @@ class TextStream:
         if news.finish is not None:
             parts.append(self._search(self._detokenizer.finish()))
             if self.finish is None:
-                rest, found = self._stops.finish() if self._stops is not None else ("", None)
+                rest, stop = self._stops.finish() if self._stops is not None else ("", None)
                 parts.append(rest)
-                if found is not None:
+                if stop is not None:
                     self._cut()
                 else:
                     self.finish = news.finish
@@ -168,8 +168,8 @@ class TextStream:
             return text
         if self.completion_tokens <= self._min_tokens:
             return self._stops.skip(text)
-        sent, found = self._stops.push(text)
-        if found is not None:
+        sent, stop = self._stops.push(text)
+        if stop is not None:
             self._cut()
         return sent
 

@@ -82,11 +82,13 @@ class TokenizeRequest(_ModelFields, kw_only=True):
             rendered = text.chat_text(messages, variables, tools or None, add_generation_prompt=prompts)
         check_size(field, rendered, limits)
         add_special = has_special if self.add_special_tokens is None else self.add_special_tokens
-        most = max(limits.context_length, MAX_TOKENS)
-        ids = bounded_ids(rendered, partial(text.tokenizer.encode, add_special_tokens=add_special, field=field), most)
-        if ids is None or len(ids) > most:
+        max_tokens = max(limits.context_length, MAX_TOKENS)
+        ids = bounded_ids(
+            rendered, partial(text.tokenizer.encode, add_special_tokens=add_special, field=field), max_tokens
+        )
+        if ids is None or len(ids) > max_tokens:
             got = "more" if ids is None else str(len(ids))
-            raise at(field, None, f"expected at most {most} tokens, got {got}; send the text in parts")
+            raise at(field, None, f"expected at most {max_tokens} tokens, got {got}; send the text in parts")
         strings = text.tokenizer.entries(ids) if self.return_token_strs else None
         limit = limits.context_length
         return orjson.dumps({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": strings})
@@ -103,8 +105,8 @@ class DetokenizeRequest(_ModelFields, kw_only=True):
         Raises:
             BadRequest: a token is outside the vocabulary.
         """
-        most = max(limits.context_length, MAX_TOKENS)
-        if len(self.tokens) > most:
-            raise at("tokens", None, f"expected at most {most}, got {len(self.tokens)}; send them in parts")
+        max_tokens = max(limits.context_length, MAX_TOKENS)
+        if len(self.tokens) > max_tokens:
+            raise at("tokens", None, f"expected at most {max_tokens}, got {len(self.tokens)}; send them in parts")
         ids = checked_ids("tokens", self.tokens, limits.vocab_size)
         return orjson.dumps({"prompt": text.tokenizer.decode(ids, skip_special_tokens=False)})

@@ -171,10 +171,10 @@ def _function(tool: object, path: str) -> dict[str, Any]:
     return {"name": name, **rest, "parameters": parameters}
 
 
-def _check_fields(value: dict[str, Any], known: set[str] | frozenset[str], path: str) -> None:
+def _check_fields(value: dict[str, Any], fields: set[str] | frozenset[str], path: str) -> None:
     for field in value:
-        if field not in known:
-            listed = ", ".join(sorted(known))
+        if field not in fields:
+            listed = ", ".join(sorted(fields))
             raise at(f"{path}.{key_text(field)}", None, f"expected one of the fields {listed}; leave it out")
 
 

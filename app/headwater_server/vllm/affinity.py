@@ -22,28 +22,28 @@ class PrefixAffinity:
     def __init__(self) -> None:
         self._replicas: OrderedDict[bytes, str] = OrderedDict()
 
-    def choose(self, prompt: bytes, least: str, requests: Callable[[str], int | None], factor: float) -> str:
+    def choose(self, prompt: bytes, least_busy: str, requests: Callable[[str], int | None], factor: float) -> str:
         """Choose the replica for a prompt, and remember that this replica computes it.
 
         Args:
             prompt: the prompt's text.
-            least: the least busy replica's id.
+            least_busy: the least busy replica's id.
             requests: returns the number of requests in flight on the replica with this id; `None` if the replica can't
                 take another request.
             factor: a replica is chosen for its prefix only while it has at most this many times the requests of the
                 least busy replica.
         """
         beginnings = _beginnings(prompt)
-        most = factor * max(requests(least) or 0, 1)
-        chosen = least
-        for one in reversed(beginnings):
-            had = self._replicas.get(one)
-            if had is not None and (count := requests(had)) is not None:
-                chosen = had if count <= most else least
+        max_requests = factor * max(requests(least_busy) or 0, 1)
+        chosen = least_busy
+        for beginning in reversed(beginnings):
+            replica = self._replicas.get(beginning)
+            if replica is not None and (count := requests(replica)) is not None:
+                chosen = replica if count <= max_requests else least_busy
                 break
-        for one in beginnings:
-            self._replicas[one] = chosen
-            self._replicas.move_to_end(one)
+        for beginning in beginnings:
+            self._replicas[beginning] = chosen
+            self._replicas.move_to_end(beginning)
         while len(self._replicas) > MAX_KNOWN:
             self._replicas.popitem(last=False)
         return chosen
@@ -52,8 +52,8 @@ class PrefixAffinity:
 def _beginnings(prompt: bytes) -> list[bytes]:
     """The digest of each prefix of a prompt, shortest first."""
     digest = blake2b(digest_size=16)
-    found = []
+    digests = []
     for start in range(0, min(len(prompt), MAX_BLOCKS * BLOCK_BYTES) - BLOCK_BYTES + 1, BLOCK_BYTES):
         digest.update(prompt[start : start + BLOCK_BYTES])
-        found.append(digest.copy().digest())
-    return found
+        digests.append(digest.copy().digest())
+    return digests

@@ -311,10 +311,10 @@ class ChunkAnswer(Answer):
         self._counts_usage = request.counts_usage
 
     def whole(self, body: bytes) -> bytes:
-        found = _wholes.decode(body)
-        _check_finished([choice.finish_reason for choice in found.choices])
-        _count_usage(self.count, _usages.decode(found.usage), len(found.choices))
-        return msgspec.json.encode(found)
+        answer = _wholes.decode(body)
+        _check_finished([choice.finish_reason for choice in answer.choices])
+        _count_usage(self.count, _usages.decode(answer.usage), len(answer.choices))
+        return msgspec.json.encode(answer)
 
     def events(self, name: bytes, data: bytes) -> Sequence[Event]:
         chunk = _chunks.decode(data)
@@ -326,8 +326,8 @@ class ChunkAnswer(Answer):
         if choices == b"[]":
             _count_usage(self.count, usage)
         elif usage is not None:
-            found = _INDEX.match(choices)
-            index = int(found[1]) if found is not None else _texts.decode(choices)[0].index
+            match = _INDEX.match(choices)
+            index = int(match[1]) if match is not None else _texts.decode(choices)[0].index
             self.count.choice(index, usage.completion_tokens or 0)
         shown_usage = b""
         if choices == b"[]":
@@ -354,10 +354,10 @@ class GenerateRelay(Answer):
         self._form = form
 
     def whole(self, body: bytes) -> bytes:
-        found = _whole_texts.decode(body)
-        (choice,) = found.choices
+        answer = _whole_texts.decode(body)
+        (choice,) = answer.choices
         _check_finished([choice.finish_reason])
-        _count_usage(self.count, found.usage, 1)
+        _count_usage(self.count, answer.usage, 1)
         return self._form.whole([TextPiece(choice.text, (), choice.finish_reason)], self.count.usage)
 
     def events(self, name: bytes, data: bytes) -> Sequence[Event]:
@@ -429,12 +429,12 @@ class EmbeddingsAnswer(WholeAnswer):
         Raises:
             CallableFailed: an embedding has a number that is not finite.
         """
-        found = _embeddings.decode(body)
-        for item in found.data:
+        answer = _embeddings.decode(body)
+        for item in answer.data:
             item.index += len(self._data)
             _check_finite(item)
-        self._data += found.data
-        self.count.total(self.count.usage.prompt_tokens + found.usage.prompt_tokens, 0, 0, len(found.data))
+        self._data += answer.data
+        self.count.total(self.count.usage.prompt_tokens + answer.usage.prompt_tokens, 0, 0, len(answer.data))
         return b""
 
     def body(self) -> bytes:

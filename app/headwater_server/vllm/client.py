@@ -141,13 +141,13 @@ class VllmAnswer(asyncio.Protocol):
             if self._is_complete:
                 return b""
             await self._wait()
-        found = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
+        piece = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
         self._pieces = []
         self._size = 0
         if self._is_paused and self._transport is not None:
             self._is_paused = False
             self._transport.resume_reading()
-        return found
+        return piece
 
     async def whole(self) -> bytes:
         """The rest of the body. Raises as `read`."""

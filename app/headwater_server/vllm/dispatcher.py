@@ -87,21 +87,22 @@ class VllmDispatcher(TextDispatcher):
 
     def under_way(self, replicas: Collection[str] | None) -> list[Fail]:
         return [
-            one.fail
-            for one in self._relays
-            if one.is_running and (replicas is None or (one.replica is not None and one.replica.route.id in replicas))
+            relay.fail
+            for relay in self._relays
+            if relay.is_running
+            and (replicas is None or (relay.replica is not None and relay.replica.route.id in replicas))
         ]
 
     def under_way_for(self, adapters: Collection[str]) -> list[Fail]:
         """A function for each request in flight for these adapters, which fails the request."""
-        return [one.fail for one in self._relays if one.is_running and one.model in adapters]
+        return [relay.fail for relay in self._relays if relay.is_running and relay.model in adapters]
 
     def cancel(self, request_id: str) -> int:
         """See `Dispatcher.cancel`."""
-        found = [one for one in self._relays if one.request_id == request_id and one.is_running]
-        for one in found:
-            one.fail(Cancelled("the request was cancelled"))
-        return len(found)
+        relays = [relay for relay in self._relays if relay.request_id == request_id and relay.is_running]
+        for relay in relays:
+            relay.fail(Cancelled("the request was cancelled"))
+        return len(relays)
 
     def check_generates(self) -> None:
         """Check that the model generates text.
@@ -160,21 +161,21 @@ class VllmDispatcher(TextDispatcher):
         return {relay.key for relay in self._relays if relay.replica is replica}
 
     def _choose(self, request: VllmRequest, tried: VllmReplica | None) -> VllmReplica:
-        found = self._pool.candidates()
-        found = [one for one in found if one is not tried] or found
-        if not found:
+        candidates = self._pool.candidates()
+        candidates = [replica for replica in candidates if replica is not tried] or candidates
+        if not candidates:
             raise self._no_replica()
-        least = min(found, key=attrgetter("load"))
+        least_busy = min(candidates, key=attrgetter("load"))
         factor = 0 if request.route == "embeddings" else self.route.prefix_affinity
         if not factor or len(self._pool.eligible()) == 1:
-            return least
+            return least_busy
 
         def load(id: str) -> int | None:
-            one = self._pool.connected.get(id)
-            return one.load if one is not None and one.is_eligible and one is not tried else None
+            replica = self._pool.connected.get(id)
+            return replica.load if replica is not None and replica.is_eligible and replica is not tried else None
 
         prompt = request.model.encode() + request.prompt
-        return self._pool.connected[self._affinity.choose(prompt, least.route.id, load, factor)]
+        return self._pool.connected[self._affinity.choose(prompt, least_busy.route.id, load, factor)]
 
     async def _sample(self) -> None:
         """Read the replicas' metrics repeatedly, until cancelled."""
@@ -198,8 +199,8 @@ class VllmDispatcher(TextDispatcher):
                 replica.others = max(0, load.active + load.waiting - replica.requests) if is_current else 0
 
     def _load(self, text: bytes) -> Load:
-        found = {name: float(value) for name, value in _METRIC.findall(text)}
+        metrics = {name: float(value) for name, value in _METRIC.findall(text)}
         vllm = self.signature.vllm if self.signature is not None else None
-        cache_used = found.get(b"kv_cache_usage_perc", 0.0) * (vllm.cache_tokens if vllm is not None else 0)
-        running, waiting = (int(found.get(name, 0)) for name in (b"num_requests_running", b"num_requests_waiting"))
+        cache_used = metrics.get(b"kv_cache_usage_perc", 0.0) * (vllm.cache_tokens if vllm is not None else 0)
+        running, waiting = (int(metrics.get(name, 0)) for name in (b"num_requests_running", b"num_requests_waiting"))
         return Load(running, waiting, int(cache_used))

@@ -111,9 +111,9 @@ class Relay:
                 tries -= 1
                 try:
                     upstream = await self._send()
-                    found = answer.whole(await upstream.whole())
+                    body = answer.whole(await upstream.whole())
                     answer.count.end()
-                    return found
+                    return body
                 except HeadwaterError as error:
                     if not self._is_sent_again(error, may_be=tries > 0):
                         raise
@@ -140,10 +140,10 @@ class Relay:
                             if event == DONE:
                                 answer.count.end()
                                 return
-                            found = answer.events(name, event)
+                            client_events = answer.events(name, event)
                             has_begun = True
-                            for one in found:
-                                yield one
+                            for client_event in client_events:
+                                yield client_event
                             if name in _ENDS:
                                 answer.count.end()
                                 return
@@ -242,13 +242,13 @@ class Relay:
     # Deadlines
 
     def _arm(self, now_s: float) -> None:
-        left = []
+        remaining_s = []
         if self._idle_s is not None:
-            left.append((self._heard_s if self._is_waiting else now_s) + self._idle_s - now_s)
+            remaining_s.append((self._heard_s if self._is_waiting else now_s) + self._idle_s - now_s)
         if self._request.timeout_s is not None:
-            left.append(self._began_s + self._request.timeout_s - now_s)
-        if left:
-            self._timer = self._loop.call_later(min(left), self._expire)
+            remaining_s.append(self._began_s + self._request.timeout_s - now_s)
+        if remaining_s:
+            self._timer = self._loop.call_later(min(remaining_s), self._expire)
 
     def _expire(self) -> None:
         """Fail the request if a deadline is exceeded. Events don't restart the timer, so it may fire early."""

@@ -117,8 +117,8 @@ class VllmRequest(NamedTuple):
     def prompt(self) -> bytes:
         """The parts of the prompt as JSON, in the order in which they are computed. Requests are compared by their
         prefixes."""
-        told = [self.body.get(name) for name in ("tools", "instructions", "messages", "prompt", "input")]
-        return msgspec.json.encode([one for one in told if one is not None])
+        parts = [self.body.get(name) for name in ("tools", "instructions", "messages", "prompt", "input")]
+        return msgspec.json.encode([part for part in parts if part is not None])
 
 
 def fields_of(route: Route) -> list[str]:
@@ -183,12 +183,12 @@ def from_generate(model: str, request: GenerateRequest, *, streams: bool) -> Vll
     Raises:
         BadRequest: a field is wrong.
     """
-    given = request.merged()
-    asked: dict[str, Any] = {name: getattr(given, name) for name in given.__struct_fields__}
-    if given.details:
+    parameters = request.merged()
+    fields: dict[str, Any] = {name: getattr(parameters, name) for name in parameters.__struct_fields__}
+    if parameters.details:
         raise at("details", None, NO_DETAILS)
-    timeout_us, end_id = asked["timeout"], asked["end_id"]
-    body = {name: value for name, value in asked.items() if name in _FIELDS["completions"] and value is not None}
+    timeout_us, end_id = fields["timeout"], fields["end_id"]
+    body = {name: value for name, value in fields.items() if name in _FIELDS["completions"] and value is not None}
     if isinstance(body.get("bad_words"), str):
         body["bad_words"] = [body["bad_words"]]
     if end_id is not None:
@@ -197,7 +197,7 @@ def from_generate(model: str, request: GenerateRequest, *, streams: bool) -> Vll
     body |= {
         "model": model,
         "prompt": request.text_input if isinstance(request.text_input, str) else request.text_input[0],
-        "echo": given.exclude_input_in_output is False,
+        "echo": parameters.exclude_input_in_output is False,
     }
     return VllmRequest("completions", body, streams, timeout_s=timeout_us / 1e6 if timeout_us else None)
 
@@ -216,7 +216,7 @@ def _with_parameters(tool: object) -> object:
 
 def _check_prompts(prompt: object, n: int) -> None:
     """Limit the number of sequences of a request. A list of integers is a single prompt of token ids."""
-    count = len(prompt) if isinstance(prompt, list) and not all(isinstance(one, int) for one in prompt) else 1
+    count = len(prompt) if isinstance(prompt, list) and not all(isinstance(token, int) for token in prompt) else 1
     if count * n > MAX_SEQUENCES:
         raise at("prompt", None, f"expected at most {MAX_SEQUENCES} answers in all, got {count} prompts x {n}")
 
@@ -237,15 +237,15 @@ def _seconds(value: object) -> float | None:
 
 def _urls(path: str, value: object) -> Iterator[tuple[str, str]]:
     """The URLs in messages that would have to be fetched, each with the path of its field."""
-    left = [(path, value)]
-    while left:
-        path, value = left.pop()
+    stack = [(path, value)]
+    while stack:
+        path, value = stack.pop()
         if isinstance(value, dict):
-            for key, one in value.items():
-                if isinstance(one, str) and key in _URL_KEYS:
-                    if not one.startswith("data:"):
-                        yield f"{path}.{key}", one
-                elif isinstance(one, (dict, list)):
-                    left.append((f"{path}.{key_text(key)}", one))
+            for key, part in value.items():
+                if isinstance(part, str) and key in _URL_KEYS:
+                    if not part.startswith("data:"):
+                        yield f"{path}.{key}", part
+                elif isinstance(part, (dict, list)):
+                    stack.append((f"{path}.{key_text(key)}", part))
         elif isinstance(value, list):
-            left += [(f"{path}[{place}]", one) for place, one in enumerate(value) if isinstance(one, (dict, list))]
+            stack += [(f"{path}[{place}]", part) for place, part in enumerate(value) if isinstance(part, (dict, list))]

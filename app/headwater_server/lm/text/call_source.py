@@ -46,9 +46,9 @@ class CallSource:
     def skip_space(self) -> Reading[bool]:
         """Skip whitespace. Returns whether any text follows."""
         while True:
-            found = _SPACES.match(self.text, self.place)
-            assert found is not None  # the match may be empty
-            self.place = found.end()
+            match = _SPACES.match(self.text, self.place)
+            assert match is not None  # the match may be empty
+            self.place = match.end()
             if self.place < len(self.text):
                 return True
             if self.is_done:
@@ -90,8 +90,8 @@ class CallSource:
         start = passed = self.place - 1
         depth, is_inside = 1, False
         while depth:
-            found = (_INSIDE if is_inside else _OUTSIDE).search(self.text, self.place)
-            if found is None:
+            match = (_INSIDE if is_inside else _OUTSIDE).search(self.text, self.place)
+            if match is None:
                 self.place = max(self.place, len(self.text))  # an escape may end behind the text
                 if on_part is not None:
                     on_part(self.text[passed:])
@@ -100,14 +100,14 @@ class CallSource:
                     self.place = len(self.text)
                 yield from self.wait()
                 continue
-            self.place = found.end()
+            self.place = match.end()
             if is_inside:
-                is_inside = found[0] != '"'
+                is_inside = match[0] != '"'
                 self.place += is_inside
-            elif found[0] == '"':
+            elif match[0] == '"':
                 is_inside = True
             else:
-                depth += 1 if found[0] in "{[" else -1
+                depth += 1 if match[0] in "{[" else -1
                 if depth > MAX_DEPTH:
                     raise NoCall
         if on_part is not None:

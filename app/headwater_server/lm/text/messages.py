@@ -35,8 +35,8 @@ def checked_messages(messages: object, context_length: int) -> list[dict[str, An
     if not messages:
         raise at("messages", None, "expected at least one message, got an empty array")
     if len(messages) > context_length:
-        what = f"this model's maximum context length is {context_length} tokens"
-        raise at("messages", None, f"{what}; expected at most as many messages, got {len(messages)}")
+        limit = f"this model's maximum context length is {context_length} tokens"
+        raise at("messages", None, f"{limit}; expected at most as many messages, got {len(messages)}")
     checked = [_checked(message, f"messages[{n}]") for n, message in enumerate(messages)]
     _decode_arguments(checked)
     return checked
@@ -103,9 +103,9 @@ def _decode_arguments(messages: list[dict[str, Any]]) -> None:
     try:
         check_size(",".join(function["arguments"] for function in functions.values()).encode(errors="replace"))
     except BadRequest:
-        most = f"{MAX_CONTAINERS} keys, objects and arrays, and {MAX_VALUES} values"
-        what = f"expected at most {most} in the arguments of all tool calls together, got more"
-        raise at("messages", None, f"{what}; leave out earlier calls") from None
+        limits = f"{MAX_CONTAINERS} keys, objects and arrays, and {MAX_VALUES} values"
+        expected = f"expected at most {limits} in the arguments of all tool calls together, got more"
+        raise at("messages", None, f"{expected}; leave out earlier calls") from None
     for path, function in functions.items():
         try:
             arguments = orjson.loads(function["arguments"] or "{}")

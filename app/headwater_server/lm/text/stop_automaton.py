@@ -54,11 +54,11 @@ class StopAutomaton:
     def after(self, state: int, character: str) -> int:
         """The state after a character. Takes constant time, averaged over a text."""
         step, shorter, code = self._next, self._shorter, ord(character)
-        while (found := step.get(state << _CODE_BITS | code)) is None:
+        while (next_state := step.get(state << _CODE_BITS | code)) is None:
             if not state:
                 return 0
             state = shorter[state]
-        return found
+        return next_state
 
     def _path(self, rank: int, stop: str) -> list[int]:
         """Add a stop string; returns its states."""

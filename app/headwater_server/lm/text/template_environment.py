@@ -162,8 +162,8 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
         @functools.wraps(apply)
         def bounded(*args: Any, **named: Any) -> Any:
-            own = args[1:] if hasattr(apply, "jinja_pass_arg") else args
-            value, *rest = own
+            filter_args = args[1:] if hasattr(apply, "jinja_pass_arg") else args
+            value, *rest = filter_args
             if name == "join":  # the separator is the argument that is repeated
                 text = str(rest[0] if rest else named.get("d", ""))
                 self.budget.check(growth(name, text, [value], {}))

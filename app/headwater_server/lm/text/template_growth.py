@@ -38,20 +38,20 @@ def growth(name: str, text: str, args: Sequence[Any], named: Mapping[str, Any]) 
         args, named: the arguments of the call.
     """
     values = [*args, *named.values()]
-    most = max((abs(value) for value in values if isinstance(value, int)), default=0)
+    largest = max((abs(value) for value in values if isinstance(value, int)), default=0)
     if name in _PADDING:
-        return most
-    most = max(most, *map(size_of, values), 0)
+        return largest
+    largest = max(largest, *map(size_of, values), 0)
     if name == "expandtabs":
-        return text.count("\t") * max(most, _TAB)
+        return text.count("\t") * max(largest, _TAB)
     if name == "indent":
-        return (text.count("\n") + 1) * most
+        return (text.count("\n") + 1) * largest
     if name == "tojson":
-        return _LINES * most if values else 0
+        return _LINES * largest if values else 0
     if name == "join":
-        return most + len(text) * (len(args[0]) if args and isinstance(args[0], Sized) else 0)
+        return largest + len(text) * (len(args[0]) if args and isinstance(args[0], Sized) else 0)
     if name == "wordwrap":
-        return len(text) * most
+        return len(text) * largest
     if name == "replace":
         old, new = (str(value) for value in values[:2]) if len(values) > 1 else ("", "")
         return text.count(old) * len(new)
@@ -59,8 +59,8 @@ def growth(name: str, text: str, args: Sequence[Any], named: Mapping[str, Any]) 
         if _NESTED.search(text) and not all(isinstance(value, (int, str)) for value in values):
             return ENDLESS  # the width could come from within a container
         fields = text.count("{") + text.count("%")
-        own = sum(int(number) if len(number) < _DIGITS else ENDLESS for number in _NUMBER.findall(text))
-        return own + fields * most
+        total_width = sum(int(number) if len(number) < _DIGITS else ENDLESS for number in _NUMBER.findall(text))
+        return total_width + fields * largest
     return 0
 
 

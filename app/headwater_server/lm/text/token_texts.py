@@ -176,8 +176,8 @@ def _byte_level_alphabet() -> dict[str, int]:
     """GPT-2's characters for the 256 bytes: printable Latin-1 characters stand for themselves, and all other bytes are
     numbered from U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = (byte for byte in range(256) if byte not in printable)
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
+    unprintable = (byte for byte in range(256) if byte not in printable)
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(unprintable)}
 
 
 _BYTE_OF: Final = _byte_level_alphabet()
@@ -196,8 +196,8 @@ def _flat(decoder: object, name: str) -> list[_Step]:
             raise ConfigError(f"{name}.decoders: expected an array, got {inner!r:.80}")
         return [step for n, entry in enumerate(inner) for step in _flat(entry, f"{name}.decoders[{n}]")]
     if kind not in (*_ONE_BY_ONE, "ByteLevel", "ByteFallback", "Fuse"):
-        known = ", ".join((*_ONE_BY_ONE, "ByteLevel", "ByteFallback", "Fuse", "Sequence"))
-        raise ConfigError(f"{name}.type: expected one that can decode a stream ({known}), got {kind!r}")
+        kinds = ", ".join((*_ONE_BY_ONE, "ByteLevel", "ByteFallback", "Fuse", "Sequence"))
+        raise ConfigError(f"{name}.type: expected one that can decode a stream ({kinds}), got {kind!r}")
     return [cast("_Step", decoder)]
 
 
@@ -253,7 +253,7 @@ def _apply(decoder: tokenizers.decoders.Decoder | None, token: str, first: bool,
     if decoder is None:
         return token
     whole = decoder.decode([*([] if first else [_NEIGHBOUR]), token, *([] if last else [_NEIGHBOUR])])
-    left = len(decoder.decode([_NEIGHBOUR]))
-    begin = 0 if first else left
-    end = 0 if last else len(decoder.decode([_NEIGHBOUR, _NEIGHBOUR])) - left
+    neighbour_length = len(decoder.decode([_NEIGHBOUR]))
+    begin = 0 if first else neighbour_length
+    end = 0 if last else len(decoder.decode([_NEIGHBOUR, _NEIGHBOUR])) - neighbour_length
     return whole[begin : len(whole) - end]

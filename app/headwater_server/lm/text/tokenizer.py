@@ -132,10 +132,10 @@ def _object(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: expected a JSON object, got this: {error}") from error
 
 
-def _tokens(folder: Path, config: Mapping[str, Any], known: Mapping[int, tokenizers.AddedToken]) -> _Tokens:
+def _tokens(folder: Path, config: Mapping[str, Any], base_tokens: Mapping[int, tokenizers.AddedToken]) -> _Tokens:
     path = folder / "tokenizer_config.json"
     merged = dict(config)
-    added = dict(known)
+    added = dict(base_tokens)
     if (listed := config.get("added_tokens_decoder")) is not None:
         added = _listed(listed, f"{path}: added_tokens_decoder")
     else:
@@ -203,18 +203,18 @@ def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """The templates by name; files take precedence over the configuration."""
     files = {path.stem: _text(path) for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     files["default"] = _text(folder / "chat_template.jinja") or files.get("default")
-    found = {name: text for name, text in files.items() if text is not None}
-    given = config.get("chat_template")
-    if found or given is None:
-        return found
-    if isinstance(given, str):
-        return {"default": given}
-    if not isinstance(given, list) or not all(
+    templates = {name: text for name, text in files.items() if text is not None}
+    setting = config.get("chat_template")
+    if templates or setting is None:
+        return templates
+    if isinstance(setting, str):
+        return {"default": setting}
+    if not isinstance(setting, list) or not all(
         isinstance(entry, dict) and isinstance(entry.get("name"), str) and isinstance(entry.get("template"), str)
-        for entry in given
+        for entry in setting
     ):
         raise ConfigError(
             f"{folder / 'tokenizer_config.json'}: chat_template: expected a template, or an array of objects with "
-            f"'name' and 'template', got {given!r:.80}"
+            f"'name' and 'template', got {setting!r:.80}"
         )
-    return {entry["name"]: entry["template"] for entry in given}
+    return {entry["name"]: entry["template"] for entry in setting}

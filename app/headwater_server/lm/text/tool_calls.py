@@ -74,8 +74,8 @@ def call_format(template: str, parser: ToolParser | None = None) -> CallFormat |
         parser: the name of the format, if it is configured.
     """
     if parser == "mistral" or (parser is None and "[TOOL_CALLS]" in template):
-        found = FORMATS["mistral"]._replace(has_names="[ARGS]" in template)
-        return found._replace(reasoning=("[THINK]", "[/THINK]")) if "[THINK]" in template else found
+        mistral = FORMATS["mistral"]._replace(has_names="[ARGS]" in template)
+        return mistral._replace(reasoning=("[THINK]", "[/THINK]")) if "[THINK]" in template else mistral
     if parser is not None:
         return FORMATS[parser]
     if "<tool_call>" in template:
@@ -148,8 +148,8 @@ class CallFinder:
 
     def read(self, text: str, *, is_last: bool) -> list[str | CallPart]:
         """Call `push`, and after the answer's last text also `finish`."""
-        found = self.push(text)
-        return found + self.finish() if is_last else found
+        parts = self.push(text)
+        return parts + self.finish() if is_last else parts
 
     def finish(self) -> list[str | CallPart]:
         """End the answer. Returns the held-back content and parts of calls."""
@@ -169,8 +169,8 @@ class _Output:
         self.calls = 0
 
     def taken(self) -> list[str | CallPart]:
-        found, self._found = self._found, []
-        return found
+        parts, self._found = self._found, []
+        return parts
 
     def add_content(self, text: str) -> None:
         if self._use.is_constrained:
@@ -267,26 +267,26 @@ class _Reader:
             if (yield from source.skip_space()) and source.text[source.place] == "{":
                 return self._use.format.opening
             source.place = self._begin
-        while (found := self._mark.search(source.text, source.place)) is None:
+        while (match := self._mark.search(source.text, source.place)) is None:
             self._pass_on(*self._marks)
             if source.is_done:
                 return ""
             yield
-        self._add_content(source.text[source.place : found.start()])
-        self._begin, source.place = found.span()
-        return found[0]
+        self._add_content(source.text[source.place : match.start()])
+        self._begin, source.place = match.span()
+        return match[0]
 
     def _skip_reasoning(self, closing: str) -> Reading[None]:
         """Read the rest of the model's reasoning, which is content. Reasoning without an end extends to the answer's
         end."""
         source = self._source
         may_be_bare = self._may_be_bare
-        while (found := source.text.find(closing, source.place)) < 0:
+        while (place := source.text.find(closing, source.place)) < 0:
             self._pass_on(closing)
             if source.is_done:
                 return
             yield
-        end = found + len(closing)
+        end = place + len(closing)
         self._add_content(source.text[source.place : end])
         source.place = end
         self._may_be_bare = may_be_bare
