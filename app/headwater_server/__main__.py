@@ -44,11 +44,12 @@ def _refuse_hidden() -> None:
     named = {os.path.abspath(folder) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder}
     theirs, ours = ([folder for folder in sys.path if (folder in named) is is_theirs] for is_theirs in (True, False))
     for name in IMPORTED if theirs else ():
-        found, own = (getattr(PathFinder.find_spec(name, path), "origin", None) for path in (theirs, ours))
-        if found and own and not os.path.samefile(found, own):
+        their_file, our_file = (getattr(PathFinder.find_spec(name, path), "origin", None) for path in (theirs, ours))
+        if their_file and our_file and not os.path.samefile(their_file, our_file):
             sys.exit(
-                f"headwater: PYTHONPATH: expected no {name}, of which Headwater's own Python has another, {own}, got "
-                f"{found}; set PYTHONPATH in the `environment` of the deployments that need it, not for headwater"
+                f"headwater: PYTHONPATH: expected no {name}, of which Headwater's own Python has another, {our_file}, "
+                f"got {their_file}; set PYTHONPATH in the `environment` of the deployments that need it, not for "
+                "headwater"
             )
 
 

@@ -45,7 +45,9 @@ async def serving(
     """Serve an application as a worker does."""
     records = RequestRecords(access_log, StreamLimits())
     connections = Connections(limit)
-    connection = functools.partial(BoundedConnection, head_timeout_s=timeout_s, others=connections, records=records)
+    connection = functools.partial(
+        BoundedConnection, head_timeout_s=timeout_s, connections=connections, records=records
+    )
     config = uvicorn.Config(
         cast(Any, application), log_config=None, lifespan="off", ws="none", timeout_keep_alive=keep_alive_s,
         timeout_graceful_shutdown=5, http=cast("type[asyncio.Protocol]", connection),

@@ -160,7 +160,7 @@ class Gateway:
 
 def _connection(**arguments: Any) -> BoundedConnection:
     records = RequestRecords(None, StreamLimits(15, 30))
-    return BoundedConnection(head_timeout_s=5, others=Connections(100), records=records, **arguments)
+    return BoundedConnection(head_timeout_s=5, connections=Connections(100), records=records, **arguments)
 
 
 @pytest.fixture

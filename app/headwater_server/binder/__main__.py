@@ -52,9 +52,9 @@ def _become_triton(directory: Path, link: Link) -> None:
     try:
         from headwater_server.binder.triton import OUTPUT_FILE, EmbeddedTriton
     except ImportError as error:
-        what = f"Headwater's own Python, {sys.executable}: PyTriton can't be imported: {error}"
+        reason = f"Headwater's own Python, {sys.executable}: PyTriton can't be imported: {error}"
         fix = without_other_libraries("install Headwater anew there, or into another environment")
-        raise EnvironmentUnfit(f"{what}; {fix}") from error
+        raise EnvironmentUnfit(f"{reason}; {fix}") from error
 
     spec = msgspec.json.decode((directory / "spec.json").read_bytes(), type=ReplicaSpec)
     triton = EmbeddedTriton(directory, spec.token)

@@ -39,9 +39,9 @@ def library_path(environ: Mapping[str, str]) -> str:
     ``lib`` of the base installation, in case Python was moved after it was built; and ``lib`` of this environment,
     where `make offline` puts the library.
     """
-    own = [sysconfig.get_config_var("LIBDIR"), f"{sys.base_prefix}/lib", f"{sys.prefix}/lib"]
+    folders = [sysconfig.get_config_var("LIBDIR"), f"{sys.base_prefix}/lib", f"{sys.prefix}/lib"]
     # An empty element would mean the current folder.
-    entries = [entry for entry in [*own, *environ.get("LD_LIBRARY_PATH", "").split(":")] if entry]
+    entries = [entry for entry in [*folders, *environ.get("LD_LIBRARY_PATH", "").split(":")] if entry]
     return ":".join(dict.fromkeys(entries))
 
 
@@ -211,7 +211,7 @@ def _triton_version() -> str | None:
     if folder is None:
         return None
     libraries = [folder.parent / "nvidia_pytriton.libs", folder / "tritonserver" / "external_libs"]
-    for library in (found for place in libraries for found in place.glob("libtritonserver*.so")):
+    for library in (file for place in libraries for file in place.glob("libtritonserver*.so")):
         # Triton needs no GPU to report its version, and would allocate memory on each GPU.
         hidden = {"CUDA_VISIBLE_DEVICES": "", "LD_LIBRARY_PATH": str(library.parent)}
         output = run_python(_ASK_TRITON, str(library), changes=hidden)

@@ -57,7 +57,11 @@ def warm_up(
     call = _call_over_grpc if signature.is_framed else _call_over_http
     for number, rows in enumerate(sizes, start=1):
         progress(f"warming up, batch of {rows} ({number}/{len(sizes)})")
-        inputs = [(one, *example_rows(one, row[one.name], rows)) for one in signature.inputs if one.name in row]
+        inputs = [
+            (tensor_spec, *example_rows(tensor_spec, row[tensor_spec.name], rows))
+            for tensor_spec in signature.inputs
+            if tensor_spec.name in row
+        ]
         for report in call(signature, triton, spec, inputs, rows):
             if report.status is Status.OK:
                 continue
@@ -90,7 +94,9 @@ def _call_over_http(
     with contextlib.ExitStack() as stack:
         connection = stack.enter_context(contextlib.closing(UnixConnection(triton.http_socket, spec.load_timeout_s)))
         shared = _share(stack, signature, inputs, rows)
-        sent = [_stand_in(one[0], rows) if shared and one[0].name in shared.inputs else one for one in inputs]
+        sent = [
+            _stand_in(tensor[0], rows) if shared and tensor[0].name in shared.inputs else tensor for tensor in inputs
+        ]
         tensors: list[dict[str, Any]] = [
             {
                 "name": tensor.name,
@@ -125,7 +131,7 @@ def _share(
 ) -> SharedCall | None:  # fmt: skip
     """Write the large inputs to shared memory, as a gateway does. Returns None if neither the inputs nor the answer
     have large tensors."""
-    large = [one for one in inputs if one[0].datatype != "BYTES" and len(one[1]) >= SHARED_FROM_BYTES]
+    large = [tensor for tensor in inputs if tensor[0].datatype != "BYTES" and len(tensor[1]) >= SHARED_FROM_BYTES]
     answer_bytes = batch_bytes(signature.outputs, rows)
     if not large and answer_bytes < SHARED_FROM_BYTES:
         return None
@@ -176,12 +182,12 @@ def _call_over_grpc(
 
 
 def grpc_outputs(
-    triton: EmbeddedTriton, spec: ReplicaSpec, requests: Iterator[Any], what: str
+    triton: EmbeddedTriton, spec: ReplicaSpec, requests: Iterator[Any], subject: str
 ) -> Generator[bytes, None, None]:
     """Send requests over one gRPC stream, and yield the bytes of each output in the answers.
 
     Raises:
-        ReplicaError: Triton answered with an error or not at all; the message begins with `what`.
+        ReplicaError: Triton answered with an error or not at all; the message begins with `subject`.
     """
     with grpc.insecure_channel(f"unix:{triton.grpc_socket}") as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
@@ -189,7 +195,7 @@ def grpc_outputs(
         try:
             for answer in stub.ModelStreamInfer(requests, metadata=metadata, timeout=spec.load_timeout_s):
                 if answer.error_message:
-                    raise ReplicaError(f"{what}: {_said(answer.error_message)}")
+                    raise ReplicaError(f"{subject}: {_said(answer.error_message)}")
                 yield from answer.infer_response.raw_output_contents
         except grpc.RpcError as error:
-            raise ReplicaError(f"{what}: no answer: {error}") from error
+            raise ReplicaError(f"{subject}: no answer: {error}") from error

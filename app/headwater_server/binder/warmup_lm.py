@@ -55,23 +55,23 @@ def warm_up(
 def counts(limits: EngineLimits, wanted: Sequence[int] | None) -> list[int]:
     """The number of concurrent sequences in each run. ``wanted`` None: powers of two."""
     shortest = min(1 + MAX_TOKENS, limits.context_length)
-    most = max(min(limits.max_sequences, limits.cache_tokens // shortest), 1)
+    max_count = max(min(limits.max_sequences, limits.cache_tokens // shortest), 1)
     if wanted is None:
-        return batch_sizes(min(most, MOST))
-    return list(dict.fromkeys(min(size, most) for size in wanted))
+        return batch_sizes(min(max_count, MOST))
+    return list(dict.fromkeys(min(size, max_count) for size in wanted))
 
 
 def submits(count: int, limits: EngineLimits, numbers: Iterator[int]) -> list[Submit]:
     """Make sequences of different lengths that together stay within the engine's limits."""
     longest = min(limits.context_length, limits.cache_tokens // count)
-    found = []
+    sequences = []
     for length in itertools.islice(itertools.cycle(PROMPT_LENGTHS), count):
         length = max(min(length, longest - MAX_TOKENS), 1)
         prompt = [(7 * place + length) % limits.vocab_size for place in range(length)]
         max_tokens = max(min(MAX_TOKENS, longest - length), 0)
         greedy = Sampling(temperature=0) if "temperature" in limits.sampling else Sampling()
-        found.append(Submit(next(numbers), CHANNEL, prompt, max_tokens, greedy, ignore_eos=True))
-    return found
+        sequences.append(Submit(next(numbers), CHANNEL, prompt, max_tokens, greedy, ignore_eos=True))
+    return sequences
 
 
 class _Channel:
@@ -101,14 +101,14 @@ class _Channel:
     def generate(self, wanted: Sequence[Submit]) -> None:
         """Generate sequences until all have finished."""
         self._send(Post(CHANNEL, list(wanted)), CallNote())
-        left = {submit.number for submit in wanted}
-        while left:
+        pending = {submit.number for submit in wanted}
+        while pending:
             frame = self._next()
             if frame is None or frame.closed:
                 raise ReplicaError(f"warm-up: the channel ended: {frame.closed if frame else 'Triton ended it'}")
             for event in frame.events:
                 if event.finish in ("stop", "length"):
-                    left.discard(event.number)
+                    pending.discard(event.number)
                 elif event.finish is not None:
                     raise ReplicaError(f"warm-up: a sequence ended with {event.finish!r}: {event.error}")
 

@@ -71,11 +71,11 @@ class AgentSpec(NamedTuple):
     @classmethod
     def decoded(cls, raw: bytes) -> AgentSpec:
         """Decode from JSON."""
-        found = json.loads(raw)
+        fields = json.loads(raw)
         for name in ("runtime_dir", "tls"):
-            found[name] = None if found[name] is None else Path(found[name])
-        found["deployment"] = Deployment.model_validate(found["deployment"])
-        return cls(**{**found, "user_paths": tuple(found["user_paths"])})
+            fields[name] = None if fields[name] is None else Path(fields[name])
+        fields["deployment"] = Deployment.model_validate(fields["deployment"])
+        return cls(**{**fields, "user_paths": tuple(fields["user_paths"])})
 
 
 def digest(deployment: Deployment) -> bytes:
@@ -131,7 +131,9 @@ class Agent:
             if spec.host in ("0.0.0.0", "::"):
                 self._address = f"{node}:{self._address.rpartition(':')[2]}"
             print(self._address, spec.token, spec.order_token, flush=True)
-            tasks = [asyncio.create_task(one) for one in (self._host.watch(), self._beat(), self._tell_ending(replica))]
+            tasks = [
+                asyncio.create_task(work) for work in (self._host.watch(), self._beat(), self._tell_ending(replica))
+            ]
             replica.ready.add_done_callback(lambda _: self._tell())
             held = asyncio.create_task(orders.read())
             await asyncio.wait({replica.exited, held}, return_when=asyncio.FIRST_COMPLETED)
@@ -237,9 +239,9 @@ class Agent:
                 return
             if hello.epoch > self._epoch:
                 self._epoch = hello.epoch
-                for other, epoch in self._listeners.items():
+                for listener, epoch in self._listeners.items():
                     if epoch:
-                        other.write(encode(self._state(is_stale=True)))
+                        listener.write(encode(self._state(is_stale=True)))
             self._listeners[writer] = hello.epoch
             writer.write(encode(self._state()))
             while line := await reader.readline():

@@ -143,10 +143,10 @@ def main() -> None:
         return
     before: Announcement | Trouble | None = None
     while True:
-        found = _look(ray) or before
-        if found is not None and found != before:
-            before = found
-            _tell(found, output)
+        finding = _look(ray) or before
+        if finding is not None and finding != before:
+            before = finding
+            _tell(finding, output)
         time.sleep(LOOK_EVERY_S)
 
 
@@ -164,8 +164,8 @@ def _look(ray: RayClient) -> Announcement | Trouble | None:
     return _decoded(said.encode()) if said else None
 
 
-def _tell(found: Announcement | Trouble, output: IO[str]) -> None:
-    print(msgspec.json.encode(found).decode(), file=output, flush=True)
+def _tell(finding: Announcement | Trouble, output: IO[str]) -> None:
+    print(msgspec.json.encode(finding).decode(), file=output, flush=True)
 
 
 def _end_with_input() -> None:

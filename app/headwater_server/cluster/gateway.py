@@ -85,7 +85,7 @@ class Uplink:
 
     def __init__(
         self,
-        found: AsyncGenerator[Announcement | Trouble, None],
+        findings: AsyncGenerator[Announcement | Trouble, None],
         first: Announcement,
         workers: int,
         tls: PeerTls | None,
@@ -99,7 +99,7 @@ class Uplink:
             control.cancel,
             self._hear,
         )
-        self._found = found
+        self._findings = findings
         self._where = first
         self._has_moved = asyncio.Event()
         self._hello = functools.partial(Hello, workers=workers, gateway=secrets.token_hex(8))
@@ -120,7 +120,9 @@ class Uplink:
     @property
     def is_decided(self) -> bool:
         """Whether the supervisor's table is known and no deployment in it is loading."""
-        return bool(self._table.deployments) and all(one.state is not State.LOADING for one in self._table.deployments)
+        return bool(self._table.deployments) and all(
+            route.state is not State.LOADING for route in self._table.deployments
+        )
 
     def start(self) -> None:
         """Do nothing: `prepare` has started everything."""
@@ -131,34 +133,34 @@ class Uplink:
             task = asyncio.create_task(work)
             task.add_done_callback(self._host.note_done)
             self._tasks.append(task)
-        known = asyncio.create_task(self._is_known.wait())
+        first_table = asyncio.create_task(self._is_known.wait())
         stopping = asyncio.create_task(self._host.stopping.wait())
-        await asyncio.wait({known, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        known.cancel()
+        await asyncio.wait({first_table, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        first_table.cancel()
         stopping.cancel()
 
     async def end(self, is_hurried: Callable[[], bool]) -> None:
         """Disconnect from the supervisor and the replicas."""
         self.link.leave()
-        for task in (*self._tasks, *(one.task for one in self._watches.values())):
+        for task in (*self._tasks, *(watch.task for watch in self._watches.values())):
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError, Exception):
                 await task
-        await self._found.aclose()
+        await self._findings.aclose()
 
     def routes(self, workers: int) -> list[DeploymentRoute]:
         """The supervisor's routes. Replicas that this gateway can't reach get no new requests, but keep their requests
         in flight."""
-        away = {id for id, one in self._watches.items() if not one.is_reachable}
-        found = [_without(route, away) for route in self._table.deployments] if away else list(self._table.deployments)
-        return [_troubled(route, self._trouble) for route in found] if self._trouble else found
+        away = {id for id, watch in self._watches.items() if not watch.is_reachable}
+        routes = [_without(route, away) for route in self._table.deployments] if away else list(self._table.deployments)
+        return [_troubled(route, self._trouble) for route in routes] if self._trouble else routes
 
     def replica_views(self) -> list[ReplicaView]:
         """Resource use of the replicas that have reported it."""
         return [
-            ReplicaView(id.rpartition("-")[0], id, 0, use=one.use)
-            for id, one in self._watches.items()
-            if one.use is not None
+            ReplicaView(id.rpartition("-")[0], id, 0, use=watch.use)
+            for id, watch in self._watches.items()
+            if watch.use is not None
         ]
 
     def problems(self) -> Iterable[Problem]:
@@ -188,14 +190,14 @@ class Uplink:
 
     async def _find(self) -> None:
         """Follow the search for the supervisor: note where it is, or why it can't be found."""
-        async for found in self._found:
-            trouble = found.error if isinstance(found, Trouble) else ""
+        async for finding in self._findings:
+            trouble = finding.error if isinstance(finding, Trouble) else ""
             if trouble != self._trouble:
                 self._trouble = trouble
                 logger.warning("%s", trouble or "cluster: Ray's head answers again, and the supervisor is known")
                 self._on_change()
-            if isinstance(found, Announcement) and found.epoch > self._where.epoch:
-                self._where = found
+            if isinstance(finding, Announcement) and finding.epoch > self._where.epoch:
+                self._where = finding
                 self._has_moved.set()
 
     async def _follow(self) -> None:
@@ -230,7 +232,12 @@ class Uplink:
     def _take(self, table: RoutingTable) -> None:
         self._table = table
         self._is_known.set()
-        routes = {one.id: one for route in table.deployments for one in (*route.replicas, *route.retiring) if one.node}
+        routes = {
+            replica.id: replica
+            for route in table.deployments
+            for replica in (*route.replicas, *route.retiring)
+            if replica.node
+        }
         for id in [id for id in self._watches if id not in routes]:
             self._watches.pop(id).task.cancel()
         for id, route in routes.items():
@@ -251,12 +258,12 @@ class Uplink:
 
 def _without(route: DeploymentRoute, away: set[str]) -> DeploymentRoute:
     """A route in which the replicas out of reach only finish their requests in flight."""
-    left = tuple(one for one in route.replicas if one.id not in away)
-    if len(left) == len(route.replicas):
+    reachable = tuple(replica for replica in route.replicas if replica.id not in away)
+    if len(reachable) == len(route.replicas):
         return route
-    retiring = (*route.retiring, *(one for one in route.replicas if one.id in away))
-    if left:
-        return msgspec.structs.replace(route, replicas=left, retiring=retiring)
+    retiring = (*route.retiring, *(replica for replica in route.replicas if replica.id in away))
+    if reachable:
+        return msgspec.structs.replace(route, replicas=reachable, retiring=retiring)
     return msgspec.structs.replace(route, replicas=(), retiring=retiring, state=State.UNAVAILABLE, reason=AWAY)
 
 
@@ -272,18 +279,20 @@ class ClusterGateway(Front):
         self,
         config: Config,
         on_serving: Callable[[str, list[tuple[str, Signature | None, str]]], None],
-        found: AsyncGenerator[Announcement | Trouble, None],
+        findings: AsyncGenerator[Announcement | Trouble, None],
         first: Announcement,
         tls: PeerTls | None,
     ) -> None:
         control = ControlServer(
             lambda command: uplink.answer(command),
-            on_quarantined=lambda found: uplink.link.report_quarantined(found.model, bytes.fromhex(found.fingerprint)),
+            on_quarantined=lambda report: uplink.link.report_quarantined(
+                report.model, bytes.fromhex(report.fingerprint)
+            ),
             on_lost=lambda loss: uplink.link.report_lost(loss),
             on_cancel=lambda request_id: uplink.link.cancel_elsewhere(request_id),
         )
         host = Host(ReplicaMemory(), (), control.drain, self.on_change)
-        uplink = Uplink(found, first, config.server.workers, tls, host, control, self.on_change)
+        uplink = Uplink(findings, first, config.server.workers, tls, host, control, self.on_change)
         super().__init__(config, on_serving, control, host, uplink)
 
 
@@ -307,9 +316,9 @@ async def serve_gateway(
         StartError: there is no Ray, nothing to join, or another configuration is served.
     """
     spec = None if config is None else SupervisorSpec(config, user_paths)
-    found = announcements(address, spec)
+    findings = announcements(address, spec)
     try:
-        first = await anext(found)
+        first = await anext(findings)
         assert isinstance(first, Announcement)
         if config is not None and first.serves != what_is_served(config):
             raise StartError(
@@ -329,12 +338,12 @@ async def serve_gateway(
         tls = None if cluster is None or cluster.tls is None else PeerTls(cluster.tls)
         watch = None if tls is None else asyncio.create_task(FileWatch(tls.paths).run(tls.renew))
         try:
-            return await ClusterGateway(config, on_serving, found, first, tls).run()
+            return await ClusterGateway(config, on_serving, findings, first, tls).run()
         finally:
             if watch is not None:
                 watch.cancel()
     finally:
-        await found.aclose()
+        await findings.aclose()
 
 
 def joined(first: Announcement, address: str, flags: dict[str, object]) -> Config:

@@ -32,13 +32,13 @@ def read_spec(stream: IO[bytes]) -> bytes:
 
 
 def _read(fd: int, size: int) -> bytes:
-    found = b""
-    while len(found) < size:
-        piece = os.read(fd, size - len(found))
+    content = b""
+    while len(content) < size:
+        piece = os.read(fd, size - len(content))
         if not piece:
             raise EOFError("the specification is incomplete")
-        found += piece
-    return found
+        content += piece
+    return content
 
 
 def outlive_no_holder() -> None:
@@ -50,9 +50,9 @@ def outlive_no_holder() -> None:
 def own_output() -> IO[str]:
     """This process's standard output, reserved for Headwater: from now on libraries that print write to standard
     error."""
-    found = os.fdopen(os.dup(1), "w")
+    output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    return found
+    return output
 
 
 def write_spec(stream: IO[bytes], spec: bytes) -> None:

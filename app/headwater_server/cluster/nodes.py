@@ -33,15 +33,15 @@ def needs(placement: NodePlacement, memory: int | None) -> dict[str, float]:
         placement: the deployment's placement.
         memory: the deployment's memory per replica, in bytes. With GPUs this is GPU memory, which Ray does not reserve.
     """
-    found = {"GPU": placement.gpus, "CPU": placement.cpus}
-    return found if memory is None or placement.gpus else {**found, "memory": memory}
+    resources = {"GPU": placement.gpus, "CPU": placement.cpus}
+    return resources if memory is None or placement.gpus else {**resources, "memory": memory}
 
 
 def choose(
     placement: NodePlacement,
     memory: int | None,
     nodes: Iterable[Node],
-    own: Mapping[str, int],
+    replica_counts: Mapping[str, int],
     reserved: Mapping[str, Iterable[Mapping[str, float]]],
 ) -> str:
     """The id of the machine for a replica; empty: no machine has the resources now.
@@ -50,7 +50,7 @@ def choose(
         placement: the deployment's placement.
         memory: see `needs`.
         nodes: the machines that are alive.
-        own: the number of the deployment's replicas on each machine.
+        replica_counts: the number of the deployment's replicas on each machine.
         reserved: the reservations of each deployment's replicas, by machine. Ray may not know the newest of them yet.
     """
     takes = needs(placement, memory)
@@ -58,14 +58,14 @@ def choose(
     def has_capacity(node: Node) -> bool:
         ours = list(reserved.get(node.id, ()))
         for name, amount in takes.items():
-            left = node.resources.get(name, 0) - sum(one.get(name, 0) for one in ours)
-            if min(left, node.free.get(name, 0)) < amount:
+            unreserved = node.resources.get(name, 0) - sum(reservation.get(name, 0) for reservation in ours)
+            if min(unreserved, node.free.get(name, 0)) < amount:
                 return False
         return all(_is_selected(node.labels.get(name), value) for name, value in placement.labels.items())
 
     def cost(node: Node) -> tuple[float, ...]:
         wastes_gpus = bool(not placement.gpus and node.resources.get("GPU"))
-        count, total = own.get(node.id, 0), len(list(reserved.get(node.id, ())))
+        count, total = replica_counts.get(node.id, 0), len(list(reserved.get(node.id, ())))
         return (wastes_gpus, -count, -total) if placement.pack else (count, wastes_gpus, total)
 
     fitting = [node for node in nodes if has_capacity(node)]
@@ -81,14 +81,14 @@ def shortage(placement: NodePlacement, nodes: Sequence[Node]) -> str:
         return "Ray has no node"
     wants = {"GPU": placement.gpus, "CPU": placement.cpus}
     plain = {name: value for name, value in placement.labels.items() if _PLAIN.match(value)}
-    fitting = [one for one in nodes if plain.items() <= one.labels.items()]
+    fitting = [node for node in nodes if plain.items() <= node.labels.items()]
     if not fitting:
         return f"no node has the labels {plain}"
     for name, wanted in wants.items():
-        most = max(one.resources.get(name, 0) for one in fitting)
-        if wanted > most:
-            return f"it takes {wanted:g} {name}, and the largest{' such' * bool(plain)} node has {most:g}"
-    if not any(all(one.resources.get(name, 0) >= wanted for name, wanted in wants.items()) for one in fitting):
+        largest = max(node.resources.get(name, 0) for node in fitting)
+        if wanted > largest:
+            return f"it takes {wanted:g} {name}, and the largest{' such' * bool(plain)} node has {largest:g}"
+    if not any(all(node.resources.get(name, 0) >= wanted for name, wanted in wants.items()) for node in fitting):
         return f"no{' such' * bool(plain)} node has the {placement.gpus:g} GPU and {placement.cpus:g} CPU that it takes"
     return ""
 

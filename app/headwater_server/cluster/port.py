@@ -84,8 +84,8 @@ class Port:
             OSError: the address can't be listened on.
             ConfigError: other machines could reach the address, and there is no TLS.
         """
-        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        family, _, _, _, address = found[0]
+        addresses = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        family, _, _, _, address = addresses[0]
         if self._tls is None and not ipaddress.ip_address(address[0]).is_loopback:
             raise ConfigError(
                 f"cluster.tls: expected a folder with ca.crt, tls.crt and tls.key, since other machines reach replicas "
@@ -150,7 +150,7 @@ class Port:
 
     def _accept(self, listener: socket.socket) -> None:
         try:
-            found, _ = listener.accept()
+            connection, _ = listener.accept()
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             return  # the other side has gone
         except OSError as error:
@@ -159,26 +159,26 @@ class Port:
             loop.remove_reader(listener)
             loop.call_later(ACCEPT_RETRY_S, self._listen)
             return
-        found.setblocking(False)
+        connection.setblocking(False)
         if len(self.connections) + len(self._opening) < MOST_CONNECTIONS:
-            self._opening.add(found)
-            self.spawn(self._open(found))
+            self._opening.add(connection)
+            self.spawn(self._open(connection))
             return
         logger.warning("%s: refused a connection: there are %d", self.route.id, MOST_CONNECTIONS)
         if self._tls is None:
             with contextlib.suppress(OSError):
-                found.send(_FULL.encoded())
-        found.close()
+                connection.send(_FULL.encoded())
+        connection.close()
 
-    async def _open(self, found: socket.socket) -> None:
+    async def _open(self, connection: socket.socket) -> None:
         tls = None if self._tls is None else self._tls.server_context()
         timeout_s = None if tls is None else HEAD_TIMEOUT_S
         try:
             transport, _ = await asyncio.get_running_loop().connect_accepted_socket(
-                lambda: PortConnection(self), found, ssl=tls, ssl_handshake_timeout=timeout_s
+                lambda: PortConnection(self), connection, ssl=tls, ssl_handshake_timeout=timeout_s
             )
             keep_alive(transport)
         except OSError as error:  # TLS errors are OSErrors, too
             logger.info("%s: refused a connection: %s", self.route.id, error)
-            found.close()
-        self._opening.discard(found)
+            connection.close()
+        self._opening.discard(connection)

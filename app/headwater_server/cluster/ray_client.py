@@ -174,8 +174,8 @@ class RayClient:
     ) -> Any:
         is_restarted = options["max_restarts"] != 0
         kind = self._ray.remote(holder.Holder)
-        found = kind.options(name=name, lifetime="detached", max_concurrency=16, **options)
-        return found.remote(command, spec, environment, is_restarted)
+        actor_class = kind.options(name=name, lifetime="detached", max_concurrency=16, **options)
+        return actor_class.remote(command, spec, environment, is_restarted)
 
     def find(self, name: str) -> Any:
         """The actor of this name.
@@ -192,17 +192,17 @@ class RayClient:
         """The replicas' actors, by name."""
 
         def look() -> dict[str, Any]:
-            found = {}
+            actors = {}
             for name in self._ray.util.list_named_actors():
                 if name.startswith(PREFIX):
                     try:
-                        found[name] = self._ray.get_actor(name)
+                        actors[name] = self._ray.get_actor(name)
                     except ValueError:  # the actor has ended
                         continue
-            return found
+            return actors
 
-        found: dict[str, Any] = await self._call(look)
-        return found
+        actors: dict[str, Any] = await self._call(look)
+        return actors
 
     async def said(self, actor: Any) -> str:
         """Wait for the first line that the actor's process writes. No thread waits meanwhile.
@@ -261,17 +261,17 @@ class RayClient:
             return [
                 Node(
                     id,
-                    one["Resources"],
-                    free.get(id, one["Resources"]),
-                    one.get("Labels") or {},
-                    f"{one['NodeManagerAddress']}:{one['NodeManagerPort']}",
+                    node["Resources"],
+                    free.get(id, node["Resources"]),
+                    node.get("Labels") or {},
+                    f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}",
                 )
-                for one in self._ray.nodes()
-                if one["Alive"] and (id := one["NodeID"])  # a new machine may not be in `free` yet
+                for node in self._ray.nodes()
+                if node["Alive"] and (id := node["NodeID"])  # a new machine may not be in `free` yet
             ]
 
-        found: list[Node] = await self._call(look)
-        return found
+        nodes: list[Node] = await self._call(look)
+        return nodes
 
     @staticmethod
     async def answers(node: Node) -> bool:
@@ -299,8 +299,8 @@ class RayClient:
 
     async def get(self, key: str) -> bytes | None:
         """A stored value."""
-        found: bytes | None = await self._call(self._kv("_internal_kv_get"), key.encode(), NAMESPACE.encode())
-        return found
+        content: bytes | None = await self._call(self._kv("_internal_kv_get"), key.encode(), NAMESPACE.encode())
+        return content
 
     async def delete(self, key: str) -> None:
         """Remove a stored value."""

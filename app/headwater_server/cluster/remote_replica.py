@@ -195,8 +195,8 @@ class RemoteReplica:
 
     def cause(self) -> str:
         """See `ReplicaHandle.cause`."""
-        known = self.state.cause if self.state is not None and self.state.reason else ""
-        return known or self.reason or "it ended before it was ready"
+        cause = self.state.cause if self.state is not None and self.state.reason else ""
+        return cause or self.reason or "it ended before it was ready"
 
     def route(self) -> ReplicaRoute:
         """See `ReplicaHandle.route`."""
@@ -209,10 +209,10 @@ class RemoteReplica:
 
     async def remains(self) -> list[str]:
         """See `ReplicaHandle.remains`."""
-        found = list(self._leftovers)
+        leftovers = list(self._leftovers)
         if not self.exited.done():
-            found.append(f"replica {self.id}: its node can't be reached, so perhaps all of it")
-        return found
+            leftovers.append(f"replica {self.id}: its node can't be reached, so perhaps all of it")
+        return leftovers
 
     async def ask_vllm(self, url: str, body: str, timeout_s: float) -> tuple[int, bytes]:
         """See `ReplicaHandle.ask_vllm`."""
@@ -284,9 +284,9 @@ class RemoteReplica:
             with contextlib.suppress(asyncio.CancelledError):
                 await running
 
-    def _order(self, what: str) -> None:
+    def _order(self, command: str) -> None:
         if self._ordered != "kill":
-            self._ordered = what
+            self._ordered = command
         if self._link is None:  # it is not placed yet
             self._killed.set()
         else:

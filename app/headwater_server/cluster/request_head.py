@@ -56,8 +56,8 @@ class RequestHead:
             raise _bad("request line: expected `METHOD PATH HTTP/1.1`, got something else")
         self.method, self.path = line[1].decode(), line[2].decode()
         self._headers: dict[str, str] = {}
-        for one in lines:
-            header = _HEADER.fullmatch(one)
+        for header_line in lines:
+            header = _HEADER.fullmatch(header_line)
             if header is None:
                 raise _bad("headers: expected lines `NAME: VALUE`, got something else")
             name = header[1].decode().lower()
@@ -99,10 +99,10 @@ class RequestHead:
         text = self._headers.get("headwater-segment")
         if text is None:
             return None
-        found = _PAIR.fullmatch(text)
-        if found is None:
+        match = _PAIR.fullmatch(text)
+        if match is None:
             raise _bad("Headwater-Segment: expected `INPUT_BYTES SIZE_BYTES`, got something else")
-        return int(found[1]), int(found[2])
+        return int(match[1]), int(match[2])
 
     def _number(self, name: str, default: str) -> int:
         text = self._headers.get(name, default)

@@ -79,12 +79,12 @@ class SupervisorSpec(NamedTuple):
     @classmethod
     def decoded(cls, raw: bytes) -> SupervisorSpec:
         """Decode from JSON."""
-        found = json.loads(raw)
-        return cls(_config(found["config"]), tuple(found["user_paths"]))
+        fields = json.loads(raw)
+        return cls(_config(fields["config"]), tuple(fields["user_paths"]))
 
 
-def _config(found: Any) -> Config:
-    return read_config(found, source="the cluster's configuration", environment={}, flags={})
+def _config(raw: Any) -> Config:
+    return read_config(raw, source="the cluster's configuration", environment={}, flags={})
 
 
 class Announcement(msgspec.Struct, frozen=True):
@@ -117,24 +117,24 @@ class _Desired(NamedTuple):
 
     def encoded(self) -> bytes:
         """Encode as JSON."""
-        bounds = {name: content(one) for name, one in self.bounds.items()}
+        bounds = {name: content(replica_bounds) for name, replica_bounds in self.bounds.items()}
         config = config_content(self.config)
-        found = {
+        fields = {
             "config": config,
             "set_aside": sorted(self.set_aside),
             "bounds": bounds,
             "generations": dict(self.generations),
             "began_as": self.began_as,
         }
-        return json.dumps(found).encode()
+        return json.dumps(fields).encode()
 
     @classmethod
     def decoded(cls, raw: bytes) -> _Desired:
         """Decode from JSON."""
-        found = json.loads(raw)
-        bounds = {name: ReplicaBounds.model_validate(one) for name, one in found["bounds"].items()}
+        fields = json.loads(raw)
+        bounds = {name: ReplicaBounds.model_validate(raw_bounds) for name, raw_bounds in fields["bounds"].items()}
         return cls(
-            _config(found["config"]), frozenset(found["set_aside"]), bounds, found["generations"], found["began_as"]
+            _config(fields["config"]), frozenset(fields["set_aside"]), bounds, fields["generations"], fields["began_as"]
         )
 
 
@@ -173,8 +173,8 @@ class ClusterHost(Host):
         async def place(is_chosen: bool) -> Any:
             if is_chosen:
                 nodes = await self._nodes()
-                own, reserved = self._placed(name)
-                replica.node = choose(placement, config.memory, nodes, own, reserved)
+                counts, reserved = self._placed(name)
+                replica.node = choose(placement, config.memory, nodes, counts, reserved)
             return await ray.start_replica(
                 f"{PREFIX}{id}", command, spec.encoded(), {"PWD": os.getcwd()}, placement, config.memory, replica.node
             )
@@ -209,29 +209,34 @@ class ClusterHost(Host):
     async def _nodes(self) -> list[Node]:
         """Ray's nodes and their free resources, without the nodes that are known not to answer."""
         ray, since_s = self._context.ray, time.monotonic() - HUNG_S
-        found = [one for one in await ray.nodes() if self._hung.get(one.id, since_s) <= since_s]
-        suspects = [one for one in found if one.id in self._suspects]
+        nodes = [node for node in await ray.nodes() if self._hung.get(node.id, since_s) <= since_s]
+        suspects = [node for node in nodes if node.id in self._suspects]
         answers = await asyncio.gather(*map(ray.answers, suspects))
-        gone = {one.id for one, does_answer in zip(suspects, answers, strict=True) if not does_answer}
+        gone = {node.id for node, does_answer in zip(suspects, answers, strict=True) if not does_answer}
         self._suspects = gone
-        return [one._replace(free=self._left(one)) for one in found if one.id not in gone]
+        return [node._replace(free=self._left(node)) for node in nodes if node.id not in gone]
 
     def _left(self, node: Node) -> dict[str, float]:
         """A node's free resources, minus the reservations of replicas that may still wait to start there: Ray may not
         count these reservations yet."""
-        mine = (one for one in self.replicas.values() if isinstance(one, RemoteReplica))
-        waiting = [one.takes for one in mine if one.node == node.id and not one.has_place]
-        return {name: amount - sum(one.get(name, 0) for one in waiting) for name, amount in node.free.items()}
+        mine = (replica for replica in self.replicas.values() if isinstance(replica, RemoteReplica))
+        waiting = [replica.takes for replica in mine if replica.node == node.id and not replica.has_place]
+        return {
+            name: amount - sum(reservation.get(name, 0) for reservation in waiting)
+            for name, amount in node.free.items()
+        }
 
     def _placed(self, name: str) -> tuple[Counter[str], dict[str, list[Mapping[str, float]]]]:
         """The number of a deployment's replicas on each node, and the reservations of all replicas there."""
-        own: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
         reserved: dict[str, list[Mapping[str, float]]] = {}
-        for id, one in self.replicas.items():
-            if isinstance(one, RemoteReplica) and one.node:
-                reserved.setdefault(one.node, []).append(one.takes)
-                own[one.node] += _deployment_of(id) == name and id not in self._replaced and not one.ending.is_set()
-        return own, reserved
+        for id, replica in self.replicas.items():
+            if isinstance(replica, RemoteReplica) and replica.node:
+                reserved.setdefault(replica.node, []).append(replica.takes)
+                counts[replica.node] += (
+                    _deployment_of(id) == name and id not in self._replaced and not replica.ending.is_set()
+                )
+        return counts, reserved
 
     def _replica(self, id: str, config: Deployment, on_progress: Callable[[str], None]) -> RemoteReplica:
         takes = needs(config.node_placement, config.memory)
@@ -320,41 +325,41 @@ class ClusterSupervisor:
         if desired is not None:
             self._stored = desired
             self._orchestrator.deployments.restore(desired.config)
-            for name, one in sets.items():
-                one.generation = desired.generations.get(name, one.generation)
+            for name, replica_set in sets.items():
+                replica_set.generation = desired.generations.get(name, replica_set.generation)
                 if name in desired.set_aside:
-                    one.stay_unloaded(desired.bounds.get(name, one.bounds))
+                    replica_set.stay_unloaded(desired.bounds.get(name, replica_set.bounds))
                 elif name in desired.bounds:
-                    one.bounds = desired.bounds[name]
-                    one.wanted = max(one.bounds.min, min(one.wanted, one.bounds.max))
-        found: list[tuple[str, RemoteReplica]] = []
+                    replica_set.bounds = desired.bounds[name]
+                    replica_set.wanted = max(replica_set.bounds.min, min(replica_set.wanted, replica_set.bounds.max))
+        candidates: list[tuple[str, RemoteReplica]] = []
         for actor_name, actor in (await self._ray.replicas()).items():
             name = _deployment_of(actor_name.removeprefix(PREFIX))
             if name in sets and not sets[name].is_set_aside:
-                found.append((name, self._host.adopt(actor_name, actor, sets[name].config)))
+                candidates.append((name, self._host.adopt(actor_name, actor, sets[name].config)))
             else:
                 logger.warning("%s: nobody wants it any more; it is ended", actor_name)
                 await self._ray.kill(actor)
-        if found:
+        if candidates:
             await asyncio.wait(
-                {asyncio.create_task(replica.heard.wait()) for _, replica in found}, timeout=ADOPT_TIMEOUT_S
+                {asyncio.create_task(replica.heard.wait()) for _, replica in candidates}, timeout=ADOPT_TIMEOUT_S
             )
         running: dict[str, list[ReplicaHandle]] = {}
-        for name, replica in found:
-            one, state = sets[name], replica.state
+        for name, replica in candidates:
+            replica_set, state = sets[name], replica.state
             fits = (
                 state is not None
                 and state.is_ready
-                and state.deployment == digest(one.config.on(one.config.placements[0]))
-                and replica.adapters == one.config.adapters
+                and state.deployment == digest(replica_set.config.on(replica_set.config.placements[0]))
+                and replica.adapters == replica_set.config.adapters
             )
-            if fits and not replica.ending.is_set() and len(running.get(name, ())) < one.bounds.max:
+            if fits and not replica.ending.is_set() and len(running.get(name, ())) < replica_set.bounds.max:
                 running.setdefault(name, []).append(replica)
             else:
                 logger.warning("%s: was starting, or is not what is wanted; it is ended", replica.id)
                 replica.kill()
         if running:
-            ids = ", ".join(one.id for those in running.values() for one in those)
+            ids = ", ".join(handle.id for handles in running.values() for handle in handles)
             logger.info("taken over from an earlier supervisor: %s", ids)
         self._orchestrator.start(running)
         return bool(running)
@@ -374,9 +379,9 @@ class ClusterSupervisor:
         sets = self._orchestrator.sets
         return _Desired(
             self._orchestrator.deployments.config,
-            frozenset(name for name, one in sets.items() if one.is_set_aside),
-            {name: one.bounds for name, one in sets.items()},
-            {name: one.generation for name, one in sets.items()},
+            frozenset(name for name, replica_set in sets.items() if replica_set.is_set_aside),
+            {name: replica_set.bounds for name, replica_set in sets.items()},
+            {name: replica_set.generation for name, replica_set in sets.items()},
             what_is_served(self._first),
         )
 

@@ -75,8 +75,8 @@ class ServedModel:
         signature = self.dispatcher.check_ready()
         if self._whole is None or signature is not self._whole[0]:
             self.dispatcher.check_whole()
-            told = self._told(signature)
-            self._whole = signature, (RequestDecoder(told), ResponseEncoder(told, self.version))
+            public_signature = self._public_signature(signature)
+            self._whole = signature, (RequestDecoder(public_signature), ResponseEncoder(public_signature, self.version))
         return self._whole[1]
 
     def generate_codecs(self) -> tuple[GenerateDecoder, GenerateEncoder]:
@@ -87,11 +87,14 @@ class ServedModel:
         """
         signature = self.dispatcher.check_ready()
         if self._generate is None or signature is not self._generate[0]:
-            told = self._told(signature)
-            self._generate = signature, (GenerateDecoder(told), GenerateEncoder(told, self.version))
+            public_signature = self._public_signature(signature)
+            self._generate = (
+                signature,
+                (GenerateDecoder(public_signature), GenerateEncoder(public_signature, self.version)),
+            )
         return self._generate[1]
 
-    def _told(self, signature: Signature) -> Signature:
+    def _public_signature(self, signature: Signature) -> Signature:
         """The signature with the name that clients know. The replicas of a version have a signature with another
         name."""
         return msgspec.structs.replace(signature, name=self.name) if self.route.version else signature
@@ -157,7 +160,7 @@ class Models:
 
     def versions_of(self, model: ServedModel) -> list[ServedModel]:
         """A deployment's versions; a deployment without versions itself."""
-        return [model] if model.route.traffic is None else [self.get(model.name, one) for one in model.versions]
+        return [model] if model.route.traffic is None else [self.get(model.name, version) for version in model.versions]
 
     def update(self, table: RoutingTable) -> None:
         """Apply a new routing table."""
@@ -189,8 +192,8 @@ class Models:
 
     def _versions(self, model: ServedModel) -> VersionsDispatcher | None:
         """The dispatcher of the deployment that a version belongs to; None: the model is not a version."""
-        found = self._dispatcher(model.route.part_of or "")
-        return found if isinstance(found, VersionsDispatcher) else None
+        dispatcher = self._dispatcher(model.route.part_of or "")
+        return dispatcher if isinstance(dispatcher, VersionsDispatcher) else None
 
     def _copies_for(self, model: ServedModel) -> Shadow | None:
         """The sender of request copies to a version; None: the version gets no copies."""
@@ -234,13 +237,13 @@ class Models:
         """
         model = self._models.get(name) or self._adapters.get(name)
         if model is None:
-            known = self._names(lambda route: True)
-            raise NotFound(f"model {_quoted(name)}: unknown; this server has {known}", field="model")
+            names = self._names(lambda route: True)
+            raise NotFound(f"model {_quoted(name)}: unknown; this server has {names}", field="model")
         if version is None:
             return model
         if version not in model.versions:
-            known = " or ".join(map(repr, model.versions))
-            raise NotFound(f"model `{name}`, version: expected {known}, got {_quoted(version)}", field="version")
+            versions = " or ".join(map(repr, model.versions))
+            raise NotFound(f"model `{name}`, version: expected {versions}, got {_quoted(version)}", field="version")
         return model if model.route.traffic is None else self._models[f"{name}.{version}"]
 
     def choose(self, scope: Scope, name: str, version: str | None = None) -> ServedModel:
@@ -258,8 +261,10 @@ class Models:
         # `traffic` is checked first: the class check alone takes longer than everything else here.
         if route.traffic is not None and isinstance(model.dispatcher, VersionsDispatcher):
             sticky = model.dispatcher.traffic.sticky.lower().encode()
-            found = next((value for header, value in scope["headers"] if header == sticky), None) if sticky else None
-            key = scope["state"]["request_id"] if found is None else found.decode("latin-1")
+            sticky_value = (
+                next((value for header, value in scope["headers"] if header == sticky), None) if sticky else None
+            )
+            key = scope["state"]["request_id"] if sticky_value is None else sticky_value.decode("latin-1")
             try:
                 model = self._models[f"{name}.{model.dispatcher.chosen(key)}"]
             except Unavailable:  # raised again, and counted, where the request is answered
@@ -281,11 +286,11 @@ class Models:
             Unavailable: the deployment accepts no requests now.
         """
         if getattr(model.dispatcher.check_ready(), mapping) is None:
-            those = self._names(lambda route: getattr(route.signature, mapping, None) is not None)
+            names = self._names(lambda route: getattr(route.signature, mapping, None) is not None)
             fix = ""
             if model.route.is_vllm and mapping == "embedding":
                 fix = "; with `options.runner: pooling` vLLM would give them"
-            raise BadRequest(f"model: `{model.name}` {_LACKS[mapping]}; models that do: {those}{fix}", field="model")
+            raise BadRequest(f"model: `{model.name}` {_LACKS[mapping]}; models that do: {names}{fix}", field="model")
 
     def language_model(self, model: ServedModel) -> LmDispatcher:
         """A deployment's dispatcher, if it is a language model.
@@ -300,8 +305,8 @@ class Models:
         if isinstance(dispatcher, VllmDispatcher):
             raise BadRequest(f"model: `{name}` is computed by vLLM, whose tokenizer is not offered", field="model")
         if not isinstance(dispatcher, LmDispatcher):
-            those = self._names(lambda route: route.is_language_model)
-            raise BadRequest(f"model: `{name}` is no language model; models that are: {those}", field="model")
+            names = self._names(lambda route: route.is_language_model)
+            raise BadRequest(f"model: `{name}` is no language model; models that are: {names}", field="model")
         return dispatcher
 
     def vllm(self, name: str) -> VllmDispatcher | None:
@@ -311,19 +316,19 @@ class Models:
         return dispatcher if isinstance(dispatcher, VllmDispatcher) else None
 
     def _names(self, is_one: Callable[[DeploymentRoute], bool]) -> str:
-        found = (name for one in self if is_one(one.route) for name in (one.name, *one.route.adapters))
-        return ", ".join(f"`{name}`" for name in found) or "none"
+        names = (name for model in self if is_one(model.route) for name in (model.name, *model.route.adapters))
+        return ", ".join(f"`{name}`" for name in names) or "none"
 
     async def drain(self, order: Drain) -> Drained:
         """Wait until a deployment has nothing in flight in this worker; at the timeout, end the remaining requests."""
         model = self._models.get(order.model)
         if model is None:
             return Drained()
-        what = "it is being unloaded" if order.replicas is None else "the replica that had the request was replaced"
+        reason = "it is being unloaded" if order.replicas is None else "the replica that had the request was replaced"
         if order.adapters:
-            what = "the adapter is being unloaded"
+            reason = "the adapter is being unloaded"
         error = Unavailable(
-            f"model `{order.model}`: {what}, and the request was not done within the drain_timeout_s that was left "
+            f"model `{order.model}`: {reason}, and the request was not done within the drain_timeout_s that was left "
             f"({order.timeout_s:g} s)",
             retry_after_s=RETRY_AFTER_LOST_S,
         )

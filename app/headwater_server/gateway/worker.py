@@ -144,7 +144,7 @@ async def _run(settings: WorkerSettings, listener: socket.socket) -> str:
         # The last requests may be logged after the event loop, and the log's timer with it, has ended.
         atexit.register(app.records.log.flush)
     connection = functools.partial(
-        BoundedConnection, head_timeout_s=options.client_timeout_s, others=connections, records=app.records
+        BoundedConnection, head_timeout_s=options.client_timeout_s, connections=connections, records=app.records
     )
     server = uvicorn.Server(
         uvicorn.Config(

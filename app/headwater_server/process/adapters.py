@@ -65,9 +65,9 @@ def lora_rank(options: Mapping[str, Any], adapters: Mapping[str, Adapter]) -> in
     if not adapters and not options.get("max_loras"):
         return 0
     needed = max((adapter.rank for adapter in adapters.values()), default=1)
-    most: int = options.get("max_lora_rank") or next(rank for rank in RANKS if rank >= needed)
+    max_rank: int = options.get("max_lora_rank") or next(rank for rank in RANKS if rank >= needed)
     for name, adapter in adapters.items():
-        if adapter.rank > most:
-            reason = f"expected a rank of at most options.max_lora_rank = {most}, got {adapter.rank}"
+        if adapter.rank > max_rank:
+            reason = f"expected a rank of at most options.max_lora_rank = {max_rank}, got {adapter.rank}"
             raise LoadError(Problem(f"adapters.{name}", reason, "raise the option, or leave it out"))
-    return most
+    return max_rank

@@ -23,7 +23,7 @@ def gpu_name(device: str, visible: str | None) -> str | None:
     index = int(device.partition(":")[2] or 0)
     if visible is None:
         return f"GPU {index}"
-    shown = [one.strip() for one in visible.split(",")]
+    shown = [device_id.strip() for device_id in visible.split(",")]
     if index >= len(shown) or not shown[index]:
         return None
     if shown[index].isdigit():
@@ -45,7 +45,9 @@ def gpus_used() -> dict[str, int]:
 def gpu_processes() -> dict[str, dict[int, int]] | None:
     """GPU memory of each process in bytes, by the GPU's name and process id; None if NVML fails."""
     return _each_gpu(
-        lambda nvml, gpu: {one.pid: one.usedGpuMemory or 0 for one in nvml.nvmlDeviceGetComputeRunningProcesses(gpu)}
+        lambda nvml, gpu: {
+            process.pid: process.usedGpuMemory or 0 for process in nvml.nvmlDeviceGetComputeRunningProcesses(gpu)
+        }
     )
 
 
@@ -56,11 +58,11 @@ def gpu_utilization(seconds: float) -> dict[int, float]:
     Processes without NVML samples are left out. The result is empty if NVML fails or the GPU doesn't support it.
     """
     since_us = int((time.time() - seconds) * 1e6)
-    found: dict[int, float] = defaultdict(float)
+    utilization: dict[int, float] = defaultdict(float)
     for samples in (_each_gpu(lambda nvml, gpu: _busy(nvml, gpu, since_us)) or {}).values():
         for pid, part in samples.items():
-            found[pid] += part
-    return dict(found)
+            utilization[pid] += part
+    return dict(utilization)
 
 
 def _busy(nvml: Any, gpu: Any, since_us: int) -> dict[int, float]:
@@ -72,7 +74,7 @@ def _busy(nvml: Any, gpu: Any, since_us: int) -> dict[int, float]:
     for sample in samples:
         if sample.timeStamp > since_us:  # some drivers return older samples, too
             percents[sample.pid].append(sample.smUtil)
-    return {pid: sum(seen) / len(seen) / 100 for pid, seen in percents.items()}
+    return {pid: sum(readings) / len(readings) / 100 for pid, readings in percents.items()}
 
 
 def _each_gpu(ask: Callable[[Any, Any], Answer]) -> dict[str, Answer] | None:

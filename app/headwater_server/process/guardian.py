@@ -278,11 +278,11 @@ class Guardian:
             except ChildProcessError:
                 return
 
-    def _fail(self, what: str, error: OSError) -> str:
+    def _fail(self, failure: str, error: OSError) -> str:
         """Report why the replica can't start, and return that reason."""
-        reason = f"{what}: {error}"
+        reason = f"{failure}: {error}"
         lacks = not isinstance(error, (FileNotFoundError, PermissionError))  # a lack of processes, space or descriptors
-        self._send(event="failed", text=reason, cause=f"{what}: {error.strerror}", is_shortage=lacks)
+        self._send(event="failed", text=reason, cause=f"{failure}: {error.strerror}", is_shortage=lacks)
         return reason
 
     def _send(self, **status: object) -> None:

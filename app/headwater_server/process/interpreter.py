@@ -102,8 +102,8 @@ def find_interpreter(path: str | Path, environ: Mapping[str, str]) -> str:
         install = f"{absolute} -m pip install {' '.join(missing)}"
         raise InterpreterError(absolute, reason, f"{install}, or name another `python` (own: Headwater's)")
     for name, oldest in NEEDED.items():
-        found = re.match(r"(\d+)\.(\d+)", report["versions"].get(name, ""))
-        if found is not None and (int(found[1]), int(found[2])) < oldest:
+        match = re.match(r"(\d+)\.(\d+)", report["versions"].get(name, ""))
+        if match is not None and (int(match[1]), int(match[2])) < oldest:
             wanted = f"{name}>={oldest[0]}.{oldest[1]}"
             reason = f"expected {wanted}, got {name} {report['versions'][name]}"
             raise InterpreterError(absolute, reason, f"{absolute} -m pip install '{wanted}'")

@@ -34,7 +34,7 @@ def cpu_count(root: Path = Path("/")) -> int:
     A quota of 1.5 CPUs counts as 2: a single thread could not use it up. ``root`` is the folder with ``proc`` and
     ``sys``.
     """
-    found = [len(os.sched_getaffinity(0))]
+    counts = [len(os.sched_getaffinity(0))]
     for file in _cgroup_files(root, "cpu", "cpu.max", "cpu.cfs_quota_us"):
         with contextlib.suppress(OSError, ValueError):  # the file is missing, or says "max"
             numbers = file.read_text().split()
@@ -42,8 +42,8 @@ def cpu_count(root: Path = Path("/")) -> int:
                 numbers.append(file.with_name("cpu.cfs_period_us").read_text())
             quota_us, period_us = map(int, numbers)
             if quota_us > 0:  # -1 in v1: no quota
-                found.append(-(-quota_us // period_us))
-    return min(found)
+                counts.append(-(-quota_us // period_us))
+    return min(counts)
 
 
 def host_capacity(root: Path = Path("/")) -> int | None:
@@ -51,16 +51,16 @@ def host_capacity(root: Path = Path("/")) -> int | None:
 
     ``root`` is the folder with ``proc`` and ``sys``.
     """
-    found = []
+    capacities = []
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = (root / "proc/meminfo").read_text().splitlines()
-        found.append(1024 * int(next(line for line in lines if line.startswith("MemTotal:")).split()[1]))
+        capacities.append(1024 * int(next(line for line in lines if line.startswith("MemTotal:")).split()[1]))
     for file in _cgroup_files(root, "memory", "memory.max", "memory.limit_in_bytes"):
         with contextlib.suppress(OSError, ValueError):  # the file is missing, or says "max"
             limit = int(file.read_text())
             if limit < UNLIMITED_BYTES:
-                found.append(limit)
-    return min(found, default=None)
+                capacities.append(limit)
+    return min(capacities, default=None)
 
 
 def _cgroup_files(root: Path, controller: str, name_v2: str, name_v1: str) -> Iterator[Path]:
@@ -89,18 +89,18 @@ def measure_groups_by_place(groups: Collection[int]) -> dict[int, dict[str, int]
     The machine's memory is the proportional set size (PSS), in which each shared page counts once over all processes.
     Where the kernel doesn't report the PSS, it is the resident set size.
     """
-    found: dict[int, dict[str, int]] = {group: {HOST: 0} for group in groups}
+    sizes: dict[int, dict[str, int]] = {group: {HOST: 0} for group in groups}
     group_of: dict[int, int] = {}
     for process, group in members(groups):
         with contextlib.suppress(psutil.Error):  # the process has just ended
-            found[group][HOST] += _host_bytes(process)
+            sizes[group][HOST] += _host_bytes(process)
         group_of[process.pid] = group
     for name, processes in (gpu_processes() or {}).items():
         for pid, used_bytes in processes.items():
             if pid in group_of and used_bytes:
-                has = found[group_of[pid]]
+                has = sizes[group_of[pid]]
                 has[name] = has.get(name, 0) + used_bytes
-    return found
+    return sizes
 
 
 def _host_bytes(process: psutil.Process) -> int:

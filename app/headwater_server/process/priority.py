@@ -64,11 +64,11 @@ def set_session_priority(pid: int, nice: int, tries: int = SESSION_TRIES) -> Non
     All users other than root together may set a session's priority once in 0.1 s: if the kernel refuses for that
     reason, this function waits between its tries.
     """
-    for left in reversed(range(tries)):
+    for tries_left in reversed(range(tries)):
         try:
             Path(f"/proc/{pid}/autogroup").write_text(str(nice))
         except BlockingIOError:
-            if left:
+            if tries_left:
                 time.sleep(SESSION_WAIT_S)
         except OSError:  # the kernel has no autogroups, or the process has ended
             return

@@ -40,8 +40,8 @@ class GroupUse:
 
     def __add__(self, other: GroupUse) -> GroupUse:
         """The sum of both. If the GPU memory of either is unknown, the other value is the sum."""
-        known = [count for count in (self.gpu_bytes, other.gpu_bytes) if count is not None]
-        total = sum(known) if known else None
+        gpu_sizes = [count for count in (self.gpu_bytes, other.gpu_bytes) if count is not None]
+        total = sum(gpu_sizes) if gpu_sizes else None
         return GroupUse(
             self.threads + other.threads,
             self.resident_bytes + other.resident_bytes,

@@ -98,17 +98,17 @@ def kill_group(group: int) -> set[str]:
     return segments
 
 
-def sweep_replica(directory: Path, others: Iterable[str] = ()) -> list[str]:
-    """Remove a replica's folder and its segments: the segments in the journal, and ``others``. The replica's processes
-    must have ended.
+def sweep_replica(directory: Path, more_segments: Iterable[str] = ()) -> list[str]:
+    """Remove a replica's folder and its segments: the segments in the journal, and ``more_segments``. The replica's
+    processes must have ended.
 
     Returns descriptions of the files that could not be removed.
     """
     journal = Journal(directory)
-    segments = {SHARED_MEMORY / name for name in (*journal.segments, *others)}
+    segments = {SHARED_MEMORY / name for name in (*journal.segments, *more_segments)}
     if journal.host_pid:
         segments.update(SHARED_MEMORY.glob(f"headwater-{journal.host_pid}-*"))
-    left = []
+    leftovers = []
     for folder in _backend_folders(directory):
         with contextlib.suppress(OSError):  # not empty, so not this replica's, or gone
             folder.rmdir()
@@ -116,11 +116,11 @@ def sweep_replica(directory: Path, others: Iterable[str] = ()) -> list[str]:
         try:
             segment.unlink(missing_ok=True)
         except OSError as error:
-            left.append(f"{segment}: {error.strerror}")
+            leftovers.append(f"{segment}: {error.strerror}")
     shutil.rmtree(directory, ignore_errors=True)
     if directory.exists():
-        left.append(str(directory))
-    return left
+        leftovers.append(str(directory))
+    return leftovers
 
 
 class ProcessStat(NamedTuple):
@@ -234,13 +234,13 @@ def _backend_folders(directory: Path) -> list[Path]:
         ready_ns = (directory / "ready").stat().st_mtime_ns
     except FileNotFoundError:
         ready_ns = time.time_ns()
-    found = []
+    folders = []
     for folder in BACKEND_FOLDERS.glob("python_env_*"):
         with contextlib.suppress(OSError):
-            seen = folder.stat()
-            if seen.st_uid == os.getuid() and started_ns <= seen.st_mtime_ns <= ready_ns:
-                found.append(folder)
-    return found
+            folder_stat = folder.stat()
+            if folder_stat.st_uid == os.getuid() and started_ns <= folder_stat.st_mtime_ns <= ready_ns:
+                folders.append(folder)
+    return folders
 
 
 def make_instance_folder(parent: Path | None) -> tuple[Path, int]:
@@ -265,7 +265,7 @@ def lock_instance_folder(folder: Path) -> int:
 
 def sweep_stale(parent: Path | None) -> list[Path]:
     """Sweep the folders of servers that ended without sweeping. Returns these folders."""
-    found = []
+    folders = []
     for folder in sorted(Path(parent or tempfile.gettempdir()).glob(f"headwater-{os.getuid()}-*")):
         try:
             lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
@@ -276,11 +276,11 @@ def sweep_stale(parent: Path | None) -> list[Path]:
         except OSError:
             continue
         else:
-            found.append(folder)
+            folders.append(folder)
             for replica in folder.iterdir():
                 if (replica / _JOURNAL).exists():
                     sweep_replica(replica, _end_strays(replica))
             shutil.rmtree(folder, ignore_errors=True)
         finally:
             os.close(lock)
-    return found
+    return folders

@@ -90,8 +90,8 @@ def context_length(folder: Path) -> int | None:
     """
     config = _config(folder)
     text = config.get("text_config", config)  # models that also take images have a section for text
-    found = text.get("max_position_embeddings") if isinstance(text, dict) else None
-    return found if isinstance(found, int) else None
+    length = text.get("max_position_embeddings") if isinstance(text, dict) else None
+    return length if isinstance(length, int) else None
 
 
 def gives_embeddings(folder: Path, options: Mapping[str, Any]) -> bool:
@@ -104,7 +104,7 @@ def gives_embeddings(folder: Path, options: Mapping[str, Any]) -> bool:
     if options["runner"] != "auto":
         return bool(options["runner"] == "pooling")
     kinds = _config(folder).get("architectures") or []
-    return (folder / "modules.json").exists() or not all(str(one).endswith(_GENERATIVE) for one in kinds)
+    return (folder / "modules.json").exists() or not all(str(kind).endswith(_GENERATIVE) for kind in kinds)
 
 
 def _config(folder: Path) -> dict[str, Any]:
@@ -123,12 +123,12 @@ def folder_problem(folder: Path, options: Mapping[str, Any], install: VllmInstal
     """Why vLLM could not serve a model, as far as is known without a start; None if no problem was found."""
     title = f"model {folder}"
     try:
-        most = context_length(folder)
+        max_length = context_length(folder)
     except LoadError as error:
         return error.problem
     wanted = options.get("max_model_len")
-    if wanted is not None and most is not None and wanted > most:
-        reason = f"options.max_model_len: expected at most {most}, for which the model was made, got {wanted}"
+    if wanted is not None and max_length is not None and wanted > max_length:
+        reason = f"options.max_model_len: expected at most {max_length}, for which the model was made, got {wanted}"
         return Problem(title, reason, "lower it")
     template = options.get("chat_template")
     if template is not None and not Path(template).is_file():
@@ -233,7 +233,10 @@ def serve_command(
         flags += ["--enable-lora", f"--max-loras={at_once}", f"--max-cpu-loras={kept}", f"--max-lora-rank={rank}"]
     if adapters:
         # As JSON, since a path with a comma can't be given as name=path.
-        modules = [json.dumps({"name": one, "path": str(adapter.folder)}) for one, adapter in adapters.items()]
+        modules = [
+            json.dumps({"name": adapter_name, "path": str(adapter.folder)})
+            for adapter_name, adapter in adapters.items()
+        ]
         flags += ["--lora-modules", *modules]
     return [
         # Not the command `vllm`, which reads package metadata that the CPU build doesn't have.
@@ -279,7 +282,7 @@ def serve_environment(
         shown = environ.get("CUDA_VISIBLE_DEVICES")
         gpus = None if shown is None else _gpus(shown)
         wanted = _wanted(device, options)
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(one) if gpus is None else gpus[one] for one in wanted)
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(index) if gpus is None else gpus[index] for index in wanted)
     return environment
 
 
@@ -290,4 +293,4 @@ def _wanted(device: str, options: Mapping[str, Any]) -> range:
 
 
 def _gpus(shown: str) -> list[str]:
-    return [one.strip() for one in shown.split(",") if one.strip()]
+    return [gpu.strip() for gpu in shown.split(",") if gpu.strip()]

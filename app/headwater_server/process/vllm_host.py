@@ -140,8 +140,8 @@ class Output:
     def _search(self, line: str) -> None:
         prefix = _PREFIX.match(line)
         text = line[prefix.end() :] if prefix is not None else line
-        if (found := _ERROR.match(text)) is not None and "root cause" not in text:  # refers to an earlier error
-            self._error, self._noted_s, self._is_servers = found[1], time.monotonic(), prefix is None
+        if (match := _ERROR.match(text)) is not None and "root cause" not in text:  # refers to an earlier error
+            self._error, self._noted_s, self._is_servers = match[1], time.monotonic(), prefix is None
             self._details = 2 if "validation error" in text else 0
         elif self._details:
             self._details -= 1
@@ -285,8 +285,8 @@ class Host:
 
     def _capacity(self, install: VllmInstall, max_lora_rank: int) -> VllmSpec:
         models = json.loads(self._ask("GET", "/v1/models")[1])
-        found = _BLOCKS.search(b"\n" + self._ask("GET", "/metrics")[1])
-        labels = dict(re.findall(rb',([a-z_]+)="(\d+)"', b"," + found[1])) if found is not None else {}
+        match = _BLOCKS.search(b"\n" + self._ask("GET", "/metrics")[1])
+        labels = dict(re.findall(rb',([a-z_]+)="(\d+)"', b"," + match[1])) if match is not None else {}
         blocks, size = (int(labels.get(name, 0)) for name in (b"num_gpu_blocks", b"block_size"))
         return VllmSpec(
             max_sequences=self._spec.options["max_num_seqs"],
@@ -325,8 +325,8 @@ class Host:
         # A full queue refuses the probe, so a refusal is no sign of progress.
         with contextlib.suppress(OSError, http.client.HTTPException):
             max_step_s = self._spec.options["max_step_s"]
-            asked = self._embed(max_step_s) if self._embedding_length else self._generate(max_step_s, max_tokens=1)
-            if asked[0] == 200:
+            answer = self._embed(max_step_s) if self._embedding_length else self._generate(max_step_s, max_tokens=1)
+            if answer[0] == 200:
                 self._answered += 1
 
     def _count(self, timeout_s: float) -> None:

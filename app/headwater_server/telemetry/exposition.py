@@ -127,7 +127,7 @@ def _processes(pids: Mapping[str, int]) -> dict[str, list[tuple[Sequence[str], f
 
 def _replica_series(replicas: Iterable[ReplicaText]) -> Iterator[Metric]:
     """The series of the replicas' Triton or vLLM: names are kept, labels ``deployment`` and ``replica`` are added."""
-    found: dict[str, Metric] = {}
+    metrics: dict[str, Metric] = {}
     for deployment, replica, text in replicas:
         with contextlib.suppress(ValueError):  # truncated or malformed: the series before the fault are kept
             for family in text_string_to_metric_families(text or ""):
@@ -137,11 +137,11 @@ def _replica_series(replicas: Iterable[ReplicaText]) -> Iterator[Metric]:
                 # Triton's counters lack the suffix `_total` that the type requires, and the parser adds it.
                 is_plain = family.type == "counter" and f"\n{family.name}_total" not in (text or "")
                 kind = "unknown" if is_plain else family.type
-                known = found.setdefault(family.name, Metric(family.name, family.documentation, kind))
+                metric = metrics.setdefault(family.name, Metric(family.name, family.documentation, kind))
                 for sample in family.samples:
                     labels = {**sample.labels, "deployment": deployment, "replica": replica}
-                    known.add_sample(family.name if is_plain else sample.name, labels, sample.value)
-    yield from found.values()
+                    metric.add_sample(family.name if is_plain else sample.name, labels, sample.value)
+    yield from metrics.values()
 
 
 async def ask_replicas(targets: Sequence[ReplicaTarget], timeout_s: float = _ASK_TIMEOUT_S) -> list[ReplicaText]:

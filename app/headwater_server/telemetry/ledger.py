@@ -183,10 +183,10 @@ def read_totals(folder: Path) -> Totals:
         supervisor = read_store(folder / _SUPERVISOR)
     except FileNotFoundError:  # a user removed the file; the supervisor creates it again
         supervisor = Snapshot(0, {})
-    records = merged([*(one.records for one in workers.values()), ended.records, supervisor.records])
+    records = merged([*(worker.records for worker in workers.values()), ended.records, supervisor.records])
     for key, value in _read_message(folder / _STATE, dict[Key, int]).items():
         records[key] = [value]
-    pids = {name.partition(".")[0]: one.pid for name, one in workers.items() if one.pid}
+    pids = {name.partition(".")[0]: worker.pid for name, worker in workers.items() if worker.pid}
     return Totals(records, {_SUPERVISOR: supervisor.pid, **pids})
 
 
@@ -216,8 +216,8 @@ def _added_up(parts: Iterable[Records]) -> Records:
     for records in parts:
         for key, numbers in records.items():
             combine = max if ALL_SERIES[key.name].merge == "max" else operator.add
-            known = totals.get(key)
-            totals[key] = numbers if known is None else [combine(a, b) for a, b in zip(known, numbers, strict=True)]
+            total = totals.get(key)
+            totals[key] = numbers if total is None else [combine(a, b) for a, b in zip(total, numbers, strict=True)]
     return totals
 
 
@@ -225,19 +225,19 @@ class Counts:
     """The records of a deployment."""
 
     def __init__(self) -> None:
-        self._found: dict[str, list[tuple[tuple[str, ...], list[int]]]] = defaultdict(list)
+        self._records: dict[str, list[tuple[tuple[str, ...], list[int]]]] = defaultdict(list)
 
     def add(self, key: Key, numbers: list[int]) -> None:
         """Add a record."""
-        self._found[key.name].append((key.labels[1:], numbers))
+        self._records[key.name].append((key.labels[1:], numbers))
 
-    def include(self, other: Counts) -> None:
+    def include(self, counts: Counts) -> None:
         """Add the records of another deployment."""
-        for name, records in other._found.items():
-            self._found[name] += records
+        for name, records in counts._records.items():
+            self._records[name] += records
 
     def _numbers(self, name: str, last: str | None) -> list[list[int]]:
-        return [numbers for labels, numbers in self._found[name] if last is None or labels[-1] == last]
+        return [numbers for labels, numbers in self._records[name] if last is None or labels[-1] == last]
 
     def total(self, name: str, last: str | None = None) -> int:
         """The sum of a counter's or gauge's records; with ``last``, only of records with this last label."""
@@ -246,8 +246,8 @@ class Counts:
     def sum(self, name: str, last: str | None = None) -> tuple[int, int]:
         """The number of a histogram's values, and their sum in stored units; with ``last``, only of records with this
         last label."""
-        found = self._numbers(name, last)
-        return sum(sum(numbers[:-1]) for numbers in found), sum(numbers[-1] for numbers in found)
+        records = self._numbers(name, last)
+        return sum(sum(numbers[:-1]) for numbers in records), sum(numbers[-1] for numbers in records)
 
     def histogram(self, name: str) -> dict[str, Any]:
         """A histogram over all records: the counts of its buckets, with the unbounded bucket at the end, and the sum in
@@ -259,19 +259,19 @@ class Counts:
 
     def statistics(self, name: str) -> list[tuple[str, list[int]]]:
         """The last label and the numbers of each record of a series."""
-        return [(labels[-1], numbers) for labels, numbers in self._found[name]]
+        return [(labels[-1], numbers) for labels, numbers in self._records[name]]
 
     def of_replica(self, name: str, replica: str) -> int | None:
         """The value of a replica's gauge; None if it was not measured."""
-        return next((numbers[0] for labels, numbers in self._found[name] if labels == (replica,)), None)
+        return next((numbers[0] for labels, numbers in self._records[name] if labels == (replica,)), None)
 
 
 def together(parts: Iterable[Counts]) -> Counts:
     """The combined counts of several deployments, as if they were a single deployment."""
-    found = Counts()
+    total = Counts()
     for part in parts:
-        found.include(part)
-    return found
+        total.include(part)
+    return total
 
 
 async def read_records(folder: Path | None) -> Records:
@@ -283,8 +283,8 @@ async def read_records(folder: Path | None) -> Records:
 
 def counts_by_deployment(records: Mapping[Key, list[int]]) -> Mapping[str, Counts]:
     """The records by deployment. A deployment without records has empty counts."""
-    found: dict[str, Counts] = defaultdict(Counts)
+    counts: dict[str, Counts] = defaultdict(Counts)
     for key, numbers in records.items():
         if ALL_SERIES[key.name].labels[:1] == ("deployment",):
-            found[key.labels[0]].add(key, numbers)
-    return found
+            counts[key.labels[0]].add(key, numbers)
+    return counts

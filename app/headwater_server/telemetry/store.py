@@ -121,10 +121,10 @@ class Store:
 
         If the file is full, the returned slots are never read.
         """
-        found = self._records.get(key)
-        if found is None:
-            found = self._records[key] = self._append(key, numbers)
-        return found
+        slot = self._records.get(key)
+        if slot is None:
+            slot = self._records[key] = self._append(key, numbers)
+        return slot
 
     def numbers(self, key: Key, count: int) -> list[int]:
         """The first ``count`` numbers of a record; zeros if the record doesn't exist."""

@@ -94,9 +94,9 @@ async def dial(address: str, make: Callable[[], P], tls: PeerTls | None = None) 
 
 def keep_alive(transport: asyncio.BaseTransport) -> None:
     """Have the kernel probe a quiet TCP connection, so that it ends when the other machine is gone."""
-    found = transport.get_extra_info("socket")
+    tcp_socket = transport.get_extra_info("socket")
     idle_s, every_s, count = KEEP_ALIVE_S
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    found.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle_s)
-    found.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, every_s)
-    found.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, count)
+    tcp_socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    tcp_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle_s)
+    tcp_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, every_s)
+    tcp_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, count)

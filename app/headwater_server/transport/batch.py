@@ -66,7 +66,7 @@ def encode_batch(
         data += pieces
         size = sum(map(len, pieces))
         inputs.append({"name": name, "datatype": datatype, "shape": shape, "parameters": {"binary_data_size": size}})
-    wanted = dict.fromkeys([wish.name for request, _, _ in batch for wish in request.outputs])
+    wanted = dict.fromkeys([output.name for request, _, _ in batch for output in request.outputs])
     head: dict[str, Any] = {
         "inputs": inputs,
         "outputs": [{"name": name, "parameters": {"binary_data": True}} for name in (*wanted, REPORT)],
@@ -108,7 +108,7 @@ def encode_inputs(
             note.shapes[spec.name] = shape
             inputs.append((spec.name, *_zeros(spec, placeholder_shape(rows, spec.shape))))
         else:
-            pieces = [those[spec.name].data for _, those, _ in batch]
+            pieces = [row_inputs[spec.name].data for _, row_inputs, _ in batch]
             inputs.append((spec.name, DATATYPES[spec.datatype].wire, shape, pieces))
     segment = None if segments is None else _share(signature, inputs, segments, note)
     return FrameRequest(inputs, note), segment

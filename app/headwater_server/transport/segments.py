@@ -148,13 +148,13 @@ def _views(signature: Signature, memory: memoryview, answer_at: int, first: int)
         answer_at: the answer's offset in ``memory``.
         first: the offset of ``memory`` in the segment.
     """
-    found: dict[str, RawTensor] = {}
+    outputs: dict[str, RawTensor] = {}
     datatypes = {spec.name: DATATYPES[spec.datatype] for spec in signature.outputs}
     for name, (offset, shape) in placed_outputs(memory, answer_at).items():
         datatype = datatypes[name]
         at = offset - first
-        found[name] = RawTensor(datatype.wire, tuple(shape), memory[at : at + math.prod(shape) * datatype.size_bytes])
-    return found
+        outputs[name] = RawTensor(datatype.wire, tuple(shape), memory[at : at + math.prod(shape) * datatype.size_bytes])
+    return outputs
 
 
 class SegmentFiles:
@@ -187,23 +187,23 @@ class SegmentFiles:
     def _free_one(self, needed: int) -> SegmentFile | None:
         """Remove and return the smallest free file that is large enough; None if no file is."""
         fitting = [file for file in self._free if file.size_bytes >= needed]
-        found = min(fitting, key=lambda file: file.size_bytes, default=None)
-        if found is not None:
-            self._free.remove(found)
-        return found
+        smallest = min(fitting, key=lambda file: file.size_bytes, default=None)
+        if smallest is not None:
+            self._free.remove(smallest)
+        return smallest
 
     def _give_back(self, file: SegmentFile) -> None:
         """Return a file to the pool, since its last view is gone. Called in the thread that dropped the view."""
         file.use = None
         self._used.discard(file)
-        if not file.is_spoiled and sum([one.size_bytes for one in self._free]) + file.size_bytes <= KEPT_BYTES:
+        if not file.is_spoiled and sum([spare.size_bytes for spare in self._free]) + file.size_bytes <= KEPT_BYTES:
             self._free.append(file)
 
     def _trim(self) -> None:
         """Drop files that were unused for `KEPT_FOR_S`."""
         self._timer = None
         old_s = time.monotonic() - KEPT_FOR_S
-        for file in [one for one in self._free if one.used_s < old_s]:
+        for file in [spare for spare in self._free if spare.used_s < old_s]:
             self._free.remove(file)
         if self._free or self._used:  # files in use now will need trimming later
             self._timer = asyncio.get_running_loop().call_later(KEPT_FOR_S, self._trim)
@@ -240,9 +240,9 @@ class Segments:
 
     def note_answer(self, outputs: Iterable[RawTensor], rows: int) -> None:
         """Record the size of a call's outputs; the next segment gets space for as many."""
-        given = sum(aligned(len(one.data)) for one in outputs if len(one.data) >= SHARED_FROM_BYTES)
+        shared_bytes = sum(aligned(len(output.data)) for output in outputs if len(output.data) >= SHARED_FROM_BYTES)
         # The estimate decays, so that a single large answer doesn't reserve memory forever.
-        self._row_bytes = max(-(-given // rows), self._row_bytes - self._row_bytes // 64 - 1, 0)
+        self._row_bytes = max(-(-shared_bytes // rows), self._row_bytes - self._row_bytes // 64 - 1, 0)
 
 
 class RemoteSegments:

@@ -63,7 +63,7 @@ class BoundedConnection(HttpToolsProtocol):
     Args:
         head_timeout_s: how long a request's line and headers may take from their first byte, how long the rest of a
             body may take after the answer, and how long a client may read nothing of an answer.
-        others: the connections of this worker.
+        connections: the connections of this worker.
         records: logs and counts the requests that are refused without the application.
         accepted: the connection as it was counted before its TLS handshake.
         arguments: uvicorn's arguments.
@@ -84,14 +84,14 @@ class BoundedConnection(HttpToolsProtocol):
         self,
         *,
         head_timeout_s: float,
-        others: Connections,
+        connections: Connections,
         records: RequestRecords,
         accepted: Closable | None = None,
         **arguments: Any,
     ) -> None:
         super().__init__(**arguments)
         self._head_timeout_s = head_timeout_s
-        self._others = others
+        self._others = connections
         self._records = records
         self._accepted = accepted
         self._rest_timer: asyncio.TimerHandle | None = None
@@ -475,10 +475,10 @@ def _unacknowledged(transport: asyncio.Transport) -> int:
     They show that a slow client reads, because the kernel takes more data from the process only in large steps.
     """
     try:
-        found = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, b"\0" * 4)
+        raw_count = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, b"\0" * 4)
     except OSError:
         return 0
-    return int.from_bytes(found, sys.byteorder)
+    return int.from_bytes(raw_count, sys.byteorder)
 
 
 def _is_reset(transport: asyncio.Transport) -> bool:

@@ -107,15 +107,15 @@ class Connections:
 
 def allow_open_files(connections: int) -> int:
     """Raise this process's limit of open files for this many connections. Returns how many connections are possible."""
-    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = connections + OTHER_FILES
-    if most != resource.RLIM_INFINITY and wanted > most:
-        possible = max(1, most - OTHER_FILES)
+    if hard_limit != resource.RLIM_INFINITY and wanted > hard_limit:
+        possible = max(1, hard_limit - OTHER_FILES)
         logger.warning(
             "server.max_connections: a gateway worker may open %d files here, so it takes at most %d connections; "
-            "raise the hard limit (ulimit -Hn, LimitNOFILE=, docker run --ulimit nofile=...)", most, possible,
+            "raise the hard limit (ulimit -Hn, LimitNOFILE=, docker run --ulimit nofile=...)", hard_limit, possible,
         )  # fmt: skip
-        connections, wanted = possible, most
-    if now != resource.RLIM_INFINITY and now < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+        connections, wanted = possible, hard_limit
+    if soft_limit != resource.RLIM_INFINITY and soft_limit < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard_limit))
     return connections

@@ -47,9 +47,9 @@ class HeadAsGet:
         if scope["type"] != "http" or scope["method"] != "HEAD":
             await self._app(scope, receive, send)
             return
-        asked = {**scope, "method": "GET"}
+        get_scope = {**scope, "method": "GET"}
         try:
-            await self._app(asked, receive, send)
+            await self._app(get_scope, receive, send)
         finally:
-            if "route" in asked:
-                scope["route"] = asked["route"]  # requests are counted by route
+            if "route" in get_scope:
+                scope["route"] = get_scope["route"]  # requests are counted by route

@@ -63,10 +63,10 @@ def _check_single(headers: Sequence[tuple[bytes, bytes]]) -> None:
     Raises:
         BadRequest: the request has such a header more than once.
     """
-    seen = [name for name, _ in headers]
+    names = [name for name, _ in headers]
     for name in _SINGLE:
-        if seen.count(name) > 1:
-            raise BadRequest(f"header {name.decode().title()}: expected one, got {seen.count(name)}")
+        if names.count(name) > 1:
+            raise BadRequest(f"header {name.decode().title()}: expected one, got {names.count(name)}")
 
 
 class RequestRecord(msgspec.Struct):
@@ -163,8 +163,8 @@ class RequestRecords:
         if request_id:
             state["request_id"] = request_id.decode()
         else:
-            state["request_id"] = made = self._new_id()
-            request_id = made.encode()
+            state["request_id"] = new_id = self._new_id()
+            request_id = new_id.encode()
         state["stream_limits"] = self.stream_limits
         tracing = current()
         trace = None if tracing is None else tracing.begin(scope, state["request_id"])
@@ -181,13 +181,13 @@ class RequestRecords:
             status: the answer's status, or 499 if the client went away; a status in the request's state overrides it.
         """
         state: dict[str, Any] = scope["state"]
-        seen = state.get("status", status)
+        final_status = state.get("status", status)
         took_ns = time.perf_counter_ns() - record.started_ns
-        leave(scope, seen, took_ns)
+        leave(scope, final_status, took_ns)
         if record.trace is not None:
-            record.trace.end(scope, seen, state.get("error"))
-        if self.log is not None and not (seen < 400 and state.get("is_routine")):
-            self.log.write(scope, seen, took_ns / 1e9, state)
+            record.trace.end(scope, final_status, state.get("error"))
+        if self.log is not None and not (final_status < 400 and state.get("is_routine")):
+            self.log.write(scope, final_status, took_ns / 1e9, state)
         # The error's traceback references the state: without this, both and the body would stay until a garbage
         # collection.
         state.pop("error", None)
@@ -287,9 +287,9 @@ class Entry:
                 scope["route"] = self._infer
                 return self._infer
         for route in self._routes:
-            match, found = route.matches(scope)
+            match, child_scope = route.matches(scope)
             if match is Match.FULL:
-                scope["path_params"] = found["path_params"]
+                scope["path_params"] = child_scope["path_params"]
                 scope["route"] = route
                 return route
         return None

@@ -220,8 +220,8 @@ class Exchange(RequestResponseCycle):
 def exchange_of(scope: Mapping[str, Any]) -> Exchange | None:
     """The exchange of a request; None under another server."""
     extensions = scope.get("extensions")
-    found: Exchange | None = extensions.get(EXTENSION) if extensions else None
-    return found
+    exchange: Exchange | None = extensions.get(EXTENSION) if extensions else None
+    return exchange
 
 
 WATCH_AFTER_S: Final = 0.02

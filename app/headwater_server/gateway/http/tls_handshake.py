@@ -62,7 +62,7 @@ class TlsAcceptor:
     Args:
         context: TLS context with the certificate.
         make: makes the protocol that reads requests, given the `Accepted` that counted for its connection so far.
-        others: the connections of this worker.
+        connections: the connections of this worker.
         timeout_s: how long a handshake may take.
     """
 
@@ -70,12 +70,12 @@ class TlsAcceptor:
         self,
         context: ssl.SSLContext,
         make: Callable[[Closable], asyncio.Protocol],
-        others: Connections,
+        connections: Connections,
         timeout_s: float = HANDSHAKE_TIMEOUT_S,
     ) -> None:
         self._context = context
         self._make = make
-        self._others = others
+        self._others = connections
         self._timeout_s = timeout_s
         self._faults = HandshakeFaults()
         self._tasks: set[asyncio.Task[None]] = set()

@@ -54,15 +54,15 @@ _SCHEMES = {
 def _version_paths(versions: list[ServedModel]) -> dict[str, Any]:
     """The paths that choose a version, each with the tensors of that version."""
     paths: dict[str, Any] = {}
-    for one in versions:
-        if (signature := one.route.signature) is not None:
-            named = msgspec.structs.replace(signature, name=one.name)
+    for model in versions:
+        if (signature := model.route.signature) is not None:
+            named = msgspec.structs.replace(signature, name=model.name)
             for route, described in tensor_operations(named).items():
-                told = {
-                    "operationId": f"{described['operationId']}_version_{one.version}",
-                    "summary": f"{described['summary']}, version {one.version}",
+                titles = {
+                    "operationId": f"{described['operationId']}_version_{model.version}",
+                    "summary": f"{described['summary']}, version {model.version}",
                 }
-                paths[f"/v2/models/{one.name}/versions/{one.version}/{route}"] = {"post": {**described, **told}}
+                paths[f"/v2/models/{model.name}/versions/{model.version}/{route}"] = {"post": {**described, **titles}}
     return paths
 
 

@@ -226,8 +226,8 @@ def _parameter_schemas(signature: Signature) -> dict[str, Any]:
     for spec in signature.own_parameters:
         kind = {"str": "string", "int": "integer", "float": "number", "bool": "boolean"}[spec.type]
         bounds = {"minimum": spec.minimum, "maximum": spec.maximum, "enum": spec.choices}
-        given = {name: bound for name, bound in bounds.items() if bound is not None}
-        schemas[spec.name] = {"type": kind, "default": spec.default, "description": spec.description, **given}
+        limits = {name: bound for name, bound in bounds.items() if bound is not None}
+        schemas[spec.name] = {"type": kind, "default": spec.default, "description": spec.description, **limits}
     return schemas
 
 

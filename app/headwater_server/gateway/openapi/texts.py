@@ -68,7 +68,7 @@ def body_schemas() -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _without_null(field: dict[str, Any]) -> dict[str, Any]:
     """A field's schema without null, which means the same as leaving the field out."""
-    kinds = [one for one in field.get("anyOf", ()) if one != {"type": "null"}]
+    kinds = [kind for kind in field.get("anyOf", ()) if kind != {"type": "null"}]
     rest = {key: value for key, value in field.items() if key != "anyOf" and (key, value) != ("default", None)}
     return {**(kinds[0] if len(kinds) == 1 else {"anyOf": kinds} if kinds else {}), **rest}
 
@@ -90,10 +90,10 @@ def shared_paths(
         schemas: the bodies' schemas, by the structs' names.
     """
 
-    def of_both(kind: str, route: Route, asked: str) -> dict[str, Any]:
-        found = [of_models(schemas[kind], language_models)] if language_models else []
-        found += [_vllm_body(route, asked, vllm_models)] if vllm_models else []
-        return found[0] if len(found) == 1 else {"anyOf": found}
+    def of_both(kind: str, route: Route, required_field: str) -> dict[str, Any]:
+        bodies = [of_models(schemas[kind], language_models)] if language_models else []
+        bodies += [_vllm_body(route, required_field, vllm_models)] if vllm_models else []
+        return bodies[0] if len(bodies) == 1 else {"anyOf": bodies}
 
     cancel = {
         "tags": ["inference"],
@@ -210,10 +210,10 @@ def mapped_paths(
             )
     if classifiers:
         label = object_schema({"label": STRING, "score": number})
-        one = {"index": INTEGER, "object": STRING, "label": STRING, "score": number, "num_classes": INTEGER}
-        one |= {"probs": {"type": "array", "items": number}, "predictions": {"type": "array", "items": label}}
+        entry = {"index": INTEGER, "object": STRING, "label": STRING, "score": number, "num_classes": INTEGER}
+        entry |= {"probs": {"type": "array", "items": number}, "predictions": {"type": "array", "items": label}}
         about = {"id": STRING, "object": STRING, "created": INTEGER, "model": STRING}
-        answer = object_schema({**about, "data": {"type": "array", "items": object_schema(one)}, "usage": usage})
+        answer = object_schema({**about, "data": {"type": "array", "items": object_schema(entry)}, "usage": usage})
         paths["/v1/classify"] = operation(
             "openai",
             "classify",
@@ -246,13 +246,13 @@ def mapped_paths(
     return paths
 
 
-def _vllm_body(route: Route, asked: str, models: list[str]) -> dict[str, Any]:
+def _vllm_body(route: Route, required_field: str, models: list[str]) -> dict[str, Any]:
     """A schema of the fields that a body may have for a vLLM, which checks their values."""
     return {
         "type": "object",
         "description": "For a model that vLLM computes: the fields are those of its API",
         "properties": {name: {} for name in fields_of(route)} | {"model": {"type": "string", "enum": models}},
-        "required": ["model", asked],
+        "required": ["model", required_field],
         "additionalProperties": False,
     }
 

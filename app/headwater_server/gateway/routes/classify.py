@@ -73,10 +73,10 @@ class ClassifyEndpoint(Endpoint):
         assert spec is not None
         rows = [_content(item, spec.media, place) for place, item in items]
         wanted = [spec.scores] if spec.tokens is None else [spec.scores, spec.tokens]
-        found, cache = await compute(scope, receive, model, {spec.input: rows}, wanted, "input")
-        scores = floats(found[spec.scores], spec.scores, lambda row: items[row][0])
+        outputs, cache = await compute(scope, receive, model, {spec.input: rows}, wanted, "input")
+        scores = floats(outputs[spec.scores], spec.scores, lambda row: items[row][0])
         labels = next(output.labels for output in signature.outputs if output.name == spec.scores)
-        tokens = 0 if spec.tokens is None else token_sum(found[spec.tokens])
+        tokens = 0 if spec.tokens is None else token_sum(outputs[spec.tokens])
         content = {
             "id": scope["state"]["request_id"],
             "object": "list",
@@ -103,9 +103,9 @@ def _content(item: str | _Item, media: Literal["text", "image"], place: str) -> 
     """The text or image of an input."""
     if isinstance(item, str):
         return item.encode()
-    other: Literal["text", "image"] = "text" if media == "image" else "image"
+    other_media: Literal["text", "image"] = "text" if media == "image" else "image"
     value = getattr(item, media)
-    if value is None or getattr(item, other) is not None:
+    if value is None or getattr(item, other_media) is not None:
         raise BadRequest(f"{place}: expected {media} alone: this model reads {media}s", field="input")
     return bytes(value.encode())
 

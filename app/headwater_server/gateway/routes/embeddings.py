@@ -115,9 +115,9 @@ class EmbeddingsEndpoint(Endpoint):
             for field in ("prompt_name", "input_type"):
                 if getattr(body, field) is not None:
                     raise BadRequest(f"{field}: model `{body.model}` {_NO_PROMPTS}; leave it out", field=field)
-            asked = {name: getattr(body, name) for name in _RELAYED if getattr(body, name) is not None}
+            fields = {name: getattr(body, name) for name in _RELAYED if getattr(body, name) is not None}
             parts = _parts(inputs, rows_at_once(len(inputs), signature.vllm.max_requests))
-            return await answer_embeddings(scope, receive, model.dispatcher, asked, parts)
+            return await answer_embeddings(scope, receive, model.dispatcher, fields, parts)
         request = _Request(body, signature, signature.embedding, scope["state"].get("key", ""))
         route = model.route
         ends_s = time.monotonic() + route.timeout_s
@@ -130,8 +130,8 @@ class EmbeddingsEndpoint(Endpoint):
                 answer = await computed(model.dispatcher, request.of(part, timeout_us), "input")
                 place = [f"input[{index}]" for index in range(len(rows), len(rows) + len(part))].__getitem__
                 # Rows that share a call are as long as the longest embedding that any of their requests asked for.
-                found = answer.outputs[signature.embedding.output]
-                rows.extend(floats([found], signature.embedding.output, place, length=body.dimensions))
+                tensor = answer.outputs[signature.embedding.output]
+                rows.extend(floats([tensor], signature.embedding.output, place, length=body.dimensions))
                 tokens += _tokens(answer, signature.embedding)
                 caches.add(answer.cache)
         scope["state"]["note"] = f"rows={len(inputs)}"
@@ -161,14 +161,14 @@ def _read(raw: bytes) -> tuple[EmbeddingsRequest, _Inputs]:
     return body, inputs
 
 
-def _parts(inputs: _Inputs, most: int) -> Iterator[_Inputs]:
-    """Split the inputs into parts of at most ``most`` inputs and `_MAX_VALUES` token ids."""
+def _parts(inputs: _Inputs, max_inputs: int) -> Iterator[_Inputs]:
+    """Split the inputs into parts of at most ``max_inputs`` inputs and `_MAX_VALUES` token ids."""
     start = width = 0
-    for n, one in enumerate(inputs):
-        width = max(width, 0 if isinstance(one, str) else len(one))
-        if n > start and (n - start == most or (n - start + 1) * width > _MAX_VALUES):
+    for n, entry in enumerate(inputs):
+        width = max(width, 0 if isinstance(entry, str) else len(entry))
+        if n > start and (n - start == max_inputs or (n - start + 1) * width > _MAX_VALUES):
             yield inputs[start:n]
-            start, width = n, 0 if isinstance(one, str) else len(one)
+            start, width = n, 0 if isinstance(entry, str) else len(entry)
     yield inputs[start:]
 
 
@@ -200,9 +200,11 @@ class _Request:
 
     def _prompt_of(self, input_type: str | None) -> str | None:
         """The prompt that an ``input_type`` stands for: the prompt with the same name, or with a synonym."""
-        known = next((item.choices or () for item in self._signature.parameters if item.name == self._spec.prompt), ())
+        prompts = next(
+            (item.choices or () for item in self._signature.parameters if item.name == self._spec.prompt), ()
+        )
         names = () if input_type is None else (input_type, *_SYNONYMS.get(input_type, ()))
-        return next((name for name in names if name in known), input_type)
+        return next((name for name in names if name in prompts), input_type)
 
     def _set(self, field: str, name: str | None, value: str | int | None, otherwise: str) -> None:
         if value is None:
@@ -219,9 +221,9 @@ class _Request:
     def of(self, part: _Inputs, timeout_us: int) -> InferRequest:
         """The request for some of the inputs."""
         signature, spec = self._signature, self._spec
-        texts = [one.encode() if isinstance(one, str) else b"" for one in part]
+        texts = [entry.encode() if isinstance(entry, str) else b"" for entry in part]
         inputs = {spec.input: RawTensor("BYTES", (len(part), 1), pack_bytes(texts))}
-        rows = [one for one in part if not isinstance(one, str)]
+        rows = [entry for entry in part if not isinstance(entry, str)]
         if rows:
             if _TOKEN_IDS not in signature.inputs:
                 raise BadRequest(f"input: {_HINT}; token ids are not supported", field="input")

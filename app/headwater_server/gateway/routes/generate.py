@@ -68,15 +68,15 @@ class GenerateEndpoint(Endpoint):
             dispatcher = self._models.language_model(model)
             dispatcher.check_ready()
             raw, _ = await self._reader.read(scope, receive)
-            asked = await decoded(GenerateRequest.read, raw, scope)
-            form = asked.answer_form(model.name, model.version, streams=self._streams)
+            generate_request = await decoded(GenerateRequest.read, raw, scope)
+            form = generate_request.answer_form(model.name, model.version, streams=self._streams)
 
             def formed(plan: TextPlan, texts: TokenTexts) -> GenerateAnswer:
                 form.texts = texts if plan.specs[0].sampling.logprobs is not None else None
                 return form
 
             return await answer_text(
-                self._models, scope, receive, dispatcher, asked, formed, pool=self._pool,
+                self._models, scope, receive, dispatcher, generate_request, formed, pool=self._pool,
                 size_bytes=len(raw), streams=self._streams,
             )  # fmt: skip
         signature = model.dispatcher.check_ready()
@@ -103,9 +103,9 @@ class GenerateEndpoint(Endpoint):
     async def _relay(self, scope: Scope, receive: Receive, dispatcher: VllmDispatcher, name: str) -> ASGIApp:
         dispatcher.check_generates()
         raw, _ = await self._reader.read(scope, receive)
-        asked = await decoded(GenerateRequest.read, raw, scope)
-        form = asked.answer_form(name, streams=self._streams)
-        request = from_generate(name, asked, streams=self._streams)
+        generate_request = await decoded(GenerateRequest.read, raw, scope)
+        form = generate_request.answer_form(name, streams=self._streams)
+        request = from_generate(name, generate_request, streams=self._streams)
         return await answer_relayed(
             self._models, scope, receive, dispatcher, request, lambda count: GenerateRelay(form, count)
         )
@@ -121,17 +121,17 @@ async def _only_result(model: ServedModel, request: InferRequest) -> Answer:
     Raises:
         BadRequest: the model gave no result, or more than a single result.
     """
-    found: list[HeadAnswer] = []
+    answers: list[HeadAnswer] = []
     async with _pieces(model, request) as pieces:
         async for piece in pieces:
-            found.append(piece)
-            if len(found) > 1:
+            answers.append(piece)
+            if len(answers) > 1:
                 break
-    if len(found) == 1:
-        return Answer(found[0].outputs)
+    if len(answers) == 1:
+        return Answer(answers[0].outputs)
     name = model.route.name
     raise BadRequest(
-        f"model `{name}`: expected exactly one result, got {'several' if found else 'none'}: it streams its results; "
+        f"model `{name}`: expected exactly one result, got {'several' if answers else 'none'}: it streams its results; "
         f"POST to /v2/models/{name}/generate_stream"
     )
 

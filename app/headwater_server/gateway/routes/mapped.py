@@ -110,7 +110,7 @@ async def computed(dispatcher: Dispatcher, request: InferRequest, field: str) ->
 def joined(caches: Collection[str]) -> str:
     """How the cache was used for a request of several calls: the slowest of its calls' results. A miss is slower than a
     shared computation, and a shared computation is slower than a hit."""
-    return next((one for one in ("miss", "shared", "hit") if one in caches), "")
+    return next((outcome for outcome in ("miss", "shared", "hit") if outcome in caches), "")
 
 
 async def compute(
@@ -138,14 +138,14 @@ async def compute(
     route, dispatcher = model.route, model.dispatcher
     signature = dispatcher.check_ready()
     count = len(next(iter(columns.values())))
-    most = rows_at_once(count, route.max_queue_size)
+    rows_per_call = rows_at_once(count, route.max_queue_size)
     ends_s = time.monotonic() + route.timeout_s
-    found: dict[str, list[RawTensor]] = {name: [] for name in wanted}
+    tensors: dict[str, list[RawTensor]] = {name: [] for name in wanted}
     caches = set()
     owner = scope["state"].get("key", "")
     with DisconnectWatch(scope, receive):
-        for start in range(0, count, most):
-            rows = min(most, count - start)
+        for start in range(0, count, rows_per_call):
+            rows = min(rows_per_call, count - start)
             inputs = {
                 name: RawTensor("BYTES", (rows, 1), pack_bytes(column[start : start + rows]))
                 for name, column in columns.items()
@@ -156,9 +156,9 @@ async def compute(
             answer = await computed(dispatcher, request, field)
             caches.add(answer.cache)
             for name in wanted:
-                found[name].append(answer.outputs[name])
+                tensors[name].append(answer.outputs[name])
     scope["state"]["note"] = f"rows={count}"
-    return Computed(found, joined(caches))
+    return Computed(tensors, joined(caches))
 
 
 def floats(

@@ -53,8 +53,8 @@ def health_routes(models: Models, *, has_keys: bool = False) -> APIRouter:
         except NotFound as error:
             if not is_stranger(request):
                 raise
-            what = "model" if version is None else "model and version"
-            raise NotFound(f"{what}: unknown", field=error.field) from None
+            subject = "model" if version is None else "model and version"
+            raise NotFound(f"{subject}: unknown", field=error.field) from None
 
     def why_not(request: Request, model: ServedModel) -> Unavailable | None:
         """Why a model isn't ready; None: it is ready."""
@@ -80,7 +80,7 @@ def health_routes(models: Models, *, has_keys: bool = False) -> APIRouter:
         if models.is_leaving:
             return _readiness(Unavailable("the server is stopping"))
         if named:
-            waiting = list(filter(None, (why_not(request, found) for found in named)))
+            waiting = list(filter(None, (why_not(request, served) for served in named)))
         else:
             routes = (served.route for served in models if not served.route.is_set_aside)
             waiting = [unavailable(route) for route in routes if route.state is not State.READY]
@@ -119,8 +119,8 @@ class _IndexRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 def _index_request(body: bytes) -> _IndexRequest:
     hint = 'expected {"ready": true or false} or an empty body'
-    asked: _IndexRequest = read_json(body if body.strip() else b"{}", _IndexRequest, hint=hint)
-    return asked
+    query: _IndexRequest = read_json(body if body.strip() else b"{}", _IndexRequest, hint=hint)
+    return query
 
 
 _INDEX_SCHEMA: Final = msgspec.json.schema_components((_IndexRequest,))[1][_IndexRequest.__name__]
@@ -143,7 +143,9 @@ def metadata_routes(models: Models, reader: BodyReader) -> APIRouter:
     @router.get("/v2/models/stats", summary="Statistics of all models")
     async def all_statistics() -> JSONResponse:
         counts = await counted()
-        return JSONResponse({"model_stats": [_statistics(one, counts[one.route.name]) for one in models.by_version()]})
+        return JSONResponse(
+            {"model_stats": [_statistics(served, counts[served.route.name]) for served in models.by_version()]}
+        )
 
     @router.get("/v2/models/{model}", summary="The model's inputs and outputs")
     @router.get("/v2/models/{model}/versions/{version}", summary="The version's inputs and outputs")
@@ -158,9 +160,9 @@ def metadata_routes(models: Models, reader: BodyReader) -> APIRouter:
     @router.get("/v2/models/{model}/stats", summary="The model's statistics")
     @router.get("/v2/models/{model}/versions/{version}/stats", summary="The version's statistics")
     async def statistics(model: str, version: str | None = None) -> JSONResponse:
-        those = models.versions_of(models.get(model, version))
+        versions = models.versions_of(models.get(model, version))
         counts = await counted()
-        return JSONResponse({"model_stats": [_statistics(one, counts[one.route.name]) for one in those]})
+        return JSONResponse({"model_stats": [_statistics(served, counts[served.route.name]) for served in versions]})
 
     @router.get("/v2/repository/index", summary="All models and their states")
     async def index() -> JSONResponse:
@@ -169,12 +171,12 @@ def metadata_routes(models: Models, reader: BodyReader) -> APIRouter:
     @router.post("/v2/repository/index", summary="The same, as Triton has it", openapi_extra=_INDEX_BODY)
     async def index_by_post(request: Request) -> JSONResponse:
         body, _ = await reader.read(request.scope, request.receive)
-        asked = await decoded(_index_request, body, request.scope)
+        query = await decoded(_index_request, body, request.scope)
         return JSONResponse(
             [
-                index_entry(one, models)
-                for one in models.by_version()
-                if not asked.ready or one.route.state is State.READY
+                index_entry(served, models)
+                for served in models.by_version()
+                if not query.ready or served.route.state is State.READY
             ]
         )
 
@@ -212,10 +214,10 @@ def index_entry(model: ServedModel, models: Models) -> dict[str, Any]:
 
 def _environments(replicas: Iterable[ReplicaRoute]) -> list[dict[str, Any]]:
     """The library versions that replicas run with, each set of versions with the ids of its replicas."""
-    found: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    ids_by_versions: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for replica in replicas:
-        found.setdefault(tuple(replica.versions.items()), []).append(replica.id)
-    return [{"versions": dict(versions), "replicas": ids} for versions, ids in found.items()]
+        ids_by_versions.setdefault(tuple(replica.versions.items()), []).append(replica.id)
+    return [{"versions": dict(versions), "replicas": ids} for versions, ids in ids_by_versions.items()]
 
 
 def _metadata(model: ServedModel, versions: list[str]) -> dict[str, Any]:
@@ -263,11 +265,11 @@ def _config(model: ServedModel) -> dict[str, Any]:
         },
         "instance_group": [
             {
-                "name": one.id,
-                "kind": "KIND_GPU" if one.device.startswith("cuda") else "KIND_CPU",
+                "name": replica.id,
+                "kind": "KIND_GPU" if replica.device.startswith("cuda") else "KIND_CPU",
                 "count": route.total_instances,
             }
-            for one in route.replicas
+            for replica in route.replicas
         ],
         "parameters": {
             parameter.name: {"string_value": f"{parameter.type}, default {parameter.default!r}, per {parameter.per}"}
@@ -363,14 +365,14 @@ def openai_model_routes(models: Models) -> APIRouter:
 
     @router.get("/v1/models", summary="The models that are ready")
     async def list_models() -> JSONResponse:
-        named = (one for model in models for one in (model, *map(models.get, model.route.adapters)))
+        named = (served for model in models for served in (model, *map(models.get, model.route.adapters)))
         ready = [entry(model) for model in named if model.route.state is State.READY]
         return JSONResponse({"object": "list", "data": ready})
 
     @router.get("/v1/models/{model}", summary="One model that is ready")
     async def one_model(model: str) -> JSONResponse:
-        found = models.get(model)
-        found.dispatcher.check_ready()
-        return JSONResponse(entry(found))
+        served = models.get(model)
+        served.dispatcher.check_ready()
+        return JSONResponse(entry(served))
 
     return router

@@ -68,8 +68,8 @@ def repository_routes(
             guard.check(request.headers)
             body, _ = await reader.read(request.scope, request.receive)
             arguments = await decoded(functools.partial(_arguments, action=action), body, request.scope)
-            found = await command(action, model, arguments)
-            return JSONResponse(found.content, found.status)
+            answer = await command(action, model, arguments)
+            return JSONResponse(answer.content, answer.status)
 
     add("load", "Load a model that is not loaded")
     add("unload", "Unload a model, and see that nothing of it remains")
@@ -83,10 +83,10 @@ def repository_routes(
 def _bounds(body: bytes) -> dict[str, Any]:
     """The ``min`` and ``max`` of replicas that a body asks for."""
     expected = 'expected {"replicas": 3}, or {"min": 1, "max": 3}'
-    asked: _Scale = read_json(body, _Scale, hint=expected)
-    if (asked.replicas is None) == (asked.max is None) or (asked.replicas is not None and asked.min is not None):
+    scale: _Scale = read_json(body, _Scale, hint=expected)
+    if (scale.replicas is None) == (scale.max is None) or (scale.replicas is not None and scale.min is not None):
         raise at("body", None, f"{expected}, got {body.decode()[:100]}")
-    wanted = asked.replicas if asked.replicas is not None else {"min": asked.min or 1, "max": asked.max}
+    wanted = scale.replicas if scale.replicas is not None else {"min": scale.min or 1, "max": scale.max}
     try:
         return _REPLICAS.validate_python(wanted).model_dump()
     except ValidationError as error:
@@ -107,8 +107,8 @@ def _arguments(body: bytes, action: str) -> dict[str, Any]:
         return {"undo": rollback.undo}
     arguments: dict[str, Any] = {}
     hint = 'expected {"parameters": {...}} or an empty body'
-    asked: _Body = read_json(body if body.strip() else b"{}", _Body, hint=hint)
-    for name, value in asked.parameters.items():
+    options: _Body = read_json(body if body.strip() else b"{}", _Body, hint=hint)
+    for name, value in options.parameters.items():
         if name == "unload_dependents" and action == "unload":
             if value is not False:
                 why = "a pipeline takes its own steps with it, and no other model depends on one"

@@ -53,12 +53,12 @@ class RerankEndpoint(Endpoint):
         model = chosen_model(self._models, scope, body.model, "rerank", "reranking")
         spec = model.dispatcher.check_ready().reranking
         assert spec is not None
-        texts = [one if isinstance(one, str) else one.text for one in body.documents]
+        texts = [document if isinstance(document, str) else document.text for document in body.documents]
         columns = {spec.query: [body.query.encode()] * len(texts), spec.document: [text.encode() for text in texts]}
         wanted = [spec.score] if spec.tokens is None else [spec.score, spec.tokens]
-        found, cache = await compute(scope, receive, model, columns, wanted, "documents")
-        scores = floats(found[spec.score], spec.score, "documents[{}]".format)[:, 0].tolist()
-        tokens = 0 if spec.tokens is None else token_sum(found[spec.tokens])
+        outputs, cache = await compute(scope, receive, model, columns, wanted, "documents")
+        scores = floats(outputs[spec.score], spec.score, "documents[{}]".format)[:, 0].tolist()
+        tokens = 0 if spec.tokens is None else token_sum(outputs[spec.tokens])
         order = sorted(range(len(texts)), key=lambda index: -scores[index])[: body.top_n]
         content = {
             "id": scope["state"]["request_id"],

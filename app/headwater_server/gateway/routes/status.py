@@ -92,10 +92,14 @@ def status_routes(models: Models, folder: Path | None, sampler: Sampler) -> APIR
             "bounds": {
                 "seconds": [float(f"{bound * CATALOGUE[TIMES].scale:.10g}") for bound in CATALOGUE[TIMES].bounds],
                 "rows": list(CATALOGUE[ROWS].bounds),
-                "difference": [float(f"{one * CATALOGUE[DIFFERENCE].scale:g}") for one in CATALOGUE[DIFFERENCE].bounds],
+                "difference": [
+                    float(f"{bound * CATALOGUE[DIFFERENCE].scale:g}") for bound in CATALOGUE[DIFFERENCE].bounds
+                ],
             },
             "deployments": [
-                _deployment(model, models, together(counts[one.route.name] for one in models.versions_of(model)))
+                _deployment(
+                    model, models, together(counts[version.route.name] for version in models.versions_of(model))
+                )
                 for model in models.with_steps()
             ],
         }

@@ -156,7 +156,7 @@ async def _whole(form: AnswerForm, texts: Sequence[TextPiece], usage: Usage) -> 
 def _stream(models: Models, scope: Scope, job: TextGeneration, form: AnswerForm) -> Awaitable[EventStream]:
     async def events() -> AsyncGenerator[Event, None]:
         begun = False
-        told: dict[int, int] = {}
+        token_counts: dict[int, int] = {}
         """Tokens of each sequence in the pieces sent so far."""
         while pieces := await job.news():
             if not begun:  # only with the first piece, so that an early failure is answered with its status
@@ -167,8 +167,8 @@ def _stream(models: Models, scope: Scope, job: TextGeneration, form: AnswerForm)
                     yield event
             for place, piece in pieces:
                 if form.counts_usage:
-                    told[place] = job.completion_tokens(place)
-                    form.count(job.usage._replace(completion_tokens=sum(told.values())))
+                    token_counts[place] = job.completion_tokens(place)
+                    form.count(job.usage._replace(completion_tokens=sum(token_counts.values())))
                 for event in form.piece(place, piece):
                     yield event
 

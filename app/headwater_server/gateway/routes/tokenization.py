@@ -63,7 +63,7 @@ class TokenizationEndpoint(Endpoint):
             model.route.name for model in self._models if model.route.is_language_model and not model.route.is_vllm
         ]
         if len(names) != 1:
-            those = ", ".join(f"`{name}`" for name in names) or "none"
-            message = f"model: expected the name of a language model, got none; this server has {those}"
+            listing = ", ".join(f"`{name}`" for name in names) or "none"
+            message = f"model: expected the name of a language model, got none; this server has {listing}"
             raise BadRequest(message, field="model")
         return names[0]

@@ -63,13 +63,13 @@ class TranscriptionsEndpoint(Endpoint):
                 raise BadRequest(message, field="language")
             parameters[spec.language] = language
         wanted = [spec.text] if spec.duration is None else [spec.text, spec.duration]
-        found, cache = await compute(scope, receive, model, {spec.audio: [file]}, wanted, "file", parameters)
-        text = unpack_bytes(found[spec.text][0].data)[0].decode("utf-8", "replace")
+        outputs, cache = await compute(scope, receive, model, {spec.audio: [file]}, wanted, "file", parameters)
+        text = unpack_bytes(outputs[spec.text][0].data)[0].decode("utf-8", "replace")
         if kind == "text":
             return Reply(200, [f"{text}\n".encode()], [_PLAIN, *cache_headers(cache)])
         content: dict[str, object] = {"text": text}
         if spec.duration is not None:
-            seconds = float(floats(found[spec.duration], spec.duration, lambda row: "file")[0, 0])
+            seconds = float(floats(outputs[spec.duration], spec.duration, lambda row: "file")[0, 0])
             content["usage"] = {"type": "duration", "seconds": seconds}
             if kind == "verbose_json":
                 content["duration"] = seconds
