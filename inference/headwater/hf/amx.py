@@ -55,8 +55,8 @@ class Linear(torch.nn.Module):
     def added(self, rows: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
         """Apply the layer to rows [..., in], and add `more`, [..., out]."""
         sums = more.new_empty(more.shape)
-        for part, some, other in zip(_blocks(sums), _blocks(rows), _blocks(more), strict=True):
-            self.add_to(torch.add(other, self.bias, out=part), some)
+        for part, some, addend in zip(_blocks(sums), _blocks(rows), _blocks(more), strict=True):
+            self.add_to(torch.add(addend, self.bias, out=part), some)
         return sums
 
     def add_to(self, sums: torch.Tensor, rows: torch.Tensor) -> None:

@@ -159,8 +159,10 @@ def _activation(folder: HfFolder) -> torch.nn.Module:
     name = folder.read("config_sentence_transformers.json").get("activation_fn")
     name = name or (about.get("activation_fn") if isinstance(about, dict) else None)
     name = name or folder.config.get("sbert_ce_default_activation_function") or "torch.nn.Sigmoid"
-    made = getattr(torch.nn, str(name).rpartition(".")[2], None)
-    if not str(name).startswith("torch.nn.") or not (isinstance(made, type) and issubclass(made, torch.nn.Module)):
+    activation_class = getattr(torch.nn, str(name).rpartition(".")[2], None)
+    if not str(name).startswith("torch.nn.") or not (
+        isinstance(activation_class, type) and issubclass(activation_class, torch.nn.Module)
+    ):
         reason = f"activation_fn: expected a class of torch.nn, got {name!r:.80}; no code of the folder's is run"
         raise folder.error(reason, "name one such as torch.nn.Sigmoid in the folder's configuration")
-    return folder.checked(made, f"activation_fn {name}")
+    return folder.checked(activation_class, f"activation_fn {name}")

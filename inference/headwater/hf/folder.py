@@ -83,10 +83,10 @@ class HfFolder:
         try:
             return [
                 (
-                    one["type"].rpartition(".")[2],
-                    self.read(f"{one['path']}/config.json" if one["path"] else "config.json"),
+                    module["type"].rpartition(".")[2],
+                    self.read(f"{module['path']}/config.json" if module["path"] else "config.json"),
                 )
-                for one in content
+                for module in content
             ]
         except (TypeError, KeyError, AttributeError) as error:
             fix = f"correct {self.path / 'modules.json'}"

@@ -66,11 +66,11 @@ class ImageClassification(Model):
 
     @torch.inference_mode()
     def __call__(self, image: Array) -> dict[str, Any]:
-        made = [
+        rows = [
             self._processor(self._read(raw), return_tensors="pt").to(self._device, self._network.dtype)
             for raw in image[:, 0].tolist()
         ]
-        fields = {name: torch.cat([one[name] for one in made]) for name in made[0]}
+        fields = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
         return scores_of(self._folder, self._labels, self._network(**fields).logits.float())
 
     def _read(self, raw: bytes) -> Any:

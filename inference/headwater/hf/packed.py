@@ -116,8 +116,8 @@ def _is_right(products: Any) -> bool:
     rows, more = torch.linspace(-1, 1, 2 * onednn.ROWS * 16).view(2, onednn.ROWS, 16)
     try:
         with torch.inference_mode():
-            found = products.Linear(layer).added(rows, more)
-            return bool(torch.allclose(found, layer(rows) + more, atol=1e-4))
+            sums = products.Linear(layer).added(rows, more)
+            return bool(torch.allclose(sums, layer(rows) + more, atol=1e-4))
     except (AttributeError, OSError, RuntimeError, TypeError):
         return False
 
@@ -143,9 +143,9 @@ def _fuse(layer: Any, products: Any, joins: bool) -> None:
 def _joined(*layers: torch.nn.Linear) -> torch.nn.Linear:
     """A linear layer that returns the concatenated results of these layers, which read the same states and have
     biases."""
-    joined = torch.nn.Linear(layers[0].in_features, sum(one.out_features for one in layers), device="meta")
-    joined.weight = torch.nn.Parameter(torch.cat([one.weight for one in layers]))
-    joined.bias = torch.nn.Parameter(torch.cat([one.bias for one in layers]))
+    joined = torch.nn.Linear(layers[0].in_features, sum(layer.out_features for layer in layers), device="meta")
+    joined.weight = torch.nn.Parameter(torch.cat([layer.weight for layer in layers]))
+    joined.bias = torch.nn.Parameter(torch.cat([layer.bias for layer in layers]))
     return joined
 
 
@@ -155,48 +155,48 @@ def _attended(
     states: torch.Tensor,
     attention_mask: torch.Tensor | None = None,
     text_lengths: Sequence[int] | None = None,
-    **others: Any,
+    **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """The output of self-attention for states, with query, key and value computed in a single product."""
     split = torch.unflatten(joined(states), 2, (3, -1, part.attention_head_size))
     query, key, value = split.permute(2, 0, 3, 1, 4)
-    found, _ = _attention(part, query, key, value, attention_mask, text_lengths, part.scaling)
-    return found.flatten(2), None
+    output, _ = _attention(part, query, key, value, attention_mask, text_lengths, part.scaling)
+    return output.flatten(2), None
 
 
 def _added(part: Any, states: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
     """The last part of an attention block or of a layer: a product, the sum with `more`, and LayerNorm."""
-    found: torch.Tensor = part.LayerNorm(part.dense.added(states, more))
-    return found
+    output: torch.Tensor = part.LayerNorm(part.dense.added(states, more))
+    return output
 
 
 def _fed_forward(layer: Any, fed_forward: Callable[..., torch.Tensor], states: torch.Tensor) -> torch.Tensor:
     """The feed-forward part of a layer, which follows attention."""
-    found: torch.Tensor = layer.output.LayerNorm(fed_forward(layer.intermediate.dense, layer.output.dense, states))
-    return found
+    output: torch.Tensor = layer.output.LayerNorm(fed_forward(layer.intermediate.dense, layer.output.dense, states))
+    return output
 
 
 def _encoded(
-    forward: Callable[..., Any], states: torch.Tensor, attention_mask: torch.Tensor | None = None, **others: Any
+    forward: Callable[..., Any], states: torch.Tensor, attention_mask: torch.Tensor | None = None, **options: Any
 ) -> Any:
     """The output of the encoder's ``forward`` for states [n, width, size], computed without padding; 0 where there is
     padding."""
     is_token = torch.ones(states.shape[:2], dtype=torch.bool) if attention_mask is None else attention_mask.bool()
     if not bool(is_token[:, 0].all()):  # a text is padded on the left, or has no tokens
-        return forward(states, is_token[:, None, None], **others)
+        return forward(states, is_token[:, None, None], **options)
     places = is_token.nonzero(as_tuple=True)
     lengths = is_token.sum(dim=1).tolist()
     tokens = states[places]
     if more := -len(tokens) % onednn.ROWS:  # the added rows form another text
         tokens = torch.cat((tokens, tokens.new_zeros(more, tokens.shape[1])))
         lengths.append(more)
-    output = forward(tokens[None], None, text_lengths=lengths, **others)
-    found = torch.zeros_like(states)
+    output = forward(tokens[None], None, text_lengths=lengths, **options)
+    padded = torch.zeros_like(states)
     if output.last_hidden_state.shape[1] == len(tokens):
-        found[places] = output.last_hidden_state[0, : len(places[0])]
+        padded[places] = output.last_hidden_state[0, : len(places[0])]
     else:
-        found[:, 0] = output.last_hidden_state[0, : len(states)]
-    output.last_hidden_state = found
+        padded[:, 0] = output.last_hidden_state[0, : len(states)]
+    output.last_hidden_state = padded
     return output
 
 
@@ -206,18 +206,18 @@ def _first_states(
     states: torch.Tensor,
     *arguments: Any,
     text_lengths: Sequence[int] | None = None,
-    **others: Any,
+    **options: Any,
 ) -> Any:
     """A layer's output for the first token of each text, [1, texts, size]."""
     if text_lengths is None:
-        return forward(states, *arguments, **others)
+        return forward(states, *arguments, **options)
     first = states[:, [0, *itertools.accumulate(text_lengths[:-1])]]
     attention = layer.attention.self
     parts = (attention.query(first), attention.key(states), attention.value(states))
     size = attention.attention_head_size
     query, key, value = (part.unflatten(2, (-1, size)).transpose(1, 2) for part in parts)
-    found, _ = _attention(attention, query, key, value, None, text_lengths)
-    return layer.feed_forward_chunk(layer.attention.output(found.flatten(2), first))
+    output, _ = _attention(attention, query, key, value, None, text_lengths)
+    return layer.feed_forward_chunk(layer.attention.output(output.flatten(2), first))
 
 
 def _attention(
@@ -228,24 +228,26 @@ def _attention(
     attention_mask: torch.Tensor | None,
     text_lengths: Sequence[int] | None = None,
     scaling: float | None = None,
-    **others: Any,
+    **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention within each text, [1, heads, tokens or texts, size]: of all its tokens, or of its first token alone.
     Without `text_lengths`, attention with a mask."""
     if text_lengths is None:
-        found = scaled_dot_product_attention(query, key, value, attention_mask, scale=scaling)
-        return found.transpose(1, 2), None
+        output = scaled_dot_product_attention(query, key, value, attention_mask, scale=scaling)
+        return output.transpose(1, 2), None
     _, heads, tokens, size = query.shape
-    found = query.new_empty(tokens, heads, size)
-    asked = begin = 0
+    output = query.new_empty(tokens, heads, size)
+    query_begin = begin = 0
     for length, equal in itertools.groupby(text_lengths):
         count = len(list(equal))
         end = begin + count * length
-        asked_end = asked + count if tokens == len(text_lengths) else end
+        query_end = query_begin + count if tokens == len(text_lengths) else end
         q, k, v = (
             part.view(heads, count, -1, size).transpose(0, 1)
-            for part in (query[0, :, asked:asked_end], key[0, :, begin:end], value[0, :, begin:end])
+            for part in (query[0, :, query_begin:query_end], key[0, :, begin:end], value[0, :, begin:end])
         )
-        found[asked:asked_end] = scaled_dot_product_attention(q, k, v, scale=scaling).transpose(1, 2).flatten(0, 1)
-        asked, begin = asked_end, end
-    return found[None], None
+        output[query_begin:query_end] = (
+            scaled_dot_product_attention(q, k, v, scale=scaling).transpose(1, 2).flatten(0, 1)
+        )
+        query_begin, begin = query_end, end
+    return output[None], None

@@ -59,8 +59,10 @@ class SentenceSimilarity(Model):
         self._prompts: dict[str, str] = {"": "", **(about.get("prompts") or {})}
         named = about.get("default_prompt_name") if prompt is None else prompt
         if (named or "") not in self._prompts:
-            known = ", ".join(filter(None, self._prompts)) or "none"
-            raise folder.error(f"options.prompt: the folder has no {named!r}; its prompts are {known}", "correct it")
+            prompt_names = ", ".join(filter(None, self._prompts)) or "none"
+            raise folder.error(
+                f"options.prompt: the folder has no {named!r}; its prompts are {prompt_names}", "correct it"
+            )
         parameters = [
             Parameter(
                 _CUT, "int", -1, per="row", choices=(-1, 0),
@@ -99,13 +101,13 @@ class SentenceSimilarity(Model):
     def __call__(self, text: Array, parameters: Mapping[str, Sequence[Any]]) -> dict[str, torch.Tensor]:
         texts = texts_of("text", text)
         names: Sequence[str] = parameters.get(_PROMPT, [""] * len(texts))
-        for one, name, cut in zip(texts, names, parameters[_CUT], strict=True):
+        for sentence, name, cut in zip(texts, names, parameters[_CUT], strict=True):
             if cut == 0:
-                self._check_length(self._prompts[name] + one)
-        found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+                self._check_length(self._prompts[name] + sentence)
+        embeddings: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         # Pooling may leave out the prompt's tokens, and takes their number to be the same for a whole batch.
         for name in dict.fromkeys(names):
-            places = [place for place, other in enumerate(names) if other == name]
+            places = [place for place, row_name in enumerate(names) if row_name == name]
             features = self._model.preprocess([texts[place] for place in places], prompt=self._prompts[name] or None)
             features = {
                 key: value.to(self._device) if isinstance(value, torch.Tensor) else value
@@ -116,20 +118,20 @@ class SentenceSimilarity(Model):
             vectors = computed(
                 lambda some: self._model(some)["sentence_embedding"].float(), features, self._packed_tokens
             )
-            found |= {place: (vectors[row], tokens[row]) for row, place in enumerate(places)}
-        rows = [found[place] for place in range(len(texts))]
+            embeddings |= {place: (vectors[row], tokens[row]) for row, place in enumerate(places)}
+        rows = [embeddings[place] for place in range(len(texts))]
         return {"embedding": torch.stack([row[0] for row in rows]), "tokens": torch.stack([row[1] for row in rows])}
 
     def _check_length(self, text: str) -> None:
-        most = self._model.max_seq_length
+        max_tokens = self._model.max_seq_length
         tokenizer = self._model.tokenizer
-        if most is None or not callable(tokenizer):
+        if max_tokens is None or not callable(tokenizer):
             return
         length = len(tokenizer(text, truncation=False, verbose=False)["input_ids"])
-        if length > most:
+        if length > max_tokens:
             raise BadInput(
-                f"this model's maximum context length is {most} tokens; expected at most as many, got {length}; send a "
-                f"shorter text, or have it cut by {_CUT}: -1"
+                f"this model's maximum context length is {max_tokens} tokens; expected at most as many, got {length}; "
+                f"send a shorter text, or have it cut by {_CUT}: -1"
             )
 
 
@@ -138,15 +140,15 @@ def _dimension(folder: HfFolder) -> int:
     size = -1
     for kind, config in folder.modules():
         if kind in ("Transformer", ""):
-            found = config.get("hidden_size")
+            dimension = config.get("hidden_size")
         elif kind == "Dense":
-            found = config.get("out_features")
+            dimension = config.get("out_features")
         elif kind == "Pooling":
             width = next((config[name] for name in _SIZES if isinstance(config.get(name), int)), size)
-            found = width * _pooling_modes(config)
+            dimension = width * _pooling_modes(config)
         else:
-            found = None
-        size = found if isinstance(found, int) and found > 0 else size
+            dimension = None
+        size = dimension if isinstance(dimension, int) and dimension > 0 else size
     return size
 
 

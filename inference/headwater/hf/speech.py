@@ -186,9 +186,9 @@ def _silence() -> str:
     import wave
 
     file = io.BytesIO()
-    with wave.open(file, "wb") as made:
-        made.setnchannels(1)
-        made.setsampwidth(2)
-        made.setframerate(8000)
-        made.writeframes(bytes(2 * 8000))
+    with wave.open(file, "wb") as wav:
+        wav.setnchannels(1)
+        wav.setsampwidth(2)
+        wav.setframerate(8000)
+        wav.writeframes(bytes(2 * 8000))
     return base64.b64encode(file.getvalue()).decode()

@@ -64,13 +64,13 @@ def computed(
     if len(groups) == 1:
         return compute(dict(fields))
     is_padded_right = bool(mask[:, 0].sum() >= mask[:, -1].sum())
-    found = []
+    outputs = []
     for group in groups:
         width = max(1, int(lengths[group[-1]]))
         cut = slice(0, width) if is_padded_right else slice(mask.shape[1] - width, None)
-        found.append(compute({**fields, **{name: value[group, cut] for name, value in tensors.items()}}))
+        outputs.append(compute({**fields, **{name: value[group, cut] for name, value in tensors.items()}}))
     order = np.argsort(np.concatenate(groups))
-    return torch.cat(found)[order]
+    return torch.cat(outputs)[order]
 
 
 def similar(lengths: np.ndarray[Any, np.dtype[np.int64]], pass_tokens: int) -> list[np.ndarray[Any, Any]]:

@@ -75,19 +75,19 @@ class TokenClassification(Model):
         logits = self._pipeline.model(**fields.to(self._device)).logits.float().cpu()
         ids = fields["input_ids"].cpu()  # the pipeline reads ids individually
         special = special | (fields["attention_mask"].cpu() == 0)  # the pipeline expects texts without padding
-        found = np.empty((len(texts), 1), object)
-        for row, one in enumerate(texts):
+        entities = np.empty((len(texts), 1), object)
+        for row, sentence in enumerate(texts):
             said = {
                 "logits": logits[row : row + 1],
-                "sentence": one,
+                "sentence": sentence,
                 "input_ids": ids[row : row + 1],
                 "offset_mapping": None if offsets is None else offsets[row : row + 1],
                 "special_tokens_mask": special[row : row + 1],
             }
-            found[row, 0] = msgspec.json.encode(
+            entities[row, 0] = msgspec.json.encode(
                 self._pipeline.postprocess([said], aggregation_strategy=self._kind), enc_hook=_number
             )
-        return {"entities": found, "tokens": counts(fields["attention_mask"])}
+        return {"entities": entities, "tokens": counts(fields["attention_mask"])}
 
 
 def _number(value: Any) -> Any:

@@ -120,10 +120,13 @@ class Admission:
         if not request.prompt:
             raise RequestRejected("prompt: expected at least one token, got none")
         tokens = _tokens(request)
-        for most, what in (limits.context_length, "the model's context"), (limits.cache_tokens, "the cache's size"):
-            if tokens > most:
+        for limit, limit_name in (
+            (limits.context_length, "the model's context"),
+            (limits.cache_tokens, "the cache's size"),
+        ):
+            if tokens > limit:
                 raise RequestTooLong(
-                    f"expected prompt and max_tokens to be at most {most} tokens, {what}; "
+                    f"expected prompt and max_tokens to be at most {limit} tokens, {limit_name}; "
                     f"got {len(request.prompt)} + {request.max_tokens}"
                 )
         if limits.sampling != SAMPLING_FIELDS:

@@ -149,21 +149,21 @@ class CachedModel:
                 return recorded
         count, longest = len(tokens), max(positions)
         columns = [torch.tensor(column, device=self.device) for column in (tokens, positions, model_positions)]
-        given = StepInputs(self._rows[:count], *columns)
+        inputs = StepInputs(self._rows[:count], *columns)
         if self.batch_invariant or min(positions) != longest:
-            return self._step(cache, given, cache.window_length(longest + 1))
+            return self._step(cache, inputs, cache.window_length(longest + 1))
         cache.aim(slice(0, count), longest)
-        return self._logits(cache, given, None)
+        return self._logits(cache, inputs, None)
 
-    def _step(self, cache: SlotCache, given: StepInputs, length: int) -> Tensor:
+    def _step(self, cache: SlotCache, inputs: StepInputs, length: int) -> Tensor:
         """Logits [rows, vocab] of a step in which rows have different positions and read `length` tokens."""
-        cache.aim_each(given.rows, given.cached, longest=length - 1)
-        return self._logits(cache, given, self._mask(given.cached[:, None], length=length))
+        cache.aim_each(inputs.rows, inputs.cached, longest=length - 1)
+        return self._logits(cache, inputs, self._mask(inputs.cached[:, None], length=length))
 
-    def _logits(self, cache: SlotCache, given: StepInputs, mask: AttentionMask | None) -> Tensor:
+    def _logits(self, cache: SlotCache, inputs: StepInputs, mask: AttentionMask | None) -> Tensor:
         logits: Tensor = self._model(
-            input_ids=given.tokens[:, None],
-            position_ids=given.positions[:, None],
+            input_ids=inputs.tokens[:, None],
+            position_ids=inputs.positions[:, None],
             attention_mask=mask,
             past_key_values=cache,
             use_cache=True,
@@ -242,16 +242,16 @@ class CachedModel:
         expected = torch.cat([self._alone(probe) for probe in probes])
         cache.fit(len(probes), longest)
         row = 0
-        for (_, first), equals in groupby(probes[:-1], key=lambda one: (one.group, one.first)):
+        for (_, first), equals in groupby(probes[:-1], key=lambda probe: (probe.group, probe.first)):
             group = list(equals)
-            self.forward(cache, row, [one.ids[:2] for one in group], 0, offset=first)
-            self.forward(cache, row, [one.ids[2:-CHECK_STEPS] for one in group], 2, offset=first)
+            self.forward(cache, row, [probe.ids[:2] for probe in group], 0, offset=first)
+            self.forward(cache, row, [probe.ids[2:-CHECK_STEPS] for probe in group], 2, offset=first)
             row += len(group)
         cache.copy(({row: 0}, 2))
         self.forward(cache, row, [probes[-1].ids[2:-CHECK_STEPS]], 2, offset=probes[-1].first)
         for behind in range(CHECK_STEPS, 0, -1):
-            tokens, positions = [one.ids[-behind] for one in probes], [len(one.ids) - behind for one in probes]
-            logits = self.forward_each(cache, tokens, positions, [one.first for one in probes])
+            tokens, positions = [probe.ids[-behind] for probe in probes], [len(probe.ids) - behind for probe in probes]
+            logits = self.forward_each(cache, tokens, positions, [probe.first for probe in probes])
         return expected, logits
 
     def _alone(self, probe: _Probe) -> Tensor:

@@ -59,7 +59,7 @@ def load_causal_lm(folder: Path, *, device: str = "cpu", dtype: str = "auto", at
 
 def _eos_ids(model: Any) -> frozenset[int]:
     for config in (model.generation_config, model.config.get_text_config(decoder=True)):
-        found = getattr(config, "eos_token_id", None)
-        if found is not None:
-            return frozenset([found] if isinstance(found, int) else found)
+        eos_ids = getattr(config, "eos_token_id", None)
+        if eos_ids is not None:
+            return frozenset([eos_ids] if isinstance(eos_ids, int) else eos_ids)
     return frozenset()

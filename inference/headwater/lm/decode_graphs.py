@@ -139,7 +139,7 @@ class DecodeGraphs:
     ) -> StepInputs:
         """Write a step's inputs into the memory that graphs for this number of rows read."""
         extra = rows - len(tokens)
-        given = [
+        columns = [
             [*range(rows)],
             [*tokens, *[0] * extra],
             [*cached, *[cache.spare_token] * extra],
@@ -147,7 +147,7 @@ class DecodeGraphs:
         ]
         if rows not in self._inputs:
             self._inputs[rows] = torch.zeros(4, rows, dtype=torch.int64, device=self._device)
-        return StepInputs(*self._inputs[rows].copy_(torch.tensor(given)))
+        return StepInputs(*self._inputs[rows].copy_(torch.tensor(columns)))
 
     def _give_up(self, error: Exception) -> None:
         self._can_record, self._first = False, None

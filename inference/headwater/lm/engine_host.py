@@ -69,8 +69,8 @@ class EngineHost:
     ) -> None:
         self._engine = engine
         running, waiting = engine.limits.max_sequences, engine.limits.max_waiting
-        self._most_sequences = most = running + waiting
-        self._full = f"{most} sequences run or wait; `max_sequences` is {running}, `max_waiting` is {waiting}"
+        self._most_sequences = limit = running + waiting
+        self._full = f"{limit} sequences run or wait; `max_sequences` is {running}, `max_waiting` is {waiting}"
         self._device = device
         self._on_broken = on_broken
         self._channel_limits = channel_limits
@@ -178,8 +178,8 @@ class EngineHost:
                 channel.sequences[sequence.number] = self._sequences[sequence.id] = sequence
                 self._commands.append((sequence, False))
             for number in message.cancels:
-                if (found := channel.sequences.get(number)) is not None:
-                    self._cancel(found)
+                if (target := channel.sequences.get(number)) is not None:
+                    self._cancel(target)
             channel.wake()
             if message.submits:
                 self._changed.notify()
@@ -206,7 +206,11 @@ class EngineHost:
         only if fewer than `wanted` fit without it. Computed here, so that a full queue is reported without waiting for
         the end of a step."""
         capacity = self._most_sequences - len(self._sequences)
-        return capacity if capacity >= wanted else capacity + sum(one.is_cancelled for one in self._sequences.values())
+        return (
+            capacity
+            if capacity >= wanted
+            else capacity + sum(sequence.is_cancelled for sequence in self._sequences.values())
+        )
 
     def _cancel(self, sequence: HostSequence) -> None:
         """Have the engine cancel a sequence, unless it is cancelled already."""
@@ -246,7 +250,7 @@ class EngineHost:
             sequence.channel.add_end(sequence, finish, error)
 
     def _end_submitted(self, error: str) -> None:
-        for sequence in [one for one in self._sequences.values() if one.is_submitted]:
+        for sequence in [candidate for candidate in self._sequences.values() if candidate.is_submitted]:
             self._end(sequence, "error", error)
 
     def _wake_all(self) -> None:

@@ -43,17 +43,17 @@ def sampling_defaults(title: str, folder: Path) -> tuple[Sampling, list[str]]:
     if not isinstance(content, dict):
         reason = f"{folder / GENERATION_CONFIG}: expected an object, got {content!r:.80}"
         raise LoadError(Problem(title, reason, fix))
-    given: dict[str, Any] = {name: content[name] for name in _FIELDS if content.get(name) is not None}
+    defaults: dict[str, Any] = {name: content[name] for name in _FIELDS if content.get(name) is not None}
     if content.get("do_sample") is False:  # written by hand: transformers never writes this value by itself
-        given["temperature"] = 0.0
-    for name, value in given.items():
+        defaults["temperature"] = 0.0
+    for name, value in defaults.items():
         try:
             msgspec.convert({name: value}, Sampling)
         except msgspec.ValidationError as error:
             expected = str(error).partition(" - at")[0].lower()
             reason = f"{folder / GENERATION_CONFIG}, {name}: {expected}, got {value!r:.80}"
             raise LoadError(Problem(title, reason, fix)) from None
-    sampling = msgspec.convert(given, Sampling)
+    sampling = msgspec.convert(defaults, Sampling)
     notes = []
     if changed := msgspec.to_builtins(sampling):
         shown = ", ".join(f"{name} {value:g}" for name, value in changed.items())

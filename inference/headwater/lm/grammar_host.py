@@ -201,8 +201,8 @@ class _Growth:
         self._file = os.open("/proc/self/statm", os.O_RDONLY)
         size, self._before = self._pages()
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
-        most = size * _PAGE + most_bytes
-        resource.setrlimit(resource.RLIMIT_AS, (most if hard < 0 else min(most, hard), hard))
+        limit_bytes = size * _PAGE + most_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (limit_bytes if hard < 0 else min(limit_bytes, hard), hard))
 
     def size(self) -> int:
         """Bytes by which the process has grown."""

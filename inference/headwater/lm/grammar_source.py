@@ -93,8 +93,8 @@ def short_reason(error: str) -> str:
 
 def _writes_special(text: str, special: Sequence[str]) -> bool:
     """Whether a grammar of this text may spell out a special token, perhaps in escaped characters."""
-    plain = _ESCAPED.sub(lambda found: chr(int(found[1], 16)), text).replace("\\", "")
-    return any(one in plain for one in special)
+    plain = _ESCAPED.sub(lambda match: chr(int(match[1], 16)), text).replace("\\", "")
+    return any(token in plain for token in special)
 
 
 def _source(kind: str, text: str) -> str:
@@ -128,10 +128,10 @@ def _unforced(source: str) -> str:
 def _with_options(lark: str) -> Iterator[str]:
     """The parts of a Lark grammar, with `_JSON_OPTIONS` in its JSON schemas."""
     begin = 0
-    while (found := _JSON.search(lark, begin)) is not None:
-        end = found.end()
+    while (match := _JSON.search(lark, begin)) is not None:
+        end = match.end()
         yield lark[begin:end]
-        if found[0].startswith("%"):
+        if match[0].startswith("%"):
             schema, end = json.JSONDecoder().raw_decode(lark, end)
             _check_multiples(schema)
             yield json.dumps({**_with_exact_numbers(schema), "x-guidance": _JSON_OPTIONS})
@@ -145,7 +145,7 @@ def _check_multiples(schema: dict[str, Any]) -> None:
     Raises:
         ValueError: the common multiple of its `multipleOf` numbers exceeds `MOST_MULTIPLE`.
     """
-    steps = [Fraction(str(one)) for one in _multiples(schema)]
+    steps = [Fraction(str(number)) for number in _multiples(schema)]
     scale = math.lcm(*[step.denominator for step in steps])
     if math.lcm(*[int(step * scale) for step in steps]) > MOST_MULTIPLE:
         raise ValueError(f"multipleOf: expected numbers with a common multiple of at most {MOST_MULTIPLE} steps")
@@ -153,8 +153,8 @@ def _check_multiples(schema: dict[str, Any]) -> None:
 
 def _multiples(schema: object) -> Iterator[Any]:
     if isinstance(schema, dict):
-        if isinstance(one := schema.get("multipleOf"), (int, float)):
-            yield one
+        if isinstance(multiple := schema.get("multipleOf"), (int, float)):
+            yield multiple
         for value in schema.values():
             yield from _multiples(value)
     elif isinstance(schema, list):
@@ -170,22 +170,22 @@ def _with_exact_numbers(schema: Any) -> Any:
         ValueError: a constant is an integer that a double can't hold exactly.
     """
     if isinstance(schema, list):
-        return [_with_exact_numbers(one) for one in schema]
+        return [_with_exact_numbers(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    found: dict[str, Any] = {}
+    exact_schema: dict[str, Any] = {}
     for key, value in schema.items():
         if key in _BY_NAME and isinstance(value, dict):  # its keys are names, not keywords
-            found[key] = {name: _with_exact_numbers(one) for name, one in value.items()}
+            exact_schema[key] = {name: _with_exact_numbers(part) for name, part in value.items()}
             continue
         if key in ("const", "enum") and (wrong := next(_inexact(value), None)) is not None:
             raise ValueError(f"{key}: expected integers that doubles hold exactly, got {wrong}; write it as a string")
         inwards = _INWARDS.get(key)
         if inwards is not None and next(_inexact(value), _LARGEST) != _LARGEST:
-            found[key] = _inner_double(value, inwards)
+            exact_schema[key] = _inner_double(value, inwards)
         else:
-            found[key] = _with_exact_numbers(value)
-    return found
+            exact_schema[key] = _with_exact_numbers(value)
+    return exact_schema
 
 
 def _inexact(value: object) -> Iterator[int]:
@@ -193,8 +193,8 @@ def _inexact(value: object) -> Iterator[int]:
     if isinstance(value, int) and int(_double(value)) != value:
         yield value
     elif isinstance(value, (list, dict)):
-        for one in value.values() if isinstance(value, dict) else value:
-            yield from _inexact(one)
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _inexact(part)
 
 
 def _inner_double(bound: int, inwards: float) -> int:

@@ -264,7 +264,7 @@ class Grammars:
         """Read the replies of the processes; if there are no replies yet, wait up to `timeout_s`. If the processes of
         all answers exceed `MOST_BYTES` in total, reject the answer with the largest."""
         self._processes.poll(timeout_s)
-        sizes = {one: one.size_bytes for one in self._constraints if one.finish is None}
+        sizes = {constraint: constraint.size_bytes for constraint in self._constraints if constraint.finish is None}
         if sum(sizes.values()) > MOST_BYTES:
             largest = max(sizes, key=sizes.__getitem__)
             largest.reject(f"all grammars together take more than {MOST_BYTES >> 20} MiB of memory, and it the most")
@@ -277,18 +277,22 @@ class Grammars:
         """
         self.poll()
         until_s = time.monotonic() + MASK_WAIT_S
-        while waits := [one for one in constraints if not one.is_ready and (is_needed or not one.is_slow)]:
+        while waits := [
+            constraint
+            for constraint in constraints
+            if not constraint.is_ready and (is_needed or not constraint.is_slow)
+        ]:
             left_s = until_s - time.monotonic()
             if left_s <= 0:
-                for one in waits:
-                    one.is_slow = True
+                for constraint in waits:
+                    constraint.is_slow = True
                 return
             self.poll(left_s)
 
     def allowed(self, rows: Sequence[int], constraints: Sequence[Constraint], device: torch.device) -> Allowed:
         """The masks of ready constraints; each belongs to the row at the same index."""
         size = (self._vocab_size + 7) // 8
-        masks = bytearray().join(one.mask[:size] for one in constraints)
+        masks = bytearray().join(constraint.mask[:size] for constraint in constraints)
         bits = torch.frombuffer(masks, dtype=torch.uint8).view(len(rows), size).to(device)
         powers = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=device)
         tokens = (bits[:, :, None] & powers).bool().flatten(1)
@@ -297,17 +301,21 @@ class Grammars:
     def trim(self) -> None:
         """End the compilers of kept grammars beyond `KEPT` and `KEPT_BYTES`. Call it when every sequence that can
         follow its grammar does."""
-        followed = {one.compilation for one in self._constraints}
-        kept = [one for one in self._compilations.values() if one.first is not None and one not in followed]
-        size_bytes = sum(one.first.size_bytes for one in kept if one.first is not None)
-        for count, one in zip(range(len(kept), 0, -1), kept, strict=True):
+        followed = {constraint.compilation for constraint in self._constraints}
+        kept = [
+            compilation
+            for compilation in self._compilations.values()
+            if compilation.first is not None and compilation not in followed
+        ]
+        size_bytes = sum(compilation.first.size_bytes for compilation in kept if compilation.first is not None)
+        for count, compilation in zip(range(len(kept), 0, -1), kept, strict=True):
             if count <= KEPT and size_bytes <= KEPT_BYTES:
                 return
-            assert one.first is not None
-            assert one.process is not None
-            size_bytes -= one.first.size_bytes
-            self.forget(one)
-            self._processes.release(one.process)
+            assert compilation.first is not None
+            assert compilation.process is not None
+            size_bytes -= compilation.first.size_bytes
+            self.forget(compilation)
+            self._processes.release(compilation.process)
 
     def shut(self) -> None:
         """End all processes."""

@@ -14,7 +14,7 @@ SAVED: Final = "name a Hugging Face folder, as save_pretrained of model and toke
 COPY: Final = "copy the folder again"
 
 
-def checked_json(title: str, folder: Path, name: str, what: str) -> Any:
+def checked_json(title: str, folder: Path, name: str, description: str) -> Any:
     """The content of a required JSON file.
 
     Raises:
@@ -23,8 +23,8 @@ def checked_json(title: str, folder: Path, name: str, what: str) -> Any:
     try:
         return json.loads((folder / name).read_bytes())
     except OSError as error:
-        reason = f"expected {name}, {what}, in {folder}: {error.strerror}"
+        reason = f"expected {name}, {description}, in {folder}: {error.strerror}"
         raise LoadError(Problem(title, reason, SAVED)) from error
     except ValueError as error:
-        reason = f"expected {name}, {what}, to be JSON: {error}"
+        reason = f"expected {name}, {description}, to be JSON: {error}"
         raise LoadError(Problem(title, reason, COPY)) from error

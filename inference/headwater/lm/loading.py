@@ -178,7 +178,8 @@ def plan_language_model(reference: str, options: Mapping[str, Any], search: Sequ
         signature.bind_partial(folder, **dict.fromkeys(GIVEN))
     except TypeError as error:
         raise LoadError(_engine_problem(error, title, engine)) from error
-    _, *keywords = [one for one in signature.parameters.values() if one.name not in GIVEN]  # without the folder
+    # The first parameter is the folder.
+    _, *keywords = [parameter for parameter in signature.parameters.values() if parameter.name not in GIVEN]
     for name in GIVEN:
         if name in rest:
             reason = f"unknown option {name!r}: the engine gets it from Headwater"
@@ -198,8 +199,8 @@ def lm_signature(
     """A language model's signature for the gateway; without limits, only the part that is known before loading."""
     language_model = None
     if limits is not None:
-        given = {name: value for name, value in msgspec.to_builtins(sampling).items() if name in limits.sampling}
-        language_model = LanguageModelSpec(str(folder), limits, tool_parser, Sampling(**given))
+        defaults = {name: value for name, value in msgspec.to_builtins(sampling).items() if name in limits.sampling}
+        language_model = LanguageModelSpec(str(folder), limits, tool_parser, Sampling(**defaults))
     return text_signature(name, folder, language_model)
 
 
@@ -246,8 +247,8 @@ def _slot_options(title: str, options: Mapping[str, Any]) -> SlotOptions:
     fields = {field.name: field for field in msgspec.structs.fields(SlotOptions)}
     for name, value in options.items():
         if name not in fields:
-            known = ", ".join((*fields, "max_step_s", "engine", "tool_parser", "generation_config"))
-            reason = f"unknown option {name!r}; its options are {known}"
+            option_names = ", ".join((*fields, "max_step_s", "engine", "tool_parser", "generation_config"))
+            reason = f"unknown option {name!r}; its options are {option_names}"
             raise LoadError(Problem(title, reason, f"correct or remove `options.{name}`"))
         try:
             msgspec.convert(value, fields[name].type)
@@ -290,12 +291,12 @@ def _engine_maker(title: str, engine: object) -> tuple[str, Callable[..., Engine
         reason = f"{where}: expected module:callable, got {engine!r:.80}"
         raise LoadError(Problem(title, reason, "write it such as my_package.engines:make"))
     module = import_for(f"{title}, {where}", module_name)
-    found: Callable[..., Engine] | None = getattr(module, name, None)
-    if not callable(found):
-        what = "found none" if found is None else f"got {found!r:.80}"
-        reason = f"{where}: expected a callable {name!r} in {module_name}, {what}"
+    maker: Callable[..., Engine] | None = getattr(module, name, None)
+    if not callable(maker):
+        actual = "found none" if maker is None else f"got {maker!r:.80}"
+        reason = f"{where}: expected a callable {name!r} in {module_name}, {actual}"
         raise LoadError(Problem(title, reason, "correct the name; the callable takes the folder and returns an Engine"))
-    return f"{module_name}:{name}", found
+    return f"{module_name}:{name}", maker
 
 
 def _engine_problem(error: BaseException, title: str, engine: str) -> Problem:

@@ -90,14 +90,14 @@ def context_length_of(config: Any, wanted: int | None) -> int:
     Raises:
         ReplicaError: `wanted` exceeds the model's length, or neither is given.
     """
-    most: int | None = getattr(config, "max_position_embeddings", None)
+    max_length: int | None = getattr(config, "max_position_embeddings", None)
     if wanted is None:
-        if most is None:
+        if max_length is None:
             raise ReplicaError("context_length: the model's configuration has none; set it")
-        return most
-    if most is not None and wanted > most:
+        return max_length
+    if max_length is not None and wanted > max_length:
         raise ReplicaError(
-            f"context_length: expected at most {most}, the max_position_embeddings of the model's configuration, "
+            f"context_length: expected at most {max_length}, the max_position_embeddings of the model's configuration, "
             f"got {wanted}"
         )
     return wanted
@@ -125,8 +125,10 @@ def _checked_config(title: str, folder: Path) -> Any:
         reason = f"{path}: expected a causal language model, got model_type {kind!r}, of which transformers has none"
         raise LoadError(Problem(title, reason, OTHER))
     names = causal_architectures(kind)
-    architectures = [str(one) for one in content.get("architectures") or ()]
-    if architectures and not any(one.endswith(ENDINGS) or one in names for one in architectures):
+    architectures = [str(architecture) for architecture in content.get("architectures") or ()]
+    if architectures and not any(
+        architecture.endswith(ENDINGS) or architecture in names for architecture in architectures
+    ):
         reason = f"{path}: expected the architecture of a causal language model, got {', '.join(architectures)}"
         raise LoadError(Problem(title, reason, OTHER))
     return config

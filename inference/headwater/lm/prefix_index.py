@@ -32,11 +32,11 @@ def chain_of(ids: Sequence[int], scope: str) -> Chain:
     data = array("q", ids)
     width = BLOCK * data.itemsize
     raw = memoryview(data).cast("B")
-    found = []
+    digests = []
     for start in range(0, len(ids) // BLOCK * width, width):
         digest.update(raw[start : start + width])
-        found.append(digest.digest())
-    return found
+        digests.append(digest.digest())
+    return digests
 
 
 @dataclass(eq=False)
@@ -109,14 +109,14 @@ class PrefixIndex:
 
     def holds_alone(self, row: int) -> bool:
         """Whether a row's content is known, and no other row holds all of it."""
-        found = self._rows.get(row)
-        return found is not None and len(self._holders[found.chain[-1]]) == 1
+        content = self._rows.get(row)
+        return content is not None and len(self._holders[content.chain[-1]]) == 1
 
     def value(self, row: int) -> tuple[int, int]:
         """The value of a row's content, for comparison: highest if no other row holds it, lowest if it is not known; at
         the same level, rows used more recently have a higher value."""
-        found = self._rows.get(row)
-        return (0, 0) if found is None else (1 + self.holds_alone(row), found.used)
+        content = self._rows.get(row)
+        return (0, 0) if content is None else (1 + self.holds_alone(row), content.used)
 
     def _add(self, number: int, row: _Row) -> None:
         if row.chain:

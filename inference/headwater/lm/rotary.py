@@ -44,10 +44,16 @@ def fix_frequencies(model: PreTrainedModel, context_length: int) -> list[str]:
 def switches_of(config: Any, context_length: int) -> list[int]:
     """The positions within a context at which a model's computation may change, as its configuration names them."""
     parameters = getattr(config, "rope_parameters", None) or {}
-    of_kinds = [one for one in parameters.values() if isinstance(one, dict)]
-    found = {one.get("original_max_position_embeddings") for one in (parameters, *of_kinds)}
-    found |= {getattr(config, name, None) for name in ("original_max_position_embeddings", "floor_scale")}
-    return sorted({int(one) for one in found if isinstance(one, (int, float)) and 0 < one < context_length})
+    of_kinds = [entry for entry in parameters.values() if isinstance(entry, dict)]
+    positions = {entry.get("original_max_position_embeddings") for entry in (parameters, *of_kinds)}
+    positions |= {getattr(config, name, None) for name in ("original_max_position_embeddings", "floor_scale")}
+    return sorted(
+        {
+            int(position)
+            for position in positions
+            if isinstance(position, (int, float)) and 0 < position < context_length
+        }
+    )
 
 
 def _fix_long(module: Any, kind: str | None, context_length: int) -> list[str]:

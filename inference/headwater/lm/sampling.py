@@ -85,10 +85,10 @@ class Biases:
         bias = sampling.logit_bias
         if not bias:
             return None
-        found = self._by_id.get(id(bias))
-        if found is None:
-            found = self._by_id[id(bias)] = Bias(bias, device)
-        return found
+        tensors = self._by_id.get(id(bias))
+        if tensors is None:
+            tensors = self._by_id[id(bias)] = Bias(bias, device)
+        return tensors
 
 
 class Sampler:
@@ -214,10 +214,10 @@ def penalised(scores: Tensor, samplers: Sequence[Sampler]) -> Tensor:
             scores[row].index_add_(0, sampler.bias.ids, sampler.bias.values)
     rows = [row for row, sampler in enumerate(samplers) if sampler.seen is not None]
     if rows:
-        seen = torch.stack([sampler.seen for sampler in samplers if sampler.seen is not None])
+        seen_tokens = torch.stack([sampler.seen for sampler in samplers if sampler.seen is not None])
         penalty = _column([samplers[row].sampling.repetition_penalty for row in rows], scores)
         part = scores[rows]
-        scores[rows] = torch.where(seen, torch.where(part < 0, part * penalty, part / penalty), part)
+        scores[rows] = torch.where(seen_tokens, torch.where(part < 0, part * penalty, part / penalty), part)
     rows = [row for row, sampler in enumerate(samplers) if sampler.counts is not None]
     if rows:
         counts = torch.stack([sampler.counts for sampler in samplers if sampler.counts is not None])
@@ -243,25 +243,25 @@ def filtered(scores: Tensor, samplings: Sequence[Sampling]) -> Tensor:
     vocab_size = scores.shape[-1]
     # Subtract the maximum, so that a temperature too small for float32 leaves the best score at 0.
     scores -= scores.max(dim=-1, keepdim=True).values
-    scores /= _column([max(one.temperature, 1e-30) for one in samplings], scores)
-    rows = [row for row, one in enumerate(samplings) if 0 < one.top_k < vocab_size]
+    scores /= _column([max(sampling.temperature, 1e-30) for sampling in samplings], scores)
+    rows = [row for row, sampling in enumerate(samplings) if 0 < sampling.top_k < vocab_size]
     if rows:
         ks = torch.tensor([samplings[row].top_k for row in rows], device=scores.device)
         part = scores[rows]
-        least = part.topk(int(ks.max()), dim=-1).values.gather(1, ks[:, None] - 1)
-        scores[rows] = part.masked_fill(part < least, -math.inf)
+        threshold = part.topk(int(ks.max()), dim=-1).values.gather(1, ks[:, None] - 1)
+        scores[rows] = part.masked_fill(part < threshold, -math.inf)
     probabilities = scores.softmax(dim=-1)
-    rows = [row for row, one in enumerate(samplings) if one.top_p < 1]
+    rows = [row for row, sampling in enumerate(samplings) if sampling.top_p < 1]
     if rows:
         part = probabilities[rows]
         total = part.sum(dim=-1, keepdim=True, dtype=torch.float64)  # 1, but for the rounding of float32
-        least = _nucleus(part, _column([samplings[row].top_p for row in rows], part, torch.float64) * total)
-        probabilities[rows] = part.masked_fill(part < least, 0)
-    rows = [row for row, one in enumerate(samplings) if one.min_p > 0]
+        threshold = _nucleus(part, _column([samplings[row].top_p for row in rows], part, torch.float64) * total)
+        probabilities[rows] = part.masked_fill(part < threshold, 0)
+    rows = [row for row, sampling in enumerate(samplings) if sampling.min_p > 0]
     if rows:
         part = probabilities[rows]
-        least = part.max(dim=-1, keepdim=True).values * _column([samplings[row].min_p for row in rows], part)
-        probabilities[rows] = part.masked_fill(part < least, 0)
+        threshold = part.max(dim=-1, keepdim=True).values * _column([samplings[row].min_p for row in rows], part)
+        probabilities[rows] = part.masked_fill(part < threshold, 0)
     return probabilities
 
 
@@ -281,12 +281,12 @@ def _nucleus(probabilities: Tensor, mass: Tensor) -> Tensor:
     `mass` [rows, 1]."""
     vocab_size = probabilities.shape[-1]
     top = probabilities.topk(min(NUCLEUS_TRIED, vocab_size), dim=-1).values
-    least, is_enough = _crossing(top, mass)
+    threshold, is_enough = _crossing(top, mass)
     if top.shape[-1] < vocab_size and not bool(is_enough.all()):
         rows = (~is_enough[:, 0]).nonzero()[:, 0]
         top = probabilities[rows].sort(dim=-1, descending=True).values
-        least[rows] = _crossing(top, mass[rows])[0]
-    return least
+        threshold[rows] = _crossing(top, mass[rows])[0]
+    return threshold
 
 
 def _crossing(top: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
@@ -305,25 +305,25 @@ def _logprobs(
     rows = [row for row, count in wanted.items() if count is not None]
     if not rows:
         return {}, {}
-    found = logprobs_of(logits[rows], tokens[rows], max(wanted[row] or 0 for row in rows))
-    own = {row: logprob for row, (logprob, _) in zip(rows, found, strict=True)}
-    return own, {row: top[: wanted[row]] for row, (_, top) in zip(rows, found, strict=True) if top}
+    logprobs = logprobs_of(logits[rows], tokens[rows], max(wanted[row] or 0 for row in rows))
+    token_logprobs = {row: logprob for row, (logprob, _) in zip(rows, logprobs, strict=True)}
+    return token_logprobs, {row: top[: wanted[row]] for row, (_, top) in zip(rows, logprobs, strict=True) if top}
 
 
-def logprobs_of(logits: Tensor, tokens: Tensor, most: int) -> list[PromptLogprob]:
+def logprobs_of(logits: Tensor, tokens: Tensor, top_count: int) -> list[PromptLogprob]:
     """Each token's log probability, and the most probable tokens at its position.
 
     Args:
         logits: [tokens, vocab], the model's output before each token.
         tokens: int64 [tokens].
-        most: how many of the most probable tokens to return.
+        top_count: how many of the most probable tokens to return.
     """
     logprobs = logits.float().log_softmax(dim=-1)
-    own = logprobs.gather(1, tokens[:, None])[:, 0].tolist()
-    if not most:
-        return [(logprob, ()) for logprob in own]
-    values, ids = (tensor.tolist() for tensor in logprobs.topk(min(most, logits.shape[-1]), dim=-1))
-    return [(logprob, tuple(zip(*top, strict=True))) for logprob, *top in zip(own, ids, values, strict=True)]
+    token_logprobs = logprobs.gather(1, tokens[:, None])[:, 0].tolist()
+    if not top_count:
+        return [(logprob, ()) for logprob in token_logprobs]
+    values, ids = (tensor.tolist() for tensor in logprobs.topk(min(top_count, logits.shape[-1]), dim=-1))
+    return [(logprob, tuple(zip(*top, strict=True))) for logprob, *top in zip(token_logprobs, ids, values, strict=True)]
 
 
 def _column(values: Sequence[float], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:

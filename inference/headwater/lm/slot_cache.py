@@ -197,7 +197,7 @@ class SlotCache(Cache):
     def copy(self, *copies: tuple[Mapping[int, int], int]) -> None:
         """Copy rows. Each item maps target rows to their sources, and says how many tokens to copy from the beginning.
         All sources are read before any target is written, so rows can be swapped."""
-        batches = [(list(one), list(one.values()), length) for one, length in copies if one]
+        batches = [(list(row_map), list(row_map.values()), length) for row_map, length in copies if row_map]
         for layer in self._slots if batches else ():
             if layer.is_initialized:
                 for tensor in (layer.keys, layer.values):
@@ -241,7 +241,7 @@ class StepMask:
                     f"model: expected layers of {FULL} or {SLIDING}, got {kind} in layer {layer}; "
                     "the slot engine can't cache such a layer"
                 )
-        windows = {one["sliding_window"] for one in options if "sliding_window" in one}
+        windows = {layer_options["sliding_window"] for layer_options in options if "sliding_window" in layer_options}
         if len(windows) > 1:
             raise ReplicaError(f"model: expected sliding layers with one window size, got {sorted(windows)}")
         self.window: int = windows.pop() if windows else 0

@@ -204,12 +204,14 @@ class SlotEngine(Admission):
         if self._uncompiled.pop(id, None) is None and not self.release(id):
             return False
         self._forget_grammar(id)
-        found = [one for one in (*self._generating, *self._prompts, *self._put_off) if one.request.id == id]
-        for sequence in found:
+        matches = [
+            candidate for candidate in (*self._generating, *self._prompts, *self._put_off) if candidate.request.id == id
+        ]
+        for sequence in matches:
             self._drop(sequence)
-        self._put_off = deque(one for one in self._put_off if not one.has_ended)
+        self._put_off = deque(put_off for put_off in self._put_off if not put_off.has_ended)
         self._compact()
-        self._pending.append(TokenEvent(id, len(found[0].answer) if found else 0, None, finish="cancelled"))
+        self._pending.append(TokenEvent(id, len(matches[0].answer) if matches else 0, None, finish="cancelled"))
         return True
 
     @torch.inference_mode()
@@ -218,7 +220,7 @@ class SlotEngine(Admission):
         events, self._pending = self._pending, []
         if self._grammars is not None:
             self._grammars.poll()
-        if any(one.constraint is None or not one.constraint.is_late for one in self._generating):
+        if any(sequence.constraint is None or not sequence.constraint.is_late for sequence in self._generating):
             self._attempt(self._generating, 0, self._decode, events)
         self._start(events)
         group, start = self._group()
@@ -296,12 +298,12 @@ class SlotEngine(Admission):
         if self._grammars is not None:
             self._grammars.trim()
         begun: list[_Sequence] = []
-        most = self._capacity.most(NAME) or self.limits.max_sequences
-        while self._put_off and len(self._generating) + len(self._prompts) < most:
+        max_sequences = self._capacity.most(NAME) or self.limits.max_sequences
+        while self._put_off and len(self._generating) + len(self._prompts) < max_sequences:
             begun.append(self._put_off.popleft())
             self._prompts.append(begun[-1])
         while begun and not self._attempt(begun, 0, self._make_room, events):
-            begun = [one for one in begun if one in self._prompts]
+            begun = [sequence for sequence in begun if sequence in self._prompts]
 
     def _reject(self, events: list[TokenEvent]) -> None:
         """End the sequences, admitted or waiting, whose grammars could not be compiled."""
@@ -337,23 +339,32 @@ class SlotEngine(Admission):
         _, compilation = self._compilations.pop(id, (None, None))
         if compilation is not None and self._grammars is not None:
             self._grammars.leave(compilation)
-            self._held = [one for one in self._held if one.id != id]
+            self._held = [request for request in self._held if request.id != id]
 
     def _choose(self, logits: Tensor, sequences: Sequence[_Sequence]) -> list[Choice | None]:
         """Choose the next token of each sequence; None where the mask of its grammar is not computed yet."""
-        constraints = [one.constraint for one in sequences]
-        given = [one for one in constraints if one is not None]
-        if self._grammars is None or not given:
-            return [*choose(logits, [one.sampler for one in sequences])]
-        self._grammars.wait(given, is_needed=not any(one is None or one.is_ready for one in constraints))
-        rows = [row for row, one in enumerate(constraints) if one is None or one.mask]
+        constraints = [sequence.constraint for sequence in sequences]
+        present_constraints = [constraint for constraint in constraints if constraint is not None]
+        if self._grammars is None or not present_constraints:
+            return [*choose(logits, [sequence.sampler for sequence in sequences])]
+        self._grammars.wait(
+            present_constraints,
+            is_needed=not any(constraint is None or constraint.is_ready for constraint in constraints),
+        )
+        rows = [row for row, constraint in enumerate(constraints) if constraint is None or constraint.mask]
         choices: list[Choice | None] = [None] * len(sequences)
         if not rows:
             return choices
-        held = [(place, one) for place, row in enumerate(rows) if (one := constraints[row]) is not None]
+        held = [
+            (place, row_constraint)
+            for place, row in enumerate(rows)
+            if (row_constraint := constraints[row]) is not None
+        ]
         allowed = None
         if held:
-            allowed = self._grammars.allowed([place for place, _ in held], [one for _, one in held], logits.device)
+            allowed = self._grammars.allowed(
+                [place for place, _ in held], [constraint for _, constraint in held], logits.device
+            )
         if len(rows) < len(sequences):
             logits = logits[rows]
         for row, choice in zip(rows, choose(logits, [sequences[row].sampler for row in rows], allowed), strict=True):
@@ -371,7 +382,7 @@ class SlotEngine(Admission):
         only these sequences end; if the memory did not suffice, they are restored to their earlier state, or put
         off."""
         sequences = list(sequences)
-        before = [(one.cached, one.reused, one.scored) for one in sequences]
+        before = [(member.cached, member.reused, member.scored) for member in sequences]
         reported = len(events)
         failure = ""
         try:
@@ -410,21 +421,27 @@ class SlotEngine(Admission):
         running = [*self._generating, *self._prompts]
         are_prompts = sequences[0] in self._prompts
         rows, length = self._cache.shape
-        is_cached = rows >= len(running) and length >= max((len(one.prompt) for one in self._prompts), default=0)
-        chunk = min(self._chunk(sequences), max(len(one.prompt) - one.cached for one in sequences))
+        is_cached = rows >= len(running) and length >= max(
+            (len(sequence.prompt) for sequence in self._prompts), default=0
+        )
+        chunk = min(self._chunk(sequences), max(len(sequence.prompt) - sequence.cached for sequence in sequences))
         if rows > len(running):
             self._kept_tokens = 0
             self._shrink(len(running), length)
         elif are_prompts and is_cached and chunk > LEAST_CHUNK:
             self._chunks.learn(NAME, chunk, max(chunk // 2, LEAST_CHUNK), what="prompt tokens")
         elif len(running) > 1:
-            rest = [one for one in running if one not in sequences] if are_prompts else []
+            rest = [sequence for sequence in running if sequence not in sequences] if are_prompts else []
             kept = rest or running[: len(running) // 2]
             self._capacity.learn(NAME, len(running), len(kept), what="sequences")
-            self._put_off.extendleft(self._restarted(one) for one in reversed(running) if one not in kept)
-            self._generating = [one for one in self._generating if one in kept]
-            self._prompts = deque(one for one in self._prompts if one in kept)
-            needed = [one.cached for one in self._generating] + [len(one.prompt) for one in self._prompts]
+            self._put_off.extendleft(
+                self._restarted(sequence) for sequence in reversed(running) if sequence not in kept
+            )
+            self._generating = [sequence for sequence in self._generating if sequence in kept]
+            self._prompts = deque(sequence for sequence in self._prompts if sequence in kept)
+            needed = [sequence.cached for sequence in self._generating] + [
+                len(sequence.prompt) for sequence in self._prompts
+            ]
             self._shrink(len(kept), max(needed))
         else:
             fix = "send a shorter prompt, or give the model a device with more free memory"
@@ -452,12 +469,12 @@ class SlotEngine(Admission):
     def _decode(self) -> list[Choice | None]:
         """Compute the next token of each sequence that generates."""
         sequences = self._generating
-        positions = [one.cached for one in sequences]
+        positions = [sequence.cached for sequence in sequences]
         self._fit(len(sequences), max(positions) + 1)
-        logits = self._model.forward_each(self._cache, [one.answer[-1] for one in sequences], positions)
+        logits = self._model.forward_each(self._cache, [sequence.answer[-1] for sequence in sequences], positions)
         choices = self._choose(logits, sequences)
-        for one, choice in zip(sequences, choices, strict=True):
-            one.cached += choice is not None
+        for sequence, choice in zip(sequences, choices, strict=True):
+            sequence.cached += choice is not None
         return choices
 
     def _group(self) -> tuple[list[_Sequence], int]:
@@ -469,55 +486,55 @@ class SlotEngine(Admission):
         for sequence in self._prompts:
             length = len(sequence.prompt)
             blocks = self._prefixes.find(sequence.chain)[1]
-            known = sequence.cached or min(blocks * BLOCK, length - 1)
+            begin = sequence.cached or min(blocks * BLOCK, length - 1)
             if group:
-                known, length = min(start, known), max(width, length)
+                begin, length = min(start, begin), max(width, length)
                 shared = sequence.chain[blocks : blocks + 1]
-                if (len(group) + 1) * (length - known) > self._chunk([*group, sequence]) or (
-                    shared and any(one.chain[blocks : blocks + 1] == shared for one in group)
+                if (len(group) + 1) * (length - begin) > self._chunk([*group, sequence]) or (
+                    shared and any(member.chain[blocks : blocks + 1] == shared for member in group)
                 ):
                     break
             group.append(sequence)
-            start, width = known, length
+            start, width = begin, length
             if sequence.cached or width - start > self._chunk(group):
                 break
         return group, start
 
     def _chunk(self, group: Sequence[_Sequence]) -> int:
         """The most tokens of these sequences' prompts in a step."""
-        most = min(self._chunks.most(NAME) or self._prefill_chunk, self._prefill_chunk)
-        if all(one.request.prompt_logprobs is None for one in group):
-            return most
-        return min(most, max(SCORED_LOGITS // self.limits.vocab_size, 1))
+        limit = min(self._chunks.most(NAME) or self._prefill_chunk, self._prefill_chunk)
+        if all(sequence.request.prompt_logprobs is None for sequence in group):
+            return limit
+        return min(limit, max(SCORED_LOGITS // self.limits.vocab_size, 1))
 
     def _prefill(self, group: Sequence[_Sequence], start: int, events: list[TokenEvent]) -> list[Choice | None]:
         """Compute prompts from the token `start` on; returns the answers' first tokens if the prompts are complete."""
         if not group[0].cached:
             self._begin(group, start)
         end = start + self._chunk(group)
-        chunks = [one.prompt[start:end] for one in group]
+        chunks = [sequence.prompt[start:end] for sequence in group]
         first = len(self._generating)
-        scored = {row: one for row, one in enumerate(group) if one.request.prompt_logprobs is not None}
+        scored = {row: sequence for row, sequence in enumerate(group) if sequence.request.prompt_logprobs is not None}
         kept, logits = self._model.forward(self._cache, first, chunks, start, keeps_all=bool(scored))
-        for row, one in scored.items():
-            first_scored = max(start, one.scored)  # a sequence that was put off has reported some before
-            following = one.request.prompt[first_scored + 1 : start + 1 + len(chunks[row])]
-            one.scored = max(one.scored, start + len(chunks[row]))
+        for row, sequence in scored.items():
+            first_scored = max(start, sequence.scored)  # a sequence that was put off has reported some before
+            following = sequence.request.prompt[first_scored + 1 : start + 1 + len(chunks[row])]
+            sequence.scored = max(sequence.scored, start + len(chunks[row]))
             if following:
                 tokens = torch.tensor(following, device=self._device)
                 scores = kept[row, first_scored - start :][: len(following)]
-                found = logprobs_of(scores, tokens, one.request.prompt_logprobs or 0)
-                events.append(TokenEvent(one.request.id, 0, None, prompt=tuple(found)))
-        for one, chunk in zip(group, chunks, strict=True):
-            one.cached = start + len(chunk)
+                logprobs = logprobs_of(scores, tokens, sequence.request.prompt_logprobs or 0)
+                events.append(TokenEvent(sequence.request.id, 0, None, prompt=tuple(logprobs)))
+        for sequence, chunk in zip(group, chunks, strict=True):
+            sequence.cached = start + len(chunk)
         if group[0].cached < len(group[0].prompt):
             return []
         choices = self._choose(logits, group)
-        for row, (one, choice) in enumerate(zip(group, choices, strict=True), first):
-            self._prompts.remove(one)
-            self._generating.append(one)
-            self._prefixes.learn(row, one.chain)
-            one.cached -= choice is None  # after a restart: the next step computes the last token, the answer's
+        for row, (sequence, choice) in enumerate(zip(group, choices, strict=True), first):
+            self._prompts.remove(sequence)
+            self._generating.append(sequence)
+            self._prefixes.learn(row, sequence.chain)
+            sequence.cached -= choice is None  # after a restart: the next step computes the last token, the answer's
         return choices
 
     def _begin(self, group: Sequence[_Sequence], start: int) -> None:
@@ -526,10 +543,10 @@ class SlotEngine(Admission):
         first = len(self._generating)
         prefixes = self._prefixes
         sources: dict[int, int] = {}
-        for row, one in enumerate(group, first) if start else ():
-            sources[row], _ = prefixes.find(one.chain)
+        for row, sequence in enumerate(group, first) if start else ():
+            sources[row], _ = prefixes.find(sequence.chain)
             prefixes.touch(sources[row])
-            one.cached = one.reused = start
+            sequence.cached = sequence.reused = start
         for source in set(sources.values()):  # content that these rows will hold again need not be kept
             if source >= first and prefixes.blocks(source) * BLOCK <= start:
                 prefixes.forget(source)
@@ -564,7 +581,9 @@ class SlotEngine(Admission):
     def _fit(self, rows: int, length: int) -> None:
         """Grow the cache to at least this many rows and tokens, and to the size that all started sequences need by
         now."""
-        needed = [one.cached for one in self._generating] + [len(one.prompt) for one in self._prompts]
+        needed = [sequence.cached for sequence in self._generating] + [
+            len(sequence.prompt) for sequence in self._prompts
+        ]
         before = self._cache.shape
         try:
             self._cache.fit(max(rows, len(needed)), max(length, *needed, 0))
@@ -609,14 +628,14 @@ class SlotEngine(Admission):
         """Fill the rows of ended sequences from the last rows, and keep the content of the ended sequences in rows that
         no sequence needs, all in a single copy."""
         before = len(self._generating)
-        ended = [(row, one) for row, one in enumerate(self._generating) if one.has_ended]
+        ended = [(row, sequence) for row, sequence in enumerate(self._generating) if sequence.has_ended]
         after = before - len(ended)
         partial = self._prompts[0] if self._prompts and self._prompts[0].cached else None
         if partial is not None and partial.has_ended:
             ended.append((before, partial))
             partial = None
-        if any(one.has_ended for one in self._prompts):
-            self._prompts = deque(one for one in self._prompts if not one.has_ended)
+        if any(sequence.has_ended for sequence in self._prompts):
+            self._prompts = deque(sequence for sequence in self._prompts if not sequence.has_ended)
         if not ended:
             return
         last = [row for row in range(after, before) if not self._generating[row].has_ended]
@@ -633,8 +652,8 @@ class SlotEngine(Admission):
         self._prefixes.move(moved)
         kept: dict[int, int] = {}
         longest = 0
-        for row, one in reversed(ended):  # rows that can stay in place come first
-            chain = self._chain([*one.request.prompt, *one.answer][: one.cached], one.request)
+        for row, sequence in reversed(ended):  # rows that can stay in place come first
+            chain = self._chain([*sequence.request.prompt, *sequence.answer][: sequence.cached], sequence.request)
             if self._prefixes.find(chain)[1] == len(chain):  # too short, or held by another row, too
                 continue
             target = row if row >= after + (partial is not None) else self._spare(NEWEST)

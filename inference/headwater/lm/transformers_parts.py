@@ -44,8 +44,8 @@ __all__ = [
 
 def attention_of(config: PreTrainedConfig) -> str | None:
     """The attention implementation of a loaded model, such as ``sdpa``."""
-    found: str | None = config._attn_implementation
-    return found
+    attention: str | None = config._attn_implementation
+    return attention
 
 
 def activation_classes() -> tuple[type[nn.Module], ...]:
@@ -67,8 +67,8 @@ def is_causal_lm(config: PreTrainedConfig) -> bool:
 
 def causal_architectures(model_type: str) -> tuple[str, ...] | str:
     """The class names of a ``model_type``'s causal language models, or its only class name."""
-    found: tuple[str, ...] | str = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type, ())
-    return found
+    architectures: tuple[str, ...] | str = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type, ())
+    return architectures
 
 
 def supports_sdpa(config: PreTrainedConfig) -> bool:

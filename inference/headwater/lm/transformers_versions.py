@@ -96,11 +96,11 @@ def check_transformers(title: str) -> None:
 def _missing() -> Iterator[str]:
     for module, names in PARTS.items():
         try:
-            found = importlib.import_module(module)
+            imported_module = importlib.import_module(module)
         except ImportError as error:
             yield f"{module} ({error})"
             continue
-        yield from (f"{module}.{name}" for name in names if not hasattr(found, name))
+        yield from (f"{module}.{name}" for name in names if not hasattr(imported_module, name))
     for path, call in CALLS.items():
         module, _, names_in_it = path.partition(":")
         part: Any = sys.modules[module]

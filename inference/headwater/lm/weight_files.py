@@ -57,23 +57,29 @@ def read_headers(title: str, folder: Path, name: str) -> dict[str, TensorHeader]
         return _file_headers(title, folder / name)
     index = name if name.endswith(INDEX) else name + INDEX
     if not (folder / index).is_file():
-        found = sorted(path.name for path in folder.iterdir() if path.suffix in OTHER_WEIGHTS)
-        has = f"; it has {', '.join(found)[:200]}" if found else ""
+        other_files = sorted(path.name for path in folder.iterdir() if path.suffix in OTHER_WEIGHTS)
+        has = f"; it has {', '.join(other_files)[:200]}" if other_files else ""
         reason = f"expected {name}, the model's weights, or {index}, which names their files, in {folder}{has}"
         raise LoadError(Problem(title, reason, SAVED))
     content = checked_json(title, folder, index, "which names the files of the model's weights")
     files = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(files, dict) or not files or not all(isinstance(one, str) for one in files.values()):
+    if not isinstance(files, dict) or not files or not all(isinstance(file_name, str) for file_name in files.values()):
         reason = f"{folder / index}: expected an object whose weight_map names the file of each tensor"
         raise LoadError(Problem(title, reason, COPY))
     headers: dict[str, TensorHeader] = {}
     for file in sorted(set(files.values())):
         for tensor, header in _file_headers(title, folder / file).items():
-            if (other := headers.setdefault(tensor, header)) is not header:
-                reason = f"{folder}: expected each tensor in one file, got {tensor} in {other.file.name} and {file}"
+            if (first_header := headers.setdefault(tensor, header)) is not header:
+                reason = (
+                    f"{folder}: expected each tensor in one file, got {tensor} in {first_header.file.name} and {file}"
+                )
                 raise LoadError(Problem(title, reason, COPY))
     for file in sorted(set(files.values())):
-        absent = [one for one in files if files[one] == file and (one not in headers or headers[one].file.name != file)]
+        absent = [
+            tensor_name
+            for tensor_name in files
+            if files[tensor_name] == file and (tensor_name not in headers or headers[tensor_name].file.name != file)
+        ]
         if absent:
             reason = f"{folder / file}: expected the tensors that {index} names, but it lacks {_listed(absent)}"
             raise LoadError(Problem(title, reason, COPY))
@@ -97,7 +103,11 @@ def check_tensors(title: str, folder: Path, model: PreTrainedModel, headers: Map
     from headwater.lm.transformers_parts import load_report
 
     whole = {name for name, parameter in model.state_dict().items() if parameter.is_floating_point()}
-    wrong = [name for name, one in headers.items() if name in whole and one.dtype[:1] in "BIU" and one.dtype != "BF16"]
+    wrong = [
+        name
+        for name, header in headers.items()
+        if name in whole and header.dtype[:1] in "BIU" and header.dtype != "BF16"
+    ]
     if wrong:
         name = wrong[0]
         reason = (
@@ -106,7 +116,7 @@ def check_tensors(title: str, folder: Path, model: PreTrainedModel, headers: Map
         )
         raise LoadError(Problem(title, reason, _CONFIGURED))
     names = [name for name, _ in model.named_parameters()]
-    blank = {name: torch.empty(one.shape, device="meta") for name, one in headers.items()}
+    blank = {name: torch.empty(header.shape, device="meta") for name, header in headers.items()}
     fault = report_fault(load_report(model, blank), names, model.base_model_prefix)
     if fault:
         raise LoadError(Problem(title, f"{folder}: {fault}", _CONFIGURED))
@@ -167,11 +177,12 @@ def _file_headers(title: str, path: Path) -> dict[str, TensorHeader]:
                 reason = f"{path}: expected a safetensors file, got a different or truncated file of {size_bytes} bytes"
                 raise LoadError(Problem(title, reason, _POINTER))
             header = json.loads(file.read(length), object_pairs_hook=_without_duplicates)
-        tensors = {name: one for name, one in header.items() if name != "__metadata__"}
-        ends = [one["data_offsets"][1] for one in tensors.values()]
+        tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        ends = [entry["data_offsets"][1] for entry in tensors.values()]
         expected = HEADER_BYTES + length + max(ends, default=0)
         headers = {
-            name: TensorHeader(path, str(one["dtype"]), tuple(map(int, one["shape"]))) for name, one in tensors.items()
+            name: TensorHeader(path, str(entry["dtype"]), tuple(map(int, entry["shape"])))
+            for name, entry in tensors.items()
         }
     except OSError as error:
         reason = f"expected {path.name}, weights of the model, in {path.parent}: {error.strerror}"

@@ -112,8 +112,8 @@ def load_part(part: Part, name: str, device: str) -> Part:
     """
     prefix = f"{name}."
     with safe_open(WEIGHTS, "pt") as file:
-        own = {key[len(prefix) :]: file.get_tensor(key) for key in file.keys() if key.startswith(prefix)}  # noqa: SIM118
-    part.load_state_dict(own)
+        weights = {key[len(prefix) :]: file.get_tensor(key) for key in file.keys() if key.startswith(prefix)}  # noqa: SIM118
+    part.load_state_dict(weights)
     return part.to(device).eval()
 
 

@@ -129,8 +129,8 @@ class Encoder(Model):
         else:
             if any(text[:, 0]):
                 raise BadInput("input 'text': expected an empty one beside 'token_ids', got both; leave one out")
-            given = [_tokens(row, self._vocab_size) for row in token_ids.tolist()]
-            rows = [_cut(row, limit, ends=0) for row, limit in zip(given, limits, strict=True)]
+            token_rows = [_tokens(row, self._vocab_size) for row in token_ids.tolist()]
+            rows = [_cut(row, limit, ends=0) for row, limit in zip(token_rows, limits, strict=True)]
         width = max(map(len, rows))
         ids = torch.tensor([row + [self._pad_id] * (width - len(row)) for row in rows], device=self._device)
         lengths = torch.tensor([[len(row)] for row in rows], device=self._device)
@@ -274,13 +274,13 @@ def _described(labels: object) -> dict[str, list[str]]:
     if len(labels) < 2:
         raise DeclarationError(f"ZeroShot, labels: expected at least two, got {len(labels)}")
     described: dict[str, list[str]] = {}
-    for name, given in labels.items():
+    for name, entry in labels.items():
         if not isinstance(name, str) or not name.strip():
             raise DeclarationError(
                 f"ZeroShot, labels: expected a text as label, got {name!r}; YAML reads yes, no and numbers as such "
                 "unless they are in quotes"
             )
-        descriptions = list(given) if isinstance(given, (list, tuple)) else [given]
+        descriptions = list(entry) if isinstance(entry, (list, tuple)) else [entry]
         if not descriptions:
             raise DeclarationError(f"ZeroShot, labels, {name!r}: expected at least one description, got none")
         for description in descriptions:
@@ -298,15 +298,15 @@ def _cut(ids: list[int], limit: int, *, ends: int) -> list[int]:
     Raises:
         BadInput: the text has more tokens than the model reads, and may not be cut.
     """
-    most = limit if limit > 0 else MAX_TOKENS
-    if len(ids) <= most:
+    max_length = limit if limit > 0 else MAX_TOKENS
+    if len(ids) <= max_length:
         return ids
     if limit == 0:
         raise BadInput(
             f"this model's maximum context length is {MAX_TOKENS} tokens; expected at most as many, got {len(ids)}; "
             "send a shorter text, or say with truncate_prompt_tokens where to cut it"
         )
-    return ids[: most - ends] + ids[len(ids) - ends :]
+    return ids[: max_length - ends] + ids[len(ids) - ends :]
 
 
 def _tokens(row: list[int], vocab_size: int) -> list[int]:

@@ -82,9 +82,9 @@ def _functions(text: str) -> Iterator[tuple[ast.FunctionDef, list[str]]]:
     lines = text.splitlines()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and node.end_lineno is not None:
-            own = lines[node.lineno - 1 : node.end_lineno]
-            if SHORTEST_LINES <= len(own) <= LONGEST_LINES:
-                yield node, textwrap.dedent("\n".join(own)).split("\n")
+            function_lines = lines[node.lineno - 1 : node.end_lineno]
+            if SHORTEST_LINES <= len(function_lines) <= LONGEST_LINES:
+                yield node, textwrap.dedent("\n".join(function_lines)).split("\n")
 
 
 def _chat(node: ast.FunctionDef, lines: list[str], rng: random.Random) -> Chat:

@@ -111,8 +111,8 @@ def parity_accuracy(trunk: TrunkNet, parity: nn.Linear, data: LabelledImages) ->
 @torch.inference_mode()
 def squared_errors(trunk: TrunkNet, decoder: DecoderNet, images: Floats) -> Floats:
     """The mean squared difference of each image to its reconstruction, in squared pixel values 0 to 16; FP32 [n]."""
-    given = torch.from_numpy(images)
-    errors: Floats = (decoder(trunk(given)) - given).square().mean(dim=(1, 2, 3)).numpy()
+    originals = torch.from_numpy(images)
+    errors: Floats = (decoder(trunk(originals)) - originals).square().mean(dim=(1, 2, 3)).numpy()
     return errors
 
 
