@@ -44,9 +44,9 @@ from headwater_server.dispatch.choice import Choice
 from headwater_server.dispatch.dispatcher import ModelDispatcher
 from headwater_server.dispatch.pool import ReplicaCalls
 from headwater_server.gateway.models import Models
-from headwater_server.lm.dispatcher import LmDispatcher
+from headwater_server.lm.language_model import LmDispatcher
 from headwater_server.lm.sequence import SequenceSpec
-from headwater_server.transport.protocol import FrameRequest
+from headwater_server.transport.replica_protocol import FrameRequest
 from headwater_server.transport.segments import RemoteSegment
 
 ROW: Final = bytes(64)

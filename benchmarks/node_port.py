@@ -35,7 +35,7 @@ from benchmarks.stream_engine import MODEL, VOCAB_SIZE
 from headwater_server.codecs.tensors import InferRequest, OutputWish, RawTensor
 from headwater_server.dispatch.dispatcher import ModelDispatcher
 from headwater_server.dispatch.pool import Connect, connect
-from headwater_server.lm.dispatcher import LmDispatcher
+from headwater_server.lm.language_model import LmDispatcher
 from headwater_server.lm.sequence import SequenceSpec
 from headwater_server.security.peer_tls import PeerTls
 

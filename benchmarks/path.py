@@ -43,9 +43,9 @@ from headwater.signature import LanguageModelSpec, Signature, TensorSpec
 from headwater.wire.frame import FRAME
 from headwater.wire.report import HEADWATER, REPORT, RowReport, Status, encode_reports
 from headwater_server.config.schema import Server
+from headwater_server.control.control_server import ControlServer
 from headwater_server.control.messages import WorkerSettings
 from headwater_server.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
-from headwater_server.control.server import ControlServer
 
 MOST_FILES: Final = 36
 """That one `infer` request may touch."""

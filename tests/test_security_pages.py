@@ -13,15 +13,15 @@ from headwater.hf.speech import LEAST_RATE, MOST_RATE, MOST_SAMPLES, MOST_SECOND
 from headwater.lm.compile_queue import LANES
 from headwater.lm.grammar_wire import COMPILE_BYTES, FOLLOW_BYTES, MASK_CPU_S, TOKEN_CPU_S
 from headwater.lm.grammars import KEPT, KEPT_BYTES, MASK_WAIT_S, MOST_BYTES, MOST_WAITING
-from headwater_server.cluster.connection import MOST_JSON_BYTES
 from headwater_server.cluster.port import MOST_CONNECTIONS
+from headwater_server.cluster.port_connection import MOST_JSON_BYTES
 from headwater_server.cluster.request_head import MOST_HEAD_BYTES
 from headwater_server.codecs.faults import MAX_CONTAINERS, MAX_VALUES
 from headwater_server.codecs.memory import MOST_TIMES
 from headwater_server.codecs.multipart import MAX_HEAD_BYTES, MAX_PARTS
 from headwater_server.config.overlay import MAX_CONFIG_BYTES, MAX_DEPTH, MAX_KEYS
+from headwater_server.control.control_server import HELLO_TIMEOUT_S
 from headwater_server.control.messages import MAX_MESSAGE_BYTES
-from headwater_server.control.server import HELLO_TIMEOUT_S
 from headwater_server.gateway.http.body_budget import ALL_BODIES_BYTES, SMALL_BYTES
 from headwater_server.gateway.http.connections import SPARE_PLACES
 from headwater_server.gateway.http.entry import MAX_HEADER_BYTES
@@ -30,7 +30,7 @@ from headwater_server.gateway.worker import IDLE_TIMEOUT_S
 from headwater_server.lm.grammar_depth import MOST_DEPTH
 from headwater_server.lm.text.chat_template import MAX_CHARACTERS, MAX_SECONDS
 from headwater_server.lm.text_pool import MAX_WAITING_BYTES, SHORT_BYTES
-from headwater_server.lm.tokenization import MAX_TOKENS
+from headwater_server.lm.tokenize_body import MAX_TOKENS
 from headwater_server.security.keys import MAX_KEY_BYTES
 from headwater_server.supervisor.preflight import VANISHED_AFTER_MS
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 import uvicorn
 from starlette.types import ASGIApp
 
-from headwater_server.gateway.http.connection import BoundedConnection
+from headwater_server.gateway.http.bounded_connection import BoundedConnection
 from headwater_server.gateway.http.connections import Closable, Connections
 from headwater_server.gateway.http.entry import RequestRecords
 from headwater_server.gateway.http.event_stream import StreamLimits

@@ -20,10 +20,10 @@ from headwater.signature import HeadSpec, Signature, TensorSpec
 from headwater_server.codecs.tensors import Answer, HeadAnswer, InferRequest, RawTensor
 from headwater_server.config.schema import Server
 from headwater_server.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
-from headwater_server.dispatch.protocol import Dispatcher, Fail
+from headwater_server.dispatch.deployment_protocol import Dispatcher, Fail
 from headwater_server.errors import BadRequest, CallableFailed, DeadlineExceeded, QueueFull, ReplicaLost, Unavailable
 from headwater_server.gateway.app import create_app
-from headwater_server.gateway.http.connection import BoundedConnection
+from headwater_server.gateway.http.bounded_connection import BoundedConnection
 from headwater_server.gateway.http.connections import Connections
 from headwater_server.gateway.http.entry import Entry, RequestRecords
 from headwater_server.gateway.http.event_stream import StreamLimits

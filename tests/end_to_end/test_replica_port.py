@@ -23,7 +23,7 @@ from headwater_server.codecs.tensors import InferRequest, OutputWish, RawTensor
 from headwater_server.dispatch.dispatcher import ModelDispatcher
 from headwater_server.dispatch.pool import connect
 from headwater_server.errors import CallableFailed, Unavailable
-from headwater_server.lm.dispatcher import LmDispatcher
+from headwater_server.lm.language_model import LmDispatcher
 from headwater_server.lm.sequence import SequenceSpec
 from headwater_server.security.peer_tls import PeerTls
 from headwater_server.transport.frames import FrameClient

@@ -22,12 +22,12 @@ from headwater.runtime.call_loop import CallLoop
 from headwater.signature import Signature, TensorSpec
 from headwater.wire.bridge import socket_path
 from headwater.wire.report import REPORT, RowReport, Status, encode_reports
+from headwater_server.binder.embedded_triton import OUTPUT_FILE, EmbeddedTriton
 from headwater_server.binder.environment import library_path
-from headwater_server.binder.triton import OUTPUT_FILE, EmbeddedTriton
 from headwater_server.codecs.tensors import InferRequest, OutputWish, RawTensor
 from headwater_server.errors import CallableFailed, HeadwaterError, ReplicaLost, ReplicaUnreachable
 from headwater_server.transport.batch import encode_batch
-from headwater_server.transport.triton import TritonClient
+from headwater_server.transport.triton_http import TritonClient
 from tests.running import processes_of
 from tests.traces import remove_backend_folders
 

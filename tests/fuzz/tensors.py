@@ -16,7 +16,7 @@ from headwater.datatypes import DATATYPES, pack_bytes, unpack_bytes
 from headwater.model import Parameter
 from headwater.signature import HeadSpec, Signature, TensorSpec
 from headwater_server.codecs import json_data
-from headwater_server.codecs.generate import GenerateDecoder, GenerateEncoder
+from headwater_server.codecs.generate_body import GenerateDecoder, GenerateEncoder
 from headwater_server.codecs.infer_request import RequestDecoder
 from headwater_server.codecs.infer_response import ResponseEncoder
 from headwater_server.codecs.json_data import JsonData

@@ -14,15 +14,15 @@ from starlette.types import Message
 
 from headwater_server.errors import BadRequest, CallableFailed, DeadlineExceeded, HeadwaterError, ReplicaLost
 from headwater_server.gateway.http.event_stream import EventStream
-from headwater_server.lm.answers import AnswerForm, Event
 from headwater_server.lm.chat import ChatAnswer, ChatRequest
 from headwater_server.lm.completion import CompletionAnswer, CompletionRequest
-from headwater_server.lm.generate import GenerateAnswer, GenerateRequest
+from headwater_server.lm.openai_answer import AnswerForm, Event
 from headwater_server.lm.responses import ResponsesRequest
 from headwater_server.lm.responses_answer import ResponsesAnswer
 from headwater_server.lm.sequence import Tokens
 from headwater_server.lm.text.stop_automaton import StopAutomaton
 from headwater_server.lm.text.token_texts import TokenTexts
+from headwater_server.lm.text_generate import GenerateAnswer, GenerateRequest
 from headwater_server.lm.text_plan import TextPlan
 from headwater_server.lm.text_stream import TextPiece, TextStream, TokenLogprob, Usage
 from tests.app.lm.scripted import LIMITS, tiny_text

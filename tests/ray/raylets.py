@@ -315,7 +315,7 @@ def agents(address: str) -> list[psutil.Process]:
 
 def supervisors(address: str) -> list[psutil.Process]:
     """The processes of a cluster's supervisors."""
-    return _named("headwater_server.cluster.supervisor", address)
+    return _named("headwater_server.cluster.cluster_supervisor", address)
 
 
 def hosts(address: str, model: str = "") -> list[psutil.Process]:

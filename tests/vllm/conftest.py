@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from headwater_server.process.interpreter import InterpreterError
-from headwater_server.process.vllm import find_vllm
+from headwater_server.process.vllm_program import find_vllm
 from tests.app.lm.scripted import FOLDER as TINY_LM
 from tests.app.lm.tool_text import tool_folder
 from tests.running import Running, leaves_nothing

@@ -31,7 +31,7 @@ from headwater_server.binder.environment import require, without_other_libraries
 from headwater_server.binder.pytriton_clients import leave_out_clients
 
 if TYPE_CHECKING:
-    from headwater_server.binder.triton import EmbeddedTriton
+    from headwater_server.binder.embedded_triton import EmbeddedTriton
 
 __all__ = ["main"]
 
@@ -50,7 +50,7 @@ def _become_triton(directory: Path, link: Link) -> None:
     leave_out_clients()
     # Heavy imports come after the check of the environment, since the check's message is clearer than an import error.
     try:
-        from headwater_server.binder.triton import OUTPUT_FILE, EmbeddedTriton
+        from headwater_server.binder.embedded_triton import OUTPUT_FILE, EmbeddedTriton
     except ImportError as error:
         reason = f"Headwater's own Python, {sys.executable}: PyTriton can't be imported: {error}"
         fix = without_other_libraries("install Headwater anew there, or into another environment")

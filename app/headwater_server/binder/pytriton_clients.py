@@ -1,6 +1,6 @@
 """Keeps PyTriton from importing its clients, which takes half the time of importing PyTriton.
 
-PyTriton's `Triton` uses a client only in methods that `headwater_server.binder.triton` replaces.
+PyTriton's `Triton` uses a client only in methods that `headwater_server.binder.embedded_triton` replaces.
 """
 
 from __future__ import annotations

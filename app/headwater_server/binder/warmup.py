@@ -30,7 +30,7 @@ from headwater.wire.shared_memory import (
     stand_in_shape,
 )  # fmt: skip
 from headwater.wire.triton_words import SHARED_MEMORY_FULL, is_shared_memory_full
-from headwater_server.binder.triton import EmbeddedTriton, UnixConnection
+from headwater_server.binder.embedded_triton import EmbeddedTriton, UnixConnection
 
 __all__ = ["grpc_outputs", "warm_up"]
 

@@ -17,7 +17,7 @@ from headwater.wire.example_rows import batch_sizes
 from headwater.wire.handshake import ReplicaSpec
 from headwater.wire.lm import CONTROL, Message, Open, Post, StepFrame, Submit, decode_frame, encode
 from headwater.wire.report import HEADWATER, CallNote
-from headwater_server.binder.triton import EmbeddedTriton
+from headwater_server.binder.embedded_triton import EmbeddedTriton
 from headwater_server.binder.warmup import grpc_outputs
 
 __all__ = ["counts", "submits", "warm_up"]

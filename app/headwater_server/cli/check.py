@@ -16,15 +16,15 @@ from headwater.errors import DeclarationError, LoadError, Problem
 from headwater.pipeline import make_plan
 from headwater.reference import find_folder, is_vllm
 from headwater.signature import Signature, VllmSpec, text_signature
-from headwater_server.cli.scripts import load_with_scripts
+from headwater_server.cli.script_config import load_with_scripts
 from headwater_server.config.pipeline import Pipeline
 from headwater_server.config.schema import PLACEHOLDER, Deployment, InvalidConfig, is_model_reference, read_config
 from headwater_server.errors import ConfigError
-from headwater_server.process.adapters import find_adapters, lora_rank
+from headwater_server.process.adapter_folders import find_adapters, lora_rank
 from headwater_server.process.interpreter import InterpreterError
 from headwater_server.process.machine import cpu_count, host_capacity, size_text
 from headwater_server.process.model_side import PROCESS_TIMEOUT_S, ModelSide, last_line
-from headwater_server.process.vllm import device_problem, find_vllm, folder_problem, gives_embeddings
+from headwater_server.process.vllm_program import device_problem, find_vllm, folder_problem, gives_embeddings
 from headwater_server.supervisor.preflight import (
     address_problems,
     free_shared_memory_problems,

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headwater_server import version_text
-from headwater_server.cli.bench.options import add_bench_command
+from headwater_server.cli.bench.bench_options import add_bench_command
 from headwater_server.cli.init import KINDS, write_template
-from headwater_server.cli.keys import add_key_commands
-from headwater_server.cli.options import add_python_option, add_set_option, config_flags
-from headwater_server.cli.plan.options import add_plan_command
+from headwater_server.cli.keys_command import add_key_commands
+from headwater_server.cli.option_values import add_python_option, add_set_option, config_flags
+from headwater_server.cli.plan.plan_options import add_plan_command
 from headwater_server.cli.surroundings import complete, require_folders
 from headwater_server.errors import CommandError, ConfigError, StartError
 
@@ -169,7 +169,7 @@ def _serve(options: argparse.Namespace) -> int:
     require_folders()
     import asyncio
 
-    from headwater_server.cli.scripts import load_with_scripts
+    from headwater_server.cli.script_config import load_with_scripts
     from headwater_server.config.schema import is_model_reference
     from headwater_server.supervisor.supervisor import Supervisor
     from headwater_server.telemetry.log_output import never_blocking
@@ -252,14 +252,14 @@ def _init(options: argparse.Namespace) -> int:
 
 
 def _status(options: argparse.Namespace) -> int:
-    from headwater_server.cli.client import ServerClient, status_table
+    from headwater_server.cli.server_client import ServerClient, status_table
 
     print(status_table(ServerClient(options.url).index()))
     return 0
 
 
 def _command(options: argparse.Namespace) -> int:
-    from headwater_server.cli.client import ServerClient, command_line
+    from headwater_server.cli.server_client import ServerClient, command_line
 
     client, file_or_json = ServerClient(options.url), getattr(options, "config", None)
     if options.action == "scale":

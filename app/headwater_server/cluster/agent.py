@@ -21,8 +21,19 @@ from typing import Final, Literal, NamedTuple
 
 import msgspec
 
+from headwater_server.cluster.agent_messages import (
+    BEAT_S,
+    LISTENER,
+    Adapters,
+    Ask,
+    Beat,
+    Hello,
+    Order,
+    Said,
+    State,
+    encode,
+)
 from headwater_server.cluster.holder import outlive_no_holder, read_spec
-from headwater_server.cluster.messages import BEAT_S, LISTENER, Adapters, Ask, Beat, Hello, Order, Said, State, encode
 from headwater_server.cluster.port import Port
 from headwater_server.config.content import content
 from headwater_server.config.schema import Deployment

@@ -9,8 +9,19 @@ from typing import Final
 
 import msgspec
 
+from headwater_server.cluster.agent_messages import (
+    AGENT,
+    BEAT_S,
+    Adapters,
+    Ask,
+    Beat,
+    Hello,
+    Order,
+    Said,
+    State,
+    encode,
+)
 from headwater_server.cluster.dial import connected, within
-from headwater_server.cluster.messages import AGENT, BEAT_S, Adapters, Ask, Beat, Hello, Order, Said, State, encode
 from headwater_server.security.peer_tls import PeerTls
 from headwater_server.transport.address import CONNECT_TIMEOUT_S, TOKEN_HEADER
 

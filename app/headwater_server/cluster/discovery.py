@@ -22,9 +22,9 @@ from typing import IO, Final
 
 import msgspec
 
+from headwater_server.cluster.cluster_supervisor import HEAD_TIMEOUT_S, Announcement, SupervisorSpec
 from headwater_server.cluster.holder import own_output, read_spec, write_spec
 from headwater_server.cluster.ray_client import ActorGone, RayClient
-from headwater_server.cluster.supervisor import HEAD_TIMEOUT_S, Announcement, SupervisorSpec
 from headwater_server.control.messages import MAX_MESSAGE_BYTES
 from headwater_server.errors import StartError
 
@@ -136,7 +136,7 @@ def main() -> None:
     try:
         ray = RayClient(sys.argv[1])
         if spec:
-            command = [sys.executable, "-m", "headwater_server.cluster.supervisor"]
+            command = [sys.executable, "-m", "headwater_server.cluster.cluster_supervisor"]
             ray.start_supervisor(NAME, command, spec, {"PWD": os.getcwd()})
     except StartError as error:
         _tell(Trouble(str(error)), output)

@@ -16,17 +16,17 @@ import msgspec
 from headwater.errors import Problem
 from headwater.signature import Signature
 from headwater_server.cluster.agent_link import AgentLink
+from headwater_server.cluster.agent_messages import Beat
+from headwater_server.cluster.cluster_supervisor import Announcement, SupervisorSpec, what_is_served
 from headwater_server.cluster.dial import connected, within
 from headwater_server.cluster.discovery import Trouble, announcements
-from headwater_server.cluster.messages import Beat
-from headwater_server.cluster.supervisor import Announcement, SupervisorSpec, what_is_served
 from headwater_server.config.cluster import Cluster
 from headwater_server.config.schema import PLACEHOLDER, Config
+from headwater_server.control.control_server import ControlServer
 from headwater_server.control.link import SupervisorLink
 from headwater_server.control.load import LoadReport, together
 from headwater_server.control.messages import Command, CommandAnswer, Drain, Drained, Hello, Quarantined
 from headwater_server.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
-from headwater_server.control.server import ControlServer
 from headwater_server.errors import StartError, Unavailable
 from headwater_server.process.proc import GroupUse
 from headwater_server.security.file_watch import FileWatch

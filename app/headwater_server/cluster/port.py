@@ -19,7 +19,7 @@ import socket
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final
 
-from headwater_server.cluster.connection import HEAD_TIMEOUT_S, READ_BYTES, PortConnection
+from headwater_server.cluster.port_connection import HEAD_TIMEOUT_S, READ_BYTES, PortConnection
 from headwater_server.cluster.request_head import Refusal
 from headwater_server.control.routing import ReplicaRoute
 from headwater_server.errors import ConfigError

@@ -12,7 +12,7 @@ import msgspec
 
 from headwater.signature import Signature
 from headwater_server.cluster.agent_link import AgentLink
-from headwater_server.cluster.messages import Adapters, Beat, Order, State
+from headwater_server.cluster.agent_messages import Adapters, Beat, Order, State
 from headwater_server.cluster.ray_client import ActorGone, RayClient
 from headwater_server.control.routing import ReplicaRoute
 from headwater_server.process.proc import GroupUse

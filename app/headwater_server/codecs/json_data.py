@@ -49,7 +49,7 @@ class JsonData:
     Args:
         spec: the input.
         rows: whether the data are a single row without a batch axis, in a field with the input's name (as in
-            `headwater_server.codecs.generate`).
+            `headwater_server.codecs.generate_body`).
     """
 
     def __init__(self, spec: TensorSpec, *, rows: bool = False) -> None:

@@ -17,7 +17,7 @@ from headwater_server.config import sections
 from headwater_server.config.cluster import Cluster, placement_of
 from headwater_server.config.pipeline import Pipeline
 from headwater_server.config.sections import Faults, ReplicaBounds, Section
-from headwater_server.config.vllm import VllmOptions, option_faults
+from headwater_server.config.vllm_options import VllmOptions, option_faults
 from headwater_server.errors import ConfigError
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""A gateway worker's end of the control socket; see `headwater_server.control.server`."""
+"""A gateway worker's end of the control socket; see `headwater_server.control.control_server`."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ class DeploymentRoute(msgspec.Struct, frozen=True):
     adapters: dict[str, int] = {}
     """The LoRA adapters that it serves, each with the number of times that it was loaded into serving replicas."""
     prefix_affinity: float = 0
-    """See `headwater_server.config.vllm.VllmOptions`."""
+    """See `headwater_server.config.vllm_options.VllmOptions`."""
     retiring: tuple[ReplicaRoute, ...] = ()
     """Replicas that were replaced or are out of reach: they get no new requests, but finish their requests in
     flight."""

@@ -18,7 +18,7 @@ from headwater_server.dispatch.pool import ReplicaCalls
 from headwater_server.errors import CallableFailed, HeadwaterError, ReplicaLost, ReplicaUnreachable, SharedMemoryFull
 from headwater_server.telemetry.recorder import DeploymentMeter
 from headwater_server.transport.batch import encode_batch, replica_loss, sliced
-from headwater_server.transport.protocol import FrameReplicaClient, ReplicaClient
+from headwater_server.transport.replica_protocol import FrameReplicaClient, ReplicaClient
 from headwater_server.transport.segments import RemoteSegment, RemoteSegments, Segments
 
 __all__ = ["Calls"]

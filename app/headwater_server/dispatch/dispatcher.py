@@ -14,18 +14,18 @@ from headwater_server.control.routing import DeploymentRoute, ReplicaRoute, chec
 from headwater_server.dispatch.admission import Admission, QueueBudget
 from headwater_server.dispatch.calls import Calls
 from headwater_server.dispatch.collector import Collector, wanted_heads
+from headwater_server.dispatch.deployment_protocol import Fail, TensorDispatcher
 from headwater_server.dispatch.losses import Losses, keys_of
 from headwater_server.dispatch.pending import Part, Pending, held_bytes
 from headwater_server.dispatch.policy import Batching, length_class
 from headwater_server.dispatch.pool import Connect, ReplicaCalls, ReplicaPool, connect
-from headwater_server.dispatch.protocol import Fail, TensorDispatcher
 from headwater_server.dispatch.queue import DEFAULT_WEIGHTS
 from headwater_server.errors import BadRequest, QueueFull, ReplicaLost
 from headwater_server.telemetry.instruments import Gauge
 from headwater_server.telemetry.recorder import recorder
 from headwater_server.telemetry.tracing import add_model
 from headwater_server.transport.batch import encode_nothing
-from headwater_server.transport.protocol import FrameReplicaClient
+from headwater_server.transport.replica_protocol import FrameReplicaClient
 
 __all__ = ["ModelDispatcher"]
 

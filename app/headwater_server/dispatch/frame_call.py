@@ -16,7 +16,7 @@ from headwater_server.dispatch.pending import Part, hand_out
 from headwater_server.errors import CallableFailed, HeadwaterError
 from headwater_server.telemetry.recorder import DeploymentMeter
 from headwater_server.transport.batch import encode_inputs, replica_loss
-from headwater_server.transport.protocol import FrameRequest
+from headwater_server.transport.replica_protocol import FrameRequest
 from headwater_server.transport.segments import RemoteSegments, Segments
 
 __all__ = ["FrameCall"]

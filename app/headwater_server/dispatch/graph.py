@@ -18,7 +18,7 @@ from headwater_server.codecs.tensors import InferRequest, Outputs, OutputWish, R
 from headwater_server.control.routing import DeploymentRoute, unavailable
 from headwater_server.dispatch.collector import Collector, wanted_heads
 from headwater_server.dispatch.deadlines import Deadlines
-from headwater_server.dispatch.protocol import Dispatcher, TensorDispatcher
+from headwater_server.dispatch.deployment_protocol import Dispatcher, TensorDispatcher
 from headwater_server.errors import (
     RETRY_AFTER_LOST_S,
     BadRequest,

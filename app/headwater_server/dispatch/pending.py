@@ -14,7 +14,7 @@ from headwater_server.dispatch.queue import Item
 from headwater_server.errors import CallableFailed, HeadwaterError, ReplicaLost
 from headwater_server.telemetry.tracing import ModelTrace
 from headwater_server.transport.batch import row_error
-from headwater_server.transport.protocol import FrameReplicaClient
+from headwater_server.transport.replica_protocol import FrameReplicaClient
 
 __all__ = ["Part", "Pending", "hand_out", "held_bytes"]
 

@@ -14,8 +14,8 @@ from headwater_server.control.routing import DeploymentRoute, ReplicaRoute
 from headwater_server.dispatch.bag import Bag
 from headwater_server.dispatch.pending import Part
 from headwater_server.transport.address import PeerTls, is_local
-from headwater_server.transport.protocol import FrameReplicaClient, ReplicaClient
-from headwater_server.transport.triton import TritonClient
+from headwater_server.transport.replica_protocol import FrameReplicaClient, ReplicaClient
+from headwater_server.transport.triton_http import TritonClient
 
 __all__ = ["FEW", "Connect", "Replica", "ReplicaCalls", "ReplicaPool", "connect"]
 

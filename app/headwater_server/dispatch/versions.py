@@ -9,7 +9,7 @@ from typing import Final
 from headwater.signature import Signature
 from headwater_server.codecs.tensors import Answer, HeadAnswer, InferRequest
 from headwater_server.control.routing import DeploymentRoute, State, TrafficRoute, unavailable
-from headwater_server.dispatch.protocol import Dispatcher, Fail, TensorDispatcher
+from headwater_server.dispatch.deployment_protocol import Dispatcher, Fail, TensorDispatcher
 from headwater_server.dispatch.shadow import Shadow, Target
 from headwater_server.errors import RETRY_AFTER_LOST_S, Unavailable
 

@@ -21,7 +21,7 @@ from headwater_server.gateway.http.entry import INFER_PATH, Entry, RequestRecord
 from headwater_server.gateway.http.event_stream import StreamLimits
 from headwater_server.gateway.http.replies import Reply, error_reply, internal_error
 from headwater_server.gateway.models import Models
-from headwater_server.gateway.openapi.schema import openapi_schema
+from headwater_server.gateway.openapi.openapi_schema import openapi_schema
 from headwater_server.gateway.routes.classify import ClassifyEndpoint
 from headwater_server.gateway.routes.embeddings import EmbeddingsEndpoint
 from headwater_server.gateway.routes.generate import GenerateEndpoint
@@ -36,7 +36,7 @@ from headwater_server.lm.chat import ChatRequest
 from headwater_server.lm.completion import CompletionRequest
 from headwater_server.lm.responses import ResponsesRequest
 from headwater_server.lm.text_pool import TextPool
-from headwater_server.lm.tokenization import DetokenizeRequest, TokenizeRequest
+from headwater_server.lm.tokenize_body import DetokenizeRequest, TokenizeRequest
 from headwater_server.security.key_check import KeyRing
 from headwater_server.telemetry.logs import AccessLog
 

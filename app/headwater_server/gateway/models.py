@@ -10,24 +10,24 @@ import msgspec
 from starlette.types import Scope
 
 from headwater.signature import Signature
-from headwater_server.codecs.generate import GenerateDecoder, GenerateEncoder
+from headwater_server.codecs.generate_body import GenerateDecoder, GenerateEncoder
 from headwater_server.codecs.infer_request import RequestDecoder
 from headwater_server.codecs.infer_response import ResponseEncoder
 from headwater_server.control.messages import Drain, Drained, ReplicaLoss
 from headwater_server.control.routing import DeploymentRoute, RoutingTable
 from headwater_server.dispatch.admission import QueueBudget
+from headwater_server.dispatch.deployment_protocol import Dispatcher, Fail, TensorDispatcher, drain
 from headwater_server.dispatch.dispatcher import ModelDispatcher
 from headwater_server.dispatch.graph import GraphDispatcher
 from headwater_server.dispatch.pool import Connect
 from headwater_server.dispatch.pool import connect as dispatch_connect
-from headwater_server.dispatch.protocol import Dispatcher, Fail, TensorDispatcher, drain
 from headwater_server.dispatch.shadow import Shadow
 from headwater_server.dispatch.versions import VersionsDispatcher
 from headwater_server.errors import RETRY_AFTER_LOST_S, BadRequest, NotFound, Unavailable
-from headwater_server.lm.dispatcher import LmDispatcher
+from headwater_server.lm.language_model import LmDispatcher
 from headwater_server.security.peer_tls import PeerTls
 from headwater_server.telemetry.recorder import recorder
-from headwater_server.vllm.dispatcher import VllmDispatcher
+from headwater_server.vllm.vllm_model import VllmDispatcher
 
 __all__ = ["Models", "ServedModel"]
 

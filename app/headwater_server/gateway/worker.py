@@ -32,7 +32,7 @@ from headwater_server.control.messages import WorkerSettings
 from headwater_server.dispatch.admission import QueueBudget
 from headwater_server.errors import ConfigError
 from headwater_server.gateway.app import body_reader, create_app
-from headwater_server.gateway.http.connection import BoundedConnection
+from headwater_server.gateway.http.bounded_connection import BoundedConnection
 from headwater_server.gateway.http.connections import Closable, Connections, allow_open_files
 from headwater_server.gateway.http.tls_handshake import TlsAcceptor
 from headwater_server.gateway.models import Models
@@ -42,9 +42,9 @@ from headwater_server.gateway.sampler import SAMPLE_EVERY_S, LoadSampler, Sample
 from headwater_server.security.file_watch import FileWatch
 from headwater_server.security.key_check import KeyRing
 from headwater_server.security.keys_file import keys_are_wanted, known_keys
-from headwater_server.security.limits import LimitFiles
 from headwater_server.security.operator import OperatorGuard, is_loopback
 from headwater_server.security.peer_tls import PeerTls
+from headwater_server.security.rate_limits import LimitFiles
 from headwater_server.security.tls import Certificate
 from headwater_server.telemetry import recorder, tracing
 from headwater_server.telemetry.logs import count_dropped_lines, set_up_logging

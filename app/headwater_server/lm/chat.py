@@ -16,10 +16,10 @@ from msgspec import Meta
 from headwater.engine import EngineLimits, Grammar, TopLogprobs
 from headwater_server.codecs.faults import at, shown
 from headwater_server.lm.answer_grammar import ResponseFormat, checked_grammar
-from headwater_server.lm.answers import OpenAIAnswer, shown_tokens
 from headwater_server.lm.call_grammar import call_grammar
+from headwater_server.lm.openai_answer import OpenAIAnswer, shown_tokens
 from headwater_server.lm.sampling_fields import Flag, StreamFields
-from headwater_server.lm.text.messages import checked_messages
+from headwater_server.lm.text.chat_messages import checked_messages
 from headwater_server.lm.text.tool_calls import CallFinder, CallPart, ToolUse
 from headwater_server.lm.text_plan import Prompt, TextPlan, answer_tokens, plan, text_ids
 from headwater_server.lm.text_stream import TextPiece, TokenLogprob
@@ -146,7 +146,7 @@ _MESSAGE: Final = {
         "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]},
     },
 }
-"""Used in the OpenAPI schema only: `headwater_server.lm.text.messages` checks the messages."""
+"""Used in the OpenAPI schema only: `headwater_server.lm.text.chat_messages` checks the messages."""
 Messages: TypeAlias = Annotated[Any, Meta(extra_json_schema={"type": "array", "minItems": 1, "items": _MESSAGE})]
 TemplateVariables: TypeAlias = Annotated[
     dict[str, Any] | None, Meta(description="Further variables of the model's chat template")

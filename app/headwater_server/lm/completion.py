@@ -15,7 +15,7 @@ from msgspec import Meta
 from headwater.engine import EngineLimits, TopLogprobs
 from headwater_server.codecs.faults import at, shown
 from headwater_server.lm.answer_grammar import checked_grammar
-from headwater_server.lm.answers import OpenAIAnswer, shown_logprob
+from headwater_server.lm.openai_answer import OpenAIAnswer, shown_logprob
 from headwater_server.lm.sampling_fields import DEFAULT_TOKENS, StreamFields, checked_ids
 from headwater_server.lm.text.detokenizer import offsets_in
 from headwater_server.lm.text_plan import Prompt, TextPlan, answer_tokens, check_count, plan, text_ids

@@ -19,7 +19,7 @@ __all__ = ["RequestRun", "TokenSlot"]
 
 
 class SequenceChannel(Protocol):
-    """The methods of `headwater_server.lm.channel.Channel` that a request calls."""
+    """The methods of `headwater_server.lm.engine_channel.Channel` that a request calls."""
 
     def submit(self, slot: TokenSlot) -> None: ...
 

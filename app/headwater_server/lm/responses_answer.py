@@ -15,7 +15,7 @@ import msgspec
 import orjson
 
 from headwater_server.errors import HeadwaterError
-from headwater_server.lm.answers import AnswerForm, Event, shown_tokens
+from headwater_server.lm.openai_answer import AnswerForm, Event, shown_tokens
 from headwater_server.lm.text.tool_calls import ToolUse
 from headwater_server.lm.text_stream import TextPiece, Usage
 

@@ -11,7 +11,7 @@ from headwater.wire.lm import Load
 from headwater_server.codecs.tensors import InferRequest
 from headwater_server.control.load import Moment
 from headwater_server.control.routing import DeploymentRoute, unavailable
-from headwater_server.dispatch.protocol import Dispatcher
+from headwater_server.dispatch.deployment_protocol import Dispatcher
 from headwater_server.errors import RETRY_AFTER_LOST_S, BadRequest, Unavailable
 from headwater_server.telemetry.instruments import Gauge
 from headwater_server.telemetry.recorder import recorder

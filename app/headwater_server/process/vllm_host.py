@@ -29,10 +29,10 @@ from headwater.errors import LoadError, Problem, text_for_clients
 from headwater.reference import find_folder
 from headwater.signature import VllmSpec, text_signature
 from headwater.wire.handshake import ReplicaSpec, ReplicaStatus
-from headwater_server.process.adapters import Adapter, find_adapters, lora_rank
+from headwater_server.process.adapter_folders import Adapter, find_adapters, lora_rank
 from headwater_server.process.interpreter import InterpreterError
 from headwater_server.process.launcher import with_changes
-from headwater_server.process.vllm import (
+from headwater_server.process.vllm_program import (
     VllmInstall,
     ask_vllm,
     device_problem,

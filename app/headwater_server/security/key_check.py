@@ -10,7 +10,7 @@ from starlette.types import Scope
 
 from headwater_server.errors import ConfigError, ScopeMissing, Unauthorized
 from headwater_server.security.keys import Key, Keys, scopes_for
-from headwater_server.security.limits import KeyLimits, LimitFiles
+from headwater_server.security.rate_limits import KeyLimits, LimitFiles
 
 __all__ = ["KeyRing", "owned_id", "shown_key"]
 

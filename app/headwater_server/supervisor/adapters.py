@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from headwater.errors import LoadError
 from headwater_server.config.schema import Deployment
 from headwater_server.errors import CallableFailed
-from headwater_server.process.adapters import find_adapters
+from headwater_server.process.adapter_folders import find_adapters
 from headwater_server.supervisor.handle import ReplicaHandle
 
 __all__ = ["changed_adapters", "fit"]

@@ -13,7 +13,7 @@ from headwater_server.supervisor.graph_state import GraphState
 from headwater_server.supervisor.host import Host
 from headwater_server.supervisor.preflight import runtime_dir_problems
 from headwater_server.supervisor.replica_set import ReplicaSet
-from headwater_server.supervisor.scripts import Scripts
+from headwater_server.supervisor.script_settings import Scripts
 from headwater_server.supervisor.versions_state import VersionsState
 
 __all__ = ["Deployments", "config_of"]

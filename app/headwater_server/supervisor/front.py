@@ -13,8 +13,8 @@ from typing import Protocol
 from headwater.errors import Problem
 from headwater.signature import Signature
 from headwater_server.config.schema import Config
+from headwater_server.control.control_server import ControlServer
 from headwater_server.control.routing import DeploymentRoute, RoutingTable
-from headwater_server.control.server import ControlServer
 from headwater_server.errors import StartError
 from headwater_server.process.sweep import sweep_stale
 from headwater_server.security.keys_file import keys_are_wanted

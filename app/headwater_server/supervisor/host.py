@@ -73,7 +73,7 @@ class Host:
     Args:
         memory: finds capacity for replicas.
         user_paths: folders of the user's modules, for every replica's ``sys.path``.
-        drain: see `headwater_server.control.server.ControlServer.drain`.
+        drain: see `headwater_server.control.control_server.ControlServer.drain`.
         on_change: called when a set's state or replicas have changed.
     """
 

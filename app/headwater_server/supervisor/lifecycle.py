@@ -16,14 +16,14 @@ from headwater_server.config.sections import ReplicaBounds
 from headwater_server.control.messages import Command, CommandAnswer, Drained
 from headwater_server.control.routing import State
 from headwater_server.errors import CallableFailed, Conflict, HeadwaterError, NotFound
-from headwater_server.process.adapters import find_adapters
+from headwater_server.process.adapter_folders import find_adapters
 from headwater_server.supervisor.adapters import changed_adapters, fit
 from headwater_server.supervisor.composite import Composite
 from headwater_server.supervisor.deployments import Deployments, config_of
 from headwater_server.supervisor.handle import ReplicaHandle
 from headwater_server.supervisor.host import Host
 from headwater_server.supervisor.replica_set import ReplicaSet
-from headwater_server.supervisor.scripts import Scripts, scripts_of
+from headwater_server.supervisor.script_settings import Scripts, scripts_of
 from headwater_server.supervisor.starter import Retired, stop_or_kill
 from headwater_server.supervisor.versions_state import VersionsState
 

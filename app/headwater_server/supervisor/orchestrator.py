@@ -7,10 +7,10 @@ from pathlib import Path
 
 from headwater.errors import Problem
 from headwater_server.config.schema import Config
+from headwater_server.control.control_server import ControlServer
 from headwater_server.control.load import together
 from headwater_server.control.messages import Command, CommandAnswer, ReplicaLoss
 from headwater_server.control.routing import DeploymentRoute, State
-from headwater_server.control.server import ControlServer
 from headwater_server.supervisor import preflight
 from headwater_server.supervisor.autoscaler import Autoscaler
 from headwater_server.supervisor.canary import Canaries

@@ -28,7 +28,7 @@ from headwater_server.process.machine import cpu_count
 from headwater_server.process.priority import START_NICE, may_raise_priority, set_priority, set_session_priority
 from headwater_server.process.proc import GroupUse, group_members, group_uses, working_folder
 from headwater_server.process.sweep import Journal, kill_group, sweep_replica
-from headwater_server.process.vllm import ask_vllm
+from headwater_server.process.vllm_program import ask_vllm
 from headwater_server.supervisor.replica_log import ReplicaLog
 from headwater_server.telemetry.logs import REPLICA_LOGGER
 

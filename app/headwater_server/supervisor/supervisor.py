@@ -8,8 +8,8 @@ from typing import Final
 
 from headwater.signature import Signature
 from headwater_server.config.schema import Config
+from headwater_server.control.control_server import ControlServer
 from headwater_server.control.messages import ReplicaLoss
-from headwater_server.control.server import ControlServer
 from headwater_server.supervisor.front import Front
 from headwater_server.supervisor.host import Host
 from headwater_server.supervisor.orchestrator import Orchestrator

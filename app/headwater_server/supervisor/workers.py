@@ -18,8 +18,8 @@ import msgspec
 
 from headwater_server.config.schema import Config
 from headwater_server.config.sections import Tls
+from headwater_server.control.control_server import ControlServer
 from headwater_server.control.messages import WorkerSettings
-from headwater_server.control.server import ControlServer
 from headwater_server.security.kept_files import KeptFiles
 from headwater_server.security.peer_tls import check_peer_files, peer_files
 from headwater_server.security.tls import Certificate

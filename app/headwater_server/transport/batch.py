@@ -24,7 +24,7 @@ from headwater_server.errors import (
     OutOfMemory,
     ReplicaLost,
 )
-from headwater_server.transport.protocol import FrameRequest
+from headwater_server.transport.replica_protocol import FrameRequest
 from headwater_server.transport.segments import RemoteSegment, RemoteSegments, Segment, Segments
 
 __all__ = ["encode_batch", "encode_inputs", "encode_nothing", "replica_loss", "row_error", "sliced"]

@@ -21,9 +21,9 @@ from headwater.wire.report import HEADWATER, CallNote
 from headwater_server.errors import CallableFailed, HeadwaterError, ReplicaLost, ReplicaUnreachable
 from headwater_server.transport.address import PeerTls, is_local
 from headwater_server.transport.channel import StreamChannel, Taken
-from headwater_server.transport.protocol import FrameRequest
+from headwater_server.transport.replica_protocol import FrameRequest
 from headwater_server.transport.segments import RemoteSegment
-from headwater_server.transport.triton import TritonClient, refusal
+from headwater_server.transport.triton_http import TritonClient, refusal
 
 __all__ = ["FrameClient"]
 

@@ -27,8 +27,8 @@ from headwater_server.errors import (
     ReplicaLost,
     openai_error,
 )
-from headwater_server.lm.answers import Event
-from headwater_server.lm.generate import GenerateAnswer
+from headwater_server.lm.openai_answer import Event
+from headwater_server.lm.text_generate import GenerateAnswer
 from headwater_server.lm.text_stream import TextPiece, Usage
 from headwater_server.telemetry.recorder import LanguageModelMeter
 from headwater_server.vllm.requests import VllmRequest

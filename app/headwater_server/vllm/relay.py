@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from headwater_server.dispatch.deadlines import TIMER_RESOLUTION_S
 from headwater_server.dispatch.pool import Replica
 from headwater_server.errors import RETRY_AFTER_LOST_S, DeadlineExceeded, HeadwaterError, QueueFull, ReplicaLost
-from headwater_server.lm.answers import Event
+from headwater_server.lm.openai_answer import Event
 from headwater_server.telemetry.tracing import GenerationTrace
 from headwater_server.vllm.answers import DONE, LOST, Answer, EventReader, WholeAnswer, refusal
 from headwater_server.vllm.client import VllmAnswer, VllmClient

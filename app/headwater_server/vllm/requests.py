@@ -15,7 +15,7 @@ import msgspec
 from headwater.errors import did_you_mean
 from headwater_server.codecs.faults import at, key_text, shown
 from headwater_server.errors import BadRequest
-from headwater_server.lm.generate import NO_DETAILS, GenerateRequest
+from headwater_server.lm.text_generate import NO_DETAILS, GenerateRequest
 from headwater_server.lm.tools import NO_PARAMETERS
 from headwater_server.telemetry.catalogue import Route
 

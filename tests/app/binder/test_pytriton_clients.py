@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from headwater_server.binder.pytriton_clients import leave_out_clients
 leave_out_clients()
-from headwater_server.binder.triton import EmbeddedTriton
+from headwater_server.binder.embedded_triton import EmbeddedTriton
 EmbeddedTriton(Path(sys.argv[1]), "token").command()
 print(*sorted({"aiohttp", "gevent", "geventhttpclient"} & sys.modules.keys()), "PyTriton works")
 """

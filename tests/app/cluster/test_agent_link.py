@@ -14,7 +14,7 @@ import pytest
 from benchmarks.certificates import authority, issue
 from headwater_server.cluster import agent_link
 from headwater_server.cluster.agent_link import AgentLink
-from headwater_server.cluster.messages import Beat, Order, State
+from headwater_server.cluster.agent_messages import Beat, Order, State
 from headwater_server.security.peer_tls import PeerTls
 from tests.app.cluster.stand_in import READY, Agent, run, until
 

@@ -15,10 +15,10 @@ import msgspec
 import pytest
 
 from headwater_server.cluster import discovery
+from headwater_server.cluster.cluster_supervisor import Announcement, SupervisorSpec
 from headwater_server.cluster.discovery import Trouble, announcements
 from headwater_server.cluster.holder import write_spec
 from headwater_server.cluster.ray_client import ActorGone
-from headwater_server.cluster.supervisor import Announcement, SupervisorSpec
 from headwater_server.config.schema import Config
 from headwater_server.errors import StartError
 
@@ -26,7 +26,7 @@ SEARCH = """
 import sys
 from pathlib import Path
 from headwater_server.cluster.holder import read_spec
-from headwater_server.cluster.supervisor import SupervisorSpec
+from headwater_server.cluster.cluster_supervisor import SupervisorSpec
 spec = read_spec(sys.stdin.buffer)
 with Path(sys.argv[1]).open("a") as log:
     print(" ".join(SupervisorSpec.decoded(spec).config.deployments) if spec else "none", file=log)
@@ -57,7 +57,7 @@ class Ray:
         if sys.argv[2] == "no ray":
             raise StartError("cluster.address: no Ray")
     def start_supervisor(self, name, command, spec, environment):
-        from headwater_server.cluster.supervisor import SupervisorSpec
+        from headwater_server.cluster.cluster_supervisor import SupervisorSpec
         print("started", name, *command[1:], *SupervisorSpec.decoded(spec).config.deployments, file=sys.stderr)
     def head_trouble(self, timeout_s):
         return ""
@@ -95,7 +95,7 @@ def test_the_search_says_what_has_changed_until_its_input_ends(spec: SupervisorS
         assert found[1]["error"].startswith("cluster: nothing is served there; expected `headwater serve CONFIG`")
         process.stdin.close()
         assert (process.stdout.read(), process.wait(30)) == (b"", 0)
-        started = b"started supervisor -m headwater_server.cluster.supervisor a\n" in process.stderr.read()
+        started = b"started supervisor -m headwater_server.cluster.cluster_supervisor a\n" in process.stderr.read()
         assert started is (spec is not None)
 
 

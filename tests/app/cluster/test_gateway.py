@@ -18,17 +18,17 @@ import pytest
 
 from headwater_server.cluster import agent_link
 from headwater_server.cluster import gateway as gateway_module
+from headwater_server.cluster.agent_messages import Beat
+from headwater_server.cluster.cluster_supervisor import Announcement, what_is_served
 from headwater_server.cluster.discovery import Trouble
 from headwater_server.cluster.gateway import AWAY, ClusterGateway, Uplink, joined, serve_gateway
-from headwater_server.cluster.messages import Beat
-from headwater_server.cluster.supervisor import Announcement, what_is_served
 from headwater_server.config.cluster import Cluster
 from headwater_server.config.schema import Config
+from headwater_server.control.control_server import ControlServer
 from headwater_server.control.link import SupervisorLink
 from headwater_server.control.load import DeploymentLoad, LoadReport
 from headwater_server.control.messages import Command, CommandAnswer, Drain, Drained, Quarantined
 from headwater_server.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
-from headwater_server.control.server import ControlServer
 from headwater_server.errors import StartError
 from headwater_server.transport.address import host_and_port
 from tests.app.cluster.stand_in import READY, Agent, run, until
@@ -495,7 +495,7 @@ import asyncio, sys
 from collections.abc import AsyncGenerator
 import msgspec
 from headwater_server.cluster.gateway import ClusterGateway
-from headwater_server.cluster.supervisor import Announcement
+from headwater_server.cluster.cluster_supervisor import Announcement
 from headwater_server.config.schema import Config
 config = Config.model_validate({"server": {"port": 0}, "deployments": {"a": {"model": "m:M"}}})
 async def announcements() -> AsyncGenerator[Announcement, None]:

@@ -23,19 +23,19 @@ from benchmarks.certificates import authority, issue
 from headwater.signature import Signature, TensorSpec
 from headwater.wire.report import HEADWATER, CallNote
 from headwater.wire.shared_memory import ELSEWHERE, MappedCall
-from headwater_server.cluster import connection as port_connection
 from headwater_server.cluster import port as port_module
+from headwater_server.cluster import port_connection
 from headwater_server.cluster.port import Port
 from headwater_server.codecs.tensors import InferRequest, OutputWish, RawTensor
 from headwater_server.control.routing import ReplicaRoute
 from headwater_server.errors import ConfigError, ReplicaLost, ReplicaUnreachable
 from headwater_server.security.peer_tls import PeerTls
-from headwater_server.transport import triton
+from headwater_server.transport import triton_http
 from headwater_server.transport.address import host_and_port
 from headwater_server.transport.batch import encode_batch
 from headwater_server.transport.frames import FrameClient
 from headwater_server.transport.segments import RemoteSegment, RemoteSegments, Segments
-from headwater_server.transport.triton import TritonClient
+from headwater_server.transport.triton_http import TritonClient
 from headwater_server.vllm.client import VllmClient
 from tests.app.transport import test_frames as frames
 from tests.app.vllm import stand_in as vllm
@@ -411,7 +411,7 @@ def test_a_segment_for_a_call_over_grpc_is_kept_until_the_next_request(run: Run)
 
 
 def test_a_connection_that_has_placed_a_segment_is_not_kept_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton, "KEPT_FOR_S", 0.01)
+    monkeypatch.setattr(triton_http, "KEPT_FOR_S", 0.01)
 
     async def scenario() -> None:
         async with opened(grpc=True) as (port, address, _):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from headwater_server.cluster import agent_link, remote_replica
-from headwater_server.cluster.messages import Beat, Said
+from headwater_server.cluster.agent_messages import Beat, Said
 from headwater_server.cluster.remote_replica import Context, RemoteReplica
 from headwater_server.process.proc import GroupUse
 from tests.app.cluster.stand_in import READY, SIGNATURE, Agent, Ray, clustered, run, until

@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from headwater.signature import Signature, TensorSpec
 from headwater_server.codecs.faults import MAX_CONTAINERS, MAX_VALUES, check_size, read_json
-from headwater_server.codecs.generate import GenerateDecoder
+from headwater_server.codecs.generate_body import GenerateDecoder
 from headwater_server.codecs.infer_request import RequestDecoder
 from headwater_server.codecs.wording import ParsedError, parsed
 from headwater_server.errors import BadRequest
@@ -23,9 +23,9 @@ from headwater_server.gateway.http.bodies import LARGE_BYTES, decoded
 from headwater_server.gateway.routes import embeddings
 from headwater_server.lm.chat import ChatRequest
 from headwater_server.lm.completion import CompletionRequest
-from headwater_server.lm.generate import GenerateRequest
 from headwater_server.lm.responses import ResponsesRequest
-from headwater_server.lm.tokenization import DetokenizeRequest, TokenizeRequest
+from headwater_server.lm.text_generate import GenerateRequest
+from headwater_server.lm.tokenize_body import DetokenizeRequest, TokenizeRequest
 
 SIGNATURE = Signature(
     name="m",

@@ -11,11 +11,11 @@ import pytest
 from headwater_server.codecs.tensors import InferRequest, OutputWish, RawTensor
 from headwater_server.control.messages import Drain, Drained
 from headwater_server.control.routing import DeploymentRoute, ReplicaRoute, State
+from headwater_server.dispatch.deployment_protocol import drain
 from headwater_server.dispatch.dispatcher import ModelDispatcher
-from headwater_server.dispatch.protocol import drain
 from headwater_server.errors import Unavailable
 from headwater_server.gateway.models import Models
-from headwater_server.lm.dispatcher import LmDispatcher
+from headwater_server.lm.language_model import LmDispatcher
 from tests.app.dispatch import test_dispatcher as whole
 from tests.app.lm import stand_in as lm
 

@@ -34,7 +34,7 @@ from headwater_server.errors import (
     ReplicaUnreachable,
     Unavailable,
 )
-from headwater_server.transport.protocol import FrameRequest
+from headwater_server.transport.replica_protocol import FrameRequest
 from headwater_server.transport.segments import RemoteSegment
 from tests.counted import count_from_zero, counts_of, requests_of
 

@@ -16,8 +16,8 @@ from headwater.wire.report import RowReport, Status
 from headwater_server.codecs.tensors import Answer, InferRequest, OutputWish, RawTensor
 from headwater_server.control.routing import CacheShare, DeploymentRoute, State, TrafficRoute
 from headwater_server.dispatch.admission import QueueBudget
+from headwater_server.dispatch.deployment_protocol import Dispatcher
 from headwater_server.dispatch.dispatcher import ModelDispatcher
-from headwater_server.dispatch.protocol import Dispatcher
 from headwater_server.dispatch.shadow import COPIES_LIMIT, HELD_LIMIT_BYTES, Shadow
 from headwater_server.dispatch.versions import VersionsDispatcher
 from headwater_server.errors import BadRequest, HeadwaterError, QueueFull, ReplicaLost, Unavailable

@@ -32,7 +32,7 @@ from headwater_server.gateway.http.bodies import BodyReader
 from headwater_server.gateway.models import Models
 from headwater_server.gateway.routes.metadata import metadata_routes
 from headwater_server.gateway.sampler import LoadSampler
-from headwater_server.lm.dispatcher import LmDispatcher
+from headwater_server.lm.language_model import LmDispatcher
 from headwater_server.telemetry.catalogue import ALL_SERIES, VERSION_TIMES
 from headwater_server.telemetry.recorder import leave, recorder, use
 from headwater_server.telemetry.store import Store

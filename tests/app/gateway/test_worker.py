@@ -14,9 +14,9 @@ import msgspec
 import pytest
 
 from headwater_server.config.schema import Server
+from headwater_server.control.control_server import ControlServer
 from headwater_server.control.messages import WorkerSettings
 from headwater_server.control.routing import RoutingTable
-from headwater_server.control.server import ControlServer
 from headwater_server.gateway.worker import serve_beside
 
 

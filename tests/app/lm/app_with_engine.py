@@ -20,7 +20,7 @@ from headwater_server.gateway.app import create_app
 from headwater_server.gateway.http.entry import RequestRecords
 from headwater_server.gateway.http.event_stream import StreamLimits
 from headwater_server.gateway.models import Models
-from headwater_server.lm.dispatcher import LmDispatcher
+from headwater_server.lm.language_model import LmDispatcher
 from tests.app.lm.scripted import FOLDER
 from tests.app.lm.stand_in import SIGNATURE, route_of
 from tests.app.lm.test_with_engine_host import HostClient

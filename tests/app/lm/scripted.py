@@ -124,7 +124,7 @@ class ScriptedGeneration:
 
 @dataclass
 class ScriptedDispatcher:
-    """What of `headwater_server.lm.dispatcher.LmDispatcher` routes use."""
+    """What of `headwater_server.lm.language_model.LmDispatcher` routes use."""
 
     name: str
     script: Script

@@ -23,9 +23,9 @@ from headwater.wire.lm import (
 from headwater.wire.report import CallNote
 from headwater_server.control.routing import DeploymentRoute, ReplicaRoute, State
 from headwater_server.errors import HeadwaterError, ReplicaLost, ReplicaUnreachable
-from headwater_server.lm.dispatcher import LmDispatcher
+from headwater_server.lm.language_model import LmDispatcher
 from headwater_server.lm.sequence import SequenceSpec
-from headwater_server.transport.protocol import FrameRequest
+from headwater_server.transport.replica_protocol import FrameRequest
 from headwater_server.transport.segments import RemoteSegment
 
 UNKNOWN = "channel: unknown name"

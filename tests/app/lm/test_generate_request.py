@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from headwater_server.errors import BadRequest, CallableFailed
-from headwater_server.lm.generate import GenerateRequest
+from headwater_server.lm.text_generate import GenerateRequest
 from headwater_server.lm.text_plan import TextPlan
 from headwater_server.lm.text_stream import TextPiece, Usage
 from tests.app.lm.scripted import LIMITS, ids_of, tiny_text

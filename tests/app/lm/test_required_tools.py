@@ -14,7 +14,7 @@ from headwater.engine import Engine, EngineLimits
 from headwater.lm.loading import plan_language_model
 from headwater_server.errors import BadRequest
 from headwater_server.lm.chat import ChatRequest
-from headwater_server.lm.dispatcher import LmDispatcher
+from headwater_server.lm.language_model import LmDispatcher
 from tests.app.lm.app_with_engine import Ask, run
 from tests.app.lm.response_events import said, told
 from tests.app.lm.scripted import LIMITS

@@ -20,7 +20,7 @@ from headwater_server.lm.text.tool_calls import FORMATS, ToolUse
 from headwater_server.lm.text_stream import TextPiece, Usage
 from tests.app.lm.response_events import said, told
 from tests.app.lm.scripted import LIMITS, Script, ScriptedDispatcher, ScriptedModels, ids_of, tiny_text
-from tests.app.lm.test_answers import data
+from tests.app.lm.test_openai_answer import data
 from tests.app.lm.test_openai_routes import Gateway, serving
 from tests.app.lm.test_tools import ARGUMENTS, CALL, PIECES, TOOLS
 from tests.app.lm.tool_text import tool_text

@@ -14,7 +14,7 @@ from headwater.engine import EngineLimits, Sampling, SequenceRequest, TokenEvent
 from headwater.lm.causal_lm import load_causal_lm
 from headwater.lm.null_engine import NullEngine
 from headwater.lm.slot_engine import SlotEngine
-from headwater_server.lm.dispatcher import LmDispatcher
+from headwater_server.lm.language_model import LmDispatcher
 from tests.app.lm.app_with_engine import Ask, run
 from tests.app.lm.scripted import FOLDER, tiny_text
 from tests.app.lm.stand_in import until

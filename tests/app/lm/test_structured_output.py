@@ -17,7 +17,7 @@ from headwater.lm.loading import plan_language_model
 from headwater.lm.null_engine import NullEngine
 from headwater_server.errors import BadRequest
 from headwater_server.lm.chat import ChatRequest
-from headwater_server.lm.dispatcher import LmDispatcher
+from headwater_server.lm.language_model import LmDispatcher
 from tests.app.lm.app_with_engine import Ask, run
 from tests.app.lm.scripted import FOLDER, LIMITS
 from tests.app.lm.tool_text import tool_text

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from headwater_server.errors import ContextTooLong
 from headwater_server.lm.completion import CompletionRequest
-from headwater_server.lm.generate import GenerateRequest
+from headwater_server.lm.text_generate import GenerateRequest
 from headwater_server.lm.text_plan import bounded_ids
 from tests.app.lm.scripted import LIMITS, ids_of, tiny_text
 

@@ -17,9 +17,9 @@ from headwater.lm.null_engine import NullEngine
 from headwater.wire.frame import FRAME
 from headwater.wire.report import HEADWATER, CallNote
 from headwater_server.errors import BadRequest, Cancelled, ContractBroken, QueueFull, Unavailable
-from headwater_server.lm.dispatcher import LmDispatcher
+from headwater_server.lm.language_model import LmDispatcher
 from headwater_server.lm.sequence import Generation
-from headwater_server.transport.protocol import FrameRequest
+from headwater_server.transport.replica_protocol import FrameRequest
 from headwater_server.transport.segments import RemoteSegment
 from tests.app.lm.stand_in import route_of, spec, until
 from tests.counted import count_from_zero, counts_of

@@ -18,7 +18,7 @@ import msgspec
 import pytest
 
 from headwater.wire.handshake import ReplicaSpec
-from headwater_server.config.vllm import VllmOptions
+from headwater_server.config.vllm_options import VllmOptions
 from headwater_server.process.vllm_host import LOOKS, MISSED, Progress
 from tests.running import processes_of, wait_for
 from tests.stand_in_vllm import environment

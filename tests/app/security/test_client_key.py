@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from headwater_server.cli.client import ServerClient
+from headwater_server.cli.server_client import ServerClient
 from headwater_server.errors import CommandError
 
 

@@ -34,8 +34,8 @@ from headwater_server.gateway.routes.status import metrics_routes, status_routes
 from headwater_server.gateway.sampler import Sampler
 from headwater_server.security.key_check import UNKNOWN, KeyRing
 from headwater_server.security.keys import OPEN, Key, scopes_for
-from headwater_server.security.limits import LimitFiles
 from headwater_server.security.operator import OperatorGuard
+from headwater_server.security.rate_limits import LimitFiles
 from headwater_server.security.scopes import SCOPES
 from headwater_server.telemetry.ledger import Ledger
 from headwater_server.telemetry.logs import AccessLog

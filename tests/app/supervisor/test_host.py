@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from headwater_server.control.server import ControlServer
+from headwater_server.control.control_server import ControlServer
 from headwater_server.supervisor.host import Backoff, Host
 from headwater_server.supervisor.replica_memory import ReplicaMemory
 from tests.running import wait_for

@@ -18,7 +18,7 @@ from headwater_server.control.messages import Command, CommandAnswer, Drained
 from headwater_server.control.routing import ReplicaRoute, State
 from headwater_server.errors import MemoryBudgetExceeded
 from headwater_server.process.proc import GroupUse
-from headwater_server.process.vllm import ask_vllm
+from headwater_server.process.vllm_program import ask_vllm
 from headwater_server.supervisor.composite import Composite
 from headwater_server.supervisor.deployments import Deployments
 from headwater_server.supervisor.handle import ReplicaHandle

@@ -12,10 +12,10 @@ import httpx
 import pytest
 
 from headwater_server.config.schema import Deployment, Server
+from headwater_server.control.control_server import ControlServer
 from headwater_server.control.link import SupervisorLink
 from headwater_server.control.messages import Drained
 from headwater_server.control.routing import ReplicaRoute, RoutingTable
-from headwater_server.control.server import ControlServer
 from headwater_server.gateway.app import body_reader, create_app
 from headwater_server.gateway.models import Models
 from headwater_server.gateway.routes.repository import repository_routes

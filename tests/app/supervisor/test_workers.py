@@ -15,7 +15,7 @@ from typing import cast
 import pytest
 
 from headwater_server.config.schema import Config
-from headwater_server.control.server import ControlServer
+from headwater_server.control.control_server import ControlServer
 from headwater_server.supervisor.host import Host, until
 from headwater_server.supervisor.replica_memory import ReplicaMemory
 from headwater_server.supervisor.workers import Workers

@@ -21,7 +21,7 @@ from headwater.wire.parcel import PARCEL_WINDOW, STREAM_WINDOW, ChannelNote, Ent
 from headwater.wire.report import HEADWATER, CallNote
 from headwater_server.errors import CallableFailed, ReplicaLost, ReplicaUnreachable
 from headwater_server.transport.frames import FrameClient
-from headwater_server.transport.protocol import FrameRequest
+from headwater_server.transport.replica_protocol import FrameRequest
 
 NOTHING = FrameRequest([("x", "FP32", [1, 1], [bytes(4)])], CallNote(cancel="-"))
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from headwater.signature import VllmSpec, text_signature
 from headwater_server.control.routing import DeploymentRoute, ReplicaRoute, State
-from headwater_server.vllm.dispatcher import VllmDispatcher
 from headwater_server.vllm.requests import VllmRequest, read_request
+from headwater_server.vllm.vllm_model import VllmDispatcher
 from tests.app.serving import until
 
 __all__ = [

@@ -9,7 +9,7 @@ from headwater_server.control.routing import RoutingTable
 from headwater_server.gateway.models import Models
 from headwater_server.telemetry.recorder import recorder
 from headwater_server.vllm.answers import ChunkAnswer, TokenCount
-from headwater_server.vllm.dispatcher import VllmDispatcher
+from headwater_server.vllm.vllm_model import VllmDispatcher
 from tests.app.serving import until
 from tests.app.vllm.stand_in import Exchange, benched, chunk, request, route_of, run, stand_ins
 

@@ -18,7 +18,7 @@ from headwater_server.errors import (
     QueueFull,
     ReplicaLost,
 )
-from headwater_server.lm.generate import GenerateAnswer
+from headwater_server.lm.text_generate import GenerateAnswer
 from headwater_server.telemetry.recorder import recorder
 from headwater_server.vllm.answers import (
     DONE,

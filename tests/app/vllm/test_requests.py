@@ -8,7 +8,7 @@ import orjson
 import pytest
 
 from headwater_server.errors import BadRequest
-from headwater_server.lm.generate import GenerateRequest
+from headwater_server.lm.text_generate import GenerateRequest
 from headwater_server.telemetry.catalogue import Route
 from headwater_server.vllm.requests import MAX_SEQUENCES, from_generate, read_request
 

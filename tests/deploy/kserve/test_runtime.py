@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from headwater_server.cli.options import config_flags
+from headwater_server.cli.option_values import config_flags
 from headwater_server.config.schema import read_config
 from tests.deploy.charts import DEPLOY, VERSIONS, Manifest, only, problems, variants
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Final, Protocol
 
-from headwater_server.cli.bench.connection import ConnectFailed, Connection, Dialler
+from headwater_server.cli.bench.http_connection import ConnectFailed, Connection, Dialler
 from headwater_server.cli.bench.job import Job
 from headwater_server.cli.bench.outcomes import Outcomes, merged
 

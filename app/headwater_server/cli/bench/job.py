@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 from urllib.parse import quote, urlsplit
 
-from headwater_server.cli.bench.bodies import Body
-from headwater_server.cli.bench.limits import Limits
+from headwater_server.cli.bench.request_bodies import Body
+from headwater_server.cli.bench.slo import Limits
 
 __all__ = ["PATHS", "Job", "Load", "Target"]
 

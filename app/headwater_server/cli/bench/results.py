@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import headwater_server
-from headwater_server.cli.bench.answers import Fault
+from headwater_server.cli.bench.answer_reader import Fault
 from headwater_server.cli.bench.closed_loop import STOPPED
-from headwater_server.cli.bench.limits import OF_REQUESTS, OF_RUNS
 from headwater_server.cli.bench.outcomes import Outcomes, distribution_ms
 from headwater_server.cli.bench.plan import Plan, Point
+from headwater_server.cli.bench.slo import OF_REQUESTS, OF_RUNS
 from headwater_server.process.machine import cpu_count
 
 __all__ = ["SCHEMA", "Results"]

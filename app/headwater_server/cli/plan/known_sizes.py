@@ -6,7 +6,7 @@ from argparse import ArgumentTypeError
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
-from headwater_server.cli.options import named, read_size
+from headwater_server.cli.option_values import named, read_size
 from headwater_server.cli.plan.memory_model import MemoryModel, ReplicaTerms
 from headwater_server.cli.plan.point import Point
 from headwater_server.cli.plan.profiles import Budget, recommend

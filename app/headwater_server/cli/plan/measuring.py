@@ -14,9 +14,9 @@ from headwater_server.cli.bench.closed_loop import closed_loop
 from headwater_server.cli.bench.job import Job, Load
 from headwater_server.cli.bench.outcomes import Outcomes
 from headwater_server.cli.check import model_request
+from headwater_server.cli.plan.measured_server import PlanServer, serve_point
 from headwater_server.cli.plan.point import Point, section_of
 from headwater_server.cli.plan.process_memory import ServerMemory, descendants, mark_peaks, measure_server
-from headwater_server.cli.plan.server import PlanServer, serve_point
 from headwater_server.cli.plan.subject import WARMUP_S, Subject
 from headwater_server.config.schema import Config, Deployment
 from headwater_server.errors import CommandError, StartError

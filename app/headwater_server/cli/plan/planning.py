@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from headwater_server.cli.bench.closed_loop import STOPPED
-from headwater_server.cli.options import write_file
+from headwater_server.cli.option_values import write_file
 from headwater_server.cli.plan.measuring import Measured, Weights, measure_point, measure_server_under_load
 from headwater_server.cli.plan.point import Point, grid
 from headwater_server.cli.plan.prediction import Prediction, Predictor, fit, held_out_error, unseen_points
 from headwater_server.cli.plan.profiles import WORTH, Budget, Profile, profile_comments, profile_yaml, recommend
+from headwater_server.cli.plan.size_sweep import measure_outliers_again, measured_of, run_sweep
 from headwater_server.cli.plan.subject import Subject
-from headwater_server.cli.plan.sweep import measure_outliers_again, measured_of, run_sweep
 from headwater_server.cli.plan.trial import Trial
 from headwater_server.errors import CommandError
 

@@ -9,11 +9,11 @@ from typing import Final
 
 from headwater.errors import LoadError
 from headwater.reference import is_language_model
-from headwater_server.cli.bench.bodies import Wishes, infer_bodies, read_bodies, stream_bodies
 from headwater_server.cli.bench.job import Target
-from headwater_server.cli.client import ServerClient
+from headwater_server.cli.bench.request_bodies import Wishes, infer_bodies, read_bodies, stream_bodies
 from headwater_server.cli.plan.cache_size import CacheShape, cache_shape
 from headwater_server.cli.plan.point import Point
+from headwater_server.cli.server_client import ServerClient
 from headwater_server.config.schema import Config, Deployment
 from headwater_server.errors import CommandError
 

@@ -21,7 +21,7 @@ from headwater_server.gateway.http.endpoint import EndpointRoute
 from headwater_server.gateway.http.event_stream import StreamLimits
 from headwater_server.gateway.http.replies import Reply, error_reply, internal_error
 from headwater_server.security.key_check import KeyRing
-from headwater_server.security.limits import KeyLimits
+from headwater_server.security.rate_limits import KeyLimits
 from headwater_server.telemetry.logs import AccessLog
 from headwater_server.telemetry.recorder import leave, note_error
 from headwater_server.telemetry.tracing import Trace, current

@@ -17,7 +17,7 @@ from starlette.types import Message, Receive, Scope, Send
 from headwater_server.errors import ClientGone, HeadwaterError
 from headwater_server.gateway.http.exchange import DisconnectWatch, exchange_of
 from headwater_server.gateway.http.replies import internal_error
-from headwater_server.lm.answers import Event
+from headwater_server.lm.openai_answer import Event
 from headwater_server.telemetry.recorder import note_error
 
 __all__ = ["EventStream", "StreamLimits"]

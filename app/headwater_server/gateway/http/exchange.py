@@ -1,7 +1,7 @@
 """An extension of ASGI: reads a body or writes an answer in a single step, and reports a lost client by a callback.
 
-`headwater_server.gateway.http.connection.BoundedConnection` puts an `Exchange` into each request's scope. Without an
-exchange (under another server, or in tests), code uses ``receive`` and ``send`` instead.
+`headwater_server.gateway.http.bounded_connection.BoundedConnection` puts an `Exchange` into each request's scope.
+Without an exchange (under another server, or in tests), code uses ``receive`` and ``send`` instead.
 """
 
 from __future__ import annotations

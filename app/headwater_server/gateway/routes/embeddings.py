@@ -35,8 +35,8 @@ from headwater_server.gateway.routes.mapped import (
     row_defaults,
     rows_at_once,
 )
-from headwater_server.gateway.routes.relay import answer_embeddings
-from headwater_server.vllm.dispatcher import VllmDispatcher
+from headwater_server.gateway.routes.vllm_requests import answer_embeddings
+from headwater_server.vllm.vllm_model import VllmDispatcher
 
 __all__ = ["EmbeddingsEndpoint", "EmbeddingsRequest"]
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 from starlette.types import ASGIApp, Receive, Scope
 
-from headwater_server.codecs.generate import GenerateEncoder
+from headwater_server.codecs.generate_body import GenerateEncoder
 from headwater_server.codecs.json_data import tensor_bytes
 from headwater_server.codecs.tensors import Answer, HeadAnswer, InferRequest, Outputs
 from headwater_server.errors import BadRequest, HeadwaterError
@@ -21,16 +21,16 @@ from headwater_server.gateway.http.event_stream import EventStream
 from headwater_server.gateway.http.exchange import DisconnectWatch
 from headwater_server.gateway.http.replies import JSON, Reply, cache_headers
 from headwater_server.gateway.models import Models, ServedModel
-from headwater_server.gateway.routes.relay import answer_relayed
 from headwater_server.gateway.routes.streams import open_stream
 from headwater_server.gateway.routes.texts import answer_text
-from headwater_server.lm.generate import GenerateAnswer, GenerateRequest
+from headwater_server.gateway.routes.vllm_requests import answer_relayed
+from headwater_server.lm.text_generate import GenerateAnswer, GenerateRequest
 from headwater_server.lm.text_pool import TextPool
 from headwater_server.security.key_check import owned_id
 from headwater_server.telemetry.recorder import accept
 from headwater_server.vllm.answers import GenerateRelay
-from headwater_server.vllm.dispatcher import VllmDispatcher
 from headwater_server.vllm.requests import from_generate
+from headwater_server.vllm.vllm_model import VllmDispatcher
 
 if TYPE_CHECKING:
     from headwater_server.lm.text.token_texts import TokenTexts

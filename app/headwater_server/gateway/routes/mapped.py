@@ -14,7 +14,7 @@ from headwater.datatypes import pack_bytes
 from headwater.model import Scalar
 from headwater.signature import Signature
 from headwater_server.codecs.tensors import Answer, InferRequest, OutputWish, RawTensor
-from headwater_server.dispatch.protocol import Dispatcher
+from headwater_server.dispatch.deployment_protocol import Dispatcher
 from headwater_server.errors import BadRequest, CallableFailed
 from headwater_server.gateway.http.exchange import DisconnectWatch
 from headwater_server.gateway.models import Models, ServedModel

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from headwater_server.errors import HeadwaterError
 from headwater_server.gateway.http.event_stream import EventStream
 from headwater_server.gateway.models import Models
-from headwater_server.lm.answers import Event
+from headwater_server.lm.openai_answer import Event
 
 __all__ = ["open_stream"]
 

@@ -20,19 +20,19 @@ from headwater_server.gateway.http.event_stream import EventStream
 from headwater_server.gateway.http.exchange import DisconnectWatch
 from headwater_server.gateway.http.replies import JSON, Reply, json_reply
 from headwater_server.gateway.models import Models
-from headwater_server.gateway.routes.relay import answer_openai, asked_model
 from headwater_server.gateway.routes.streams import open_stream
-from headwater_server.lm.answers import AnswerForm, Event
+from headwater_server.gateway.routes.vllm_requests import answer_openai, asked_model
 from headwater_server.lm.chat import ChatRequest
 from headwater_server.lm.completion import CompletionRequest
-from headwater_server.lm.dispatcher import LmDispatcher
-from headwater_server.lm.generate import GenerateRequest
+from headwater_server.lm.language_model import LmDispatcher
+from headwater_server.lm.openai_answer import AnswerForm, Event
 from headwater_server.lm.responses import ResponsesRequest
+from headwater_server.lm.text_generate import GenerateRequest
 from headwater_server.lm.text_plan import TextPlan
 from headwater_server.lm.text_pool import TextPool
 from headwater_server.lm.text_stream import TextGeneration, TextPiece, TextStream, Usage
 from headwater_server.security.key_check import owned_id
-from headwater_server.security.limits import KeyLimits
+from headwater_server.security.rate_limits import KeyLimits
 from headwater_server.telemetry.catalogue import Route
 from headwater_server.telemetry.recorder import accept
 

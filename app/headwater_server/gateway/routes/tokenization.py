@@ -15,7 +15,7 @@ from headwater_server.gateway.http.replies import Reply
 from headwater_server.gateway.models import Models
 from headwater_server.gateway.routes.texts import client_of
 from headwater_server.lm.text_pool import TextPool
-from headwater_server.lm.tokenization import DetokenizeRequest, TokenizeRequest
+from headwater_server.lm.tokenize_body import DetokenizeRequest, TokenizeRequest
 from headwater_server.telemetry.catalogue import Route
 from headwater_server.telemetry.recorder import accept
 

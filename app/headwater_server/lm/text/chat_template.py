@@ -73,7 +73,7 @@ class ChatTemplate:
         """Render a conversation as text, including special tokens.
 
         Args:
-            messages: the result of `headwater_server.lm.text.messages.checked_messages`.
+            messages: the result of `headwater_server.lm.text.chat_messages.checked_messages`.
             add_generation_prompt: whether the text ends with the beginning of the model's answer.
             tools: OpenAI's ``tools``.
             variables: further variables of the template, such as ``enable_thinking``.

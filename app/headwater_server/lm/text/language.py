@@ -61,7 +61,7 @@ class LanguageText:
         """Render a conversation as text, up to the beginning of the model's answer.
 
         Args:
-            messages: the result of `headwater_server.lm.text.messages.checked_messages`.
+            messages: the result of `headwater_server.lm.text.chat_messages.checked_messages`.
             variables: further variables of the chat template.
             tools: the result of `headwater_server.lm.tools.checked_tools`; `None` if the prompt must not mention tools.
             add_generation_prompt: whether the text ends with the beginning of the model's answer.

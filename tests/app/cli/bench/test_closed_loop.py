@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from headwater_server.cli.bench.answers import Fault
-from headwater_server.cli.bench.bodies import Body
+from headwater_server.cli.bench.answer_reader import Fault
 from headwater_server.cli.bench.closed_loop import STOPPED, closed_loop
 from headwater_server.cli.bench.job import Job, Load, Target
-from headwater_server.cli.bench.limits import Limits
 from headwater_server.cli.bench.outcomes import Outcomes
+from headwater_server.cli.bench.request_bodies import Body
+from headwater_server.cli.bench.slo import Limits
 from tests.load_target import Answer, Asked, LoadTarget, events, load_target
 from tests.running import wait_for
 

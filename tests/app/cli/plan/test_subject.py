@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from headwater_server.cli.bench import command as bench_run
+from headwater_server.cli.bench import bench_command
 from headwater_server.cli.bench.plan import Plan, points_of
-from headwater_server.cli.client import Metadata, ServerClient, Tensor
 from headwater_server.cli.main import main
 from headwater_server.cli.plan.point import Point
 from headwater_server.cli.plan.profiles import served_at
 from headwater_server.cli.plan.subject import WARMUP_S, Subject, make_subject
+from headwater_server.cli.server_client import Metadata, ServerClient, Tensor
 from headwater_server.config.schema import read_config
 
 URL = "http://127.0.0.1:8000"
@@ -37,7 +37,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> Any:
         found.append(plan)
         return 0
 
-    monkeypatch.setattr(bench_run, "bench", bench)
+    monkeypatch.setattr(bench_command, "bench", bench)
     monkeypatch.setattr(ServerClient, "metadata", lambda self, model: METADATA)
     monkeypatch.setattr(ServerClient, "models", lambda self: ["one"])
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headwater_server.cli.options import check_writable, write_file
+from headwater_server.cli.option_values import check_writable, write_file
 from headwater_server.errors import CommandError
 
 

@@ -1,4 +1,4 @@
-"""The private parts of uvicorn that `headwater_server.gateway.http.connection` and
+"""The private parts of uvicorn that `headwater_server.gateway.http.bounded_connection` and
 `headwater_server.gateway.http.exchange` rely on. After an upgrade, this fails first."""
 
 from __future__ import annotations

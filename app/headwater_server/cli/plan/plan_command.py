@@ -1,0 +1,163 @@
+"""``headwater plan``: runs the command, from its options to the report and the exit status."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Final
+
+from headwater_server.cli.option_values import check_writable, config_flags, write_file
+from headwater_server.cli.plan.known_sizes import known_sizes_text, read_sizes
+from headwater_server.cli.plan.measuring import weigh_deployment
+from headwater_server.cli.plan.memory_model import check_fitting
+from headwater_server.cli.plan.planning import Plan
+from headwater_server.cli.plan.point import grid, takes_instances
+from headwater_server.cli.plan.profiles import PROFILES, Budget
+from headwater_server.cli.plan.report import plan_json, plan_page, plan_text
+from headwater_server.cli.plan.subject import Subject, choose_deployment, make_subject
+from headwater_server.cli.plan.vllm_plan import NOT_HELD, plan_vllm
+from headwater_server.cli.report.plots import check_plots
+from headwater_server.cli.script_config import load_with_scripts
+from headwater_server.cli.surroundings import require_folders
+from headwater_server.errors import CommandError
+from headwater_server.process.gpu import gpu_capacities, gpu_name
+from headwater_server.process.machine import cpu_count, host_capacity
+
+__all__ = ["exit_status", "run"]
+
+SIZE_S: Final = 10.0
+"""Approximate time to measure a size, without the duration of the load, if imports are quick."""
+CHECKS: Final = 2
+"""Maximum number of sizes, besides the profiles, that are predicted first and run afterwards."""
+
+
+def run(options: argparse.Namespace) -> int:
+    """Make a plan, and report it. Returns the exit status.
+
+    Raises:
+        ConfigError: the configuration is wrong.
+        CommandError: an option is wrong.
+    """
+    if options.from_sizes is not None:
+        return _from_sizes(options)
+    if options.what is None:
+        raise CommandError("CONFIG: expected a YAML file or a model, got none")
+    require_folders()
+    if not options.dry_run:
+        check_fitting()
+    if options.html is not None:
+        check_plots()
+    config, user_paths, _, python = load_with_scripts(options.what, flags=config_flags(options), python=options.python)
+    _progress(str(python))
+    name = choose_deployment(config, options.deployment)
+    if config.deployments[name].is_vllm:
+        return plan_vllm(options, config, name, _progress)
+    subject = make_subject(
+        options.what, config, name, user_paths, cores=cpu_count(), seconds=options.seconds,
+        tokens=options.tokens, input=options.input,
+    )  # fmt: skip
+    rows = options.sequences if subject.is_language_model else options.batch_sizes
+    points = grid(rows, options.instances if takes_instances(subject.deployment) else (1,), options.replicas)
+    rounds = 0 if options.no_verify else options.rounds
+    runs = len(points) + (CHECKS + len(PROFILES) * rounds if rounds else 0)
+    minutes = runs * (SIZE_S + subject.seconds) / 60
+    listed = ", ".join(map(str, points))
+    _progress(f"{len(points)} sizes (batch × instances × replicas), about {minutes:.0f} min or more: {listed}")
+    if options.dry_run:
+        return 0
+    files = _files(options)
+    check_writable("--json", options.json)
+    check_writable("--html", options.html)
+    check_writable("--out", files.with_name(f"{files.name}-balanced.yaml"))
+    capacity = host_capacity()
+    budget = _budget(options, subject, capacity)
+    _progress(f"loading {name} to measure its weights")
+    # On SIGTERM, as on Ctrl-C, the reports are written and the running server is stopped.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        weights = weigh_deployment(name, subject.deployment, user_paths)
+    except KeyboardInterrupt:
+        raise CommandError("stopped by hand before anything was measured") from None
+    plan = Plan(subject, budget, capacity, weights, files, _progress)
+    try:
+        plan.run(points, checks=not options.no_verify, rounds=rounds)
+    finally:
+        write_file("--json", options.json, json.dumps(plan_json(plan), indent=2) + "\n")
+        if options.html is not None:
+            write_file("--html", options.html, plan_page(plan))
+    print(plan_text(plan))
+    return exit_status(plan)
+
+
+def _from_sizes(options: argparse.Namespace) -> int:
+    if options.what is not None:
+        raise CommandError(f"--from-sizes: expected no CONFIG beside it, since nothing is run, got {options.what}")
+    if options.memory is None:
+        raise CommandError("--from-sizes: expected --memory beside it, got none")
+    sizes = read_sizes(options.from_sizes)
+    text, fits = known_sizes_text(sizes, options.memory, options.headroom, options.instances)
+    print(text)
+    return 0 if fits else 1
+
+
+def _files(options: argparse.Namespace) -> Path:
+    """The common beginning of the paths of the written files."""
+    source = Path(options.what)
+    is_file = source.is_file()
+    folder = options.out if options.out is not None else (source.parent if is_file else Path())
+    stem = source.stem if is_file else options.what.rpartition(":")[2].rpartition("/")[2].lower()
+    return Path(folder, f"{stem}-{options.deployment}" if options.deployment else stem)
+
+
+def _budget(options: argparse.Namespace, subject: Subject, capacity: int | None) -> Budget:
+    """The memory that may be taken. ``--memory`` is the memory of the device on which the model computes.
+
+    Raises:
+        CommandError: the size of the memory is unknown.
+    """
+    part = 1 - options.headroom
+    device = subject.deployment.placements[0]
+    gpus = gpu_capacities()
+    if device.startswith("cuda") or (device == "auto" and gpus):
+        name = gpu_name("cuda:0" if device == "auto" else device, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        whole = options.memory or gpus.get(name or "")
+        if whole is None or capacity is None:
+            raise CommandError("--memory: expected the size of the GPU's memory, which NVML doesn't report, got none")
+        return Budget(round(capacity * part), round(whole * part))
+    whole = options.memory or capacity
+    if whole is None:
+        raise CommandError("--memory: expected the size of the memory, which the system doesn't report, got none")
+    return Budget(round(whole * part))
+
+
+def exit_status(plan: Plan) -> int:
+    """Return 0, 1 or `NOT_HELD`; if it is not 0, print the reasons to standard error."""
+    failures, doubts = [], []
+    if plan.ended:
+        failures.append(f"the plan is not complete: {plan.ended}")
+    if excess := plan.smallest_excess():
+        failures.append(f"nothing fits: the smallest size, one replica with batches of one row, {excess}")
+    for trial in [*plan.checks, *(profile.trial for profile in plan.profiles if profile.trial is not None)]:
+        if trial.error and not plan.ended:
+            failures.append(f"{trial.point} could not be run: {trial.error}")
+        if trial.measured is not None and trial.measured.is_unsteady:
+            doubts.append(
+                f"{trial.point}: its rounds differ by {trial.measured.spread:.0%}: the machine was busy with something "
+                "else, and the figures are not reliable"
+            )
+        doubts += [
+            f"{trial.point}: {comparison.what}: predicted {comparison.error:+.1%} of what was measured"
+            for comparison in trial.comparisons
+            if comparison.is_off
+        ]
+    for line in dict.fromkeys((*failures, *doubts)):  # two profiles may have the same size
+        print(f"headwater: {line}", file=sys.stderr)
+    return 1 if failures else NOT_HELD if doubts else 0
+
+
+def _progress(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

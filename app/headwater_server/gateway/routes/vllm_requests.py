@@ -1,0 +1,160 @@
+"""Requests for a model that vLLM computes: they are checked, counted, and relayed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+from starlette.types import ASGIApp, Receive, Scope
+
+from headwater_server.codecs.faults import read_json
+from headwater_server.errors import BadRequest, DeadlineExceeded
+from headwater_server.gateway.http.bodies import decoded
+from headwater_server.gateway.http.exchange import DisconnectWatch
+from headwater_server.gateway.http.replies import JSON, Reply
+from headwater_server.gateway.models import Models
+from headwater_server.gateway.routes.streams import open_stream
+from headwater_server.security.key_check import owned_id
+from headwater_server.security.rate_limits import KeyLimits
+from headwater_server.telemetry.catalogue import Route
+from headwater_server.telemetry.recorder import accept
+from headwater_server.vllm.answers import Answer, ChunkAnswer, EmbeddingsAnswer, ResponsesAnswer, TokenCount
+from headwater_server.vllm.relay import Relay
+from headwater_server.vllm.requests import VllmRequest, read_request
+from headwater_server.vllm.vllm_model import VllmDispatcher
+
+__all__ = ["answer_embeddings", "answer_openai", "answer_relayed", "asked_model"]
+
+
+class _Asked(msgspec.Struct):
+    model: str | None = None
+
+
+_asked = msgspec.json.Decoder(_Asked)
+
+
+def asked_model(models: Models, raw: bytes) -> VllmDispatcher | None:
+    """The dispatcher of the model that a body names, if vLLM computes it. Nothing else of the body is checked."""
+    try:
+        name = _asked.decode(raw).model
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    return models.vllm(name) if name is not None else None
+
+
+async def answer_openai(
+    models: Models, scope: Scope, receive: Receive, dispatcher: VllmDispatcher, route: Route, raw: bytes
+) -> ASGIApp:
+    """Answer a request of one of OpenAI's text routes, or open its stream.
+
+    Raises:
+        HeadwaterError: the request can't be answered.
+    """
+    accept(scope, dispatcher.route.name, route)
+    dispatcher.check_generates()
+    read: Callable[[bytes], dict[str, Any]] = _read_object
+    request = read_request(route, await decoded(read, raw, scope))
+
+    def form(count: TokenCount) -> Answer:
+        return ResponsesAnswer(count) if route == "responses" else ChunkAnswer(request, count)
+
+    return await answer_relayed(models, scope, receive, dispatcher, request, form)
+
+
+def _read_object(raw: bytes) -> dict[str, Any]:
+    return read_json(raw, dict[str, Any])
+
+
+async def answer_relayed(
+    models: Models,
+    scope: Scope,
+    receive: Receive,
+    dispatcher: VllmDispatcher,
+    request: VllmRequest,
+    form: Callable[[TokenCount], Answer],
+) -> ASGIApp:
+    """Relay a request, and its answer whole or as events. If the client goes away, vLLM stops computing the request.
+
+    Args:
+        models: counts the open streams.
+        scope, receive: ASGI arguments of the request; its body has been read.
+        dispatcher: the model's dispatcher.
+        request: the request to vLLM.
+        form: makes the form of the answer.
+
+    Raises:
+        HeadwaterError: the request can't be answered.
+    """
+    state = scope["state"]
+    spend = _spending(state)
+    relay = _opened(state, dispatcher, request)
+    on_first = relay.trace.first_token if relay.trace is not None else None
+    answer = form(TokenCount(dispatcher.meter, spend, on_first))
+    with DisconnectWatch(scope, receive):
+        if not request.streams:
+            body = await relay.whole(answer)
+            state["note"] = _note(answer.count)
+            return Reply(200, [body], [JSON])
+
+        def on_closed() -> None:
+            relay.close()
+            if state.get("note", "streamed") == "streamed":
+                state["note"] = _note(answer.count)
+
+        return await open_stream(models, relay.events(answer), answer.end, on_closed)
+
+
+async def answer_embeddings(
+    scope: Scope, receive: Receive, dispatcher: VllmDispatcher, body: dict[str, Any], parts: Iterable[Any]
+) -> Reply:
+    """Relay a request for embeddings, within the deployment's ``timeout_s``.
+
+    Args:
+        scope, receive: ASGI arguments of the request; its body has been read.
+        dispatcher: the model's dispatcher.
+        body: the request without the inputs.
+        parts: the inputs; each part is a request to vLLM, in sequence.
+
+    Raises:
+        HeadwaterError: the request can't be answered.
+    """
+    state = scope["state"]
+    answer = EmbeddingsAnswer(body["model"], TokenCount(dispatcher.meter, _spending(state)))
+    ends_s = time.monotonic() + dispatcher.route.timeout_s
+    with DisconnectWatch(scope, receive):
+        for part in parts:
+            left_s = max(0.0, ends_s - time.monotonic())
+            request = VllmRequest("embeddings", {**body, "input": part}, streams=False, timeout_s=left_s)
+            try:
+                await _opened(state, dispatcher, request).whole(answer)
+            except BadRequest as error:  # vLLM mostly names no field, and calls the input by another name
+                error.field = next((name for name in body.keys() - {"model"} if name in error.message), "input")
+                raise
+            except DeadlineExceeded as error:  # the message has only the time that was left for this part
+                raise error.again(f"the deadline of {dispatcher.route.timeout_s:g} s passed") from None
+    state["note"] = _note(answer.count)
+    return Reply(200, [answer.body()], [JSON])
+
+
+def _spending(state: dict[str, Any]) -> Callable[[int], None] | None:
+    """The function that counts tokens for the key's limit; None: the key has no limit.
+
+    Raises:
+        QueueFull: the limit is reached.
+    """
+    limits: KeyLimits | None = state.get("key_limits")
+    if limits is None:
+        return None
+    limits.check_tokens()
+    return limits.spend_tokens
+
+
+def _opened(state: dict[str, Any], dispatcher: VllmDispatcher, request: VllmRequest) -> Relay:
+    return dispatcher.open(request, owned_id(state, state["request_id"]), state.get("key") or "")
+
+
+def _note(count: TokenCount) -> str:
+    """The request's note in the access log."""
+    return f"tokens={count.usage.prompt_tokens}+{count.usage.completion_tokens}"

@@ -1,0 +1,206 @@
+"""A model served by vLLM, in a gateway worker: its replicas and its requests in flight."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections.abc import Callable, Collection
+from operator import attrgetter
+from typing import Final
+
+import anyio
+
+from headwater.wire.lm import Load
+from headwater_server.control.messages import ReplicaLoss
+from headwater_server.control.routing import DeploymentRoute, ReplicaRoute, check_key
+from headwater_server.dispatch.deployment_protocol import Fail
+from headwater_server.dispatch.pool import ReplicaPool
+from headwater_server.errors import BadRequest, Cancelled, HeadwaterError
+from headwater_server.lm.text_dispatcher import TextDispatcher
+from headwater_server.telemetry.tracing import add_generation
+from headwater_server.transport.address import PeerTls
+from headwater_server.vllm.affinity import PrefixAffinity
+from headwater_server.vllm.client import VllmClient
+from headwater_server.vllm.relay import Relay, VllmReplica
+from headwater_server.vllm.requests import VllmRequest
+
+__all__ = ["VllmDispatcher"]
+
+SAMPLE_S: Final = 1.0
+"""Seconds between two reads of a replica's metrics, for up to `MOST_SAMPLED` replicas."""
+MOST_SAMPLED: Final = 50
+"""Maximum number of replicas sampled per `SAMPLE_S`. With more replicas all samples are older, and are used for gauges
+and scaling only: stale loads of other workers make a worse choice of replica than this worker's requests alone."""
+_METRIC: Final = re.compile(
+    rb"\nvllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc)\{[^}\n]*\} ([0-9.eE+-]+)"
+)
+"""Starts with the newline before a metric, since `re` tries ``^`` at every position, which takes six times as long."""
+
+
+class VllmDispatcher(TextDispatcher):
+    """Relays requests for one deployment to its replicas.
+
+    Args:
+        route: the deployment.
+        tls: the cluster's certificates, for replicas on other machines.
+        on_lost: called with each replica that is lost.
+    """
+
+    def __init__(
+        self,
+        route: DeploymentRoute,
+        tls: PeerTls | None = None,
+        on_lost: Callable[[ReplicaLoss], None] = lambda loss: None,
+    ) -> None:
+        super().__init__(route)
+        self._tls = tls
+        self._pool = ReplicaPool(route.name, self._open, on_lost=on_lost, keys_of=self._keys_of)
+        self._affinity = PrefixAffinity()
+        self._relays: set[Relay] = set()
+        self._sampled: dict[str, Load] = {}
+        """Each replica's last sampled load, by the replica's id."""
+        self.update(route)
+        self._sampling = self._loop.create_task(self._sample())
+
+    @property
+    def in_flight(self) -> int:
+        """The number of requests in flight."""
+        return len(self._relays)
+
+    @property
+    def _running(self) -> int:
+        return len(self._relays)
+
+    def _loads(self) -> Collection[Load]:
+        return self._sampled.values()
+
+    def update(self, route: DeploymentRoute) -> None:
+        super().update(route)
+        self._pool.update(route)
+        self._sampled = {id: load for id, load in self._sampled.items() if id in self._pool.connected}
+
+    def close(self) -> None:
+        super().close()
+        self._sampling.cancel()
+        self._pool.close()
+
+    def under_way(self, replicas: Collection[str] | None) -> list[Fail]:
+        return [
+            relay.fail
+            for relay in self._relays
+            if relay.is_running
+            and (replicas is None or (relay.replica is not None and relay.replica.route.id in replicas))
+        ]
+
+    def under_way_for(self, adapters: Collection[str]) -> list[Fail]:
+        """A function for each request in flight for these adapters, which fails the request."""
+        return [relay.fail for relay in self._relays if relay.is_running and relay.model in adapters]
+
+    def cancel(self, request_id: str) -> int:
+        """See `Dispatcher.cancel`."""
+        relays = [relay for relay in self._relays if relay.request_id == request_id and relay.is_running]
+        for relay in relays:
+            relay.fail(Cancelled("the request was cancelled"))
+        return len(relays)
+
+    def check_generates(self) -> None:
+        """Check that the model generates text.
+
+        Raises:
+            Unavailable: no requests are accepted now.
+            BadRequest: the model returns embeddings.
+        """
+        if self.check_ready().embedding is not None:
+            raise self._refusal()
+
+    def _refusal(self) -> BadRequest:
+        if not self.route.gives_embeddings:
+            return super()._refusal()
+        message = f"model: `{self.route.name}` gives embeddings only: POST to /v1/embeddings, or name a model of text"
+        return BadRequest(message, field="model")
+
+    def open(self, request: VllmRequest, request_id: str, cache_scope: str = "") -> Relay:
+        """Begin a request. The caller must close the returned relay.
+
+        Args:
+            request: the checked request.
+            request_id: the request's id from the client, for `cancel`.
+            cache_scope: the name of the request's API key. Only requests with the same scope share cached prefixes.
+
+        Raises:
+            Unavailable: no requests are accepted now.
+            RateLimited: the API key's requests ended too many replicas.
+        """
+        self.check_ready()
+        check_key(self.route, cache_scope)
+        key = cache_scope
+        loads = self.route.adapters.get(request.model)
+        if loads:  # otherwise the cache entries of an earlier adapter with this name would be reused
+            cache_scope = f"{cache_scope}\n{loads}"
+        relay = Relay(
+            request,
+            request_id,
+            cache_scope,
+            key=key,
+            choose=self._choose,
+            on_lost=self._pool.lose,
+            on_left=self._relays.discard,
+            idle_s=self.route.timeout_s,
+            trace=add_generation(self.route.name),
+        )
+        self._relays.add(relay)
+        return relay
+
+    # Replicas
+
+    def _open(self, route: ReplicaRoute) -> VllmReplica:
+        return VllmReplica(route, VllmClient(route.http_address, route.token, self._tls))
+
+    def _keys_of(self, replica: VllmReplica) -> set[str]:
+        return {relay.key for relay in self._relays if relay.replica is replica}
+
+    def _choose(self, request: VllmRequest, tried: VllmReplica | None) -> VllmReplica:
+        candidates = self._pool.candidates()
+        candidates = [replica for replica in candidates if replica is not tried] or candidates
+        if not candidates:
+            raise self._no_replica()
+        least_busy = min(candidates, key=attrgetter("load"))
+        factor = 0 if request.route == "embeddings" else self.route.prefix_affinity
+        if not factor or len(self._pool.eligible()) == 1:
+            return least_busy
+
+        def load(id: str) -> int | None:
+            replica = self._pool.connected.get(id)
+            return replica.load if replica is not None and replica.is_eligible and replica is not tried else None
+
+        prompt = request.model.encode() + request.prompt
+        return self._pool.connected[self._affinity.choose(prompt, least_busy.route.id, load, factor)]
+
+    async def _sample(self) -> None:
+        """Read the replicas' metrics repeatedly, until cancelled."""
+        while True:
+            ids = list(self._pool.connected)
+            pause_s = SAMPLE_S / min(max(1, len(ids)), MOST_SAMPLED)
+            for id in ids:
+                if (replica := self._pool.connected.get(id)) is not None:
+                    await self._read(replica, is_current=len(ids) <= MOST_SAMPLED)
+                await asyncio.sleep(pause_s)
+            if not ids:
+                await asyncio.sleep(pause_s)
+
+    async def _read(self, replica: VllmReplica, *, is_current: bool) -> None:
+        # asyncio's `wait_for` would lose its cancellation if the answer fails at the same moment.
+        with contextlib.suppress(HeadwaterError), anyio.move_on_after(SAMPLE_S):
+            load = self._load(await replica.client.get("/metrics"))
+            if self._pool.connected.get(replica.route.id) is replica:
+                replica.losses = 0
+                self._sampled[replica.route.id] = load
+                replica.others = max(0, load.active + load.waiting - replica.requests) if is_current else 0
+
+    def _load(self, text: bytes) -> Load:
+        metrics = {name: float(value) for name, value in _METRIC.findall(text)}
+        vllm = self.signature.vllm if self.signature is not None else None
+        cache_used = metrics.get(b"kv_cache_usage_perc", 0.0) * (vllm.cache_tokens if vllm is not None else 0)
+        running, waiting = (int(metrics.get(name, 0)) for name in (b"num_requests_running", b"num_requests_waiting"))
+        return Load(running, waiting, int(cache_used))
