@@ -53,7 +53,7 @@ from benchmarks.smoke import parse_with_smoke
 from headwater_server.cli.bench.answer_reader import Sample
 from headwater_server.cli.bench.closed_loop import STOPPED
 from headwater_server.cli.bench.generator import Generator
-from headwater_server.cli.bench.job import Job, Load, Target
+from headwater_server.cli.bench.job import Job, Load, RequestSet
 from headwater_server.cli.bench.outcomes import Outcomes, percentile
 from headwater_server.cli.bench.request_bodies import Body
 from headwater_server.cli.bench.slo import Limits
@@ -243,7 +243,7 @@ def _ask(server: Server, path: str, body: bytes | None = None) -> bytes:
 
 def _job(server: Server, model: str, load: Load, seconds: float, **others: Any) -> Job:
     bodies = tuple(Body(body) for body in scenario(model).bodies)
-    return Job(Target(server.url, model, bodies), load, seconds, WARMUP_S, **others)
+    return Job(RequestSet(server.url, model, bodies), load, seconds, WARMUP_S, **others)
 
 
 def _load(server: Server, model: str, load: Load, seconds: float, seed: int = 0) -> Outcomes:

@@ -55,7 +55,14 @@ def test_the_model_side_imports_no_web_framework_and_nothing_of_ours_from_the_ht
 
 @pytest.mark.slow
 def test_a_path_that_hides_what_headwater_s_own_processes_import_is_refused() -> None:
-    modules = ("gateway.worker", "supervisor.supervisor", "cli.main", "cli.check", "binder.embedded_triton", "binder.warmup_lm")
+    modules = (
+        "gateway.worker",
+        "supervisor.supervisor",
+        "cli.main",
+        "cli.check",
+        "binder.embedded_triton",
+        "binder.warmup_lm",
+    )
     imports = "; ".join(f"import headwater_server.{name}" for name in modules)
     installed = {
         name

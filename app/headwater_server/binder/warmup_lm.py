@@ -46,7 +46,7 @@ def warm_up(
     if not sizes:
         return
     numbers = itertools.count()
-    with _Channel(signature.name, triton, spec) as channel:
+    with _WarmUpChannel(signature.name, triton, spec) as channel:
         for place, count in enumerate(sizes, start=1):
             progress(f"warming up, {count} sequence{'s' if count > 1 else ''} ({place}/{len(sizes)})")
             channel.generate(submits(count, limits, numbers))
@@ -74,7 +74,7 @@ def submits(count: int, limits: EngineLimits, numbers: Iterator[int]) -> list[Su
     return sequences
 
 
-class _Channel:
+class _WarmUpChannel:
     """A channel (`headwater.wire.lm`) over a gRPC stream."""
 
     def __init__(self, name: str, triton: EmbeddedTriton, spec: ReplicaSpec) -> None:
@@ -82,7 +82,7 @@ class _Channel:
         self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._frames = grpc_outputs(triton, spec, iter(self._requests.get, None), "warm-up")
 
-    def __enter__(self) -> _Channel:
+    def __enter__(self) -> _WarmUpChannel:
         self._send(Open(CHANNEL), CallNote(stream=CHANNEL))
         self._next()
         return self

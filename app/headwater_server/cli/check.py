@@ -274,7 +274,7 @@ def _places(name: str, pipeline: Pipeline) -> dict[str, str]:
 
 
 def model_request(name: str, deployment: Deployment, path: Sequence[str]) -> dict[str, Any]:
-    """The fields of an `headwater.replica.probe.Request`; the first folder of ``path`` is the working folder."""
+    """The fields of an `headwater.replica.probe.ProbeRequest`; the first folder of ``path`` is the working folder."""
     return {
         "name": name,
         "model": deployment.model or "",

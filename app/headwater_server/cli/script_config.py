@@ -17,10 +17,10 @@ from headwater_server.config.sections import OWN_PYTHON
 from headwater_server.errors import ConfigError
 from headwater_server.supervisor.script_settings import KIND, Scripts, scripts_of
 
-__all__ = ["Loaded", "load_with_scripts"]
+__all__ = ["LoadedConfig", "load_with_scripts"]
 
 
-class Loaded(NamedTuple):
+class LoadedConfig(NamedTuple):
     """The configuration that a command names, with its folders, warnings and Python."""
 
     config: Config
@@ -30,7 +30,7 @@ class Loaded(NamedTuple):
     python: DefaultPython
 
 
-def load_with_scripts(source: str, *, flags: Mapping[str, Any], python: str | None = None) -> Loaded:
+def load_with_scripts(source: str, *, flags: Mapping[str, Any], python: str | None = None) -> LoadedConfig:
     """Read the configuration or model that a command names, as `headwater_server.config.schema.load_what` does, and run
     its PyTriton scripts.
 
@@ -64,7 +64,7 @@ def load_with_scripts(source: str, *, flags: Mapping[str, Any], python: str | No
         whole = config_content(config)
         whole["deployments"] |= {name: scripts.laid_under(deployment) for name, deployment in deployments.items()}
         config = read_config(whole, source=source, environment={}, flags={})
-    return Loaded(config, paths, scripts.warnings(), chosen)
+    return LoadedConfig(config, paths, scripts.warnings(), chosen)
 
 
 def _with_python(config: Config, option: str | None, paths: tuple[str, ...]) -> tuple[Config, DefaultPython]:

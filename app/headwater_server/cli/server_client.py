@@ -70,7 +70,7 @@ class _ConfiguredInput(msgspec.Struct):
     optional: bool = False
 
 
-class _Config(msgspec.Struct):
+class _ServerConfig(msgspec.Struct):
     """The used part of the answer to ``GET /v2/models/{model}/config``."""
 
     input: list[_ConfiguredInput] = []
@@ -206,7 +206,7 @@ class ServerClient:
         _, config = self.get(f"{path}/config")  # only /config says which inputs are optional
         try:
             metadata = msgspec.convert(content, Metadata)
-            optional = {tensor.name for tensor in msgspec.convert(config or {}, _Config).input if tensor.optional}
+            optional = {tensor.name for tensor in msgspec.convert(config or {}, _ServerConfig).input if tensor.optional}
         except msgspec.ValidationError as error:
             raise CommandError(f"{self._url}{path}: expected a model's metadata, got something else: {error}") from None
         inputs = [replace(tensor, optional=tensor.name in optional) for tensor in metadata.inputs]

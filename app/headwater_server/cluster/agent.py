@@ -25,12 +25,12 @@ from headwater_server.cluster.agent_messages import (
     BEAT_S,
     LISTENER,
     Adapters,
+    AgentHello,
+    AgentState,
     Ask,
     Beat,
-    Hello,
     Order,
     Said,
-    State,
     encode,
 )
 from headwater_server.cluster.holder import outlive_no_holder, read_spec
@@ -68,7 +68,7 @@ class AgentSpec(NamedTuple):
     token: str
     """Access token of the replica and of its port."""
     order_token: str
-    """See `Hello.token`."""
+    """See `AgentHello.token`."""
     runtime_dir: Path | None
     host: str | None
     """Address that the port listens on. None: this node's address with TLS, 127.0.0.1 without it."""
@@ -205,14 +205,14 @@ class Agent:
             elif not writer.is_closing():
                 writer.write(line)
 
-    def _state(self, *, is_stale: bool = False) -> State:
+    def _state(self, *, is_stale: bool = False) -> AgentState:
         replica, address = self._replica, self._address
         assert replica is not None
         signature = replica.signature
         frames = signature is not None and signature.is_framed
         node = os.environ.get("HEADWATER_NODE", "")
         route = ReplicaRoute(replica.id, address, replica.token, address if frames else "", replica.facts, node)
-        return State(
+        return AgentState(
             route=route,
             deployment=digest(self._spec.deployment),
             name=self._spec.name,
@@ -240,7 +240,7 @@ class Agent:
         answers: set[asyncio.Task[None]] = set()
         try:
             hello = LISTENER.decode(await reader.readline())
-            if not isinstance(hello, Hello):
+            if not isinstance(hello, AgentHello):
                 raise ValueError("expected hello")
             if hello.epoch and not hmac.compare_digest(hello.token.encode(), self._spec.order_token.encode()):
                 raise ValueError("expected the supervisor's token, got another")

@@ -13,12 +13,12 @@ from headwater_server.cluster.agent_messages import (
     AGENT,
     BEAT_S,
     Adapters,
+    AgentHello,
+    AgentState,
     Ask,
     Beat,
-    Hello,
     Order,
     Said,
-    State,
     encode,
 )
 from headwater_server.cluster.dial import connected, within
@@ -60,7 +60,7 @@ class AgentLink:
         tls: PeerTls | None,
         *,
         order_token: str = "",
-        on_state: Callable[[State], None] = lambda state: None,
+        on_state: Callable[[AgentState], None] = lambda state: None,
         on_beat: Callable[[Beat], None] = lambda beat: None,
         on_open: Callable[[], None] = lambda: None,
         on_reach: Callable[[bool], None] = lambda is_reachable: None,
@@ -131,7 +131,7 @@ class AgentLink:
             head = await within(CONNECT_TIMEOUT_S, reader.readuntil(b"\r\n\r\n"))
             if b" 101 " not in head.partition(b"\r\n")[0]:
                 raise ValueError(f"expected 101, got {head[:80]!r}")
-            writer.write(encode(Hello(self._epoch, self._order_token)))
+            writer.write(encode(AgentHello(self._epoch, self._order_token)))
             self._writer, self._refusals = writer, 0
             self._on_open()
             while True:
@@ -145,7 +145,7 @@ class AgentLink:
                 self._note_reach(True)
                 self._take(AGENT.decode(line))
 
-    def _take(self, message: State | Beat | Said) -> None:
+    def _take(self, message: AgentState | Beat | Said) -> None:
         if isinstance(message, Said):
             future = self._asked.get(message.number)
             if future is not None and not future.done():

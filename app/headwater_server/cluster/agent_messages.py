@@ -8,13 +8,25 @@ import msgspec
 
 from headwater_server.control.routing import ReplicaRoute
 
-__all__ = ["AGENT", "BEAT_S", "LISTENER", "Adapters", "Ask", "Beat", "Hello", "Order", "Said", "State", "encode"]
+__all__ = [
+    "AGENT",
+    "BEAT_S",
+    "LISTENER",
+    "Adapters",
+    "AgentHello",
+    "AgentState",
+    "Ask",
+    "Beat",
+    "Order",
+    "Said",
+    "encode",
+]
 
 BEAT_S: Final = 1.0
 """Seconds between an agent's signs of life."""
 
 
-class Hello(msgspec.Struct, frozen=True, tag="hello"):
+class AgentHello(msgspec.Struct, frozen=True, tag="hello"):
     """The first message from a client that connects to an agent."""
 
     epoch: int = 0
@@ -54,7 +66,7 @@ class Said(msgspec.Struct, frozen=True, tag="said"):
     text: str = ""
 
 
-class State(msgspec.Struct, frozen=True, tag="state"):
+class AgentState(msgspec.Struct, frozen=True, tag="state"):
     """Everything about a replica, sent on connecting and whenever a field changes."""
 
     route: ReplicaRoute
@@ -94,8 +106,8 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
     gpu_utilization: float = 0
 
 
-AGENT: Final = msgspec.json.Decoder(State | Beat | Said)
-LISTENER: Final = msgspec.json.Decoder(Hello | Order | Adapters | Ask)
+AGENT: Final = msgspec.json.Decoder(AgentState | Beat | Said)
+LISTENER: Final = msgspec.json.Decoder(AgentHello | Order | Adapters | Ask)
 
 
 def encode(message: msgspec.Struct) -> bytes:

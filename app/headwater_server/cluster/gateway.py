@@ -25,7 +25,7 @@ from headwater_server.config.schema import PLACEHOLDER, Config
 from headwater_server.control.control_server import ControlServer
 from headwater_server.control.link import SupervisorLink
 from headwater_server.control.load import LoadReport, together
-from headwater_server.control.messages import Command, CommandAnswer, Drain, Drained, Hello, Quarantined
+from headwater_server.control.messages import Command, CommandAnswer, Drain, Drained, Hello, QuarantinedRequest
 from headwater_server.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
 from headwater_server.errors import StartError, Unavailable
 from headwater_server.process.proc import GroupUse
@@ -95,7 +95,7 @@ class Uplink:
     ) -> None:
         self.link = SupervisorLink(
             self._drain,
-            lambda model, fingerprint: control.quarantine(Quarantined(model, fingerprint.hex())),
+            lambda model, fingerprint: control.quarantine(QuarantinedRequest(model, fingerprint.hex())),
             control.cancel,
             self._hear,
         )

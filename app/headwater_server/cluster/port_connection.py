@@ -67,7 +67,7 @@ class PortState(Protocol):
         ...
 
 
-class _Replica(asyncio.Protocol):
+class _ReplicaConnection(asyncio.Protocol):
     """The connection to the replica that is paired with a client's connection."""
 
     def __init__(self, owner: PortConnection) -> None:
@@ -124,7 +124,7 @@ class PortConnection(asyncio.BufferedProtocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport
         self._patience: _Patience
-        self._replica: _Replica | None = None
+        self._replica: _ReplicaConnection | None = None
         self._read: Callable[[bytes], None] = self._read_head
         """Handles the bytes that arrive."""
         self._gathered = bytearray()
@@ -390,7 +390,7 @@ class PortConnection(asyncio.BufferedProtocol):
 
     async def _dial(self) -> None:
         try:
-            replica = await dial(self._address, lambda: _Replica(self))
+            replica = await dial(self._address, lambda: _ReplicaConnection(self))
             if replica.transport.is_closing():  # the replica has ended meanwhile
                 raise ReplicaUnreachable("the replica ended")
         except ReplicaUnreachable as error:
@@ -487,7 +487,7 @@ class PortConnection(asyncio.BufferedProtocol):
         else:
             self._read = self._read_head
 
-    def lose_replica(self, replica: _Replica) -> None:
+    def lose_replica(self, replica: _ReplicaConnection) -> None:
         """Handle the end of the connection to the replica."""
         if replica is not self._replica:  # this side had left it
             return

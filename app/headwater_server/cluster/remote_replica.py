@@ -12,7 +12,7 @@ import msgspec
 
 from headwater.signature import Signature
 from headwater_server.cluster.agent_link import AgentLink
-from headwater_server.cluster.agent_messages import Adapters, Beat, Order, State
+from headwater_server.cluster.agent_messages import Adapters, AgentState, Beat, Order
 from headwater_server.cluster.ray_client import ActorGone, RayClient
 from headwater_server.control.routing import ReplicaRoute
 from headwater_server.process.proc import GroupUse
@@ -99,7 +99,7 @@ class RemoteReplica:
         self.exited: asyncio.Future[None]
         self.is_reachable = True
         self.is_cut_off = False  # the agent watches the folder
-        self.state: State | None = None
+        self.state: AgentState | None = None
         """The agent's last state."""
         self.heard = asyncio.Event()
         """Set once the agent has sent a state, or the replica is known to end."""
@@ -297,7 +297,7 @@ class RemoteReplica:
         if self._ordered and self._link is not None:
             self._link.tell(Order(self._ordered))
 
-    def _take(self, state: State) -> None:
+    def _take(self, state: AgentState) -> None:
         if state.is_stale:
             self._context.on_stale()
             return

@@ -4,8 +4,8 @@ A worker that connects gets the whole `RoutingTable`, and then a `TableChange` w
 doesn't follow the worker's table, the worker asks for the whole table with `TableWanted`. A worker answers a `Drain`
 with `Drained` and a `Ping` with a `Pong`; the supervisor answers a worker's `Command` with a `CommandAnswer`. Any
 number of them may be unanswered at a time; the ``id`` of a message tells which answer belongs to it. A worker's
-`Quarantined` is forwarded to the other workers; a `ReplicaLoss` is only for the supervisor. A `Cancel` is forwarded
-too, and its sender gets the sum of the other workers' `CancelCount`.
+`QuarantinedRequest` is forwarded to the other workers; a `ReplicaLoss` is only for the supervisor. A `Cancel` is
+forwarded too, and its sender gets the sum of the other workers' `CancelCount`.
 
 The end of a connection tells each side that the other side is gone. All requests in flight in a worker end with it. A
 gateway on another machine may reconnect with its requests still in flight, so it is gone only after its `Goodbye`, or
@@ -39,7 +39,7 @@ from headwater_server.control.messages import (
     CommandAnswer,
     Drain,
     Drained,
-    Quarantined,
+    QuarantinedRequest,
     ReplicaLoss,
     Upward,
     encode_line,
@@ -108,7 +108,7 @@ class ControlServer:
 
     Args:
         on_command: carries out a command, however long it takes, even if the worker that sent the command ends.
-        on_quarantined: called with each `Quarantined` of a worker.
+        on_quarantined: called with each `QuarantinedRequest` of a worker.
         on_lost: called with each `ReplicaLoss` of a worker.
         on_cancel: cancels the streams of a request's id that run outside the workers connected here, and returns their
             number.
@@ -122,7 +122,7 @@ class ControlServer:
         on_command: Callable[[Command], Awaitable[CommandAnswer]] | None = None,
         epoch: int | None = None,
         *,
-        on_quarantined: Callable[[Quarantined], None] = lambda request: None,
+        on_quarantined: Callable[[QuarantinedRequest], None] = lambda request: None,
         on_lost: Callable[[ReplicaLoss], None] = lambda loss: None,
         on_cancel: Callable[[str], Awaitable[int]] | None = None,
         on_workers: Callable[[], None] = lambda: None,
@@ -262,7 +262,7 @@ class ControlServer:
             worker.unanswered += 1
         return unanswered
 
-    def quarantine(self, request: Quarantined, by: _Worker | None = None) -> None:
+    def quarantine(self, request: QuarantinedRequest, by: _Worker | None = None) -> None:
         """Forward a request that a worker quarantined to all other workers."""
         for worker in self._workers - {by}:
             worker.send(request)
@@ -348,7 +348,7 @@ class ControlServer:
             worker.send(self._table)
         elif isinstance(message, messages.Goodbye):
             self._forget(worker)
-        elif isinstance(message, Quarantined):
+        elif isinstance(message, QuarantinedRequest):
             self._on_quarantined(message)
             self.quarantine(message, worker)
         elif isinstance(message, ReplicaLoss):

@@ -22,7 +22,7 @@ from headwater_server.control.messages import (
     Drain,
     Drained,
     Hello,
-    Quarantined,
+    QuarantinedRequest,
     ReplicaLoss,
     encode_line,
 )
@@ -95,7 +95,7 @@ class SupervisorLink:
                         future.set_result(message)
                 elif isinstance(message, messages.Ping):
                     self._send(messages.Pong())
-                elif isinstance(message, Quarantined):
+                elif isinstance(message, QuarantinedRequest):
                     self._on_quarantined(message.model, bytes.fromhex(message.fingerprint))
                 else:
                     work = self._cancel(message) if isinstance(message, Cancel) else self._drain(message)
@@ -123,7 +123,7 @@ class SupervisorLink:
 
     def report_quarantined(self, model: str, fingerprint: bytes) -> None:
         """Report to the other workers a request that took two replicas down."""
-        self._send(Quarantined(model, fingerprint.hex()))
+        self._send(QuarantinedRequest(model, fingerprint.hex()))
 
     def report_lost(self, loss: ReplicaLoss) -> None:
         """Report to the supervisor a replica that this worker lost."""

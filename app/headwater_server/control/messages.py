@@ -87,7 +87,7 @@ class TableWanted(msgspec.Struct, frozen=True, tag="table_wanted"):
     """Asks for the whole routing table: the worker got a change that doesn't follow its present table."""
 
 
-class Quarantined(msgspec.Struct, frozen=True, tag="quarantined"):
+class QuarantinedRequest(msgspec.Struct, frozen=True, tag="quarantined"):
     """A request took two replicas down; see `headwater_server.dispatch.losses`."""
 
     model: str
@@ -127,7 +127,7 @@ class CancelCount(msgspec.Struct, frozen=True, tag="cancel_count"):
 
 
 DOWNWARD: Final = msgspec.json.Decoder(
-    RoutingTable | TableChange | Drain | CommandAnswer | Ping | Quarantined | Cancel | CancelCount
+    RoutingTable | TableChange | Drain | CommandAnswer | Ping | QuarantinedRequest | Cancel | CancelCount
 )
 Upward = (
     Hello
@@ -135,7 +135,7 @@ Upward = (
     | Command
     | Drained
     | Pong
-    | Quarantined
+    | QuarantinedRequest
     | ReplicaLoss
     | LoadReport
     | Cancel

@@ -19,7 +19,7 @@ TENSOR_BYTES: Final = 512
 """`ENTRY_BYTES` bounds the memory of an entry without its tensors, `TENSOR_BYTES` that of a tensor without its data."""
 
 
-class _Entry(NamedTuple):
+class _KeptAnswer(NamedTuple):
     outputs: Outputs
     size_bytes: int
     ends_s: float
@@ -38,7 +38,7 @@ class AnswerCache:
         """Bytes of all entries, bookkeeping included."""
         self._share = share
         self._meter = meter
-        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
+        self._entries: OrderedDict[bytes, _KeptAnswer] = OrderedDict()
         """Entries by key, the least recently used first."""
         self._secret = secrets.token_bytes(hashlib.blake2b.MAX_KEY_SIZE)
 
@@ -93,7 +93,7 @@ class AnswerCache:
             return
         kept = {name: RawTensor(tensor.datatype, tensor.shape, bytes(tensor.data)) for name, tensor in outputs.items()}
         ends_s = time.monotonic() + self._share.ttl_s if self._share.ttl_s else float("inf")
-        self._entries[key] = _Entry(kept, size_bytes, ends_s)
+        self._entries[key] = _KeptAnswer(kept, size_bytes, ends_s)
         self.size_bytes += size_bytes
         self._evict()
 

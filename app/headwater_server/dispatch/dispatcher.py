@@ -17,7 +17,7 @@ from headwater_server.dispatch.collector import Collector, wanted_heads
 from headwater_server.dispatch.deployment_protocol import Fail, TensorDispatcher
 from headwater_server.dispatch.losses import Losses, keys_of
 from headwater_server.dispatch.pending import Part, Pending, held_bytes
-from headwater_server.dispatch.policy import Batching, length_class
+from headwater_server.dispatch.policy import BatchingPolicy, length_class
 from headwater_server.dispatch.pool import Connect, ReplicaCalls, ReplicaPool, connect
 from headwater_server.dispatch.queue import DEFAULT_WEIGHTS
 from headwater_server.errors import BadRequest, QueueFull, ReplicaLost
@@ -67,7 +67,7 @@ class ModelDispatcher(TensorDispatcher[Pending]):
         self._calls = Calls(route.name, self._meter, self._losses, self._take_back)
         self._admission = Admission(route.name, budget or QueueBudget(), self._displace)
         self._queue = self._admission.queue
-        self._batching = Batching(
+        self._batching = BatchingPolicy(
             route, self._admission, self._retries, self._pool.connected, self._calls, self._fitting
         )
         self._calls.on_end = self._batching.schedule

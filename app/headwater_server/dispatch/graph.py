@@ -41,7 +41,7 @@ _BAD_OUTPUT: Final = re.compile(
 may be about a part of the request's rows."""
 
 
-class GraphDispatcher(TensorDispatcher["_Run"]):
+class GraphDispatcher(TensorDispatcher["_GraphRun"]):
     """Takes requests for one pipeline, and answers them through its steps' deployments.
 
     A step runs as soon as its inputs are available, concurrently with steps that don't depend on it. A step that is
@@ -77,7 +77,7 @@ class GraphDispatcher(TensorDispatcher["_Run"]):
             raise unavailable(route)
         return route.signature
 
-    def _start(self, request: InferRequest, signature: Signature, *, is_stream: bool) -> _Run:
+    def _start(self, request: InferRequest, signature: Signature, *, is_stream: bool) -> _GraphRun:
         limit = self.route.max_queue_size
         if self._rows and self._rows + request.rows > limit:
             # Refused here, so that the trunk doesn't compute rows that its heads would refuse.
@@ -86,12 +86,12 @@ class GraphDispatcher(TensorDispatcher["_Run"]):
                 retry_after_s=1,
             )
         collector = Collector(wanted_heads(request, signature), is_stream=is_stream, meter=self._meter)
-        run = _Run(self.route, request, collector, self._find)
+        run = _GraphRun(self.route, request, collector, self._find)
         self._requests.add(run)
         self._rows += request.rows
         return run
 
-    def _end(self, run: _Run) -> None:
+    def _end(self, run: _GraphRun) -> None:
         self._requests.discard(run)
         self._rows -= run.request.rows
         if run.collector.succeeded:
@@ -101,7 +101,7 @@ class GraphDispatcher(TensorDispatcher["_Run"]):
         run.end()
 
 
-class _Run:
+class _GraphRun:
     """A request in flight through the steps."""
 
     def __init__(

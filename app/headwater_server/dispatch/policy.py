@@ -23,7 +23,7 @@ from headwater_server.dispatch.losses import Retries
 from headwater_server.dispatch.pending import Part
 from headwater_server.dispatch.pool import ReplicaCalls
 
-__all__ = ["Batching", "GatherClock", "length_class"]
+__all__ = ["BatchingPolicy", "GatherClock", "length_class"]
 
 GOOD_PART: Final = 4
 """A busy replica gets no call with fewer rows than ``max_batch_size`` divided by this number."""
@@ -32,7 +32,7 @@ GOOD_ROWS: Final = 8
 """A busy replica gets no call with fewer rows than this, so that small batches are filled."""
 
 
-class Batching:
+class BatchingPolicy:
     """Decides when waiting rows become a call, and to which replica.
 
     If a replica is idle, rows leave at once; otherwise they gather until a call returns. ``fitting`` cuts a part, which

@@ -13,7 +13,7 @@ from headwater_server.control.messages import ReplicaLoss
 from headwater_server.control.routing import DeploymentRoute, ReplicaRoute
 from headwater_server.dispatch.bag import Bag
 from headwater_server.dispatch.pending import Part
-from headwater_server.transport.address import PeerTls, is_local
+from headwater_server.transport.address import ClientTls, is_local
 from headwater_server.transport.replica_protocol import FrameReplicaClient, ReplicaClient
 from headwater_server.transport.triton_http import TritonClient
 
@@ -31,7 +31,7 @@ Connect = Callable[[str, ReplicaRoute], ReplicaClient | FrameReplicaClient]
 """Makes the client of a replica, from the deployment's name and the replica's route."""
 
 
-def connect(name: str, route: ReplicaRoute, tls: PeerTls | None = None) -> ReplicaClient | FrameReplicaClient:
+def connect(name: str, route: ReplicaRoute, tls: ClientTls | None = None) -> ReplicaClient | FrameReplicaClient:
     """The client for a replica's protocol.
 
     Args:

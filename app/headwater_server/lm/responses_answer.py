@@ -50,7 +50,7 @@ class ResponsesAnswer(AnswerForm):
         }
         self._number = 0
         """Number of the next event."""
-        self._items: list[_Message | _Call] = []
+        self._items: list[_Message | _FunctionCallItem] = []
         """The items so far. All except the last are complete."""
         self._finish: str | None = None
 
@@ -73,10 +73,10 @@ class ResponsesAnswer(AnswerForm):
             if isinstance(part, str):
                 events += self._text(TextPiece(part))
             elif part.name:
-                events += self._open(_Call(len(self._items), part.name, self._tools.format.new_id()))
+                events += self._open(_FunctionCallItem(len(self._items), part.name, self._tools.format.new_id()))
             else:
                 call = self._items[-1]
-                assert isinstance(call, _Call)
+                assert isinstance(call, _FunctionCallItem)
                 call.arguments.append(part.arguments)
                 events.append(self._event("response.function_call_arguments.delta", **call.place, delta=part.arguments))
         return events
@@ -112,7 +112,7 @@ class ResponsesAnswer(AnswerForm):
         self._number += 1
         return [*events, (_DELTA, _DELTA_EVENT % text)]
 
-    def _open(self, item: _Message | _Call) -> list[Event]:
+    def _open(self, item: _Message | _FunctionCallItem) -> list[Event]:
         """End the previous item, and begin this item."""
         events = self._close("completed") if self._items else []
         self._items.append(item)
@@ -151,7 +151,7 @@ class ResponsesAnswer(AnswerForm):
         }
 
 
-class _Item(ABC):
+class _OutputItem(ABC):
     """An item of the output.
 
     Args:
@@ -183,7 +183,7 @@ class _Item(ABC):
         """The events before the event that completes the item."""
 
 
-class _Message(_Item):
+class _Message(_OutputItem):
     """A text message."""
 
     def __init__(self, index: int) -> None:
@@ -214,7 +214,7 @@ class _Message(_Item):
         return {"type": "output_text", "text": "".join(self.text), "annotations": [], "logprobs": logprobs}
 
 
-class _Call(_Item):
+class _FunctionCallItem(_OutputItem):
     """A function call."""
 
     def __init__(self, index: int, name: str, call_id: str) -> None:

@@ -34,9 +34,9 @@ class TextPool:
 
     def __init__(self, cpus: int | None = None) -> None:
         cpus = cpus or len(os.sched_getaffinity(0))
-        self._short = _Lane("text", cpus + 4, cpus + 4)
+        self._short = _TextLane("text", cpus + 4, cpus + 4)
         threads = max(2, cpus // 2)
-        self._long = _Lane("long-text", threads, threads - 1)
+        self._long = _TextLane("long-text", threads, threads - 1)
 
     async def run(self, work: Callable[[], _T], owner: str, size_bytes: int) -> _T:
         """Do the work in a thread, and return its result.
@@ -61,7 +61,7 @@ class _Work(NamedTuple):
     result: asyncio.Future[Any]
 
 
-class _Lane:
+class _TextLane:
     """A group of threads, and the work that waits for them. Used in a single event loop.
 
     Args:

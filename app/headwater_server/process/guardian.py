@@ -82,7 +82,7 @@ class CallWatch:
         return f"a call has taken longer than max_compute_s = {limit_ns / 1e9:g} s" if is_hanging else None
 
 
-class _Child:
+class _ReplicaChild:
     """A child that this process forked before it executed the guardian; has the interface of `subprocess.Popen`."""
 
     def __init__(self, pid: int) -> None:
@@ -139,7 +139,7 @@ class Guardian:
         self._next_look_s = 0.0
         """Time of the next check of the calls; wake-ups in between may come at any rate."""
         self._checks = 0
-        self._host: subprocess.Popen[bytes] | _Child
+        self._host: subprocess.Popen[bytes] | _ReplicaChild
 
     def run(self) -> int:
         """Guard until the replica has ended and is swept. Returns the host's exit status."""
@@ -149,7 +149,7 @@ class Guardian:
         signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         if isinstance(self._replica, int):
-            self._host = _Child(self._replica)
+            self._host = _ReplicaChild(self._replica)
         else:
             try:
                 self._host = subprocess.Popen(

@@ -42,7 +42,7 @@ from headwater_server.process.vllm_program import (
     serve_environment,
 )
 
-__all__ = ["Progress", "main"]
+__all__ = ["EngineProgress", "main"]
 
 PR_SET_PDEATHSIG: Final = 1
 READY_FILE: Final = "ready"
@@ -84,7 +84,7 @@ _REFUSED: Final = ("ValidationError", "ValueError", "KeyError")
 """Errors that the API server itself raises about its arguments or the model's folder."""
 
 
-class Progress:
+class EngineProgress:
     """Decides whether an engine makes progress: its counters must change between two checks. When no counter has
     changed, the host sends a probe request before the next check, so that the counters of a working engine change.
 
@@ -103,7 +103,7 @@ class Progress:
         return self.missed >= MISSED
 
 
-class Output:
+class VllmOutput:
     """The output of vLLM: copied to the log, and searched for the error that ended vLLM.
 
     Args:
@@ -158,7 +158,7 @@ class Failed(Exception):
         self.is_permanent = is_permanent
 
 
-class Host:
+class VllmHost:
     """Starts, watches and ends a vLLM, and reports its status.
 
     Args:
@@ -180,7 +180,7 @@ class Host:
         self._embedding_length = 0
         """Length of the model's embeddings; 0 if it generates text."""
         self._server: subprocess.Popen[bytes]
-        self._output: Output
+        self._output: VllmOutput
 
     def report(self, status: ReplicaStatus) -> None:
         """Write a status line."""
@@ -244,7 +244,7 @@ class Host:
             stderr=subprocess.STDOUT,
         )
         assert self._server.stdout is not None
-        self._output = Output(self._server.stdout)
+        self._output = VllmOutput(self._server.stdout)
         self.report(ReplicaStatus("progress", f"starting vLLM {install.version}"))
 
     def _await_health(self) -> None:
@@ -306,7 +306,7 @@ class Host:
         """
         max_step_s = self._spec.options["max_step_s"]
         interval_s = max_step_s / LOOKS
-        progress = Progress()
+        progress = EngineProgress()
         next_s = 0.0
         while not self._stop.wait(min(POLL_S, interval_s)):
             self._check_alive("although nobody ended it")
@@ -370,7 +370,7 @@ def main() -> None:
     directory = Path(folder)
     spec = msgspec.json.decode((directory / "spec.json").read_bytes(), type=ReplicaSpec)
     os.set_inheritable(int(status_fd), False)
-    host = Host(spec, directory, int(status_fd))
+    host = VllmHost(spec, directory, int(status_fd))
     try:
         host.run(python)
     except InterpreterError as error:

@@ -166,7 +166,7 @@ def device_problem(
     return None
 
 
-class _Connection(http.client.HTTPConnection):
+class _LocalConnection(http.client.HTTPConnection):
     """HTTP on a unix socket."""
 
     def __init__(self, path: Path, timeout_s: float) -> None:
@@ -185,7 +185,7 @@ def ask_vllm(path: Path, method: str, url: str, body: str | None, timeout_s: flo
     Raises:
         OSError, http.client.HTTPException: vLLM didn't answer.
     """
-    connection = _Connection(path, timeout_s)
+    connection = _LocalConnection(path, timeout_s)
     try:
         connection.request(method, url, body, {"Content-Type": "application/json"})
         answer = connection.getresponse()

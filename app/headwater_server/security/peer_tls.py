@@ -42,17 +42,17 @@ class PeerTls:
         self.paths = peer_files(folder)
         """Paths of the files, for a `FileWatch`."""
         try:
-            self._loaded = _Loaded(self.paths)
+            self._loaded = _LoadedCertificates(self.paths)
         except ConfigError as error:
             if not kept:
                 raise
             logger.error("can't load the cluster's certificate, using the previous one: %s", error)
-            self._loaded = _Loaded(kept)
+            self._loaded = _LoadedCertificates(kept)
 
     def renew(self) -> None:
         """Read the files again, for new connections; if they are unusable, keep the previous content."""
         try:
-            self._loaded = _Loaded(self.paths)
+            self._loaded = _LoadedCertificates(self.paths)
         except ConfigError as error:
             logger.error("can't reload the cluster's certificate, keeping the previous one: %s", error)
         else:
@@ -89,10 +89,10 @@ def check_peer_files(paths: Sequence[Path]) -> None:
     Raises:
         ConfigError: see `PeerTls`.
     """
-    _Loaded(paths)
+    _LoadedCertificates(paths)
 
 
-class _Loaded:
+class _LoadedCertificates:
     """The content of the files, after a check."""
 
     def __init__(self, paths: Sequence[Path]) -> None:

@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 
 from headwater_server.process.machine import HOST, size_text
 
-__all__ = ["Footprint", "MemoryBudget", "Refusal"]
+__all__ = ["Footprint", "MemoryBudget", "MemoryRefusal"]
 
 Footprint = Mapping[str, int]
 """Bytes by place: `HOST`, or a GPU's name."""
 
 
 @dataclass(frozen=True)
-class Refusal:
+class MemoryRefusal:
     """Why a replica may not start."""
 
     place: str
@@ -102,7 +102,7 @@ class MemoryBudget:
 
     def take(
         self, holder: Hashable, deployment: str, place: str, declared: int | None, later: int = 0
-    ) -> Refusal | None:
+    ) -> MemoryRefusal | None:
         """Reserve memory for the replica that ``holder`` stands for. Returns None, or why there is not enough
         memory."""
         size = self.size(deployment, place, declared, later)
@@ -111,7 +111,7 @@ class MemoryBudget:
             limit = self.limits.get(where)
             needed = size.get(where, 0)
             if limit is not None and (self.taken(where) + needed > limit or (not size and self.taken(where) >= limit)):
-                return Refusal(where, needed, self.taken(where), limit)
+                return MemoryRefusal(where, needed, self.taken(where), limit)
         of_later = {place: later} if later else {}
         self._holdings[holder] = _Holding(deployment, size, {} if declared is None else {place: declared}, of_later)
         return None
@@ -170,13 +170,13 @@ class MemoryBudget:
         )
         return max(ours, self._whole.get(place, 0) + coming)
 
-    def excess(self, holder: Hashable) -> Refusal | None:
+    def excess(self, holder: Hashable) -> MemoryRefusal | None:
         """The figures, if all replicas together exceed the limit of a place that this replica uses; otherwise None."""
         holding = self._holdings.get(holder)
         if holding is not None:
             for place, limit in self.limits.items():
                 if place in holding.measured and self.taken(place) > limit:
-                    return Refusal(place, holding.takes(place), self.taken(place), limit)
+                    return MemoryRefusal(place, holding.takes(place), self.taken(place), limit)
         return None
 
 

@@ -14,7 +14,7 @@ from headwater_server.errors import MemoryBudgetExceeded
 from headwater_server.process.gpu import gpu_capacities, gpu_name, gpus_used
 from headwater_server.process.machine import HOST, host_capacity, measure_groups_by_place
 from headwater_server.supervisor.handle import ReplicaHandle
-from headwater_server.supervisor.memory_budget import MemoryBudget, Refusal
+from headwater_server.supervisor.memory_budget import MemoryBudget, MemoryRefusal
 
 __all__ = ["Place", "ReplicaMemory"]
 
@@ -124,7 +124,7 @@ class ReplicaMemory:
         place.replica = replica
         replica.exited.add_done_callback(lambda _: self.release(place))
 
-    async def settle(self, name: str, config: Deployment, place: Place) -> Refusal | None:
+    async def settle(self, name: str, config: Deployment, place: Place) -> MemoryRefusal | None:
         """Measure a replica that is ready. Returns the figures if all replicas together now exceed the budget."""
         if place.replica is None:
             return None

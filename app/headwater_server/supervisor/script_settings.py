@@ -24,7 +24,7 @@ __all__ = ["KIND", "Scripts", "scripts_of"]
 KIND = "pytriton"
 
 
-class _Run(NamedTuple):
+class _ScriptRun(NamedTuple):
     """A script with everything that its run depends on."""
 
     script: str
@@ -36,7 +36,7 @@ class _Run(NamedTuple):
 class _Model(NamedTuple):
     """A model that a script binds."""
 
-    run: _Run
+    run: _ScriptRun
     name: str
     """The model's name in the script; empty if the script binds a single model."""
 
@@ -50,7 +50,7 @@ class Scripts:
 
     def __init__(self, paths: Sequence[str]) -> None:
         self._paths = paths
-        self._findings: dict[_Run, dict[str, Any] | Problem] = {}
+        self._findings: dict[_ScriptRun, dict[str, Any] | Problem] = {}
 
     def run(self, deployments: Iterable[Deployment]) -> None:
         """Run the scripts of these deployments that have not been run, several at the same time."""
@@ -112,7 +112,7 @@ class Scripts:
         sizes = [section["batching"]["max_batch_size"] for section in sections if section]
         return {"batching": {"max_batch_size": min(sizes)}, "warmup_batch_sizes": []} if sizes else {}
 
-    def _find(self, run: _Run) -> dict[str, Any] | Problem:
+    def _find(self, run: _ScriptRun) -> dict[str, Any] | Problem:
         title = f"model {KIND}:{run.script}"
         request = {
             "path": run.script,
@@ -149,7 +149,9 @@ def scripts_of(deployment: Deployment) -> Iterator[_Model]:
             script, name = script_and_name(path)
             # Arguments that are no list of strings are an error, which the replicas report.
             listed = tuple(map(str, arguments)) if isinstance(arguments, (list, tuple)) else ()
-            yield _Model(_Run(script, listed, deployment.interpreter, frozenset(deployment.environment.items())), name)
+            yield _Model(
+                _ScriptRun(script, listed, deployment.interpreter, frozenset(deployment.environment.items())), name
+            )
 
 
 def _own_steps(deployment: Deployment) -> Iterator[tuple[str, Step]]:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from headwater_server.telemetry.catalogue import ALL_SERIES, OUTCOMES, REQUESTS, Outcome
-from headwater_server.telemetry.store import Key, Store
+from headwater_server.telemetry.store import SeriesKey, Store
 
 __all__ = ["ACCEPTED_AT", "Counter", "Gauge", "Histogram", "Requests", "Statistics"]
 
@@ -26,7 +26,7 @@ class _Instrument:
 
     def __init__(self, store: Store, name: str, *labels: str, numbers: int = 1) -> None:
         self._slots = store.slots
-        self._at = store.record(Key(name, labels), numbers)
+        self._at = store.record(SeriesKey(name, labels), numbers)
 
 
 class Counter(_Instrument):

@@ -27,7 +27,7 @@ import msgspec
 from headwater_server.telemetry.catalogue import ACCEPTED, ALL_SERIES, CATALOGUE, IN_FLIGHT, OUTCOMES, REQUESTS
 from headwater_server.telemetry.instruments import ACCEPTED_AT
 from headwater_server.telemetry.recorder import recorder
-from headwater_server.telemetry.store import Key, Snapshot, Store, read_store
+from headwater_server.telemetry.store import SeriesKey, Snapshot, Store, read_store
 
 __all__ = ["Counts", "Ledger", "Totals", "counts_by_deployment", "merged", "read_records", "read_totals", "together"]
 
@@ -39,7 +39,7 @@ _WORKER_PREFIX: Final = "worker-"
 _NAMES_LIMIT: Final = 1000
 """The most names of ended workers in ``ended``. The latest name is the last."""
 
-Records = dict[Key, list[int]]
+Records = dict[SeriesKey, list[int]]
 Content = TypeVar("Content")
 
 
@@ -146,7 +146,7 @@ class Ledger:
         path.unlink()
         return lost
 
-    def write_state(self, values: Mapping[Key, int]) -> None:
+    def write_state(self, values: Mapping[SeriesKey, int]) -> None:
         """Publish the supervisor's gauges in ``state``."""
         try:
             self._replace(_STATE, values)
@@ -184,7 +184,7 @@ def read_totals(folder: Path) -> Totals:
     except FileNotFoundError:  # a user removed the file; the supervisor creates it again
         supervisor = Snapshot(0, {})
     records = merged([*(worker.records for worker in workers.values()), ended.records, supervisor.records])
-    for key, value in _read_message(folder / _STATE, dict[Key, int]).items():
+    for key, value in _read_message(folder / _STATE, dict[SeriesKey, int]).items():
         records[key] = [value]
     pids = {name.partition(".")[0]: worker.pid for name, worker in workers.items() if worker.pid}
     return Totals(records, {_SUPERVISOR: supervisor.pid, **pids})
@@ -204,10 +204,10 @@ def merged(parts: Iterable[Records]) -> Records:
     for key in [key for key in totals if key.name == REQUESTS]:
         numbers = totals.pop(key)
         accepted = numbers[ACCEPTED_AT]
-        totals[Key(ACCEPTED, key.labels)] = [accepted]
-        totals[Key(IN_FLIGHT, key.labels)] = [accepted - sum(numbers[:ACCEPTED_AT])]
+        totals[SeriesKey(ACCEPTED, key.labels)] = [accepted]
+        totals[SeriesKey(IN_FLIGHT, key.labels)] = [accepted - sum(numbers[:ACCEPTED_AT])]
         for outcome, count in zip(OUTCOMES, numbers, strict=False):
-            totals[Key(REQUESTS, (*key.labels, outcome))] = [count]
+            totals[SeriesKey(REQUESTS, (*key.labels, outcome))] = [count]
     return totals
 
 
@@ -227,7 +227,7 @@ class Counts:
     def __init__(self) -> None:
         self._records: dict[str, list[tuple[tuple[str, ...], list[int]]]] = defaultdict(list)
 
-    def add(self, key: Key, numbers: list[int]) -> None:
+    def add(self, key: SeriesKey, numbers: list[int]) -> None:
         """Add a record."""
         self._records[key.name].append((key.labels[1:], numbers))
 
@@ -281,7 +281,7 @@ async def read_records(folder: Path | None) -> Records:
     return (await asyncio.to_thread(read_totals, folder)).records
 
 
-def counts_by_deployment(records: Mapping[Key, list[int]]) -> Mapping[str, Counts]:
+def counts_by_deployment(records: Mapping[SeriesKey, list[int]]) -> Mapping[str, Counts]:
     """The records by deployment. A deployment without records has empty counts."""
     counts: dict[str, Counts] = defaultdict(Counts)
     for key, numbers in records.items():

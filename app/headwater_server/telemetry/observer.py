@@ -14,7 +14,7 @@ from headwater_server.telemetry.catalogue import CATALOGUE
 from headwater_server.telemetry.ledger import Ledger
 from headwater_server.telemetry.logs import count_dropped_lines
 from headwater_server.telemetry.recorder import recorder, use
-from headwater_server.telemetry.store import Key
+from headwater_server.telemetry.store import SeriesKey
 
 __all__ = ["DeploymentView", "Observer", "ReplicaView", "deployment_view"]
 
@@ -62,9 +62,9 @@ class Observer:
             count_dropped_lines(self._ledger.store)
         self._workers: dict[int, Path] = {}
         self._states: dict[str, State] = {}
-        self._deployments: dict[Key, int] = {}
-        self._utilization: dict[Key, int] = {}
-        self._replicas: dict[Key, int] = {}
+        self._deployments: dict[SeriesKey, int] = {}
+        self._utilization: dict[SeriesKey, int] = {}
+        self._replicas: dict[SeriesKey, int] = {}
 
     def restore(self) -> None:
         """Create removed files again.
@@ -111,7 +111,7 @@ class Observer:
 
     def see_deployments(self, views: Iterable[DeploymentView]) -> None:
         """Update the metrics of all deployments after a deployment has changed. Each state change is counted once."""
-        values: dict[Key, int] = {}
+        values: dict[SeriesKey, int] = {}
         states: dict[str, State] = {}
         for view in views:
             before = self._states.get(view.name, view.state)
@@ -120,9 +120,9 @@ class Observer:
                 recorder().count("headwater_deployment_state_transitions", *labels)
             states[view.name] = view.state
             for state in State:
-                values[Key("headwater_deployment_state", (view.name, state.value))] = int(state is view.state)
-            values[Key("headwater_replicas_ready", (view.name,))] = view.ready
-            values[Key("headwater_replicas_wanted", (view.name,))] = view.wanted
+                values[SeriesKey("headwater_deployment_state", (view.name, state.value))] = int(state is view.state)
+            values[SeriesKey("headwater_replicas_ready", (view.name,))] = view.ready
+            values[SeriesKey("headwater_replicas_wanted", (view.name,))] = view.wanted
         self._states = states
         if values != self._deployments:
             self._deployments = values
@@ -139,15 +139,15 @@ class Observer:
         """Measure the threads, memory and GPU use of all replicas. Takes a millisecond or more."""
         replicas = [view for view in views if view.group or view.use is not None]
         uses = group_uses({view.group for view in replicas if view.use is None})
-        values: dict[Key, int] = {}
+        values: dict[SeriesKey, int] = {}
         for view in replicas:
             used = view.use or uses[view.group]
             labels = view.deployment, view.id
-            values[Key("headwater_replica_threads", labels)] = used.threads
-            values[Key("headwater_replica_resident_memory_bytes", labels)] = used.resident_bytes
-            values[Key("headwater_replica_batch_limit", labels)] = view.batch_limit
+            values[SeriesKey("headwater_replica_threads", labels)] = used.threads
+            values[SeriesKey("headwater_replica_resident_memory_bytes", labels)] = used.resident_bytes
+            values[SeriesKey("headwater_replica_batch_limit", labels)] = view.batch_limit
             if used.gpu_bytes is not None:
-                values[Key("headwater_replica_gpu_memory_bytes", labels)] = used.gpu_bytes
+                values[SeriesKey("headwater_replica_gpu_memory_bytes", labels)] = used.gpu_bytes
                 values.update([_share("headwater_replica_gpu_utilization", labels, used.gpu_utilization)])
         self._replicas = values
 
@@ -172,6 +172,6 @@ def deployment_view(route: DeploymentRoute) -> DeploymentView:
     return DeploymentView(route.name, route.state, len(route.replicas), wanted)
 
 
-def _share(name: str, labels: tuple[str, ...], share: float) -> tuple[Key, int]:
+def _share(name: str, labels: tuple[str, ...], share: float) -> tuple[SeriesKey, int]:
     """A gauge's key, and the integer that is stored for a share, 0 to 1."""
-    return Key(name, labels), round(share / CATALOGUE[name].scale)
+    return SeriesKey(name, labels), round(share / CATALOGUE[name].scale)

@@ -29,7 +29,7 @@ from headwater_server.telemetry.catalogue import (
     ShadowDrop,
 )
 from headwater_server.telemetry.instruments import Counter, Gauge, Histogram, Requests, Statistics
-from headwater_server.telemetry.store import Key, Store
+from headwater_server.telemetry.store import SeriesKey, Store
 
 __all__ = [
     "PHASE_SECONDS", "CacheMeter", "DeploymentMeter", "LanguageModelMeter", "Recorder", "ShadowMeter", "accept",
@@ -252,12 +252,12 @@ class Recorder:
         ended = failed = 0
         for route in get_args(Route):
             outcomes = dict(
-                zip(OUTCOMES, self.store.numbers(Key(REQUESTS, (deployment, route)), len(OUTCOMES)), strict=True)
+                zip(OUTCOMES, self.store.numbers(SeriesKey(REQUESTS, (deployment, route)), len(OUTCOMES)), strict=True)
             )
             failed_here = sum(outcomes[outcome] for outcome in FAILURES)
             failed += failed_here
             ended += failed_here + outcomes["ok"]
-        times = self.store.numbers(Key(VERSION_TIMES, (deployment,)), len(ALL_SERIES[VERSION_TIMES].bounds) + 1)
+        times = self.store.numbers(SeriesKey(VERSION_TIMES, (deployment,)), len(ALL_SERIES[VERSION_TIMES].bounds) + 1)
         return Tally(deployment, ended, failed, times)
 
     def count(self, name: str, *labels: str) -> None:

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NamedTuple
 
-__all__ = ["Key", "Snapshot", "Store", "read_store"]
+__all__ = ["SeriesKey", "Snapshot", "Store", "read_store"]
 
 logger = logging.getLogger("headwater.metrics")
 
@@ -38,7 +38,7 @@ _PID: Final = 1
 _HEAD_SLOTS: Final = 2
 
 
-class Key(NamedTuple):
+class SeriesKey(NamedTuple):
     """The key of a record."""
 
     name: str
@@ -51,7 +51,7 @@ class Snapshot(NamedTuple):
     """The content of a store at a point in time."""
 
     pid: int
-    records: dict[Key, list[int]]
+    records: dict[SeriesKey, list[int]]
 
 
 class Store:
@@ -74,7 +74,7 @@ class Store:
             weakref.finalize(self, os.close, self._fd)
             self._capacity = GROWTH_BYTES // SLOT_BYTES
         self.slots = memoryview(mmap.mmap(self._fd, SIZE_BYTES)).cast("q")
-        self._records: dict[Key, int] = {}
+        self._records: dict[SeriesKey, int] = {}
         self._is_full = False
         self._call_soon = call_soon
         self._waiting: list[Callable[[], None]] = []
@@ -116,7 +116,7 @@ class Store:
             raise
         return fd
 
-    def record(self, key: Key, numbers: int) -> int:
+    def record(self, key: SeriesKey, numbers: int) -> int:
         """The slot of a record's first number. A missing record is appended, with zeros.
 
         If the file is full, the returned slots are never read.
@@ -126,7 +126,7 @@ class Store:
             slot = self._records[key] = self._append(key, numbers)
         return slot
 
-    def numbers(self, key: Key, count: int) -> list[int]:
+    def numbers(self, key: SeriesKey, count: int) -> list[int]:
         """The first ``count`` numbers of a record; zeros if the record doesn't exist."""
         at = self._records.get(key)
         return [0] * count if at is None else self.slots[at : at + count].tolist()
@@ -149,7 +149,7 @@ class Store:
             except Exception:  # the other writes must still happen
                 logger.exception("metrics: some numbers can't be written")
 
-    def _append(self, key: Key, numbers: int) -> int:
+    def _append(self, key: SeriesKey, numbers: int) -> int:
         name = json.dumps([key.name, *key.labels], separators=(",", ":")).encode()
         name_slots = -(-len(name) // SLOT_BYTES)
         begin = self.slots[_USED]
@@ -205,13 +205,13 @@ def read_store(path: Path) -> Snapshot:
 def _snapshot(slots: memoryview) -> Snapshot:
     with slots[: slots[_USED]] as part:
         numbers, raw = part.tolist(), part.tobytes()
-    records: dict[Key, list[int]] = {}
+    records: dict[SeriesKey, list[int]] = {}
     at = _HEAD_SLOTS
     while at < len(numbers):
         size, name_bytes = numbers[at], numbers[at + 1]
         begin = (at + 2) * SLOT_BYTES
         name, *labels = json.loads(raw[begin : begin + name_bytes])
         first = at + 2 - (-name_bytes // SLOT_BYTES)
-        records[Key(name, tuple(labels))] = numbers[first : at + size]
+        records[SeriesKey(name, tuple(labels))] = numbers[first : at + size]
         at += size
     return Snapshot(numbers[_PID] if numbers else 0, records)

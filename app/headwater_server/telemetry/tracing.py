@@ -184,7 +184,7 @@ class Trace:
 
 
 @dataclass(slots=True)
-class _Step:
+class _StepTimes:
     """The times of a step in a call. The step of a stream has several results, which extend these times."""
 
     started_ns: int
@@ -192,7 +192,7 @@ class _Step:
     compute_us: int = 0
 
 
-class _Work:
+class _DeploymentSpans:
     """The spans of a deployment's work for a request. The work begins when the object is created."""
 
     def __init__(self, trace: Trace, deployment: str) -> None:
@@ -201,14 +201,14 @@ class _Work:
         self._began_ns = time.perf_counter_ns()
 
 
-class ModelTrace(_Work):
+class ModelTrace(_DeploymentSpans):
     """The spans of a model's work for a request."""
 
     def __init__(self, trace: Trace, deployment: str) -> None:
         super().__init__(trace, deployment)
         self._called_ns = 0
         self._replica = ""
-        self._steps: dict[str, _Step] = {}
+        self._steps: dict[str, _StepTimes] = {}
 
     def call(self, replica: str) -> None:
         """Note that a call to this replica begins. Only the request's last call is traced."""
@@ -220,7 +220,7 @@ class ModelTrace(_Work):
         now_ns = time.perf_counter_ns()
         step = self._steps.get(name)
         if step is None:
-            step = self._steps[name] = _Step(max(self._called_ns, now_ns - compute_us * 1000))
+            step = self._steps[name] = _StepTimes(max(self._called_ns, now_ns - compute_us * 1000))
         step.ended_ns = now_ns
         step.compute_us += compute_us
 
@@ -247,7 +247,7 @@ class ModelTrace(_Work):
             add("compute", started_ns, started_ns + compute_ns, call)
 
 
-class GenerationTrace(_Work):
+class GenerationTrace(_DeploymentSpans):
     """The spans of a language model's work for a request."""
 
     _first_ns = 0

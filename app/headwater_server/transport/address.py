@@ -12,7 +12,7 @@ import anyio
 
 from headwater_server.errors import RETRY_AFTER_LOST_S, ReplicaUnreachable
 
-__all__ = ["LOCAL", "TOKEN_HEADER", "UNSENT_HEADER", "PeerTls", "dial", "host_and_port", "is_local", "keep_alive"]
+__all__ = ["LOCAL", "TOKEN_HEADER", "UNSENT_HEADER", "ClientTls", "dial", "host_and_port", "is_local", "keep_alive"]
 
 LOCAL: Final = "unix:"
 """Prefix of a unix socket's address."""
@@ -27,7 +27,7 @@ KEEP_ALIVE_S: Final = (10, 5, 3)
 probes that end the connection."""
 
 
-class PeerTls(Protocol):
+class ClientTls(Protocol):
     """The cluster's TLS, as its clients use it."""
 
     @property
@@ -64,7 +64,7 @@ def host_and_port(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-async def dial(address: str, make: Callable[[], P], tls: PeerTls | None = None) -> P:
+async def dial(address: str, make: Callable[[], P], tls: ClientTls | None = None) -> P:
     """Connect to a replica.
 
     Args:

@@ -19,7 +19,7 @@ from tritonclient.grpc import service_pb2_grpc as pb_grpc
 
 from headwater.wire.report import HEADWATER, CallNote
 from headwater_server.errors import CallableFailed, HeadwaterError, ReplicaLost, ReplicaUnreachable
-from headwater_server.transport.address import PeerTls, is_local
+from headwater_server.transport.address import ClientTls, is_local
 from headwater_server.transport.channel import StreamChannel, Taken
 from headwater_server.transport.replica_protocol import FrameRequest
 from headwater_server.transport.segments import RemoteSegment
@@ -38,7 +38,7 @@ _POST: Final = "-post"
 _numbers = itertools.count()
 
 
-class _Call:
+class _UnreadAnswers:
     """A call's unread answers: frames, then its end, which is an error or None.
 
     An `asyncio.Queue` would take 3 KB for as long as an idle stream lasts.
@@ -86,7 +86,7 @@ class FrameClient:
         tls: the cluster's TLS.
     """
 
-    def __init__(self, model: str, address: str, token: str, tls: PeerTls | None = None) -> None:
+    def __init__(self, model: str, address: str, token: str, tls: ClientTls | None = None) -> None:
         self._model = model
         self._is_remote = not is_local(address)
         self._segments = TritonClient(model, address, token, tls)
@@ -98,7 +98,7 @@ class FrameClient:
             self._channel = grpc.aio.secure_channel(address, tls.channel_credentials(), options=options)
         stub = pb_grpc.GRPCInferenceServiceStub(self._channel)
         self._stream: Any = stub.ModelStreamInfer(metadata=(("triton-grpc-protocol-triton-access-token", token),))
-        self._calls: dict[str, _Call] = {}
+        self._calls: dict[str, _UnreadAnswers] = {}
         self._outgoing: asyncio.Queue[pb.ModelInferRequest] = asyncio.Queue()
         self._is_connected = False
         self._is_ended = False
@@ -126,7 +126,7 @@ class FrameClient:
         if is_stream:
             channel = self._stream_channel = self._stream_channel or self._open_channel()
             request.note.channel = channel.note
-        call = self._calls[name] = _Call(Taken() if is_stream else None)
+        call = self._calls[name] = _UnreadAnswers(Taken() if is_stream else None)
         self._outgoing.put_nowait(self._message(name, request))
         del request  # its tensors are in the message
         try:
@@ -162,7 +162,7 @@ class FrameClient:
         try:
             while True:
                 message = await self._outgoing.get()
-                call = self._calls.get(message.id) or _Call()
+                call = self._calls.get(message.id) or _UnreadAnswers()
                 # If a write on an open stream fails, the replica may have read the message all the same.
                 call.is_sent = self._is_connected
                 await self._stream.write(message)

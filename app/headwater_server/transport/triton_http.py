@@ -23,7 +23,7 @@ from headwater_server.errors import (
     ReplicaUnreachable,
     SharedMemoryFull,
 )
-from headwater_server.transport.address import TOKEN_HEADER, UNSENT_HEADER, PeerTls, dial
+from headwater_server.transport.address import TOKEN_HEADER, UNSENT_HEADER, ClientTls, dial
 from headwater_server.transport.segments import KEPT_FOR_S, RemoteSegment
 
 __all__ = ["TritonClient", "refusal"]
@@ -33,19 +33,19 @@ class _BinarySize(msgspec.Struct):
     binary_data_size: int
 
 
-class _Output(msgspec.Struct):
+class _OutputHeader(msgspec.Struct):
     name: str
     datatype: str
     shape: list[int]
     parameters: _BinarySize
 
 
-class _Reply(msgspec.Struct):
-    outputs: list[_Output] = []
+class _TritonReply(msgspec.Struct):
+    outputs: list[_OutputHeader] = []
     error: str = ""
 
 
-_reply_decoder = msgspec.json.Decoder(_Reply)
+_reply_decoder = msgspec.json.Decoder(_TritonReply)
 
 
 class TritonClient:
@@ -58,11 +58,11 @@ class TritonClient:
         tls: the cluster's TLS.
     """
 
-    def __init__(self, model: str, address: str, token: str, tls: PeerTls | None = None) -> None:
+    def __init__(self, model: str, address: str, token: str, tls: ClientTls | None = None) -> None:
         self._address = address
         self._tls = tls
-        self._idle: list[_Connection] = []
-        self._all: set[_Connection] = set()
+        self._idle: list[_TritonConnection] = []
+        self._all: set[_TritonConnection] = set()
         self._closed = False
         self._head = (
             f"POST /v2/models/{model}/infer HTTP/1.1\r\n"
@@ -125,7 +125,7 @@ class TritonClient:
         # The port keeps the segment until the connection is used again or closed.
         asyncio.get_running_loop().call_later(KEPT_FOR_S, self._drop, connection, connection.placed)
 
-    def _drop(self, connection: _Connection, placed: int) -> None:
+    def _drop(self, connection: _TritonConnection, placed: int) -> None:
         """Close a connection, unless it has placed another segment since."""
         if connection.placed == placed and connection in self._idle:
             self._idle.remove(connection)
@@ -138,23 +138,23 @@ class TritonClient:
             connection.close()
         self._idle.clear()
 
-    async def _connection(self) -> _Connection:
+    async def _connection(self) -> _TritonConnection:
         while self._idle:
             connection = self._idle.pop()
             if not connection.lost:
                 return connection
         if not self._closed:
-            connection = await dial(self._address, lambda: _Connection(self._all), self._tls)
+            connection = await dial(self._address, lambda: _TritonConnection(self._all), self._tls)
             if not self._closed:
                 return connection
             connection.close()
         raise ReplicaUnreachable("the replica ended")
 
 
-class _Connection(asyncio.Protocol):
+class _TritonConnection(asyncio.Protocol):
     """An HTTP/1.1 connection with at most one call on it."""
 
-    def __init__(self, registry: set[_Connection]) -> None:
+    def __init__(self, registry: set[_TritonConnection]) -> None:
         self._registry = registry
         self._transport: asyncio.Transport | None = None
         self._waiter: asyncio.Future[tuple[int, int, bytes]] | None = None

@@ -34,8 +34,15 @@ from headwater_server.telemetry.recorder import LanguageModelMeter
 from headwater_server.vllm.requests import VllmRequest
 
 __all__ = [
-    "Answer", "ChunkAnswer", "EmbeddingsAnswer", "EventReader", "GenerateRelay", "ResponsesAnswer", "TokenCount",
-    "WholeAnswer", "refusal",
+    "ChunkAnswer",
+    "EmbeddingsAnswer",
+    "EventReader",
+    "GenerateRelay",
+    "RelayedAnswer",
+    "RelayedResponsesAnswer",
+    "TokenCount",
+    "WholeAnswer",
+    "refusal",
 ]  # fmt: skip
 
 DONE: Final = b"[DONE]"
@@ -51,7 +58,7 @@ class _Details(msgspec.Struct):
     cached_tokens: int | None = 0
 
 
-class _Usage(msgspec.Struct):
+class _RelayedUsage(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int | None = 0
     prompt_tokens_details: _Details | None = None
@@ -75,7 +82,7 @@ class _Chunk(msgspec.Struct):
     created: msgspec.Raw = msgspec.Raw(b"0")
     model: msgspec.Raw = msgspec.Raw(b"null")
     choices: msgspec.Raw = msgspec.Raw(b"[]")
-    usage: _Usage | None = None
+    usage: _RelayedUsage | None = None
     error: _Error | None = None
 
 
@@ -85,7 +92,7 @@ class _TextChoice(msgspec.Struct):
     finish_reason: str | None = None
 
 
-class _Choice(msgspec.Struct, omit_defaults=True):
+class _RelayedChoice(msgspec.Struct, omit_defaults=True):
     """The fields of a choice that the client gets: the fields of OpenAI's API, and vLLM's ``stop_reason``."""
 
     index: msgspec.Raw
@@ -103,7 +110,7 @@ class _Whole(msgspec.Struct, omit_defaults=True):
     object: msgspec.Raw
     created: msgspec.Raw
     model: msgspec.Raw
-    choices: list[_Choice]
+    choices: list[_RelayedChoice]
     usage: msgspec.Raw
     service_tier: msgspec.Raw = msgspec.Raw()
     system_fingerprint: msgspec.Raw = msgspec.Raw()
@@ -111,7 +118,7 @@ class _Whole(msgspec.Struct, omit_defaults=True):
 
 class _WholeTexts(msgspec.Struct):
     choices: list[_TextChoice]
-    usage: _Usage | None = None
+    usage: _RelayedUsage | None = None
 
 
 class _Response(msgspec.Struct):
@@ -131,22 +138,22 @@ class _Embedding(msgspec.Struct):
 
 class _Embeddings(msgspec.Struct):
     data: list[_Embedding]
-    usage: _Usage
+    usage: _RelayedUsage
 
 
-class _Refusal(msgspec.Struct):
+class _RelayedRefusal(msgspec.Struct):
     error: _Error = _Error()
 
 
 _chunks: Final = msgspec.json.Decoder(_Chunk)
 _wholes: Final = msgspec.json.Decoder(_Whole)
 _whole_texts: Final = msgspec.json.Decoder(_WholeTexts)
-_usages: Final = msgspec.json.Decoder(_Usage | None)
+_usages: Final = msgspec.json.Decoder(_RelayedUsage | None)
 _texts: Final = msgspec.json.Decoder(list[_TextChoice])
 _responses: Final = msgspec.json.Decoder(_Response)
 _embeddings: Final = msgspec.json.Decoder(_Embeddings)
 _response_events: Final = msgspec.json.Decoder(_ResponseEvent)
-_refusals: Final = msgspec.json.Decoder(_Refusal)
+_refusals: Final = msgspec.json.Decoder(_RelayedRefusal)
 
 
 def refusal(status: int, body: bytes) -> HeadwaterError:
@@ -286,7 +293,7 @@ class WholeAnswer(Protocol):
         """Convert vLLM's answer into the client's answer."""
 
 
-class Answer(WholeAnswer, Protocol):
+class RelayedAnswer(WholeAnswer, Protocol):
     """The form of an answer that is whole or a stream."""
 
     @abstractmethod
@@ -302,7 +309,7 @@ class Answer(WholeAnswer, Protocol):
         """The events that end the stream."""
 
 
-class ChunkAnswer(Answer):
+class ChunkAnswer(RelayedAnswer):
     """An answer of ``/v1/chat/completions`` or ``/v1/completions``."""
 
     def __init__(self, request: VllmRequest, count: TokenCount) -> None:
@@ -346,7 +353,7 @@ class ChunkAnswer(Answer):
         return [DONE] if error is None else [orjson.dumps(openai_error(error)), DONE]
 
 
-class GenerateRelay(Answer):
+class GenerateRelay(RelayedAnswer):
     """An answer of Triton's generate extension, made from vLLM's answer of ``/v1/completions``."""
 
     def __init__(self, form: GenerateAnswer, count: TokenCount) -> None:
@@ -378,7 +385,7 @@ class GenerateRelay(Answer):
         return self._form.end(self.count.usage, error)
 
 
-class ResponsesAnswer(Answer):
+class RelayedResponsesAnswer(RelayedAnswer):
     """An answer of ``/v1/responses``. A stream has an event for each token."""
 
     def __init__(self, count: TokenCount) -> None:
@@ -462,7 +469,7 @@ def _check_finished(reasons: Sequence[str | None]) -> None:
         raise ReplicaLost(LOST, retry_after_s=RETRY_AFTER_LOST_S)
 
 
-def _count_usage(count: TokenCount, usage: _Usage | None, choices: int = 0) -> None:
+def _count_usage(count: TokenCount, usage: _RelayedUsage | None, choices: int = 0) -> None:
     if usage is not None:
         cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details is not None else 0
         count.total(usage.prompt_tokens, usage.completion_tokens or 0, cached or 0, choices)

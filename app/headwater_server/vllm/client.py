@@ -8,7 +8,7 @@ from typing import Final, cast
 import httptools
 
 from headwater_server.errors import RETRY_AFTER_LOST_S, ReplicaLost, ReplicaUnreachable
-from headwater_server.transport.address import TOKEN_HEADER, UNSENT_HEADER, PeerTls, dial, is_local
+from headwater_server.transport.address import TOKEN_HEADER, UNSENT_HEADER, ClientTls, dial, is_local
 
 __all__ = ["VllmAnswer", "VllmClient"]
 
@@ -28,7 +28,7 @@ class VllmClient:
         tls: the cluster's certificates for mutual TLS.
     """
 
-    def __init__(self, address: str, token: str = "", tls: PeerTls | None = None) -> None:
+    def __init__(self, address: str, token: str = "", tls: ClientTls | None = None) -> None:
         self._address = address
         self._tls = tls
         self._headers = "" if is_local(address) else f"{TOKEN_HEADER}: {token}\r\n"

@@ -12,7 +12,7 @@ from headwater_server.dispatch.pool import Replica
 from headwater_server.errors import RETRY_AFTER_LOST_S, DeadlineExceeded, HeadwaterError, QueueFull, ReplicaLost
 from headwater_server.lm.openai_answer import Event
 from headwater_server.telemetry.tracing import GenerationTrace
-from headwater_server.vllm.answers import DONE, LOST, Answer, EventReader, WholeAnswer, refusal
+from headwater_server.vllm.answers import DONE, LOST, EventReader, RelayedAnswer, WholeAnswer, refusal
 from headwater_server.vllm.client import VllmAnswer, VllmClient
 from headwater_server.vllm.requests import PATHS, VllmRequest
 
@@ -120,7 +120,7 @@ class Relay:
         finally:
             self._end(answer)
 
-    async def events(self, answer: Answer) -> AsyncGenerator[Event, None]:
+    async def events(self, answer: RelayedAnswer) -> AsyncGenerator[Event, None]:
         """The client's events, without those that end the stream.
 
         Raises:

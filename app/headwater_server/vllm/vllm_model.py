@@ -19,7 +19,7 @@ from headwater_server.dispatch.pool import ReplicaPool
 from headwater_server.errors import BadRequest, Cancelled, HeadwaterError
 from headwater_server.lm.text_dispatcher import TextDispatcher
 from headwater_server.telemetry.tracing import add_generation
-from headwater_server.transport.address import PeerTls
+from headwater_server.transport.address import ClientTls
 from headwater_server.vllm.affinity import PrefixAffinity
 from headwater_server.vllm.client import VllmClient
 from headwater_server.vllm.relay import Relay, VllmReplica
@@ -50,7 +50,7 @@ class VllmDispatcher(TextDispatcher):
     def __init__(
         self,
         route: DeploymentRoute,
-        tls: PeerTls | None = None,
+        tls: ClientTls | None = None,
         on_lost: Callable[[ReplicaLoss], None] = lambda loss: None,
     ) -> None:
         super().__init__(route)

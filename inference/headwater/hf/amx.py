@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch.nn.functional import gelu
 
-__all__ = ["Linear", "fed_forward"]
+__all__ = ["AmxLinear", "fed_forward"]
 
 BLOCK_ROWS: Final = 256
 """Rows of a block for each thread: intermediate results for this many rows fit in a core's L2 cache."""
@@ -23,7 +23,7 @@ SPLIT_ROWS: Final = 64
 _ROW_MAJOR, _AS_IT_IS, _TRANSPOSED = 101, 111, 112
 
 
-class Linear(torch.nn.Module):
+class AmxLinear(torch.nn.Module):
     """A linear layer's product, for inference only.
 
     Args:
@@ -74,7 +74,7 @@ class Linear(torch.nn.Module):
             )  # fmt: skip
 
 
-def fed_forward(first: Linear, second: Linear, rows: torch.Tensor) -> torch.Tensor:
+def fed_forward(first: AmxLinear, second: AmxLinear, rows: torch.Tensor) -> torch.Tensor:
     """The feed-forward part of a layer, for rows [..., in]: rows + second(GELU(first(rows)))."""
     sums = rows.new_empty(rows.shape)
     for part, some in zip(_blocks(sums), _blocks(rows), strict=True):

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import torch
 
-__all__ = ["ROWS", "Linear", "fed_forward"]
+__all__ = ["ROWS", "OneDnnLinear", "fed_forward"]
 
 ROWS: Final = 16
 """Row counts are padded to a multiple of this. oneDNN generates code for each row count, which takes about a
@@ -14,7 +14,7 @@ millisecond; the multiples are few enough for oneDNN to keep the code of all."""
 _TYPICAL_ROWS: Final = 1024
 
 
-class Linear(torch.nn.Module):
+class OneDnnLinear(torch.nn.Module):
     """A linear layer's product, in FP32 and for inference only.
 
     Args:
@@ -43,6 +43,6 @@ class Linear(torch.nn.Module):
         return torch.ops.mkldnn._linear_pointwise(rows, self._weight, self._bias, "gelu", [], "none")
 
 
-def fed_forward(first: Linear, second: Linear, rows: torch.Tensor) -> Any:
+def fed_forward(first: OneDnnLinear, second: OneDnnLinear, rows: torch.Tensor) -> Any:
     """The feed-forward part of a layer, for rows [..., in]: rows + second(GELU(first(rows)))."""
     return second.added(first.gelu(rows), rows)

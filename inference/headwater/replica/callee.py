@@ -13,7 +13,7 @@ import numpy as np
 from headwater.runtime.call_loop import CallLoop
 from headwater.wire.bridge import HEAD, Message, describe, message, read_body, tensors
 
-__all__ = ["Answers", "Request", "start"]
+__all__ = ["Answers", "CalleeRequest", "start"]
 
 _BUFFER_BYTES: Final = 1 << 20
 
@@ -21,7 +21,7 @@ Answers = Callable[[list[Any]], Awaitable[list[dict[str, Any]]] | AsyncIterator[
 """A function that answers the requests that Triton merged: with a single result, or in frames."""
 
 
-class Request(NamedTuple):
+class CalleeRequest(NamedTuple):
     """A request of a call. Triton may merge several requests into a call."""
 
     data: dict[str, np.ndarray[Any, np.dtype[Any]]]
@@ -72,7 +72,7 @@ class Callee:
             requests = []
             for described, parameters in call_message.content:
                 inputs, start = tensors(described, call_message.body, start)
-                requests.append(Request(inputs, json.loads(parameters)))
+                requests.append(CalleeRequest(inputs, json.loads(parameters)))
             answers = self._answers(requests)
             if isinstance(answers, AsyncIterator):
                 async for outputs in answers:

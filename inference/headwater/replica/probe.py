@@ -1,9 +1,9 @@
 """Checks models, in general without loading them: imports and constructs each model, and reads its declarations.
 
-``python -m headwater.replica.probe`` reads a JSON list of `Request` from standard input and prints a JSON `Finding` per
-line as soon as a check is done. For a pipeline it prints a finding per step, and then a finding for the whole pipeline.
-It runs in a separate process because a model's module may do anything: if a module ends the process, the findings
-printed before remain.
+``python -m headwater.replica.probe`` reads a JSON list of `ProbeRequest` from standard input and prints a JSON
+`Finding` per line as soon as a check is done. For a pipeline it prints a finding per step, and then a finding for the
+whole pipeline. It runs in a separate process because a model's module may do anything: if a module ends the process,
+the findings printed before remain.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from headwater.signature import Signature
 from headwater.user_folders import put_on_path
 from headwater.wire.handshake import ReplicaSpec
 
-__all__ = ["Finding", "Request", "main", "own_output", "probe"]
+__all__ = ["Finding", "ProbeRequest", "main", "own_output", "probe"]
 
 
-class Request(msgspec.Struct, frozen=True):
+class ProbeRequest(msgspec.Struct, frozen=True):
     """The model or pipeline to check; the fields are a deployment's fields."""
 
     name: str
@@ -73,7 +73,7 @@ class Finding(msgspec.Struct, frozen=True):
     """Notes for the operator about choices that Headwater made."""
 
 
-def probe(request: Request) -> Iterator[Finding]:
+def probe(request: ProbeRequest) -> Iterator[Finding]:
     """Check a model or a pipeline's models. Their modules stay imported, and ``sys.path`` and the working folder stay
     changed."""
     request.enter()
@@ -104,7 +104,7 @@ def probe(request: Request) -> Iterator[Finding]:
 
 
 def _try(
-    title: str, name: str, reference: str, options: dict[str, Any], request: Request
+    title: str, name: str, reference: str, options: dict[str, Any], request: ProbeRequest
 ) -> tuple[Signature | None, list[Problem], tuple[str, ...]]:
     """The signature of a model, or its problems; and notes for the operator."""
     try:
@@ -132,7 +132,7 @@ def _try(
         return None, [Problem(title, f"{reference}: {problem.reason}", problem.fix)], ()
 
 
-def _load(title: str, request: Request) -> list[Problem]:
+def _load(title: str, request: ProbeRequest) -> list[Problem]:
     """The problems that keep a deployment's models from being loaded and called."""
     from headwater.replica.trial import try_loading  # imports modules that only this function needs
 
@@ -185,7 +185,7 @@ def own_output() -> Iterator[BinaryIO]:
 
 def main() -> None:
     """Read requests from standard input and answer them."""
-    requests = msgspec.json.decode(sys.stdin.buffer.read(), type=list[Request])
+    requests = msgspec.json.decode(sys.stdin.buffer.read(), type=list[ProbeRequest])
     with own_output() as output:
         for request in requests:
             for finding in probe(request):

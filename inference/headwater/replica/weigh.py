@@ -1,7 +1,7 @@
 """Loads models and measures the size of their weights.
 
-``python -m headwater.replica.weigh`` reads a `headwater.replica.probe.Request` as JSON from standard input, loads its
-models, and prints a `Weight` as JSON. The planner runs it as a process; see `headwater_server.cli.plan.measuring`.
+``python -m headwater.replica.weigh`` reads a `headwater.replica.probe.ProbeRequest` as JSON from standard input, loads
+its models, and prints a `Weight` as JSON. The planner runs it as a process; see `headwater_server.cli.plan.measuring`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 
 from headwater.lm.loading import plan_language_model
 from headwater.reference import is_language_model
-from headwater.replica.probe import Request, own_output
+from headwater.replica.probe import ProbeRequest, own_output
 from headwater.runtime.call_loop import CallLoop
 from headwater.runtime.device import choose_device
 from headwater.runtime.loader import load_model
@@ -33,7 +33,7 @@ class Weight(msgspec.Struct, frozen=True):
     anonymous memory."""
 
 
-def weigh(request: Request) -> Weight:
+def weigh(request: ProbeRequest) -> Weight:
     """Load a deployment's models, and measure their weights."""
     request.enter()
     kept: list[Any] = []
@@ -78,7 +78,7 @@ def _anonymous_bytes() -> int:
 
 def main() -> None:
     """Read a request from standard input and answer it."""
-    request = msgspec.json.decode(sys.stdin.buffer.read(), type=Request)
+    request = msgspec.json.decode(sys.stdin.buffer.read(), type=ProbeRequest)
     with own_output() as output:
         output.write(msgspec.json.encode(weigh(request)))
     end_scripts()

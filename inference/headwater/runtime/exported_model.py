@@ -22,7 +22,7 @@ _EXPORT: str = (
 )
 
 
-class _Port(NamedTuple):
+class _ExportedPort(NamedTuple):
     """An input or output of the program."""
 
     place: int
@@ -223,7 +223,7 @@ class ExportedModel(Model):
                 f"{WITHOUT_BATCH}, or {_EXPORT.format(name=fixed[0])}",
             )
 
-    def _port(self, kind: str, place: int, name: str, value: Any) -> _Port:
+    def _port(self, kind: str, place: int, name: str, value: Any) -> _ExportedPort:
         where = f"{kind} {name!r}"
         datatype = TORCH_NAMES.get(str(getattr(value, "dtype", "")).removeprefix("torch."))
         if datatype is None:
@@ -252,7 +252,7 @@ class ExportedModel(Model):
                 raise self._error(reason, "export a model whose rows don't depend on each other")
         return self._declared(kind, place, name, datatype, row_shape)
 
-    def _declared(self, kind: str, place: int, name: str, datatype: str, shape: Sequence[Any]) -> _Port:
+    def _declared(self, kind: str, place: int, name: str, datatype: str, shape: Sequence[Any]) -> _ExportedPort:
         """An input or output with rows of this shape."""
         dims = [dim if isinstance(dim, int) else -1 for dim in shape]
         try:
@@ -261,9 +261,9 @@ class ExportedModel(Model):
             raise self._error(
                 f"{kind} {name!r}: {error}", f"name it in options: `rename: {{{name!r}: ...}}`"
             ) from error
-        return _Port(place, tensor, is_flat=not dims)
+        return _ExportedPort(place, tensor, is_flat=not dims)
 
-    def _check_there(self, kind: str, ports: Sequence[_Port]) -> None:
+    def _check_there(self, kind: str, ports: Sequence[_ExportedPort]) -> None:
         if not ports:
             raise self._error(f"it has no {kind}s that are tensors, expected at least one", "export it with some")
 

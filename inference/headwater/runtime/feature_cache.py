@@ -28,7 +28,7 @@ THREAD_BYTES: Final = 256 * 1024
 """Inputs from this size on are hashed in a thread, because hashing them takes a quarter of a millisecond."""
 
 
-class _Row(NamedTuple):
+class _CachedRow(NamedTuple):
     values: Mapping[str, Any]
     """Values by output, with a batch axis of 1."""
     size_bytes: int
@@ -51,7 +51,7 @@ class FeatureCache:
         self._spec = planned.spec.cache
         self._parameters = [(parameter.name, parameter.per) for parameter in planned.signature.parameters]
         self._varies = any(dim < 0 for tensor in planned.signature.outputs for dim in tensor.shape)
-        self._rows: OrderedDict[bytes, _Row] = OrderedDict()
+        self._rows: OrderedDict[bytes, _CachedRow] = OrderedDict()
         self._secret = secrets.token_bytes(hashlib.blake2b.MAX_KEY_SIZE)
         self._size_bytes = 0
         self._count = CacheCount()
@@ -108,7 +108,7 @@ class FeatureCache:
             keys.append(digest.digest())
         return keys
 
-    def _get(self, key: bytes) -> _Row | None:
+    def _get(self, key: bytes) -> _CachedRow | None:
         row = self._rows.get(key)
         if row is None:
             return None
@@ -131,7 +131,7 @@ class FeatureCache:
                 self._drop(next(iter(self._rows)))
                 self._count.evictions += 1
             # A copy: a head may write into its input, and a row would keep the memory of its whole batch.
-            self._rows[key] = _Row({name: copied(value) for name, value in values.items()}, size_bytes, ends_s)
+            self._rows[key] = _CachedRow({name: copied(value) for name, value in values.items()}, size_bytes, ends_s)
 
     def _drop(self, key: bytes) -> None:
         row = self._rows.pop(key, None)
@@ -149,7 +149,7 @@ def _size_bytes(value: Any) -> int:
     return size_bytes
 
 
-def _fit(cached_rows: Sequence[_Row | None]) -> bool:
+def _fit(cached_rows: Sequence[_CachedRow | None]) -> bool:
     """Whether all rows are cached, and their values can be joined."""
     shapes = [None if row is None else {name: value.shape for name, value in row.values.items()} for row in cached_rows]
     return None not in shapes and all(row_shapes == shapes[0] for row_shapes in shapes)
@@ -165,7 +165,7 @@ def _part(step_input: Given, rows: Sequence[int]) -> Given:
     )
 
 
-def _completed(step_result: Made, missing: Sequence[int], cached_rows: Sequence[_Row | None]) -> Made:
+def _completed(step_result: Made, missing: Sequence[int], cached_rows: Sequence[_CachedRow | None]) -> Made:
     """The result for all rows: the computed result of the missing rows together with the cached rows."""
     places = {missing[row]: place for place, row in enumerate(step_result.good)}
     good = [row for row, cached in enumerate(cached_rows) if cached is not None or row in places]

@@ -42,7 +42,7 @@ HEAVIEST: Final = 1_000_000
 """The greatest weight of a priority: a level goes before the next level as far as weights allow."""
 
 
-class _Call(NamedTuple):
+class _ScriptCall(NamedTuple):
     """A call of a bound function."""
 
     requests: list[Any]
@@ -125,7 +125,7 @@ class PytritonModel(Model):
         """Let the script continue after ``serve()``, where it may clean up."""
         self._script.end()
 
-    def _calls(self, parameters: Mapping[str, Any], inputs: Mapping[str, Array | None]) -> list[_Call]:
+    def _calls(self, parameters: Mapping[str, Any], inputs: Mapping[str, Array | None]) -> list[_ScriptCall]:
         """The calls for these rows: a single call, or a call for each row if the model doesn't batch."""
         arrays = {name: array for name, array in inputs.items() if array is not None}
         requests, counts, start = [], [], 0
@@ -140,15 +140,15 @@ class PytritonModel(Model):
                 counts.append(end - start if self._config.batching else 1)
             start = end
         if self._config.batching:
-            return [_Call(requests, counts)]
-        return [_Call([request], [1]) for request in requests]
+            return [_ScriptCall(requests, counts)]
+        return [_ScriptCall([request], [1]) for request in requests]
 
     def _new_request(self, data: dict[str, Array], parameters: dict[str, Any] | None = None) -> Any:
         request = self._request(data=data, parameters=parameters)
         request.requested_output_names = self._names
         return request
 
-    def _joined(self, call: _Call, responses: Any) -> dict[str, Array]:
+    def _joined(self, call: _ScriptCall, responses: Any) -> dict[str, Array]:
         """The outputs of all rows of a call, in the declared types."""
         check_responses(self._config, responses, len(call.requests), strict=self._binding.strict)
         outputs: dict[str, Array] = {}

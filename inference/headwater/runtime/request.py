@@ -17,7 +17,7 @@ __all__ = ["Part", "TritonRequest", "read_note", "read_request", "refusal"]
 
 
 class TritonRequest(Protocol):
-    """A request of Triton: the fields of `headwater.replica.callee.Request`."""
+    """A request of Triton: the fields of `headwater.replica.callee.CalleeRequest`."""
 
     data: dict[str, Array]
     parameters: dict[str, Any] | None

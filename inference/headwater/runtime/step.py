@@ -108,7 +108,7 @@ class _Watched(NamedTuple):
     is_shared: bool
 
 
-class _Piece(NamedTuple):
+class _CallResult(NamedTuple):
     """The result of one call."""
 
     rows: list[int]
@@ -181,7 +181,7 @@ class Step:
         max_rows = max(min(step_input.rows, self.planned.signature.max_batch_size), 1)
         if self._capacity.is_limited:
             max_rows = min(self._capacity.most(self.name, _row_bytes(step_input)) or max_rows, max_rows)
-        pieces: list[_Piece] = []
+        pieces: list[_CallResult] = []
         for start in range(0, max(step_input.rows, 1), max_rows):
             part = rows[start : start + max_rows]
             pieces += await self._attempt(step_input, step_result, part, is_retry=is_retry, may_split=may_split)
@@ -199,7 +199,7 @@ class Step:
 
     async def _attempt(
         self, step_input: Given, step_result: Made, rows: list[int], *, is_retry: bool, may_split: bool
-    ) -> list[_Piece]:
+    ) -> list[_CallResult]:
         """The results of the rows that succeed; the reports of failed rows are added to `step_result`."""
         try:
             return [await self._call(step_input, step_result, rows, is_retry)]
@@ -237,10 +237,10 @@ class Step:
         When the stream is cancelled, an async generator is cancelled where it awaits; a plain generator is not resumed.
         """
         rows = list(range(step_input.rows))
-        results: AsyncGenerator[_Piece, None] | None = None
+        results: AsyncGenerator[_CallResult, None] | None = None
         watched: list[_Watched] = []
 
-        def to_piece(result: object) -> _Piece:
+        def to_piece(result: object) -> _CallResult:
             # Copied immediately: another request's call of the model may reuse the memory.
             return _owned(self._piece(result, rows, watched, len(rows)))
 
@@ -275,8 +275,8 @@ class Step:
                 await self._close(results)
 
     async def _results(
-        self, arguments: Mapping[str, Any], to_piece: Callable[[object], _Piece], control: StreamControl
-    ) -> AsyncGenerator[_Piece, None]:
+        self, arguments: Mapping[str, Any], to_piece: Callable[[object], _CallResult], control: StreamControl
+    ) -> AsyncGenerator[_CallResult, None]:
         """The results of the model's generator, plain or async, checked and copied."""
         iterator = self.model(**arguments)
         end = object()
@@ -297,7 +297,7 @@ class Step:
                 with self._watch():
                     await iterator.aclose()
 
-        def step() -> _Piece | None:
+        def step() -> _CallResult | None:
             with self._watch():  # includes the copy from a GPU, which waits for the computation
                 result = next(iterator, end)
                 return None if result is end else to_piece(result)
@@ -319,7 +319,7 @@ class Step:
         except BaseException as error:
             self._failures.note(error)
 
-    async def _call(self, step_input: Given, step_result: Made, rows: list[int], is_retry: bool) -> _Piece:
+    async def _call(self, step_input: Given, step_result: Made, rows: list[int], is_retry: bool) -> _CallResult:
         if not step_input.is_warmup:
             if is_retry:
                 step_result.retries += 1
@@ -329,7 +329,7 @@ class Step:
         size = next((size for size in self._sizes if size >= len(rows)), len(rows))
         arguments, watched = self._arguments(step_input, [*rows, *[rows[-1]] * (size - len(rows))])
 
-        def compute() -> _Piece | Awaitable[object]:
+        def compute() -> _CallResult | Awaitable[object]:
             with self._watch():  # includes the copy from a GPU, which waits for the computation
                 result = self.model(**arguments)
                 return result if inspect.isawaitable(result) else self._piece(result, rows, watched, size)
@@ -341,14 +341,14 @@ class Step:
                 piece = compute()
             else:  # one switch to the thread for both call and check: a switch takes as long as a small head
                 piece = await self._in_executor(compute)
-            if not isinstance(piece, _Piece):
+            if not isinstance(piece, _CallResult):
                 piece = await _in_time(self._awaited(piece, rows, watched, size), step_input.until_s)
         # A copy, because a later call may reuse the memory.
         return _owned(piece) if is_retry or len(rows) < step_input.rows else piece
 
     async def _awaited(
         self, computed: Awaitable[object], rows: list[int], watched: Sequence[_Watched], size: int
-    ) -> _Piece:  # fmt: skip
+    ) -> _CallResult:  # fmt: skip
         """Await a model's result."""
         with self._watch():
             result = await computed
@@ -417,7 +417,7 @@ class Step:
             f"`mutates_features = True` in {type(self.model).__name__}, so that it gets a copy"
         )
 
-    def _piece(self, result: object, rows: list[int], watched: Sequence[_Watched], size: int) -> _Piece:
+    def _piece(self, result: object, rows: list[int], watched: Sequence[_Watched], size: int) -> _CallResult:
         """Check the model's result, drop the rows that padded the call up to ``size`` rows, and make the outputs ready
         to be shared."""
         values, arrays = self._check(result, size)
@@ -430,7 +430,7 @@ class Step:
             if any(overlaps(value, arg.value) for arg in watched):
                 value = copied(value)
             values[name] = settled(value)
-        return _Piece(rows, values, arrays)
+        return _CallResult(rows, values, arrays)
 
     def _check(self, result: object, rows: int) -> tuple[dict[str, Any], dict[str, Array]]:
         """Check the model's result: handovers against the tensors that their consumers expect, a head's outputs against
@@ -503,7 +503,7 @@ def _row_bytes(step_input: Given) -> int:
     return total // max(step_input.rows, 1)
 
 
-def _join(step_result: Made, pieces: Sequence[_Piece]) -> bool:
+def _join(step_result: Made, pieces: Sequence[_CallResult]) -> bool:
     """Join the pieces into `step_result`: one value for each output, with all rows that succeeded.
 
     Returns False if the pieces' shapes differ, so that they can't be joined.
@@ -525,7 +525,7 @@ def _join(step_result: Made, pieces: Sequence[_Piece]) -> bool:
     return True
 
 
-def _owned(piece: _Piece) -> _Piece:
+def _owned(piece: _CallResult) -> _CallResult:
     """A copy of the piece."""
     values = {name: settled(copied(value)) for name, value in piece.values.items()}
-    return _Piece(piece.rows, values, {name: copied(array) for name, array in piece.arrays.items()})
+    return _CallResult(piece.rows, values, {name: copied(array) for name, array in piece.arrays.items()})

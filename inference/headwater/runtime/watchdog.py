@@ -45,12 +45,12 @@ class Watchdog:
         # Slots are popped and appended at the list's end, which are atomic operations, so the list needs no lock.
         self._free = list(range(SLOTS, 0, -1))
 
-    def call(self) -> _Call:
+    def call(self) -> _WatchedCall:
         """A context for one call of the user's code."""
-        return _Call(self._slots, self._free)
+        return _WatchedCall(self._slots, self._free)
 
 
-class _Call:
+class _WatchedCall:
     """A running call, recorded in a slot unless all slots are taken."""
 
     __slots__ = ("_free", "_slot", "_slots")

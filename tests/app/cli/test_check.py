@@ -22,7 +22,7 @@ import yaml
 import headwater
 from headwater.errors import Problem
 from headwater.pipeline import PipelineSpec, StepSpec
-from headwater.replica.probe import Finding, Request
+from headwater.replica.probe import Finding, ProbeRequest
 from headwater.signature import Signature, TensorSpec, text_signature
 from headwater_server.cli.check import check
 from headwater_server.cli.main import main
@@ -801,7 +801,7 @@ class TestWhatCannotStart:
 
 def finding(folder: Path, model: str, *, loads: bool = False, pipeline: PipelineSpec | None = None) -> Finding:
     """What a probe in a process of its own says last."""
-    request = Request(
+    request = ProbeRequest(
         "name", model, pipeline=pipeline, device="cpu", path=(str(folder),), working_dir=str(folder), loads=loads
     )
     with ModelSide({}) as side:

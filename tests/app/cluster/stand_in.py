@@ -11,7 +11,17 @@ import msgspec
 
 from headwater.signature import Signature, TensorSpec
 from headwater_server.cluster.agent import AgentSpec, digest
-from headwater_server.cluster.agent_messages import LISTENER, Adapters, Ask, Beat, Hello, Order, Said, State, encode
+from headwater_server.cluster.agent_messages import (
+    LISTENER,
+    Adapters,
+    AgentHello,
+    AgentState,
+    Ask,
+    Beat,
+    Order,
+    Said,
+    encode,
+)
 from headwater_server.cluster.nodes import Node
 from headwater_server.cluster.port import Port
 from headwater_server.cluster.ray_client import PREFIX, ActorGone
@@ -42,7 +52,7 @@ class Agent:
         self.id = id
         self.token = token
         self.order_token = order_token
-        self.state = State(ReplicaRoute(id, "", token), name=id.rpartition("-")[0])
+        self.state = AgentState(ReplicaRoute(id, "", token), name=id.rpartition("-")[0])
         if deployment is not None:
             started_with = {"deployment": digest(deployment), "adapters": deployment.adapters}
             self.state = msgspec.structs.replace(self.state, **started_with)
@@ -104,7 +114,7 @@ class Agent:
             self.turned_away += 1
             return
         hello = LISTENER.decode(await reader.readline())
-        assert isinstance(hello, Hello)
+        assert isinstance(hello, AgentHello)
         assert hello.token == (self.order_token if hello.epoch else "")
         self.epochs.append(hello.epoch)
         writer.write(encode(self.state))

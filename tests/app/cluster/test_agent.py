@@ -16,7 +16,17 @@ import psutil
 import pytest
 
 from headwater_server.cluster.agent import AgentSpec, digest
-from headwater_server.cluster.agent_messages import AGENT, Adapters, Ask, Beat, Hello, Order, Said, State, encode
+from headwater_server.cluster.agent_messages import (
+    AGENT,
+    Adapters,
+    AgentHello,
+    AgentState,
+    Ask,
+    Beat,
+    Order,
+    Said,
+    encode,
+)
 from headwater_server.cluster.holder import write_spec
 from headwater_server.config.schema import Deployment
 from headwater_server.process.proc import group_members
@@ -79,7 +89,7 @@ class Listener:
         self._reader = reader
         self._writer = writer
 
-    async def next(self) -> State | Said | Beat | None:
+    async def next(self) -> AgentState | Said | Beat | None:
         """The next message; None: the agent has closed the connection."""
         try:
             line = await self._reader.readline()
@@ -87,12 +97,12 @@ class Listener:
             line = b""
         return AGENT.decode(line) if line else None
 
-    async def heard(self, holds: Callable[[State], bool]) -> State:
+    async def heard(self, holds: Callable[[AgentState], bool]) -> AgentState:
         """The next state of which this holds."""
         while True:
             said = await self.next()
             assert said is not None
-            if isinstance(said, State) and holds(said):
+            if isinstance(said, AgentState) and holds(said):
                 return said
 
     async def said(self) -> Said:
@@ -153,7 +163,7 @@ class Bench:
         reader, writer = await self.connect()
         assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 101 ")
         found = Listener(reader, writer)
-        found.send(Hello(epoch, ORDER_TOKEN if epoch else ""))
+        found.send(AgentHello(epoch, ORDER_TOKEN if epoch else ""))
         return found
 
     async def serving(self) -> tuple[Listener, int]:
@@ -274,7 +284,7 @@ def test_who_has_the_replicas_token_only_is_no_supervisor(token: str) -> None:
             reader, writer = await bench.connect()
             assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 101 ")
             other = Listener(reader, writer)
-            for message in (Hello(5, token), Order("kill")):
+            for message in (AgentHello(5, token), Order("kill")):
                 other.send(message)
             assert await other.next() is None
             one.send(Adapters({"a": "a"}))  # it is still obeyed

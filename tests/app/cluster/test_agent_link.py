@@ -14,7 +14,7 @@ import pytest
 from benchmarks.certificates import authority, issue
 from headwater_server.cluster import agent_link
 from headwater_server.cluster.agent_link import AgentLink
-from headwater_server.cluster.agent_messages import Beat, Order, State
+from headwater_server.cluster.agent_messages import AgentState, Beat, Order
 from headwater_server.security.peer_tls import PeerTls
 from tests.app.cluster.stand_in import READY, Agent, run, until
 
@@ -29,7 +29,7 @@ class Listener:
     """What a link hears."""
 
     def __init__(self, agent: Agent, token: str = "token", epoch: int = 3, tls: PeerTls | None = None) -> None:
-        self.states: list[State] = []
+        self.states: list[AgentState] = []
         self.beats: list[Beat] = []
         self.reaches: list[bool] = []
         self.link = AgentLink(

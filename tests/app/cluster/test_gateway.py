@@ -27,7 +27,7 @@ from headwater_server.config.schema import Config
 from headwater_server.control.control_server import ControlServer
 from headwater_server.control.link import SupervisorLink
 from headwater_server.control.load import DeploymentLoad, LoadReport
-from headwater_server.control.messages import Command, CommandAnswer, Drain, Drained, Quarantined
+from headwater_server.control.messages import Command, CommandAnswer, Drain, Drained, QuarantinedRequest
 from headwater_server.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
 from headwater_server.errors import StartError
 from headwater_server.transport.address import host_and_port
@@ -55,7 +55,7 @@ class Supervisor:
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch
         self.commands: list[Command] = []
-        self.quarantined: list[Quarantined] = []
+        self.quarantined: list[QuarantinedRequest] = []
         self.control = ControlServer(self._answer, epoch, on_quarantined=self.quarantined.append)
         self.address = ""
 
@@ -374,11 +374,11 @@ def test_cancelling_and_quarantine_go_both_ways() -> None:
             assert await supervisor.control.cancel("theirs") == 1 + 2
             assert await one.link.cancel_elsewhere("mine") == 2
             assert (one.cancelled, two.cancelled) == (["theirs"], ["theirs", "mine"])
-            supervisor.control.quarantine(Quarantined("a", "00"))
+            supervisor.control.quarantine(QuarantinedRequest("a", "00"))
             await until(lambda: one.quarantined == two.quarantined == ["a"])
             one.link.report_quarantined("b", b"\xff")
             await until(lambda: two.quarantined == ["a", "b"])
-            await until(lambda: supervisor.quarantined == [Quarantined("b", "ff")])
+            await until(lambda: supervisor.quarantined == [QuarantinedRequest("b", "ff")])
             assert one.quarantined == ["a"]
 
     run(scenario)

@@ -15,9 +15,9 @@ from headwater_server.codecs.tensors import InferRequest, OutputWish, RawTensor
 from headwater_server.control.routing import CacheShare
 from headwater_server.dispatch.answer_cache import ENTRY_BYTES, TENSOR_BYTES, AnswerCache
 from headwater_server.telemetry.recorder import CacheMeter
-from headwater_server.telemetry.store import Key, Store
+from headwater_server.telemetry.store import SeriesKey, Store
 
-EVICTIONS = Key("headwater_answer_cache_evictions", ("m",))
+EVICTIONS = SeriesKey("headwater_answer_cache_evictions", ("m",))
 
 
 def cache(max_bytes: int = 1 << 20, **share: Any) -> tuple[AnswerCache, Store]:

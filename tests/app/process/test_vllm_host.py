@@ -19,7 +19,7 @@ import pytest
 
 from headwater.wire.handshake import ReplicaSpec
 from headwater_server.config.vllm_options import VllmOptions
-from headwater_server.process.vllm_host import LOOKS, MISSED, Progress
+from headwater_server.process.vllm_host import LOOKS, MISSED, EngineProgress
 from tests.running import processes_of, wait_for
 from tests.stand_in_vllm import environment
 
@@ -29,7 +29,7 @@ LATE_S = 2.0
 
 
 class TestProgress:
-    """`Progress`."""
+    """`EngineProgress`."""
 
     @pytest.mark.parametrize(
         ("looks", "hangs_at"),
@@ -43,14 +43,14 @@ class TestProgress:
         ],
     )
     def test_counts_looks_without_a_change(self, looks: list[int], hangs_at: int | None) -> None:
-        progress = Progress()
+        progress = EngineProgress()
         found = [progress.look((float(one),)) for one in looks]
         assert (found.index(True) if True in found else None) == hangs_at
 
     @pytest.mark.parametrize("freeze", range(100))
     def test_a_frozen_engine_is_noticed_within_the_bound(self, freeze: int) -> None:
         # Time in hundredths of an interval; the engine counts until it freezes.
-        progress = Progress()
+        progress = EngineProgress()
         ended = next(look for look in range(20) if progress.look((float(min(look * 100, 300 + freeze)),))) * 100
         assert MISSED * 100 <= ended - (300 + freeze) + 100 <= LOOKS * 100
         assert ended - (300 + freeze) < LOOKS * 100

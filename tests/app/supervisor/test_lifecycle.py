@@ -28,7 +28,7 @@ from headwater_server.supervisor.replica_memory import ReplicaMemory
 from headwater_server.supervisor.replica_set import ReplicaSet
 from headwater_server.supervisor.slot import SLOW_FIRST_S, Slot
 from headwater_server.telemetry.recorder import recorder, use
-from headwater_server.telemetry.store import Key, Store
+from headwater_server.telemetry.store import SeriesKey, Store
 
 SIGNATURES = {
     "p.trunk": Signature(
@@ -412,7 +412,7 @@ def test_without_a_place_no_start_has_failed_and_the_slot_waits() -> None:
         assert all(replica.exited.done() for replica in supervisor.launched[:-1])
         counted = recorder().store.snapshot().records
         for name in ("headwater_replica_start_failures", "headwater_replica_restarts"):
-            assert Key(name, ("a",)) not in counted
+            assert SeriesKey(name, ("a",)) not in counted
 
     run(scenario)
 
@@ -434,7 +434,7 @@ def test_a_loss_with_the_node_is_no_crash_and_is_replaced_soon(monkeypatch: pyte
             supervisor.launched[-1].is_lost_with_node = True
             supervisor.launched[-1].end("its node is gone")
             await until(lambda count=count: list(a.ready) == [f"a-{count}"])  # type: ignore[misc]
-        assert recorder().store.snapshot().records[Key("headwater_replica_restarts", ("a",))] == [3]
+        assert recorder().store.snapshot().records[SeriesKey("headwater_replica_restarts", ("a",))] == [3]
         assert paused == [FIRST_BACKOFF_S] * 3
         supervisor.launched[-1].end("killed by SIGSEGV")
         await until(lambda: a.state is State.FAILED)

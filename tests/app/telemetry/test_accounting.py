@@ -36,7 +36,7 @@ from headwater_server.gateway.models import Models
 from headwater_server.telemetry.catalogue import ACCEPTED, IN_FLIGHT, REQUESTS
 from headwater_server.telemetry.ledger import merged
 from headwater_server.telemetry.recorder import outcome_of, recorder, use
-from headwater_server.telemetry.store import Key, Store
+from headwater_server.telemetry.store import SeriesKey, Store
 from headwater_server.transport.segments import RemoteSegment
 from tests.app.dispatch.test_dispatcher import NUMBERS, Call
 
@@ -192,11 +192,11 @@ def fresh() -> Iterator[None]:
     use(Store())
 
 
-def counts() -> dict[Key, int]:
+def counts() -> dict[SeriesKey, int]:
     return {key: numbers[0] for key, numbers in merged([recorder().store.snapshot().records]).items() if numbers[0]}
 
 
-def total(name: str, of: dict[Key, int]) -> int:
+def total(name: str, of: dict[SeriesKey, int]) -> int:
     return sum(count for key, count in of.items() if key.name == name)
 
 
@@ -220,7 +220,7 @@ def test_accepted_is_the_sum_of_all_outcomes_and_what_is_in_flight(actions: list
         calls: list[Coroutine[Any, Any, int]] = [gateway.do(*action, gone) for action in actions]
         tasks = [asyncio.create_task(call) for call in [*calls, *map(gateway.refuse, refused)]]
         expected = Counter(
-            Key(REQUESTS, ("away" if action == "not loaded" else "m", route, str(outcome(action))))
+            SeriesKey(REQUESTS, ("away" if action == "not loaded" else "m", route, str(outcome(action))))
             for route, action in actions
             if outcome(action) is not None
         )
@@ -258,12 +258,12 @@ def test_what_the_queue_has_no_room_for_is_shed() -> None:
             await asyncio.sleep(0)
         assert await gateway.do("infer", "ok", asyncio.Event()) == 429
         found = counts()
-        assert found[Key(REQUESTS, ("m", "infer", "shed"))] == 1
-        assert found[Key(IN_FLIGHT, ("m", "infer"))] == 2
+        assert found[SeriesKey(REQUESTS, ("m", "infer", "shed"))] == 1
+        assert found[SeriesKey(IN_FLIGHT, ("m", "infer"))] == 2
         for task in tasks:
             task.cancel()  # as the server does at its end
         await asyncio.gather(*tasks, return_exceptions=True)
-        assert counts()[Key(REQUESTS, ("m", "infer", "cancelled"))] == 2
+        assert counts()[SeriesKey(REQUESTS, ("m", "infer", "cancelled"))] == 2
 
     asyncio.run(asyncio.wait_for(scenario(), 20))
 
@@ -279,11 +279,11 @@ def test_routes_are_named_by_their_patterns_and_never_by_what_a_client_made_up()
 
     asyncio.run(scenario())
     assert counts() == {
-        Key("headwater_http_requests", ("/v2/models/{model}/infer", "4xx")): 1,
-        Key("headwater_http_requests", ("/v2/models/{model}/generate", "4xx")): 1,
-        Key("headwater_http_requests", ("/v2/models/{model}/ready", "4xx")): 1,
-        Key("headwater_http_requests", ("/v2/models/{model}/stats", "4xx")): 1,
-        Key("headwater_http_requests", ("unmatched", "4xx")): 1,
+        SeriesKey("headwater_http_requests", ("/v2/models/{model}/infer", "4xx")): 1,
+        SeriesKey("headwater_http_requests", ("/v2/models/{model}/generate", "4xx")): 1,
+        SeriesKey("headwater_http_requests", ("/v2/models/{model}/ready", "4xx")): 1,
+        SeriesKey("headwater_http_requests", ("/v2/models/{model}/stats", "4xx")): 1,
+        SeriesKey("headwater_http_requests", ("unmatched", "4xx")): 1,
     }
 
 
@@ -314,14 +314,14 @@ def test_the_phases_of_a_request_add_up() -> None:
 
     asyncio.run(scenario())
     records = recorder().store.snapshot().records
-    whole_ns = records[Key("headwater_request_seconds", ("m", "infer"))][-1]
+    whole_ns = records[SeriesKey("headwater_request_seconds", ("m", "infer"))][-1]
     phases = {
-        phase: records[Key("headwater_request_phase_seconds", ("m", phase))][-1]
+        phase: records[SeriesKey("headwater_request_phase_seconds", ("m", phase))][-1]
         for phase in ("queue", "batch_wait", "transport", "compute", "serialise")
     }
     assert phases["compute"] == 5000
     assert phases["batch_wait"] == 0
     assert all(phases[one] > 0 for one in ("queue", "transport", "serialise"))
     assert sum(phases.values()) <= whole_ns
-    assert records[Key("headwater_batch_rows", ("m",))][0] == 1
-    assert records[Key("headwater_batch_capacity_rows", ("m",))] == [1]
+    assert records[SeriesKey("headwater_batch_rows", ("m",))][0] == 1
+    assert records[SeriesKey("headwater_batch_capacity_rows", ("m",))] == [1]

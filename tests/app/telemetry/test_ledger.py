@@ -15,10 +15,10 @@ from headwater_server.telemetry import ledger as ledger_module
 from headwater_server.telemetry.catalogue import ACCEPTED, IN_FLIGHT, OUTCOMES, REQUESTS, Outcome
 from headwater_server.telemetry.instruments import Counter, Gauge, Histogram, Requests
 from headwater_server.telemetry.ledger import Ledger, merged, read_totals
-from headwater_server.telemetry.store import Key, Snapshot, Store, read_store
+from headwater_server.telemetry.store import SeriesKey, Snapshot, Store, read_store
 
 
-def of(folder: Path) -> dict[Key, list[int]]:
+def of(folder: Path) -> dict[SeriesKey, list[int]]:
     return read_totals(folder).records
 
 
@@ -32,11 +32,11 @@ def test_workers_are_added_up(tmp_path: Path) -> None:
         Histogram(store, "headwater_batch_rows", "m").observe(4)
     Counter(ledger.store, "headwater_worker_restarts").add(2)
     records = of(tmp_path / "metrics")
-    assert records[Key("headwater_retries", ("m",))] == [6]
-    assert records[Key("headwater_queue_rows", ("m",))] == [30]
-    assert records[Key("headwater_active_sequences", ("lm",))] == [2]  # each says what the engine has in all
-    assert records[Key("headwater_batch_rows", ("m",))][2] == 3
-    assert records[Key("headwater_worker_restarts", ())] == [2]
+    assert records[SeriesKey("headwater_retries", ("m",))] == [6]
+    assert records[SeriesKey("headwater_queue_rows", ("m",))] == [30]
+    assert records[SeriesKey("headwater_active_sequences", ("lm",))] == [2]  # each says what the engine has in all
+    assert records[SeriesKey("headwater_batch_rows", ("m",))][2] == 3
+    assert records[SeriesKey("headwater_worker_restarts", ())] == [2]
 
 
 def test_counts_in_memory_end_with_their_worker_even_if_their_link_was_removed(
@@ -75,7 +75,7 @@ def test_counts_that_could_not_be_made_again_are_made_at_the_next_try(
     Counter(ledger.store, "headwater_worker_restarts").add(1)
     ledger.restore()
     Counter(ledger.store, "headwater_worker_restarts").add(4)
-    assert of(tmp_path / "metrics")[Key("headwater_worker_restarts", ())] == [7]
+    assert of(tmp_path / "metrics")[SeriesKey("headwater_worker_restarts", ())] == [7]
 
 
 def test_of_a_worker_that_ended_counters_stay_gauges_go_and_what_it_had_is_lost(tmp_path: Path) -> None:
@@ -88,15 +88,15 @@ def test_of_a_worker_that_ended_counters_stay_gauges_go_and_what_it_had_is_lost(
     requests.end("ok", 1000)
     requests.end("failed", 1000)
     Gauge(store, "headwater_queue_rows", "m").set(10)
-    assert of(tmp_path / "metrics")[Key(IN_FLIGHT, ("m", "infer"))] == [3]
+    assert of(tmp_path / "metrics")[SeriesKey(IN_FLIGHT, ("m", "infer"))] == [3]
     assert ledger.end_worker(path) == 3
     assert not path.exists()
     records = of(tmp_path / "metrics")
-    assert records[Key(ACCEPTED, ("m", "infer"))] == [5]
-    assert records[Key(IN_FLIGHT, ("m", "infer"))] == [0]
-    ended = {outcome: records[Key(REQUESTS, ("m", "infer", outcome))][0] for outcome in OUTCOMES}
+    assert records[SeriesKey(ACCEPTED, ("m", "infer"))] == [5]
+    assert records[SeriesKey(IN_FLIGHT, ("m", "infer"))] == [0]
+    ended = {outcome: records[SeriesKey(REQUESTS, ("m", "infer", outcome))][0] for outcome in OUTCOMES}
     assert {outcome: count for outcome, count in ended.items() if count} == {"ok": 1, "failed": 1, "lost": 3}
-    assert Key("headwater_queue_rows", ("m",)) not in records
+    assert SeriesKey("headwater_queue_rows", ("m",)) not in records
 
 
 def test_a_worker_that_never_counted_leaves_nothing(tmp_path: Path) -> None:
@@ -151,9 +151,9 @@ def test_whatever_ends_and_whoever_dies_accepted_is_the_sum(
             stores[index] = Store(paths[index])
             workers[index] = Requests(stores[index], "m", "infer")
         records = of(folder)
-        assert records[Key(ACCEPTED, ("m", "infer"))] == [accepted]
-        assert records[Key(IN_FLIGHT, ("m", "infer"))] == [sum(open_)]
-        assert {one: records[Key(REQUESTS, ("m", "infer", one))][0] for one in OUTCOMES} == ended
+        assert records[SeriesKey(ACCEPTED, ("m", "infer"))] == [accepted]
+        assert records[SeriesKey(IN_FLIGHT, ("m", "infer"))] == [sum(open_)]
+        assert {one: records[SeriesKey(REQUESTS, ("m", "infer", one))][0] for one in OUTCOMES} == ended
 
 
 @pytest.mark.parametrize("moment", ["before its file is read", "after it"])
@@ -177,7 +177,7 @@ def test_a_worker_that_is_booked_during_a_scrape_counts_once(
         return seen
 
     monkeypatch.setattr(ledger_module, "read_store", read)
-    assert of(folder)[Key("headwater_retries", ("m",))] == [5]
+    assert of(folder)[SeriesKey("headwater_retries", ("m",))] == [5]
 
 
 def test_what_can_not_be_booked_is_counted_on_and_booked_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,19 +193,19 @@ def test_what_can_not_be_booked_is_counted_on_and_booked_later(tmp_path: Path, m
     with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", full)
         assert ledger.end_worker(path) == 0
-    assert of(folder)[Key(ACCEPTED, ("m", "infer"))] == [1]
-    assert of(folder)[Key(IN_FLIGHT, ("m", "infer"))] == [1]
+    assert of(folder)[SeriesKey(ACCEPTED, ("m", "infer"))] == [1]
+    assert of(folder)[SeriesKey(IN_FLIGHT, ("m", "infer"))] == [1]
     assert ledger.end_worker(ledger.add_worker(1)) == 1
-    assert of(folder)[Key(REQUESTS, ("m", "infer", "lost"))] == [1]
-    assert of(folder)[Key(ACCEPTED, ("m", "infer"))] == [1]
+    assert of(folder)[SeriesKey(REQUESTS, ("m", "infer", "lost"))] == [1]
+    assert of(folder)[SeriesKey(ACCEPTED, ("m", "infer"))] == [1]
 
 
 def test_the_state_is_replaced_as_a_whole(tmp_path: Path) -> None:
     folder = tmp_path / "metrics"
     ledger = Ledger(folder)
-    ledger.write_state({Key("headwater_replica_threads", ("m", "m-1")): 5})
-    ledger.write_state({Key("headwater_replica_threads", ("m", "m-2")): 7})
-    assert of(folder) == {Key("headwater_replica_threads", ("m", "m-2")): [7]}
+    ledger.write_state({SeriesKey("headwater_replica_threads", ("m", "m-1")): 5})
+    ledger.write_state({SeriesKey("headwater_replica_threads", ("m", "m-2")): 7})
+    assert of(folder) == {SeriesKey("headwater_replica_threads", ("m", "m-2")): [7]}
 
 
 def test_nothing_is_nothing() -> None:

@@ -21,7 +21,7 @@ from headwater_server.telemetry.ledger import read_totals
 from headwater_server.telemetry.log_output import LogOutput, never_blocking
 from headwater_server.telemetry.observer import Observer
 from headwater_server.telemetry.recorder import use
-from headwater_server.telemetry.store import Key, Store, read_store
+from headwater_server.telemetry.store import SeriesKey, Store, read_store
 from tests.running import wait_for
 
 LINE = "x" * 99 + "\n"
@@ -81,7 +81,7 @@ def test_what_is_written_is_whole_and_what_is_missing_is_counted(pipe: Pipe, tmp
     missing = 5000 - len(written)
     assert told.startswith(f"the log lacks {missing} lines here")
     assert pipe.output.dropped == missing
-    assert read_store(tmp_path / "counts").records[Key("headwater_log_lines_dropped", ())] == [missing]
+    assert read_store(tmp_path / "counts").records[SeriesKey("headwater_log_lines_dropped", ())] == [missing]
     pipe.output.write("after\n")
     assert read_all(pipe, b"after\n") in (b"after\n", b"\nafter\n")
 
@@ -90,7 +90,7 @@ def test_lines_are_counted_once_when_the_counts_are_made_again(
     pipe: Pipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def dropped() -> list[int]:
-        return read_totals(tmp_path / "metrics").records[Key("headwater_log_lines_dropped", ())]
+        return read_totals(tmp_path / "metrics").records[SeriesKey("headwater_log_lines_dropped", ())]
 
     monkeypatch.setattr("sys.stderr", pipe.output)
     too_long = "x" * 10_000_000 + "\n"

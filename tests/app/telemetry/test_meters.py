@@ -15,7 +15,7 @@ from headwater_server.dispatch.policy import GatherClock
 from headwater_server.errors import CallableFailed, DeadlineExceeded
 from headwater_server.telemetry.instruments import Histogram
 from headwater_server.telemetry.recorder import recorder, use
-from headwater_server.telemetry.store import Key, Store
+from headwater_server.telemetry.store import SeriesKey, Store
 from tests.app.dispatch.test_dispatcher import Bench, run, settle
 
 HEADS = {"topic": HeadSpec("topic", ("t",), on_error="omit"), "mood": HeadSpec("mood", ("m",), on_error="omit")}
@@ -29,7 +29,7 @@ def fresh() -> Iterator[None]:
 
 
 def counted(name: str, *labels: str) -> list[int]:
-    return recorder().store.snapshot().records.get(Key(name, labels), [])
+    return recorder().store.snapshot().records.get(SeriesKey(name, labels), [])
 
 
 def phase(name: str) -> tuple[int, int]:
@@ -198,6 +198,6 @@ def test_numbers_that_come_together_count_each() -> None:
     store = Store()
     histogram = Histogram(store, "headwater_inter_token_seconds", "m")
     histogram.observe_times(3_000_000, 4)
-    numbers = store.snapshot().records[Key("headwater_inter_token_seconds", ("m",))]
+    numbers = store.snapshot().records[SeriesKey("headwater_inter_token_seconds", ("m",))]
     assert sum(numbers[:-1]) == 4
     assert numbers[-1] == 12_000_000

@@ -25,7 +25,7 @@ from headwater_server.process.proc import group_uses, process_use
 from headwater_server.telemetry.ledger import read_totals
 from headwater_server.telemetry.observer import DeploymentView, Observer, ReplicaView
 from headwater_server.telemetry.recorder import use
-from headwater_server.telemetry.store import Key, Store
+from headwater_server.telemetry.store import SeriesKey, Store
 from tests.app.supervisor.test_lifecycle import Supervisor, one, run, settle
 
 TRANSITION = re.compile(r"(?P<name>\S+): (?P<before>[A-Z]+) -> (?P<after>[A-Z]+): ")
@@ -90,23 +90,23 @@ def test_transitions_in_the_log_and_in_the_metrics_are_the_same(
 
     run(scenario)
     records = read_totals(folder).records
-    logged: Counter[Key] = Counter()
+    logged: Counter[SeriesKey] = Counter()
     for record in caplog.records:
         if found := TRANSITION.match(record.getMessage()):
-            logged[Key("headwater_deployment_state_transitions", found.groups())] += 1
+            logged[SeriesKey("headwater_deployment_state_transitions", found.groups())] += 1
     counted = {
         key: numbers[0] for key, numbers in records.items() if key.name == "headwater_deployment_state_transitions"
     }
     assert counted == logged
-    gone_through: Counter[Key] = Counter()
+    gone_through: Counter[SeriesKey] = Counter()
     for name, seen in states.items():
         for before, after in zip([State.LOADING, *seen], seen, strict=False):
             if before is not after:
                 labels = name, before.value, after.value
-                gone_through[Key("headwater_deployment_state_transitions", labels)] += 1
+                gone_through[SeriesKey("headwater_deployment_state_transitions", labels)] += 1
     assert counted == gone_through
     for name, state in final.items():
-        hot = {one for one in State if records[Key("headwater_deployment_state", (name, one.value))] == [1]}
+        hot = {one for one in State if records[SeriesKey("headwater_deployment_state", (name, one.value))] == [1]}
         assert hot == {state}
 
 
@@ -116,10 +116,10 @@ def test_a_deployment_that_is_gone_leaves_its_count_and_no_state(tmp_path: Path)
     observer.see_deployments([DeploymentView("a", State.READY, 1, 1), DeploymentView("b", State.READY, 2, 2)])
     observer.see_deployments([DeploymentView("b", State.READY, 1, 2)])
     records = read_totals(tmp_path / "metrics").records
-    assert records[Key("headwater_deployment_state_transitions", ("a", "LOADING", "READY"))] == [1]
+    assert records[SeriesKey("headwater_deployment_state_transitions", ("a", "LOADING", "READY"))] == [1]
     assert {key.labels[0] for key in records if key.name == "headwater_deployment_state"} == {"b"}
-    assert records[Key("headwater_replicas_ready", ("b",))] == [1]
-    assert records[Key("headwater_replicas_wanted", ("b",))] == [2]
+    assert records[SeriesKey("headwater_replicas_ready", ("b",))] == [1]
+    assert records[SeriesKey("headwater_replicas_wanted", ("b",))] == [2]
 
 
 def test_a_worker_counts_in_a_file_of_its_own_and_its_end_is_booked(
@@ -135,7 +135,7 @@ def test_a_worker_counts_in_a_file_of_its_own_and_its_end_is_booked(
     assert second != first
     assert not Path(first).exists()
     assert Path(second).exists()
-    assert read_totals(tmp_path / "metrics").records[Key("headwater_requests", ("m", "infer", "lost"))] == [1]
+    assert read_totals(tmp_path / "metrics").records[SeriesKey("headwater_requests", ("m", "infer", "lost"))] == [1]
     assert "ended with 1 requests in flight" in caplog.text
 
 
@@ -159,9 +159,9 @@ def test_replicas_are_measured_while_they_are_there(tmp_path: Path) -> None:
         observer.see_replicas(views)
         observer.see_deployments([DeploymentView("m", State.READY, 1, 1)])
         records = read_totals(tmp_path / "metrics").records
-        assert records[Key("headwater_replica_threads", ("m", "m-1"))] == [1]
-        assert records[Key("headwater_replica_resident_memory_bytes", ("m", "m-1"))][0] > 1_000_000
-        assert Key("headwater_replica_threads", ("m", "m-2")) not in records
+        assert records[SeriesKey("headwater_replica_threads", ("m", "m-1"))] == [1]
+        assert records[SeriesKey("headwater_replica_resident_memory_bytes", ("m", "m-1"))][0] > 1_000_000
+        assert SeriesKey("headwater_replica_threads", ("m", "m-2")) not in records
         child.communicate(b"\n")
     assert group_uses([child.pid])[child.pid].threads == 0
     assert process_use(child.pid) is None
@@ -229,9 +229,9 @@ def test_gpu_utilization_is_the_mean_of_what_nvml_sampled_lately(
     observer.see_replicas([ReplicaView("m", "m-1", os.getpgid(0), batch_limit=4)])
     observer.see_deployments([DeploymentView("m", State.READY, 1, 1)])
     records = read_totals(tmp_path / "metrics").records
-    assert records[Key("headwater_replica_gpu_utilization", ("m", "m-1"))] == [750]
-    assert records[Key("headwater_replica_gpu_memory_bytes", ("m", "m-1"))] == [3000]
-    assert records[Key("headwater_replica_batch_limit", ("m", "m-1"))] == [4]
+    assert records[SeriesKey("headwater_replica_gpu_utilization", ("m", "m-1"))] == [750]
+    assert records[SeriesKey("headwater_replica_gpu_memory_bytes", ("m", "m-1"))] == [3000]
+    assert records[SeriesKey("headwater_replica_batch_limit", ("m", "m-1"))] == [4]
     assert nvml.opened == 0
 
 

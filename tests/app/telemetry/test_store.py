@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from headwater_server.telemetry.catalogue import CATALOGUE, OUTCOMES, REQUESTS
 from headwater_server.telemetry.instruments import ACCEPTED_AT, Counter, Gauge, Histogram, Requests
-from headwater_server.telemetry.store import Key, Store, read_store
+from headwater_server.telemetry.store import SeriesKey, Store, read_store
 
 COUNTING = """
 import sys
@@ -57,8 +57,8 @@ def test_another_process_sees_what_was_counted_at_once(path: Path) -> None:
     seen = read_store(path)
     assert seen.pid == os.getpid()
     assert seen.records == {
-        Key("headwater_retries", ("m",)): [5],
-        Key("headwater_queue_rows", ("m",)): [3],
+        SeriesKey("headwater_retries", ("m",)): [5],
+        SeriesKey("headwater_queue_rows", ("m",)): [3],
     }
 
 
@@ -66,7 +66,7 @@ def test_the_same_series_is_the_same_record(path: Path) -> None:
     store = Store(path)
     for _ in range(3):
         Counter(store, "headwater_retries", "m").add()
-    assert read_store(path).records == {Key("headwater_retries", ("m",)): [3]}
+    assert read_store(path).records == {SeriesKey("headwater_retries", ("m",)): [3]}
 
 
 @given(st.lists(st.text(max_size=40), min_size=1, max_size=20, unique=True))
@@ -75,7 +75,7 @@ def test_any_label_comes_back(labels: list[str]) -> None:
     for count, label in enumerate(labels, 1):
         Counter(store, "headwater_retries", label).add(count)
     assert store.snapshot().records == {
-        Key("headwater_retries", (label,)): [count] for count, label in enumerate(labels, 1)
+        SeriesKey("headwater_retries", (label,)): [count] for count, label in enumerate(labels, 1)
     }
 
 
@@ -85,7 +85,7 @@ def test_a_histogram_counts_each_number_in_the_bucket_that_it_fits(values: list[
     histogram = Histogram(store, "headwater_batch_rows", "m")
     for value in values:
         histogram.observe(value)
-    *buckets, total = store.snapshot().records[Key("headwater_batch_rows", ("m",))]
+    *buckets, total = store.snapshot().records[SeriesKey("headwater_batch_rows", ("m",))]
     assert total == sum(values)
     assert sum(buckets) == len(values)
     for index, bound in enumerate(CATALOGUE["headwater_batch_rows"].bounds):
@@ -116,9 +116,9 @@ def test_a_snapshot_of_the_process_itself_includes_what_waits(path: Path) -> Non
     store = Store(path, call_soon=lambda write: None)
     Histogram(store, "headwater_batch_rows", "m").observe(3)
     Requests(store, "m", "infer").accept()
-    key = Key("headwater_batch_rows", ("m",))
+    key = SeriesKey("headwater_batch_rows", ("m",))
     assert not any(read_store(path).records[key])
-    assert read_store(path).records[Key(REQUESTS, ("m", "infer"))][ACCEPTED_AT] == 1  # waits for nothing
+    assert read_store(path).records[SeriesKey(REQUESTS, ("m", "infer"))][ACCEPTED_AT] == 1  # waits for nothing
     assert store.snapshot().records[key][-1] == read_store(path).records[key][-1] == 3
 
 
@@ -128,7 +128,7 @@ def test_it_grows(path: Path) -> None:
         Counter(store, "headwater_retries", f"deployment-{number}").add(number)
     records = read_store(path).records
     assert len(records) == 3000
-    assert records[Key("headwater_retries", ("deployment-2999",))] == [2999]
+    assert records[SeriesKey("headwater_retries", ("deployment-2999",))] == [2999]
 
 
 def test_a_record_beyond_the_capacity_is_not_counted_and_harms_nothing(
@@ -158,7 +158,7 @@ def test_a_process_that_is_killed_leaves_what_it_counted(path: Path) -> None:
     child.wait()
     written += child.stdout.read()
     child.stdout.close()
-    numbers = read_store(path).records[Key(REQUESTS, ("m", "infer"))]
+    numbers = read_store(path).records[SeriesKey(REQUESTS, ("m", "infer"))]
     accepted, ok = numbers[ACCEPTED_AT], numbers[OUTCOMES.index("ok")]
     assert accepted >= 1000 * (len(written) - 1)
     assert accepted - ok in (0, 1)
@@ -170,7 +170,7 @@ def test_who_reads_meanwhile_never_sees_more_ended_than_accepted(path: Path) -> 
         [sys.executable, "-c", COUNTING, str(path)], stdout=subprocess.DEVNULL, cwd=Path(__file__).parents[3]
     )
     try:
-        key = Key(REQUESTS, ("m", "infer"))
+        key = SeriesKey(REQUESTS, ("m", "infer"))
         seen = 0
         readings = 0
         while readings < 2000 or not seen:
@@ -205,6 +205,6 @@ def test_numbers_that_cannot_be_written_keep_no_others_from_it(caplog: pytest.Lo
         right.observe(1)
         turns.pop()()
     buckets = len(CATALOGUE[name].bounds) + 1
-    at = store.record(Key(name, ("m", "compute")), buckets + 1)
+    at = store.record(SeriesKey(name, ("m", "compute")), buckets + 1)
     assert sum(store.slots[at : at + buckets]) == 3
     assert "can't be written" in caplog.text

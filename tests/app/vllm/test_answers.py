@@ -26,7 +26,7 @@ from headwater_server.vllm.answers import (
     EmbeddingsAnswer,
     EventReader,
     GenerateRelay,
-    ResponsesAnswer,
+    RelayedResponsesAnswer,
     TokenCount,
     refusal,
 )
@@ -238,7 +238,7 @@ def test_a_stream_of_the_generate_extension() -> None:
 
 
 def test_responses_pass_and_are_counted() -> None:
-    form = ResponsesAnswer(count())
+    form = RelayedResponsesAnswer(count())
     told = {
         "response": {"usage": {"input_tokens": 9, "output_tokens": 3, "input_tokens_details": {"cached_tokens": 4}}}
     }
@@ -254,7 +254,7 @@ def test_responses_pass_and_are_counted() -> None:
 
 
 def test_a_responses_stream_ends_with_an_error_event() -> None:
-    ((name, data),) = ResponsesAnswer(count()).end(ReplicaLost("lost"))
+    ((name, data),) = RelayedResponsesAnswer(count()).end(ReplicaLost("lost"))
     assert name == b"error"
     assert json.loads(data)["message"] == "lost"  # type: ignore[arg-type]
 

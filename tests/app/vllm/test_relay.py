@@ -21,7 +21,7 @@ from headwater_server.errors import (
     Unavailable,
 )
 from headwater_server.telemetry.recorder import recorder
-from headwater_server.vllm.answers import Answer, ChunkAnswer, ResponsesAnswer, TokenCount
+from headwater_server.vllm.answers import ChunkAnswer, RelayedAnswer, RelayedResponsesAnswer, TokenCount
 from headwater_server.vllm.relay import Relay
 from headwater_server.vllm.requests import read_request
 from tests.app.serving import until
@@ -42,7 +42,7 @@ from tests.app.vllm.stand_in import (
 GOOD = says(chunk("a", 1), chunk("b", 2, finish="stop"), usage(3, 2))
 
 
-def form(**body: Any) -> Answer:
+def form(**body: Any) -> RelayedAnswer:
     return ChunkAnswer(request(**body), TokenCount(recorder().language_model("m")))
 
 
@@ -50,7 +50,7 @@ def opened(bench: Bench, id: str = "id", scope: str = "", **body: Any) -> Relay:
     return bench.dispatcher.open(request(**body), id, scope)
 
 
-async def told(relay: Relay, answer: Answer | None = None) -> str:
+async def told(relay: Relay, answer: RelayedAnswer | None = None) -> str:
     """The text of a stream."""
     events = [json.loads(event) async for event in relay.events(answer or form())]  # type: ignore[arg-type]
     return "".join(one["choices"][0]["text"] for one in events if one["choices"])
@@ -408,7 +408,7 @@ def test_a_stream_of_responses_ends_with_its_last_event() -> None:
                 done=False,
             )
             asked = read_request("responses", {"model": "m", "input": "x", "stream": True})
-            answer = ResponsesAnswer(TokenCount(recorder().language_model("m")))
+            answer = RelayedResponsesAnswer(TokenCount(recorder().language_model("m")))
             relay = bench.dispatcher.open(asked, "id")
             names = [event[0] async for event in relay.events(answer)]
             assert names == [b"response.created", b"response.output_text.delta", b"response.completed"]
@@ -426,7 +426,7 @@ def test_a_stream_of_responses_without_its_last_event_is_lost() -> None:
                 one.script = says(({"response": {}}, "response.created"), done=False)
             relay = bench.dispatcher.open(read_request("responses", {"model": "m", "input": "x", "stream": True}), "id")
             with pytest.raises(ReplicaLost):
-                async for _ in relay.events(ResponsesAnswer(TokenCount(recorder().language_model("m")))):
+                async for _ in relay.events(RelayedResponsesAnswer(TokenCount(recorder().language_model("m")))):
                     pass
             assert len(bench.exchanges) == 1
 

@@ -25,7 +25,7 @@ def test_results_keep_16_bits(scale: float) -> None:
     layer, rows = torch.nn.Linear(384, 96, bias=False), torch.randn(300, 384) * scale
     with torch.inference_mode():
         expected = rows.double() @ layer.weight.double().T
-        error = amx.Linear(layer)(rows) - expected
+        error = amx.AmxLinear(layer)(rows) - expected
     assert error.norm() / expected.norm() < 2**-16
 
 
@@ -35,7 +35,7 @@ def test_numbers_that_are_not_finite_stay_so() -> None:
     rows = torch.zeros(2, 16)
     rows[0, 3] = torch.inf
     with torch.inference_mode():
-        found = amx.Linear(layer)(rows)
+        found = amx.AmxLinear(layer)(rows)
     assert not found[0].isfinite().any()
     assert found[1].isfinite().all()
 
@@ -43,4 +43,4 @@ def test_numbers_that_are_not_finite_stay_so() -> None:
 def test_another_cpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": False})
     with pytest.raises(RuntimeError, match="AMX"):
-        amx.Linear(torch.nn.Linear(2, 2))
+        amx.AmxLinear(torch.nn.Linear(2, 2))

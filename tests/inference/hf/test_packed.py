@@ -72,7 +72,7 @@ def test_the_states_are_those_of_padded_texts(
     assert (found - expected).abs().max() < 1e-5
     assert expected[1, 0].std() > 0.1
     assert seen == [(1, 48, 16)]  # 45 tokens
-    assert isinstance(made.base_model.encoder.layer[0].intermediate.dense, onednn.Linear) is (
+    assert isinstance(made.base_model.encoder.layer[0].intermediate.dense, onednn.OneDnnLinear) is (
         fastest is onednn and has_onednn
     )
 

@@ -17,7 +17,7 @@ import headwater.zoo
 from headwater.errors import LoadError, ReplicaError, is_permanent
 from headwater.lm.causal_lm import load_causal_lm
 from headwater.lm.loading import plan_language_model
-from headwater.replica.probe import Request, probe
+from headwater.replica.probe import ProbeRequest, probe
 from headwater.replica.served import load_language_model
 from headwater.wire.handshake import ReplicaSpec
 from tests.inference.lm.llamas import LONG_ROPE, tiny
@@ -55,7 +55,7 @@ def failure(folder: Path, **options: Any) -> str:
         plan_language_model(reference, options)
     problem = caught.value.problem
     assert problem.fix
-    (finding,) = probe(Request("name", reference, options, device="cpu"))
+    (finding,) = probe(ProbeRequest("name", reference, options, device="cpu"))
     assert [one["reason"] for one in finding.problems] == [f"{reference}: {problem.reason}"]
     spec = ReplicaSpec("name", reference, "token", (), ".", options=options, device="cpu")
     with pytest.raises(LoadError) as served:

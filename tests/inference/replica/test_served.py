@@ -24,7 +24,7 @@ from headwater.lm.loading import SlotOptions, lm_signature, plan_language_model
 from headwater.lm.null_engine import NullEngine
 from headwater.lm.slot_engine import SlotEngine
 from headwater.pipeline import PipelineSpec, StepSpec
-from headwater.replica.callee import Answers, Request
+from headwater.replica.callee import Answers, CalleeRequest
 from headwater.replica.served import load_language_model, load_served
 from headwater.signature import Signature
 from headwater.wire.frame import FRAME, decode_frame
@@ -454,7 +454,7 @@ def test_an_async_load_has_ended_before_the_first_call_in_the_loop_that_serves(
 
 async def answers_of(handle: Answers) -> list[Any]:
     """What is answered to one row, 1.0."""
-    answers = handle([Request({"x": np.ones((1, 1), np.float32)}, {})])
+    answers = handle([CalleeRequest({"x": np.ones((1, 1), np.float32)}, {})])
     if isinstance(answers, AsyncIterator):
         (frame,) = [outputs[0][FRAME] async for outputs in answers]
         decoded, data = decode_frame(frame.tobytes())

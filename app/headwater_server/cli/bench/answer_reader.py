@@ -49,11 +49,11 @@ def failed_status(status: int | None, body: bytes, kind: str = "status") -> Faul
     return Fault(kind, status, _ID.sub("…", lines[0])[:LONGEST_REASON] if lines else "")
 
 
-class _Answer(msgspec.Struct):
+class _InferAnswer(msgspec.Struct):
     outputs: msgspec.Raw
 
 
-_answer: Final = msgspec.json.Decoder(_Answer)
+_answer: Final = msgspec.json.Decoder(_InferAnswer)
 
 
 def answer_fault(body: bytes, json_length: int | None) -> Fault | None:
@@ -97,7 +97,7 @@ class _Function(msgspec.Struct):
     arguments: str | None = None
 
 
-class _Call(msgspec.Struct):
+class _ToolCallDelta(msgspec.Struct):
     index: int = 0
     function: _Function | None = None
 
@@ -105,22 +105,22 @@ class _Call(msgspec.Struct):
 class _Delta(msgspec.Struct):
     content: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[_Call] | None = None
+    tool_calls: list[_ToolCallDelta] | None = None
 
 
-class _Choice(msgspec.Struct):
+class _ChunkChoice(msgspec.Struct):
     text: str | None = None
     delta: _Delta | None = None
     finish_reason: str | None = None
 
 
-class _Usage(msgspec.Struct):
+class _ChunkUsage(msgspec.Struct):
     completion_tokens: int = 0
 
 
 class _OpenAiEvent(msgspec.Struct):
-    choices: list[_Choice] = []
-    usage: _Usage | None = None
+    choices: list[_ChunkChoice] = []
+    usage: _ChunkUsage | None = None
     error: Any = None
 
 

@@ -18,7 +18,7 @@ import uvloop
 from headwater_server.cli.bench.closed_loop import STOPPED
 from headwater_server.cli.bench.generator import Generator, generator
 from headwater_server.cli.bench.job import Load
-from headwater_server.cli.bench.plan import Plan, check_answers, points_of
+from headwater_server.cli.bench.plan import LoadPlan, check_answers, points_of
 from headwater_server.cli.bench.request_bodies import Wishes, read_schema, read_tools
 from headwater_server.cli.bench.results import Results
 from headwater_server.cli.bench.table import page_html, table_text
@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
         chat_fields, constraints = read_tools(options.tools, options.tool_choice or "required"), ["tools"]
     if options.unconstrained:
         constraints.append("none")
-    return bench(Plan(
+    return bench(LoadPlan(
         options.url.rstrip("/"), options.model, options.mode, loads, options.arrivals, options.max_connections,
         options.seconds, options.warmup, options.repeats, options.timeout, options.processes, options.input,
         options.heads or (None,), constraints,
@@ -108,7 +108,7 @@ def _key(path: Path | None) -> str:
     return key
 
 
-def bench(plan: Plan) -> int:
+def bench(plan: LoadPlan) -> int:
     """Measure, print the tables, and write the files.
 
     Returns:

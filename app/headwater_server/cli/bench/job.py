@@ -9,7 +9,7 @@ from urllib.parse import quote, urlsplit
 from headwater_server.cli.bench.request_bodies import Body
 from headwater_server.cli.bench.slo import Limits
 
-__all__ = ["PATHS", "Job", "Load", "Target"]
+__all__ = ["PATHS", "Job", "Load", "RequestSet"]
 
 PATHS: Final = {
     "infer": "/v2/models/{model}/infer",
@@ -21,7 +21,7 @@ PATHS: Final = {
 
 
 @dataclass(frozen=True)
-class Target:
+class RequestSet:
     """The requests of a run, which go to one route of one server. Plain data, so that it can be sent to another
     process.
 
@@ -83,7 +83,7 @@ class Load(NamedTuple):
 class Job:
     """A run of a generator process."""
 
-    target: Target
+    target: RequestSet
     load: Load
     seconds: float
     """Duration of the measurement in seconds; requests sent in it count."""

@@ -10,26 +10,26 @@ from pathlib import Path
 from typing import Final
 
 from headwater_server.cli.bench.http_connection import ConnectFailed, Dialler
-from headwater_server.cli.bench.job import Job, Load, Target
+from headwater_server.cli.bench.job import Job, Load, RequestSet
 from headwater_server.cli.bench.request_bodies import Body, Wishes, infer_bodies, read_bodies, stream_bodies
 from headwater_server.cli.bench.slo import request_limits
 from headwater_server.cli.server_client import Metadata, ServerClient
 from headwater_server.errors import CommandError
 
-__all__ = ["Plan", "Point", "check_answers", "points_of"]
+__all__ = ["LoadPlan", "LoadPoint", "check_answers", "points_of"]
 
 REFUSALS: Final = (400, 401, 403, 404, 405, 413, 415, 422)
 """Statuses that the request itself causes: another attempt would get the same status."""
 
 
 @dataclass(frozen=True)
-class Point:
+class LoadPoint:
     """A load with a selection of heads and a constraint; measured once in each repeat."""
 
     load: Load
     heads: tuple[str, ...] | None
     """The heads to ask for; None: the request names no heads, and gets all heads."""
-    target: Target
+    target: RequestSet
     constraint: str | None = None
     """The constraint on the answers: ``schema`` or ``tools``; ``none`` for the same load without the constraint, for
     comparison; None if the bench constrains no answers."""
@@ -44,7 +44,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Plan:
+class LoadPlan:
     """The options of a bench."""
 
     url: str
@@ -62,7 +62,7 @@ class Plan:
     heads: Sequence[tuple[str, ...] | None]
     """Selections of heads, each measured under every load."""
     constraints: Sequence[str | None]
-    """Constraints, each measured under every load; see `Point.constraint`."""
+    """Constraints, each measured under every load; see `LoadPoint.constraint`."""
     wishes: Wishes
     slo: dict[str, float]
     """Limits by name, in milliseconds."""
@@ -75,7 +75,7 @@ class Plan:
         """The length of one run, warm-up included."""
         return self.warmup_s + self.seconds
 
-    def job(self, point: Point, repeat: int) -> Job:
+    def job(self, point: LoadPoint, repeat: int) -> Job:
         """The job for one run of a point. An open loop's schedule differs between repeats, but is the same each time
         that the bench is run."""
         return Job(
@@ -84,7 +84,7 @@ class Plan:
         )  # fmt: skip
 
 
-def points_of(plan: Plan, server: ServerClient, model: str) -> list[Point]:
+def points_of(plan: LoadPlan, server: ServerClient, model: str) -> list[LoadPoint]:
     """The points to measure, with their requests.
 
     Raises:
@@ -98,14 +98,14 @@ def points_of(plan: Plan, server: ServerClient, model: str) -> list[Point]:
     points = []
     for heads in plan.heads:
         targets = [
-            Target(
+            RequestSet(
                 plan.url, model, _bodies(plan, metadata, model, heads, constraint), plan.mode, plan.key, plan.timeout_s
             )
             for constraint in plan.constraints
         ]
         # A load runs with and without the constraint in succession, since these runs are compared.
         points += [
-            Point(load, heads, target, constraint)
+            LoadPoint(load, heads, target, constraint)
             for load in plan.loads
             for constraint, target in zip(plan.constraints, targets, strict=True)
         ]
@@ -113,7 +113,7 @@ def points_of(plan: Plan, server: ServerClient, model: str) -> list[Point]:
 
 
 def _bodies(
-    plan: Plan, metadata: Metadata | None, model: str, heads: tuple[str, ...] | None, constraint: str | None
+    plan: LoadPlan, metadata: Metadata | None, model: str, heads: tuple[str, ...] | None, constraint: str | None
 ) -> tuple[Body, ...]:
     if heads is not None and metadata is not None:
         names = [head.name for head in metadata.heads]
@@ -129,7 +129,7 @@ def _bodies(
     return stream_bodies(plan.mode, metadata, model, heads, wishes)
 
 
-async def check_answers(points: Sequence[Point]) -> None:
+async def check_answers(points: Sequence[LoadPoint]) -> None:
     """Send one request for each target before any load.
 
     Other errors, such as status 500, are ignored here: the load counts them.

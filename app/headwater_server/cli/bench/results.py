@@ -14,7 +14,7 @@ import headwater_server
 from headwater_server.cli.bench.answer_reader import Fault
 from headwater_server.cli.bench.closed_loop import STOPPED
 from headwater_server.cli.bench.outcomes import Outcomes, distribution_ms
-from headwater_server.cli.bench.plan import Plan, Point
+from headwater_server.cli.bench.plan import LoadPlan, LoadPoint
 from headwater_server.cli.bench.slo import OF_REQUESTS, OF_RUNS
 from headwater_server.process.machine import cpu_count
 
@@ -37,11 +37,11 @@ _PARSED: Final = {"schema": "json", "tools": "calls"}
 class Results:
     """The results of a bench so far."""
 
-    plan: Plan
+    plan: LoadPlan
     model: str
     server: tuple[str, str]
     """The server's name and version."""
-    points: Sequence[Point]
+    points: Sequence[LoadPoint]
     started: str
     """Start time of the bench in ISO 8601, UTC."""
     runs: list[list[Outcomes]]
@@ -87,7 +87,7 @@ class Results:
             "points": points,
         }
 
-    def _point(self, point: Point, runs: Sequence[Outcomes]) -> dict[str, Any]:
+    def _point(self, point: LoadPoint, runs: Sequence[Outcomes]) -> dict[str, Any]:
         repeats = [self._run(point, run) for run in runs]
         errors = sum((run.errors for run in runs), Counter[Fault]())
         connections, rate = (value or None for value in point.load)
@@ -109,7 +109,7 @@ class Results:
             "repeats": repeats,
         }
 
-    def _ratio(self, point: Point, runs: Sequence[Outcomes]) -> dict[str, float] | None:
+    def _ratio(self, point: LoadPoint, runs: Sequence[Outcomes]) -> dict[str, float] | None:
         """Tokens/s divided by the tokens/s of the same load without the constraint, in the same repeat; None if the
         load without the constraint was not measured."""
         if point.constraint in (None, "none"):
@@ -120,7 +120,7 @@ class Results:
                 return _spread([run.tokens_per_s / free.tokens_per_s for run, free in pairs if free.tokens_per_s])
         return None
 
-    def _run(self, point: Point, run: Outcomes) -> dict[str, Any]:
+    def _run(self, point: LoadPoint, run: Outcomes) -> dict[str, Any]:
         ended = run.endings
         return {
             "valid": not run.errors and not run.ended and run.answers > 0,
@@ -160,7 +160,7 @@ class Results:
             met.append(spread["median"] <= self.plan.slo[name])
         return all(met) if met else None
 
-    def _warnings(self, point: Point, runs: Sequence[Outcomes], errors: Counter[Fault]) -> list[str]:
+    def _warnings(self, point: LoadPoint, runs: Sequence[Outcomes], errors: Counter[Fault]) -> list[str]:
         warnings = []
         requests, failures = sum(run.requests for run in runs), sum(errors.values())
         if failures:

@@ -7,10 +7,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from headwater_server.cli.bench.plan import Point
+from headwater_server.cli.bench.plan import LoadPoint
 from headwater_server.cli.bench.results import Results
 from headwater_server.cli.report.columns import columns
-from headwater_server.cli.report.page import Code, Figure, Paragraph, Part, Section, Table, Warn, render_page
+from headwater_server.cli.report.page import Code, Figure, PageSection, Paragraph, Part, Table, Warn, render_page
 from headwater_server.cli.report.plots import Curve, cdf, line_chart
 
 __all__ = ["page_html", "table_text"]
@@ -25,7 +25,7 @@ _STREAM: Final = (
 )  # fmt: skip
 
 
-def table_text(points: Sequence[Point], report: Mapping[str, Any]) -> str:
+def table_text(points: Sequence[LoadPoint], report: Mapping[str, Any]) -> str:
     """The tables, followed by warnings about their figures."""
     lines: list[str] = []
     for head, rows in _tables(points, report):
@@ -40,7 +40,7 @@ def table_text(points: Sequence[Point], report: Mapping[str, Any]) -> str:
     return "\n".join(lines).rstrip()
 
 
-def _tables(points: Sequence[Point], report: Mapping[str, Any]) -> list[tuple[list[str], list[list[str]]]]:
+def _tables(points: Sequence[LoadPoint], report: Mapping[str, Any]) -> list[tuple[list[str], list[list[str]]]]:
     """The head and the rows of each table: a table for all modes, a second for streams, and a third for constrained
     answers.
 
@@ -86,7 +86,7 @@ def _tables(points: Sequence[Point], report: Mapping[str, Any]) -> list[tuple[li
     return tables
 
 
-def _constrained_row(point: Point, point_report: Mapping[str, Any]) -> list[str]:
+def _constrained_row(point: LoadPoint, point_report: Mapping[str, Any]) -> list[str]:
     """A row: how many of a point's answers finished by themselves, and how many of these satisfy the constraint."""
     answers, finished, parsed = (
         sum(run[name] or 0 for run in point_report["repeats"]) for name in ("answers", "finished", "parsed")
@@ -104,7 +104,7 @@ def _share_text(part: int, whole: int) -> str:
     return f"{part:,} of {whole:,} ({part / whole:.1%})" if whole else "–"
 
 
-def _run_limits(points: Sequence[Point], report: Mapping[str, Any]) -> list[str]:
+def _run_limits(points: Sequence[LoadPoint], report: Mapping[str, Any]) -> list[str]:
     """A line that says whether each load met the limits for a whole run; empty without such limits."""
     words = {True: "met", False: "missed", None: "unknown"}
     limits = [f"{name} {value:g}" for name, value in report["run"]["limits_ms"].items() if name.startswith("p")]
@@ -115,7 +115,7 @@ def _run_limits(points: Sequence[Point], report: Mapping[str, Any]) -> list[str]
     return [f"{', '.join(limits)}: {'; '.join(met)}"] if limits else []
 
 
-def _warnings(points: Sequence[Point], report: Mapping[str, Any]) -> list[str]:
+def _warnings(points: Sequence[LoadPoint], report: Mapping[str, Any]) -> list[str]:
     return [
         f"{point}: {warning}"
         for point, point_report in zip(points, report["points"], strict=True)
@@ -151,8 +151,8 @@ def page_html(results: Results, report: Mapping[str, Any]) -> str:
     caption = f"Medians of {run['repeats']} repeats, with the range in brackets." if run["repeats"] > 1 else ""
     figures = [Table(head, rows, caption, flagged) for head, rows in _tables(points, report)]
     sections = [
-        Section("Figures", [*warnings, *figures, *map(Paragraph, _run_limits(points, report))]),
-        Section("Plots", _plots(results, report)),
+        PageSection("Figures", [*warnings, *figures, *map(Paragraph, _run_limits(points, report))]),
+        PageSection("Plots", _plots(results, report)),
     ]
     errors = [
         [str(point), error["kind"], str(error["status"] or ""), error["reason"], error["count"]]
@@ -160,7 +160,7 @@ def page_html(results: Results, report: Mapping[str, Any]) -> str:
         for error in point_report["errors"]
     ]
     if errors:
-        sections.append(Section("Errors", [Table(("load", "kind", "status", "reason", "count"), errors)]))
+        sections.append(PageSection("Errors", [Table(("load", "kind", "status", "reason", "count"), errors)]))
     about = [
         ["server", f"{server['url']} {server['name'] or ''} {server['version'] or ''}".strip()],
         ["model", run["model"]],
@@ -173,7 +173,7 @@ def page_html(results: Results, report: Mapping[str, Any]) -> str:
          f"process{'es' if generator['processes'] > 1 else ''}, {generator['cores']} cores, {generator['platform']}"],
         ["started", report["started"]],
     ]  # fmt: skip
-    sections.append(Section("How it was measured", [Table(("", ""), about), Code(" ".join(generator["command"]))]))
+    sections.append(PageSection("How it was measured", [Table(("", ""), about), Code(" ".join(generator["command"]))]))
     lead = f"{run['model']} at {server['url']}, {report['started']}"
     return render_page(f"headwater bench: {run['model']}", lead, sections)
 

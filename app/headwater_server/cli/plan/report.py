@@ -12,7 +12,7 @@ from headwater_server.cli.plan.point import Point
 from headwater_server.cli.plan.prediction import Prediction
 from headwater_server.cli.plan.trial import MEMORY_TOLERANCE, Trial
 from headwater_server.cli.report.columns import columns
-from headwater_server.cli.report.page import Figure, Paragraph, Part, Section, Table, Warn, render_page
+from headwater_server.cli.report.page import Figure, PageSection, Paragraph, Part, Table, Warn, render_page
 from headwater_server.cli.report.plots import Curve, line_chart
 from headwater_server.process.machine import size_text
 
@@ -30,7 +30,7 @@ def plan_text(plan: Plan) -> str:
     return "\n\n".join(f"{section.title}:\n{_parts_text(section)}" for section in sections)
 
 
-def _parts_text(section: Section) -> str:
+def _parts_text(section: PageSection) -> str:
     texts = []
     for part in section.parts:
         if isinstance(part, Table):
@@ -46,13 +46,13 @@ def plan_page(plan: Plan) -> str:
     """The plan's tables and curves as an HTML page."""
     subject, budget = plan.subject, plan.budget
     lead = f"{subject.name} of {subject.what}, on {subject.cores} cores; {size_text(budget.host)} of memory to take."
-    sections = [Section("Not complete", [Warn(plan.ended)])] if plan.ended else []
+    sections = [PageSection("Not complete", [Warn(plan.ended)])] if plan.ended else []
     if plan.predictor is not None:
         sections += [_recommended(plan), _curves(plan), _model(plan), _sizes(plan)]
     return render_page(f"Plan for {subject.name}", lead, [*sections, _measured(plan)])
 
 
-def _measured(plan: Plan) -> Section:
+def _measured(plan: Plan) -> PageSection:
     rows = []
     for trial in plan.sweep:
         measurement = trial.measured
@@ -66,10 +66,10 @@ def _measured(plan: Plan) -> Section:
                 "-" if measurement.mean_rows is None else f"{measurement.mean_rows:.1f}", trial.note,
             ])  # fmt: skip
     head = [*SIZE, "memory", "GPU", plan.subject.unit, "p50 ms", "p99 ms", "rows/call", "note"]
-    return Section("Measured", [Table(head, rows)])
+    return PageSection("Measured", [Table(head, rows)])
 
 
-def _model(plan: Plan) -> Section:
+def _model(plan: Plan) -> PageSection:
     assert plan.predictor is not None
     model = plan.predictor.memory
     terms = [
@@ -96,10 +96,10 @@ def _model(plan: Plan) -> Section:
     texts = [f"Weights of one replica: {how}", f"Largest error of the fit: {worst:.1%}"]
     if plan.held_out is not None:
         texts.append(f"Largest error for a size that was left out of the fit: {plan.held_out:.1%}")
-    return Section("Model of memory", [Table(["memory of", "size", "counts"], rows), *map(Paragraph, texts)])
+    return PageSection("Model of memory", [Table(["memory of", "size", "counts"], rows), *map(Paragraph, texts)])
 
 
-def _sizes(plan: Plan) -> Section:
+def _sizes(plan: Plan) -> PageSection:
     budget, sizes = plan.budget, plan.size_rows()
     rows = [
         [
@@ -116,10 +116,10 @@ def _sizes(plan: Plan) -> Section:
     excess = plan.smallest_excess()
     nothing = [Warn(f"Nothing fits: one replica with batches of one row {excess}.")] if excess else []
     flagged = frozenset(place for place, size in enumerate(sizes) if size.excess)
-    return Section(title, [Table(head, rows, flagged=flagged), *nothing])
+    return PageSection(title, [Table(head, rows, flagged=flagged), *nothing])
 
 
-def _recommended(plan: Plan) -> Section:
+def _recommended(plan: Plan) -> PageSection:
     rows = [
         [profile.name, *(profile.point or "---"), str(profile.file or "-"), profile.note] for profile in plan.profiles
     ]
@@ -148,10 +148,10 @@ def _recommended(plan: Plan) -> Section:
         head = ["run", "size", "figure", "predicted", "measured", "error", "rounds", "note"]
         caption = "Predicted, then run (batch × instances × replicas)"
         parts.append(Table(head, rows, caption, frozenset(flagged)))
-    return Section("Recommended", parts)
+    return PageSection("Recommended", parts)
 
 
-def _curves(plan: Plan) -> Section:
+def _curves(plan: Plan) -> PageSection:
     predictor = plan.predictor
     assert predictor is not None
     parts: list[Part] = [
@@ -170,7 +170,7 @@ def _curves(plan: Plan) -> Section:
             plan, "Median latency", "ms", lambda measurement: measurement.p50_ms, lambda at: predictor.at(at).p50_ms
         ),
     ]
-    return Section("Curves", parts)
+    return PageSection("Curves", parts)
 
 
 def _figure(

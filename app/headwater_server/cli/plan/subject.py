@@ -9,7 +9,7 @@ from typing import Final
 
 from headwater.errors import LoadError
 from headwater.reference import is_language_model
-from headwater_server.cli.bench.job import Target
+from headwater_server.cli.bench.job import RequestSet
 from headwater_server.cli.bench.request_bodies import Wishes, infer_bodies, read_bodies, stream_bodies
 from headwater_server.cli.plan.cache_size import CacheShape, cache_shape
 from headwater_server.cli.plan.point import Point
@@ -77,7 +77,7 @@ class Subject:
             return min(point.rows * point.replicas, MOST_CONNECTIONS)
         return min(2 * point.rows * point.calls, MOST_CONNECTIONS)
 
-    def target(self, url: str) -> Target:
+    def target(self, url: str) -> RequestSet:
         """The requests to a server of the deployment; each has a single row.
 
         Raises:
@@ -90,7 +90,7 @@ class Subject:
             bodies = stream_bodies(kind, None, self.name, None, Wishes(max_tokens=self.tokens, ignores_eos=True))
         else:
             bodies = infer_bodies(ServerClient(url, key="").metadata(self.name), None, Wishes())
-        return Target(url, self.name, bodies, kind, timeout_s=self.deployment.timeout_s)
+        return RequestSet(url, self.name, bodies, kind, timeout_s=self.deployment.timeout_s)
 
     def bench_arguments(self, url: str, point: Point) -> list[str]:
         """The arguments with which ``headwater bench`` puts the same load on a server."""

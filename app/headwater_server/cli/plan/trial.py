@@ -12,13 +12,13 @@ from headwater_server.cli.plan.point import Point
 from headwater_server.cli.plan.prediction import Prediction
 from headwater_server.errors import CommandError
 
-__all__ = ["MEMORY_TOLERANCE", "Comparison", "Trial"]
+__all__ = ["MEMORY_TOLERANCE", "Trial", "TrialComparison"]
 
 MEMORY_TOLERANCE: Final = 0.10
 """Maximum relative error of a prediction of memory."""
 
 
-class Comparison(NamedTuple):
+class TrialComparison(NamedTuple):
     """A figure that was predicted before it was measured."""
 
     what: str
@@ -81,12 +81,12 @@ class Trial:
         return "; ".join(notes)
 
     @property
-    def comparisons(self) -> list[Comparison]:
+    def comparisons(self) -> list[TrialComparison]:
         """The predicted figures beside the measured ones."""
         predicted, measured = self.predicted, self.measured
         if predicted is None or measured is None:
             return []
-        comparisons = [Comparison("host memory", predicted.need.host, measured.host_bytes)]
+        comparisons = [TrialComparison("host memory", predicted.need.host, measured.host_bytes)]
         if measured.device_bytes:
-            comparisons.append(Comparison("device memory", predicted.need.device, measured.device_bytes))
-        return [*comparisons, Comparison("rate", predicted.rate, measured.rate)]
+            comparisons.append(TrialComparison("device memory", predicted.need.device, measured.device_bytes))
+        return [*comparisons, TrialComparison("rate", predicted.rate, measured.rate)]

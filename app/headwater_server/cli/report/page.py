@@ -8,7 +8,7 @@ from typing import ClassVar, Final
 
 import jinja2
 
-__all__ = ["Code", "Figure", "Paragraph", "Part", "Section", "Table", "Warn", "render_page"]
+__all__ = ["Code", "Figure", "PageSection", "Paragraph", "Part", "Table", "Warn", "render_page"]
 
 
 @dataclass(frozen=True)
@@ -57,14 +57,14 @@ Part = Paragraph | Table | Figure
 
 
 @dataclass(frozen=True)
-class Section:
+class PageSection:
     """Parts under a title."""
 
     title: str
     parts: Sequence[Part] = ()
 
 
-def render_page(title: str, lead: str, sections: Sequence[Section]) -> str:
+def render_page(title: str, lead: str, sections: Sequence[PageSection]) -> str:
     """The page's HTML. All text is escaped.
 
     Args:

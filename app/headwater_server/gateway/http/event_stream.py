@@ -51,7 +51,7 @@ _START: Final = {
 }
 
 
-class _Client:
+class _StreamClient:
     """The client of a stream: pieces of the answer are sent to it, and comments in between.
 
     Args:
@@ -190,7 +190,7 @@ class EventStream:
         """Send the response."""
         state: dict[str, Any] = scope["state"]
         state.setdefault("note", "streamed")
-        client = _Client(scope, send)
+        client = _StreamClient(scope, send)
         try:
             with DisconnectWatch(scope, receive):
                 await client.begin()

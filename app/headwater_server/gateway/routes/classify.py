@@ -42,7 +42,7 @@ _ITEM: Final = {
 _INPUT: Final = {"anyOf": [*_ITEM["anyOf"], {"type": "array", "minItems": 1, "maxItems": _MAX_INPUTS, "items": _ITEM}]}
 
 
-class _Item(msgspec.Struct, forbid_unknown_fields=True):
+class _ContentPart(msgspec.Struct, forbid_unknown_fields=True):
     text: str | None = None
     image: str | None = None
 
@@ -88,10 +88,10 @@ class ClassifyEndpoint(Endpoint):
         return Reply(200, [orjson.dumps(content)], [JSON, *cache_headers(cache)])
 
 
-def _read(raw: bytes) -> tuple[ClassifyRequest, list[tuple[str, str | _Item]]]:
+def _read(raw: bytes) -> tuple[ClassifyRequest, list[tuple[str, str | _ContentPart]]]:
     """The body, and its inputs, each with the name of its place in the request."""
     body: ClassifyRequest = read_json(raw, ClassifyRequest)
-    value: Any = read_json(body.input, str | _Item | list[str | _Item], "input", is_checked=True)
+    value: Any = read_json(body.input, str | _ContentPart | list[str | _ContentPart], "input", is_checked=True)
     if not isinstance(value, list):
         return body, [("input", value)]
     if not 0 < len(value) <= _MAX_INPUTS:
@@ -99,7 +99,7 @@ def _read(raw: bytes) -> tuple[ClassifyRequest, list[tuple[str, str | _Item]]]:
     return body, [(f"input[{index}]", item) for index, item in enumerate(value)]
 
 
-def _content(item: str | _Item, media: Literal["text", "image"], place: str) -> bytes:
+def _content(item: str | _ContentPart, media: Literal["text", "image"], place: str) -> bytes:
     """The text or image of an input."""
     if isinstance(item, str):
         return item.encode()

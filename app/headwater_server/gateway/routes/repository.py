@@ -32,7 +32,7 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
 }
 
 
-class _Body(msgspec.Struct, forbid_unknown_fields=True):
+class _CommandBody(msgspec.Struct, forbid_unknown_fields=True):
     parameters: dict[str, Any] = {}
 
 
@@ -107,7 +107,7 @@ def _arguments(body: bytes, action: str) -> dict[str, Any]:
         return {"undo": rollback.undo}
     arguments: dict[str, Any] = {}
     hint = 'expected {"parameters": {...}} or an empty body'
-    options: _Body = read_json(body if body.strip() else b"{}", _Body, hint=hint)
+    options: _CommandBody = read_json(body if body.strip() else b"{}", _CommandBody, hint=hint)
     for name, value in options.parameters.items():
         if name == "unload_dependents" and action == "unload":
             if value is not False:

@@ -23,7 +23,7 @@ _MAX_DOCUMENTS: Final = 2048
 """Jina's limit; Cohere's is 10,000 chunks."""
 
 
-class _Text(msgspec.Struct, forbid_unknown_fields=True):
+class _DocumentObject(msgspec.Struct, forbid_unknown_fields=True):
     text: str
 
 
@@ -32,7 +32,9 @@ class RerankRequest(msgspec.Struct, forbid_unknown_fields=True):
 
     model: str
     query: str
-    documents: Annotated[list[str | _Text], Meta(extra_json_schema={"minItems": 1, "maxItems": _MAX_DOCUMENTS})]
+    documents: Annotated[
+        list[str | _DocumentObject], Meta(extra_json_schema={"minItems": 1, "maxItems": _MAX_DOCUMENTS})
+    ]
     top_n: Annotated[int, Meta(ge=1, description="So many of the best; default: all")] | None = None
     return_documents: Annotated[bool, Meta(description="Whether results repeat the documents; default: no")] | None = (
         None

@@ -20,7 +20,13 @@ from headwater_server.security.key_check import owned_id
 from headwater_server.security.rate_limits import KeyLimits
 from headwater_server.telemetry.catalogue import Route
 from headwater_server.telemetry.recorder import accept
-from headwater_server.vllm.answers import Answer, ChunkAnswer, EmbeddingsAnswer, ResponsesAnswer, TokenCount
+from headwater_server.vllm.answers import (
+    ChunkAnswer,
+    EmbeddingsAnswer,
+    RelayedAnswer,
+    RelayedResponsesAnswer,
+    TokenCount,
+)
 from headwater_server.vllm.relay import Relay
 from headwater_server.vllm.requests import VllmRequest, read_request
 from headwater_server.vllm.vllm_model import VllmDispatcher
@@ -57,8 +63,8 @@ async def answer_openai(
     read: Callable[[bytes], dict[str, Any]] = _read_object
     request = read_request(route, await decoded(read, raw, scope))
 
-    def form(count: TokenCount) -> Answer:
-        return ResponsesAnswer(count) if route == "responses" else ChunkAnswer(request, count)
+    def form(count: TokenCount) -> RelayedAnswer:
+        return RelayedResponsesAnswer(count) if route == "responses" else ChunkAnswer(request, count)
 
     return await answer_relayed(models, scope, receive, dispatcher, request, form)
 
@@ -73,7 +79,7 @@ async def answer_relayed(
     receive: Receive,
     dispatcher: VllmDispatcher,
     request: VllmRequest,
-    form: Callable[[TokenCount], Answer],
+    form: Callable[[TokenCount], RelayedAnswer],
 ) -> ASGIApp:
     """Relay a request, and its answer whole or as events. If the client goes away, vLLM stops computing the request.
 

@@ -34,7 +34,7 @@ class Refused(jinja2.TemplateError):
     """The template called ``raise_exception``."""
 
 
-class _Budget(threading.local):
+class _TemplateBudget(threading.local):
     """The limits of a rendering. Each thread has separate counters."""
 
     def __init__(self, max_characters: int, max_seconds: float) -> None:
@@ -72,8 +72,8 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def __init__(self, max_characters: int, max_seconds: float) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-        self.budget = budget = _Budget(max_characters, max_seconds)
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
+        self.budget = budget = _TemplateBudget(max_characters, max_seconds)
 
         @jinja2.pass_context
         def counted_output(_: Context, value: object) -> str:
@@ -196,7 +196,7 @@ def _filtered(node: nodes.Expr, name: str, lineno: int) -> nodes.Filter:
     return nodes.Filter(node, name, [], [], None, None, lineno=lineno)
 
 
-class _Generation(Extension):
+class _GenerationTag(Extension):
     """The tag ``{% generation %}``, which marks the assistant's text for training. It has no effect here."""
 
     tags = {"generation"}  # noqa: RUF012  as in the class that it extends

@@ -38,7 +38,7 @@ _Step: TypeAlias = dict[str, Any]
 _T = TypeVar("_T")
 
 
-class _Table(dict[int, _T]):
+class _ComputedTable(dict[int, _T]):
     """A dictionary that computes missing values with a method of its owner. Two threads may compute the same value.
 
     The reference to the method is weak: a reference cycle would keep the tokenizer, about a megabyte, until the garbage
@@ -93,8 +93,8 @@ class TokenTexts:
         self._joins_with_spaces = decoder is None
         self._head = _library_decoder(head)
         self._body = _library_decoder(body)
-        self.bytes_of = _Table(self._bytes_of)
-        self.pieces = _Table(self._piece)
+        self.bytes_of = _ComputedTable(self._bytes_of)
+        self.pieces = _ComputedTable(self._piece)
 
     def special_id(self, token: str) -> int | None:
         """The id of a special token; `None` for any other text."""

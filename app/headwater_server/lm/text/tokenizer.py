@@ -85,7 +85,7 @@ class Tokenizer:
         return [self._tokenizer.id_to_token(id) for id in ids]
 
 
-class _Tokens(NamedTuple):
+class _ConfiguredTokens(NamedTuple):
     """The tokens that ``tokenizer_config.json`` adds to the tokens of ``tokenizer.json``."""
 
     added: dict[int, tokenizers.AddedToken]
@@ -132,7 +132,9 @@ def _object(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: expected a JSON object, got this: {error}") from error
 
 
-def _tokens(folder: Path, config: Mapping[str, Any], base_tokens: Mapping[int, tokenizers.AddedToken]) -> _Tokens:
+def _tokens(
+    folder: Path, config: Mapping[str, Any], base_tokens: Mapping[int, tokenizers.AddedToken]
+) -> _ConfiguredTokens:
     path = folder / "tokenizer_config.json"
     merged = dict(config)
     added = dict(base_tokens)
@@ -154,7 +156,7 @@ def _tokens(folder: Path, config: Mapping[str, Any], base_tokens: Mapping[int, t
         if key.endswith("_token") and isinstance(value := merged.get(key), (str, dict)):
             token = _token(value, f"{path}: {key}")
             named[key] = of_text.get(str(token), token)
-    return _Tokens(added, named, [_token(value, f"{path}: extra_special_tokens") for value in extra])
+    return _ConfiguredTokens(added, named, [_token(value, f"{path}: extra_special_tokens") for value in extra])
 
 
 def _listed(listed: object, name: str) -> dict[int, tokenizers.AddedToken]:
@@ -182,7 +184,7 @@ def _token(value: object, name: str) -> tokenizers.AddedToken | str:
     return tokenizers.AddedToken(value["content"], **options)
 
 
-def _add(tokenizer: tokenizers.Tokenizer, tokens: _Tokens) -> None:
+def _add(tokenizer: tokenizers.Tokenizer, tokens: _ConfiguredTokens) -> None:
     """Add the tokens in transformers' order, in which new tokens get new ids. Named tokens become special."""
     ordered: list[tokenizers.AddedToken | str] = [token for _, token in sorted(tokens.added.items())]
     texts = {str(token) for token in (*ordered, *tokenizer.get_added_tokens_decoder().values())}

@@ -131,7 +131,7 @@ class CallFinder:
 
     def __init__(self, use: ToolUse) -> None:
         self._source = CallSource()
-        self._out = _Output(use)
+        self._out = _ParsedOutput(use)
         self._reading = _Reader(self._source, self._out, use).read()
         next(self._reading, None)
 
@@ -158,7 +158,7 @@ class CallFinder:
         return self._out.taken()
 
 
-class _Output:
+class _ParsedOutput:
     """Collects content and calls in order."""
 
     def __init__(self, use: ToolUse) -> None:
@@ -200,7 +200,7 @@ class _Output:
             self._found.append(CallPart(self.calls - 1, name, arguments))
 
 
-class _Call(msgspec.Struct):
+class _CallObject(msgspec.Struct):
     """The JSON object of a call."""
 
     name: str
@@ -211,7 +211,7 @@ class _Call(msgspec.Struct):
 class _Reader:
     """Parses an answer in a given format."""
 
-    def __init__(self, source: CallSource, out: _Output, use: ToolUse) -> None:
+    def __init__(self, source: CallSource, out: _ParsedOutput, use: ToolUse) -> None:
         self._source = source
         self._out = out
         self._use = use
@@ -319,7 +319,7 @@ class _Reader:
                 yield from source.accept(closing)
         else:
             try:
-                call = msgspec.json.decode((yield from source.read_object()), type=_Call)
+                call = msgspec.json.decode((yield from source.read_object()), type=_CallObject)
             except (msgspec.MsgspecError, RecursionError):
                 raise NoCall from None
             if closing and not (yield from source.accept(closing)):

@@ -13,7 +13,7 @@ import pytest
 
 from headwater_server.cli.bench.answer_reader import Fault
 from headwater_server.cli.bench.closed_loop import STOPPED, closed_loop
-from headwater_server.cli.bench.job import Job, Load, Target
+from headwater_server.cli.bench.job import Job, Load, RequestSet
 from headwater_server.cli.bench.outcomes import Outcomes
 from headwater_server.cli.bench.request_bodies import Body
 from headwater_server.cli.bench.slo import Limits
@@ -24,11 +24,13 @@ REPOSITORY = Path(__file__).parents[4]
 BODY = Body(b"{}")
 
 
-def unary(target: LoadTarget, **options: float) -> Target:
-    return Target(target.url, "m", (BODY,), **options)  # type: ignore[arg-type]
+def unary(target: LoadTarget, **options: float) -> RequestSet:
+    return RequestSet(target.url, "m", (BODY,), **options)  # type: ignore[arg-type]
 
 
-def run(target: Target, connections: int, seconds: float, warmup_s: float, limits: Limits | None = None) -> Outcomes:
+def run(
+    target: RequestSet, connections: int, seconds: float, warmup_s: float, limits: Limits | None = None
+) -> Outcomes:
     return asyncio.run(closed_loop(Job(target, Load(connections), seconds, warmup_s, limits=limits or Limits())))
 
 
@@ -40,7 +42,7 @@ def test_it_reports_a_delay_and_a_share_of_failures_within_two_percent() -> None
             assert server.stdout is not None
             url = server.stdout.readline().strip()
             for _ in range(3):  # what else the machine does can only add to a latency
-                outcomes = run(Target(url, "m", (BODY,)), 40, 3.5, 0.1)
+                outcomes = run(RequestSet(url, "m", (BODY,)), 40, 3.5, 0.1)
                 if outcomes.latency_ms(50) <= 306:
                     break
         finally:
@@ -69,7 +71,7 @@ def test_bodies_are_sent_in_turn() -> None:
 
     with load_target(note) as target:
         bodies = [b'{"a":1}', b'{"b":2}', b'{"c":3}']
-        run(Target(target.url, "m", tuple(map(Body, bodies))), 1, 0.3, 0)
+        run(RequestSet(target.url, "m", tuple(map(Body, bodies))), 1, 0.3, 0)
     assert sorted(got) == bodies
     assert max(got.values()) - min(got.values()) <= 1
 
@@ -82,7 +84,7 @@ def test_the_key_is_shown() -> None:
         return Answer(delay_s=0.02)
 
     with load_target(note) as target:
-        run(Target(target.url, "m", (BODY,), key="secret"), 1, 0.1, 0)
+        run(RequestSet(target.url, "m", (BODY,), key="secret"), 1, 0.1, 0)
     assert set(seen) == {"Bearer secret"}
 
 
@@ -124,7 +126,7 @@ def test_streams_are_told_by_their_tokens() -> None:
         gap_s=0.02,
     )  # fmt: skip
     with load_target(lambda asked: Answer(pieces=stream, delay_s=0.05)) as target:
-        outcomes = run(Target(target.url, "m", (BODY,), "chat"), 2, 0.4, 0, Limits(ttft_s=0.0001))
+        outcomes = run(RequestSet(target.url, "m", (BODY,), "chat"), 2, 0.4, 0, Limits(ttft_s=0.0001))
     assert outcomes.answers >= 2
     assert not outcomes.errors
     assert outcomes.tokens == 9 * outcomes.answers
@@ -156,7 +158,7 @@ def test_a_server_that_goes_away_leaves_what_was_measured(monkeypatch: pytest.Mo
 
 
 def test_it_can_be_stopped() -> None:
-    async def stopped(target: Target) -> Outcomes:
+    async def stopped(target: RequestSet) -> Outcomes:
         stop = asyncio.Event()
         asyncio.get_running_loop().call_later(0.3, stop.set)
         return await closed_loop(Job(target, Load(2), 60, 0), stop)

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from headwater_server.cli.bench.answer_reader import Fault
-from headwater_server.cli.bench.job import Job, Load, Target
+from headwater_server.cli.bench.job import Job, Load, RequestSet
 from headwater_server.cli.bench.open_loop import PreciseTimer, arrival_times, open_loop
 from headwater_server.cli.bench.outcomes import Outcomes
 from headwater_server.cli.bench.request_bodies import Body
@@ -18,7 +18,7 @@ from tests.load_target import Answer, Asked, load_target
 
 
 def run(url: str, rate_per_s: float, seconds: float, *, timeout_s: float = 30.0, **options: object) -> Outcomes:
-    target = Target(url, "m", (Body(b"{}"),), timeout_s=timeout_s)
+    target = RequestSet(url, "m", (Body(b"{}"),), timeout_s=timeout_s)
     job = Job(target, Load(rate_per_s=rate_per_s), seconds, 0, **options)  # type: ignore[arg-type]
     return asyncio.run(open_loop(job))
 
@@ -104,7 +104,7 @@ def test_a_stopped_run_has_what_was_measured_until_then() -> None:
     async def stopped(url: str) -> Outcomes:
         stop = asyncio.Event()
         asyncio.get_running_loop().call_later(0.4, stop.set)
-        return await open_loop(Job(Target(url, "m", (Body(b"{}"),)), Load(rate_per_s=100), 60, 0), stop)
+        return await open_loop(Job(RequestSet(url, "m", (Body(b"{}"),)), Load(rate_per_s=100), 60, 0), stop)
 
     with load_target(lambda asked: Answer(delay_s=0.01)) as target:
         outcomes = asyncio.run(stopped(target.url))

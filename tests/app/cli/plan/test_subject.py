@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from headwater_server.cli.bench import bench_command
-from headwater_server.cli.bench.plan import Plan, points_of
+from headwater_server.cli.bench.plan import LoadPlan, points_of
 from headwater_server.cli.main import main
 from headwater_server.cli.plan.point import Point
 from headwater_server.cli.plan.profiles import served_at
@@ -31,9 +31,9 @@ def subject(content: dict[str, Any], **options: Any) -> Subject:
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> Any:
     """What ``headwater bench`` makes of arguments."""
-    found: list[Plan] = []
+    found: list[LoadPlan] = []
 
-    def bench(plan: Plan) -> int:
+    def bench(plan: LoadPlan) -> int:
         found.append(plan)
         return 0
 
@@ -41,7 +41,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(ServerClient, "metadata", lambda self, model: METADATA)
     monkeypatch.setattr(ServerClient, "models", lambda self: ["one"])
 
-    def read(arguments: list[str]) -> Plan:
+    def read(arguments: list[str]) -> LoadPlan:
         with pytest.raises(SystemExit) as ended:
             main(["bench", *arguments])
         assert ended.value.code == 0

@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from headwater_server.cli.report.page import Code, Figure, Paragraph, Part, Section, Table, Warn, render_page
+from headwater_server.cli.report.page import Code, Figure, PageSection, Paragraph, Part, Table, Warn, render_page
 from headwater_server.cli.report.plots import Curve, cdf, line_chart
 
 HOSTILE = "<script>alert('x')</script>&"
@@ -33,7 +33,9 @@ def page(plots: list[str]) -> str:
         Table([HOSTILE, "n"], [[HOSTILE, 1.5]], HOSTILE),
     ]
     figures = [Figure(svg, HOSTILE) for svg in plots]
-    return render_page(HOSTILE, HOSTILE, [Section(HOSTILE, [*parts, *figures, Paragraph("after")]), Section("empty")])
+    return render_page(
+        HOSTILE, HOSTILE, [PageSection(HOSTILE, [*parts, *figures, Paragraph("after")]), PageSection("empty")]
+    )
 
 
 def test_text_is_escaped_wherever_it_stands(page: str) -> None:
@@ -76,5 +78,5 @@ def test_a_large_distribution_is_drawn_with_few_points() -> None:
 
 
 def test_a_flagged_row_is_marked() -> None:
-    html = render_page("t", "l", [Section("s", [Table(["a"], [["x"], ["y"]], flagged=frozenset({1}))])])
+    html = render_page("t", "l", [PageSection("s", [Table(["a"], [["x"], ["y"]], flagged=frozenset({1}))])])
     assert html.count('class="flagged"') == 1

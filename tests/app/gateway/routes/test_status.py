@@ -25,7 +25,7 @@ from headwater_server.telemetry import recorder as recorders
 from headwater_server.telemetry.ledger import Ledger
 from headwater_server.telemetry.logs import AccessLog
 from headwater_server.telemetry.recorder import Recorder
-from headwater_server.telemetry.store import Key, Store
+from headwater_server.telemetry.store import SeriesKey, Store
 
 X = (TensorSpec("x", "FP32", (1,)),)
 MS = 1_000_000
@@ -139,8 +139,8 @@ def test_counts_are_those_of_all_workers_and_of_those_that_ended(tmp_path: Path,
         worker.language_model("lm").active.set(index)
     ledger.write_state(
         {
-            Key("headwater_replica_threads", ("m", "m-1")): 7,
-            Key("headwater_replica_resident_memory_bytes", ("m", "m-1")): 2**30,
+            SeriesKey("headwater_replica_threads", ("m", "m-1")): 7,
+            SeriesKey("headwater_replica_resident_memory_bytes", ("m", "m-1")): 2**30,
         }
     )
     ledger.end_worker(paths[2])
