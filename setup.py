@@ -23,7 +23,7 @@ if os.environ.get("HEADWATER_COMPILE") == "1":
     from mypyc.build import mypycify
 
     gc.disable()  # a third of mypy's time, which keeps nearly all that it makes
-    paths = [f"{room}/{name}.py" for room, names in COMPILED.items() for name in names.split()]
+    paths = [f"{package}/{name}.py" for package, names in COMPILED.items() for name in names.split()]
     extensions = mypycify(paths, group_name="headwater", opt_level="1", debug_level="0")
 
 setup(ext_modules=extensions)

@@ -106,7 +106,8 @@ GrammarKind: TypeAlias = Literal["json_schema", "regex", "lark"]
 
 
 class Grammar(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A grammar that an answer must match from first token to end; `headwater.lm.grammars` has the dialects."""
+    """A grammar of a whole answer: only a stop token or the length limit may end the answer before the grammar does.
+    `headwater.lm.grammar_source` describes the dialects."""
 
     kind: GrammarKind
     text: Annotated[str, Meta(max_length=MAX_GRAMMAR)]

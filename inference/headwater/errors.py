@@ -151,8 +151,8 @@ def shortage_of(error: BaseException) -> Shortage | None:
 
 
 def shortage_in(lines: Iterable[str], prefix: str = "") -> Shortage | None:
-    """The shortage that a line of a log reports in the system's words, or None if no line does. ``prefix`` begins its
-    text."""
+    """The shortage in the first line that has the system's message for an error number in `SHORT_OF`; None if no line
+    has. The error's text consists of ``prefix`` and the line."""
     for line in lines:
         for number in SHORT_OF:
             if os.strerror(number) in line:

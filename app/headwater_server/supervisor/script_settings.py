@@ -177,7 +177,8 @@ def _section_of_step(pipeline: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _with_own(settings: Mapping[str, Any], section: Mapping[str, Any]) -> dict[str, Any]:
-    """A script's fields, overridden by the section's fields of the same names."""
+    """A script's fields, overridden by the section's fields of the same names: subsections are merged, and None
+    restores a default. Other fields of the section are left out."""
     return laid_over(dict(settings), {name: section[name] for name in settings if name in section})
 
 

@@ -215,7 +215,8 @@ def _with_parameters(tool: object) -> object:
 
 
 def _check_prompts(prompt: object, n: int) -> None:
-    """Limit the number of sequences of a request. A list of integers is a single prompt of token ids."""
+    """Refuse a request whose number of prompts times `n` exceeds `MAX_SEQUENCES`. A list of integers is a single prompt
+    of token ids."""
     count = len(prompt) if isinstance(prompt, list) and not all(isinstance(token, int) for token in prompt) else 1
     if count * n > MAX_SEQUENCES:
         raise at("prompt", None, f"expected at most {MAX_SEQUENCES} answers in all, got {count} prompts x {n}")

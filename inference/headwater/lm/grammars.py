@@ -39,7 +39,8 @@ REFUSED: Final = 1024
 MOST_WAITING: Final = 64
 """How many grammars of a scope may wait to be compiled."""
 MASK_WAIT_S: Final = 0.05
-"""The most seconds that a step waits for masks. If there is other work, steps wait only once for each sequence."""
+"""The most seconds that a step waits for masks. Steps with other work no longer wait for a sequence whose mask once
+took longer."""
 _EXPECTED: Final = {"json_schema": "a JSON schema", "regex": "a regular expression", "lark": "a grammar"}
 _COMPILE_LIMITS: Final = (
     f"to compile it takes more than {LANES[-1].cpu_s:g} s of processor time, or {COMPILE_BYTES >> 20} MiB of memory"

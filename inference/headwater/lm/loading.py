@@ -99,8 +99,8 @@ class LmPlan(NamedTuple):
             raise LoadError(Problem(f"model {self.reference}", reason, OTHER)) from None
 
     def load(self, device: str, on_broken: Callable[[str], None], capacity: Capacity | None = None) -> Engine:
-        """Read the weights, and make an engine. The built-in engine checks itself, and reports to `capacity` how many
-        sequences fit.
+        """Read the weights, and make an engine. The built-in engine is checked before it is returned. Later, when a
+        step runs out of memory, it records in `capacity` how many sequences it may compute at once.
 
         Raises:
             ReplicaError: loading failed; the message has the reason.

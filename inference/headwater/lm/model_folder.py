@@ -135,7 +135,11 @@ def _checked_config(title: str, folder: Path) -> Any:
 
 
 def _is_quantized(title: str, folder: Path, config: Any) -> bool:
-    """Whether the weights are quantized, in a way that transformers can load here."""
+    """Whether the weights are quantized.
+
+    Raises:
+        LoadError: they are, and transformers can't load them here.
+    """
     from headwater.lm.transformers_parts import check_quantization
 
     try:

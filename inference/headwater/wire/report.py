@@ -59,7 +59,8 @@ class Status(enum.IntEnum):
     BAD_INPUT = 3
     """The callable raised `headwater.BadInput`: the client's fault."""
     BROKEN = 4
-    """The replica can't continue (a CUDA context is poisoned); it ends and is replaced."""
+    """The replica can't continue, because its device is unusable (a poisoned CUDA context) or the model raised a
+    `ReplicaError`. It ends and is replaced."""
     UNSHARED = 5
     """The replica can't open the call's shared memory (`headwater.wire.shared_memory`); nothing was computed."""
     OUT_OF_MEMORY = 6

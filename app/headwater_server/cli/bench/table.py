@@ -105,7 +105,8 @@ def _share_text(part: int, whole: int) -> str:
 
 
 def _run_limits(points: Sequence[LoadPoint], report: Mapping[str, Any]) -> list[str]:
-    """A line that says whether each load met the limits for a whole run; empty without such limits."""
+    """A list with a line that says for each load whether the limits on latency percentiles of the run (`p50_ms` and so
+    on) were met; an empty list if there are no such limits."""
     words = {True: "met", False: "missed", None: "unknown"}
     limits = [f"{name} {value:g}" for name, value in report["run"]["limits_ms"].items() if name.startswith("p")]
     met = [

@@ -1,4 +1,4 @@
-"""The rooms of the code: which may import which, and that no module imports itself on a detour."""
+"""Which packages import which others, and that no module imports itself through other modules."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-ROOMS = {
+MAY_IMPORT = {
     "headwater_server": {
         "process": "",
         "binder": "",
@@ -36,27 +36,26 @@ ROOMS = {
         "zoo": "",
     },
 }
-"""The rooms of each package, and which other rooms of it each may import. Every room may also import the modules of
-its package that are outside of rooms; a room of `headwater_server` also those of `headwater`, and `headwater.wire`."""
-ALLOWED = set[tuple[str, str]]()
-"""Imports against the table, importer and imported module: it may only shrink."""
+"""For each package of a distribution, the packages of the same distribution that it may import. Each package may also
+import the modules at the top of its distribution; a package of `headwater_server` also the modules at the top of
+`headwater`, and `headwater.wire`."""
 
 
 def modules() -> dict[str, Path]:
     """Every module of the product by its name."""
-    found = {}
+    paths = {}
     for root in (ROOT / "app", ROOT / "inference"):
         for path in root.rglob("*.py"):
             name = ".".join(path.relative_to(root).with_suffix("").parts)
-            found[name.removesuffix(".__init__")] = path
-    return found
+            paths[name.removesuffix(".__init__")] = path
+    return paths
 
 
 MODULES = modules()
 
 
 def imported(path: Path) -> Iterator[str]:
-    """Our modules that a file imports, wherever in the file, for types only too."""
+    """The product's modules that a file imports, anywhere in the file, also for types only."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module is not None:
             for alias in node.names:
@@ -68,33 +67,34 @@ def imported(path: Path) -> Iterator[str]:
 
 @functools.cache
 def graph() -> dict[str, set[str]]:
-    """Which of our modules each of our modules imports."""
-    return {name: {one for one in imported(path) if one in MODULES} for name, path in MODULES.items()}
+    """The modules that each module of the product imports."""
+    return {name: {module for module in imported(path) if module in MODULES} for name, path in MODULES.items()}
 
 
 def place(module: str) -> tuple[str, str]:
-    """The package of a module, and its room; empty: it is outside of rooms."""
-    package, room = [*module.split("."), ""][:2]
-    return package, room if room in ROOMS[package] else ""
+    """A module's distribution, by its top-level package, and package; empty: the module is at the top."""
+    distribution, package = [*module.split("."), ""][:2]
+    return distribution, package if package in MAY_IMPORT[distribution] else ""
 
 
 def is_allowed(importer: str, module: str) -> bool:
-    (package, room), (other_package, other) = place(importer), place(module)
-    if package != other_package:
-        return package == "headwater_server" and (not other or (room != "" and other == "wire"))
-    if room == other or importer == "headwater_server.__main__":
+    (distribution, package), (imported_distribution, imported_package) = place(importer), place(module)
+    if distribution != imported_distribution:
+        is_wire = package != "" and imported_package == "wire"
+        return distribution == "headwater_server" and (imported_package == "" or is_wire)
+    if package == imported_package or importer == "headwater_server.__main__":
         return True
-    return room != "" and (not other or other in ROOMS[package][room].split())
+    return package != "" and (not imported_package or imported_package in MAY_IMPORT[distribution][package].split())
 
 
-def test_rooms_import_only_what_the_table_says() -> None:
-    wrong = {(name, one) for name, others in graph().items() for one in others if not is_allowed(name, one)}
-    assert wrong == ALLOWED
+def test_packages_import_only_the_packages_in_the_table() -> None:
+    edges = [(name, module) for name, imports in graph().items() for module in imports]
+    assert [edge for edge in edges if not is_allowed(*edge)] == []
 
 
-def test_no_module_imports_itself_on_a_detour() -> None:
+def test_no_module_imports_itself_through_others() -> None:
     TopologicalSorter(graph()).prepare()  # CycleError names the modules
 
 
-def test_few_modules_stand_outside_of_rooms() -> None:
+def test_few_modules_are_at_the_top_of_the_server() -> None:
     assert len([name for name in MODULES if place(name) == ("headwater_server", "")]) <= 5
