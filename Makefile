@@ -250,7 +250,7 @@ endif
 	@touch $@
 
 $(USER_VENV)/.made:
-	@echo "Installing into $(USER_VENV) (a gigabyte, and minutes): $(USER_PACKAGES)"
+	@echo "Installing into $(USER_VENV) (gigabytes, and minutes): $(USER_PACKAGES)"
 	@$(USER_PYTHON) -m venv --clear $(USER_VENV)
 	@$(USER_VENV)/bin/python -m pip --disable-pip-version-check -qq --no-input install $(USER_PACKAGES)
 	@touch $@

@@ -1,4 +1,4 @@
-"""Models under other versions of Python, with numpy 1.26 and the newest: the same answers as under our own.
+"""Models under other versions of Python, with numpy 1.26 and the newest: the same answers as under Headwater's Python.
 
 The interpreters are those installed beside the one that runs the tests; their packages come from the package index.
 """
@@ -22,6 +22,7 @@ import pytest
 import tritonclient.http as triton
 
 from headwater.datatypes import DATATYPES
+from headwater.zoo.training.export_digit_head import ONNX_FILE
 from tests.running import Running, leaves_nothing, wait_for
 
 OLD_NUMPY = "numpy==1.26.4"
@@ -56,7 +57,7 @@ WANTED = wanted()
 
 @pytest.fixture(scope="module")
 def pythons(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """An environment for each, with numpy and msgspec only."""
+    """An environment for each Python, with numpy, msgspec and ONNX Runtime."""
     folder = tmp_path_factory.mktemp("pythons")
 
     def make(name: str) -> Path:
@@ -65,7 +66,7 @@ def pythons(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         subprocess.run([str(path), "-m", "venv", "--without-pip", str(environment)], check=True, timeout=300)
         python = environment / "bin" / "python"
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(python), "install", "-q"]
-        command = [*pip, "--no-compile", "--only-binary=:all:", numpy, "msgspec"]
+        command = [*pip, "--no-compile", "--only-binary=:all:", numpy, "msgspec", "onnxruntime"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         if done.returncode:
             pytest.skip(f"no packages for {path}: {done.stderr[-300:]}")
@@ -82,6 +83,7 @@ def running(pythons: dict[str, Path]) -> Iterator[Running]:
         pytest.skip("no other Python is installed beside this one")
     first, *_, last = [str(python) for name, python in pythons.items() if name != "old-numpy"]
     mirror = {"model": "typed:Mirror", "warmup_batch_sizes": [1]}
+    onnx_head = {"model": f"onnx:{ONNX_FILE}", "threads": 1, "warmup_batch_sizes": [1]}
     head = {"model": "light:Head", "options": {"output": "y"}, "inputs": {"features": "trunk.features"}}
     steps = {"trunk": {"model": "light:Trunk"}, "heads": {"y": head}}
     graph = {"trunk": {"model": "light:Trunk", "python": first}, "heads": {"y": {**head, "python": last}}}
@@ -90,6 +92,8 @@ def running(pythons: dict[str, Path]) -> Iterator[Running]:
         "deployments": {
             "own": {**mirror, "python": "own"},
             **{name: {**mirror, "python": str(python)} for name, python in pythons.items()},
+            "onnx-own": {**onnx_head, "python": "own"},
+            **{f"onnx-{name}": {**onnx_head, "python": str(python)} for name, python in pythons.items()},
             "fused": {"pipeline": steps, "python": last},
             "graph": {"pipeline": {**graph, "placement": "graph"}},
             "pieces": {"model": "light:Pieces", "options": {"count": 3, "interval_s": 0.01}, "python": last},
@@ -131,6 +135,17 @@ def test_answers_are_those_under_our_own_python(running: Running, name: str) -> 
     check_mirror(running, name)
     (environment,) = running.index(name)["environments"]
     assert environment["versions"]["numpy"].startswith("1." if name == "old-numpy" else "2.")
+
+
+@pytest.mark.parametrize("name", WANTED)
+def test_an_onnx_file_under_another_python(running: Running, name: str) -> None:
+    features = np.linspace(-2, 2, 3 * 64).tolist()
+    scores = []
+    for model in (f"onnx-{name}", "onnx-own"):
+        answer = running.infer(model, features, shape=[3, 64], name="features")
+        assert answer.status_code == 200, answer.text
+        scores.append(answer.json()["outputs"][0]["data"])
+    np.testing.assert_allclose(scores[0], scores[1], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["fused", "graph"])
