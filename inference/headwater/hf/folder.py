@@ -50,13 +50,14 @@ class HfFolder:
         title: begins the message of an error.
 
     Raises:
-        LoadError: there is no ``config.json``, or a file can't be read.
+        LoadError: there is neither ``config.json`` nor ``modules.json``, or ``config.json`` can't be read.
     """
 
     def __init__(self, path: Path, title: str) -> None:
         self.path = path
         self.title = title
         self.has_modules = (path / "modules.json").is_file()
+        """Whether the folder is for sentence-transformers."""
         if not (path / "config.json").is_file() and not self.has_modules:
             raise self.error(
                 f"expected {path / 'config.json'}, got no such file",
@@ -65,11 +66,15 @@ class HfFolder:
         self.config = self.read("config.json")
 
     def error(self, reason: str, fix: str) -> LoadError:
-        """A failure to load the folder."""
+        """The error to raise if the folder can't be loaded."""
         return LoadError(Problem(self.title, reason, fix))
 
     def read(self, name: str) -> dict[str, Any]:
-        """The content of a JSON file of the folder; empty if the file does not exist."""
+        """The content of a JSON file of the folder; empty if the file does not exist.
+
+        Raises:
+            LoadError: the file can't be read, or has no JSON object.
+        """
         content = self._json(name)
         if content is None:
             return {}
@@ -78,7 +83,12 @@ class HfFolder:
         return content
 
     def modules(self) -> list[tuple[str, dict[str, Any]]]:
-        """The modules of a sentence-transformers folder: for each, the name of its class, and its configuration."""
+        """The modules of a sentence-transformers folder: for each, the name of its class, and its configuration. Empty
+        if the folder has no ``modules.json``.
+
+        Raises:
+            LoadError: a file can't be read, or ``modules.json`` has another form.
+        """
         content = self._json("modules.json") or []
         try:
             return [
@@ -110,8 +120,11 @@ class HfFolder:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The names of the classes, ordered by index; transformers' default names if the configuration lists no
-        names."""
+        """The names of the classes, ordered by index; transformers' default names if the configuration lists no names.
+
+        Raises:
+            LoadError: an index is not a number.
+        """
         names = self.config.get("id2label")
         if not isinstance(names, dict) or not names:
             count = self.config.get("num_labels", 2)

@@ -32,7 +32,8 @@ _NAME: Final = "headwater_packed"
 
 
 def pack(network: Any, reads_first: bool = False, *, precision: Literal["highest", "high"] = "highest") -> int:
-    """Have a transformers network compute no padding, if its type is in `FAMILY` and it is on a CPU.
+    """Have a transformers network compute no padding, if its type is in `FAMILY`, it is an encoder on a CPU, and its
+    configuration asks for neither all hidden states nor attention weights.
 
     On a CPU, the process also keeps freed memory for later passes, even if the network is not in `FAMILY`.
 
@@ -180,7 +181,7 @@ def _encoded(
     forward: Callable[..., Any], states: torch.Tensor, attention_mask: torch.Tensor | None = None, **options: Any
 ) -> Any:
     """The output of the encoder's ``forward`` for states [n, width, size], computed without padding; 0 where there is
-    padding."""
+    padding. If a text is padded on the left or has no tokens, padding is computed."""
     is_token = torch.ones(states.shape[:2], dtype=torch.bool) if attention_mask is None else attention_mask.bool()
     if not bool(is_token[:, 0].all()):  # a text is padded on the left, or has no tokens
         return forward(states, is_token[:, None, None], **options)

@@ -36,8 +36,8 @@ class SpeechRecognition(Model):
 
     Args:
         folder: a folder with the weights of a CTC network such as Wav2Vec2, or of Whisper, and its feature extractor.
-        chunk_length_s: length in seconds of the pieces into which long recordings are cut for a CTC network; 0: they
-            are not cut.
+        chunk_length_s: length in seconds of the pieces into which transformers cuts long recordings, meant for CTC
+            networks; 0: they are not cut.
 
     Inputs:
         audio: BYTES [1], a WAV file, or any file that the package soundfile reads if it is installed; or this file in
@@ -113,7 +113,7 @@ class SpeechRecognition(Model):
 
 def read(raw: bytes) -> tuple[Array, int]:
     """A file's samples mixed to a single channel, FP32 [n], and its rate in Hz; raises `BadInput` if it can't be
-    read."""
+    read, or `_check_size` refuses it."""
     file = file_of("audio", raw)
     try:
         samples, rate = _decoded(file)

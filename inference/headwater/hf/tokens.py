@@ -26,7 +26,8 @@ class TokenClassification(Model):
 
     Args:
         folder: a folder with the weights of a network for token classification.
-        aggregation_strategy: how tokens become spans; ``none``: each token is a span.
+        aggregation_strategy: how tokens become spans, as transformers names it: ``simple``, ``first``, ``average``,
+            ``max``, or ``none``: each token is a span.
 
     Inputs:
         text: BYTES [1], UTF-8.

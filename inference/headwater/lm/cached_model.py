@@ -28,7 +28,7 @@ CHECK_STEPS: Final = 3
 """Decode steps of the check: the first runs kernel by kernel, the second is recorded as a graph, the third repeats the
 graph at other positions."""
 CHECK_WINDOW: Final = 5
-"""The sliding window of the check, in tokens; the longer prompts of the check exceed it."""
+"""The sliding window during the check, in tokens; all prompts of the check are longer."""
 
 
 class _Probe(NamedTuple):
@@ -52,7 +52,8 @@ class CachedModel:
         cuda_graphs: whether decode steps are recorded as CUDA graphs, on a GPU.
 
     Raises:
-        ReplicaError: the cache can't serve the model.
+        ReplicaError: the model is no causal language model, the cache doesn't support its kind of attention, or
+            `make_invariant` refuses it.
     """
 
     def __init__(
@@ -182,7 +183,7 @@ class CachedModel:
             context_length: the most tokens of a prompt and its answer.
 
         Raises:
-            ReplicaError: the logits differ, or the model fails.
+            ReplicaError: the logits differ by more than rounding, or are not finite, or the model fails.
         """
         try:
             with self._narrow_window():

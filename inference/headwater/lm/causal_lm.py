@@ -20,7 +20,8 @@ class CausalLM(NamedTuple):
 
     model: PreTrainedModel
     eos_ids: frozenset[int]
-    """End-of-sequence tokens, from the generation configuration or else the model's configuration."""
+    """End-of-sequence tokens, from the generation configuration or else the model's configuration; empty if neither
+    names a token."""
 
 
 def load_causal_lm(folder: Path, *, device: str = "cpu", dtype: str = "auto", attention: str = "sdpa") -> CausalLM:
@@ -33,7 +34,7 @@ def load_causal_lm(folder: Path, *, device: str = "cpu", dtype: str = "auto", at
         attention: transformers' name of an attention implementation.
 
     Raises:
-        ReplicaError: the model can't be loaded, or transformers filled missing tensors with random numbers.
+        ReplicaError: the model can't be loaded, or `report_fault` finds a fault, such as tensors that are missing.
     """
     if not (folder / "config.json").is_file():
         raise ReplicaError(f"model: expected a Hugging Face folder, found no config.json in {folder}")

@@ -14,16 +14,17 @@ class Lane(NamedTuple):
     """A lane: grammars with the same limit of processor time."""
 
     cpu_s: float
-    """Limit of processor time for each grammar. A grammar that exceeds it is tried again in the next lane, or fails in
-    the last lane."""
+    """Limit of processor time for each grammar, in seconds. A grammar that exceeds it is tried again in the next lane,
+    or fails in the last lane."""
     most_running: int
+    """The most grammars of the lane that are compiled at once."""
 
 
 LANES: Final = Lane(0.25, 2), Lane(2.5, 1)
 
 
 class CompileQueue(Generic[_Item]):
-    """The waiting items of a lane.
+    """The waiting items of a lane, and the number of its running items.
 
     Args:
         lane: the lane, which says how many items may run.
@@ -51,7 +52,8 @@ class CompileQueue(Generic[_Item]):
             del self._waiting[scope]
 
     def take(self) -> _Item | None:
-        """Take the item that may run now, if any; call `end` when the item has run."""
+        """Take the item that may run now; None if no item waits, or the lane is busy. Call `end` when the item has
+        run."""
         if self._running >= self._most_running or not self._waiting:
             return None
         scope, items = self._waiting.popitem(last=False)

@@ -53,9 +53,10 @@ class EngineHost:
     Args:
         engine: the engine; from now on only the host may use it.
         device: the engine's device.
-        on_broken: called once the device is unusable, the engine can't be reset, or a step doesn't return.
+        on_broken: called with the reason when the device is unusable, the engine can't be reset, or a step takes longer
+            than `max_step_s`.
         channel_limits: how far a worker may be behind.
-        max_step_s: the longest that a step of the engine may take.
+        max_step_s: the longest that a step of the engine may take, in seconds.
     """
 
     def __init__(
@@ -77,15 +78,16 @@ class EngineHost:
         self._max_step_s = max_step_s
         self._failures = FailureLog()
         self._changed = threading.Condition(threading.Lock())
-        """Guards the attributes below, and wakes the engine's thread."""
+        """Guards the channels, sequences, commands, load and `_closed`, and wakes the engine's thread."""
         self._streams = StreamChannels()
         self._channels: dict[str, HostChannel] = {}
         self._sequences: dict[str, HostSequence] = {}
-        """The running sequences of all channels, by the engine's id."""
+        """The sequences of all channels that have not ended, by the engine's id."""
         self._commands: list[tuple[HostSequence, bool]] = []
         """Commands for the engine, in order: a sequence, and whether to cancel it rather than submit it."""
         self._load = Load()
         self._closed = ""
+        """Why the host takes no more messages; empty while it does."""
         self._has_work = False
         """`Engine.has_work`; used by the engine's thread only."""
         self._watch = StepWatch(max_step_s, self._give_up)
@@ -267,7 +269,7 @@ class EngineHost:
         return self._has_work and all(channel.held_up is None for channel in self._channels.values())
 
     def _timeout_s(self, now: float) -> float | None:
-        """Seconds until `_expire` must be called next."""
+        """Seconds until `_expire` must be called next; None: not before the next step."""
         looks = [look for channel in self._channels.values() if (look := channel.next_look()) is not None]
         return max(min(looks) - now, 0.001) if looks else None
 
@@ -395,8 +397,8 @@ class EngineHost:
         self._look()
 
     def _is_lost(self, reason: str) -> bool:
-        """Whether an error has made the device unusable. If so, all channels end, as if the replica were lost: no
-        sequence is at fault."""
+        """Whether an error has made the device unusable. If so, all channels end, as if the replica were lost, because
+        no sequence is at fault; and `on_broken` is called."""
         if not breaks_device(reason, self._device):
             return False
         with self._changed:

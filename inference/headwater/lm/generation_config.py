@@ -34,7 +34,7 @@ def sampling_defaults(title: str, folder: Path) -> tuple[Sampling, list[str]]:
         folder: the model's folder; without the file in it, the defaults of `Sampling` apply.
 
     Raises:
-        LoadError: the file isn't JSON, or a field is out of range.
+        LoadError: the file isn't a JSON object, or a field is out of range.
     """
     if not (folder / GENERATION_CONFIG).is_file():
         return Sampling(), []

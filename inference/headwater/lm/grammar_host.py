@@ -52,8 +52,8 @@ class _Forker:
 
     Args:
         orders: the socket from which orders are read, and to which reports are sent.
-        begin: runs in a child; gets the child's socket, the file descriptor of a grammar or None, and the limit of
-            processor time in the order, in seconds.
+        begin: runs in a child, which ends when it returns; gets the child's socket, the file descriptor of a grammar
+            or None, and the limit of processor time in the order, in seconds.
     """
 
     def __init__(self, orders: socket.socket, begin: Callable[[socket.socket, int | None, float], None]) -> None:
@@ -124,8 +124,9 @@ class _Forker:
 
 
 def main(descriptor: int) -> None:
-    """Run the host on this socket. The first packet has the tokenizer's file, the vocabulary size and the
-    end-of-sequence tokens."""
+    """Run the host on the socket with this descriptor, until the engine closes the other end. The first packet is a
+    JSON array of the tokenizer's file, the vocabulary size and the end-of-sequence tokens. A reply says whether the
+    library can read the tokenizer; if not, the host ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _let_stack_grow()
     engine = socket.socket(fileno=descriptor)
@@ -154,7 +155,7 @@ def main(descriptor: int) -> None:
 
 
 def _compile(tokenizer: LLTokenizer, special: list[str], channel: socket.socket, file: int, cpu_s: float) -> None:
-    """Compile the grammar in a file, send the result, and fork followers."""
+    """Compile the grammar in a file, send the result and, if it succeeded, fork followers on order."""
     grown = _Growth(COMPILE_BYTES)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hides messages of the library when it aborts
     with open(file, encoding="utf-8") as source:
@@ -209,7 +210,7 @@ class _Growth:
         return max(0, self._pages()[1] - self._before) * _PAGE
 
     def _pages(self) -> tuple[int, int]:
-        """The size in pages of the address space, and of its private part, the heap."""
+        """The size in pages of the address space, and of its part for data and stack."""
         size, _, _, _, _, data, *_ = os.pread(self._file, 256, 0).split()
         return int(size), int(data)
 

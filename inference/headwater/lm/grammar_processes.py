@@ -30,6 +30,7 @@ _HOST: Final = "import sys; sys.path.append({!r}); from headwater.lm.grammar_hos
 _PACKET_BYTES: Final = 4096
 """Upper bound of a packet's size without its mask."""
 _HOST_END_S: Final = 5
+"""Seconds that the host has to end by itself."""
 
 
 class Listener(Protocol):
@@ -52,11 +53,13 @@ class GrammarProcess:
         self.number = number
         self.channel = channel
         self.parent = parent
+        """The process that forked this process; None for the host."""
         self.listener = listener
         self.children: dict[int, GrammarProcess] = {}
+        """The processes that this process forked and that have not ended, by number."""
 
     def send(self, packet: bytes) -> None:
-        """Send a packet, which is lost if the process has ended."""
+        """Send a packet. It is lost if the process has ended, or if the socket's buffer is full."""
         with contextlib.suppress(OSError):
             self.channel.send(packet)
 
@@ -67,7 +70,8 @@ class GrammarProcess:
 
 
 class GrammarProcesses:
-    """Starts the host and, through it, all other processes. Only a single thread may use it.
+    """Starts the host and, through it, all other processes. If the host has ended, the next `compile` starts another.
+    Only a single thread may use it.
 
     Args:
         tokenizer: the model's tokenizer.json.
@@ -97,7 +101,8 @@ class GrammarProcesses:
             raise ReplicaError(f"llguidance can't read {tokenizer}: {error}")
 
     def compile(self, kind: str, text: str, cpu_s: float, listener: Listener) -> GrammarProcess | None:
-        """Have a grammar compiled; None if no process can be started, which is also reported to the listener.
+        """Have a grammar compiled. Returns the compiler; None if no process can be started, which the next `poll` also
+        reports to the listener.
 
         Args:
             kind: `headwater.engine.Grammar.kind`.
@@ -118,8 +123,8 @@ class GrammarProcesses:
             return None
 
     def follow(self, compiler: GrammarProcess, listener: Listener) -> GrammarProcess | None:
-        """Have a compiler that succeeded fork a follower; None if no process can be started, as for `compile`. Tokens
-        may be sent to the follower at once."""
+        """Have a compiler that succeeded fork a follower, and return the follower; None if no process can be started,
+        as for `compile`. Tokens may be sent to the follower at once."""
         try:
             return self._start(compiler, listener, 0)
         except OSError as error:
@@ -144,7 +149,7 @@ class GrammarProcesses:
             self._hear(key.data)
 
     def close(self) -> None:
-        """End all processes, without calls to listeners."""
+        """End all processes, without calls to listeners. Waits up to `_HOST_END_S` before it kills the host."""
         self._end()
 
     def _start_host(self) -> GrammarProcess:

@@ -61,6 +61,9 @@ def compiled(tokenizer: LLTokenizer, special: Sequence[str], kind: str, text: st
         kind: `headwater.engine.Grammar.kind`.
         text: `headwater.engine.Grammar.text`.
 
+    Returns:
+        The grammar's state at the beginning of an answer, and the mask, a bit for each token of the vocabulary.
+
     Raises:
         ValueError: the grammar is wrong, unsupported or too complex.
     """
@@ -87,7 +90,7 @@ def special_texts(tokenizer: LLTokenizer) -> list[str]:
 
 
 def short_reason(error: str) -> str:
-    """The library's error message without the parts that are for its developers."""
+    """The library's error message without the parts that are for its developers, cut to 400 characters."""
     return " ".join(error.replace("<non-verbose/>", "").split())[:400]
 
 

@@ -31,17 +31,18 @@ __all__ = [
 FORK: Final = b"f"
 """The order to fork a child. It carries the child's socket and, for a compiler, a file with the grammar."""
 KILL: Final = b"k"
+"""The order to kill a child."""
 ORDER: Final = Struct("<cQd")
 """`FORK` or `KILL`; the child's number, which the engine chooses; the processor time that compilation may take, in
-seconds."""
+seconds (no effect in an order to kill, or to fork a follower)."""
 TOKEN: Final = Struct("<I")
 """The answer's next token."""
 NOT_STARTED: Final = -1
 """In place of a wait status: the child could not be forked."""
 COMPILE_BYTES: Final = 256 * 2**20
-"""How much a compiler's memory may grow."""
+"""Bytes by which a compiler's address space may grow."""
 FOLLOW_BYTES: Final = 128 * 2**20
-"""How much a follower's memory may grow."""
+"""Bytes by which a follower's address space may grow."""
 MASK_CPU_S: Final = 1.0
 """The most processor time for a mask, in seconds. An answer begins with this budget."""
 TOKEN_CPU_S: Final = 0.1
@@ -55,16 +56,17 @@ _REPLY: Final = Struct("<c??Q")
 
 
 class Reply(NamedTuple):
-    """The result of a compiler or a follower."""
+    """The result of a compiler or a follower; from the host, only whether it could read the tokenizer."""
 
     mask: bytes
-    """Which tokens may come next, a bit for each token of the vocabulary; empty if there is an error."""
+    """Which tokens may come next, a bit for each token of the vocabulary, the lowest bit of a byte first; empty if
+    there is an error."""
     is_stopped: bool
     """Whether the answer must end here."""
     error: str
     """Why the library failed; empty if it succeeded."""
     size_bytes: int
-    """How much the process has grown since it was forked."""
+    """Bytes by which the process's data and stack have grown since it was forked."""
 
 
 def pack_reply(reply: Reply) -> bytes:

@@ -35,9 +35,9 @@ MOST_BYTES: Final = 2**30
 """The most bytes by which the processes of all answers may have grown, in total. Beyond this limit the answer with the
 largest process ends."""
 REFUSED: Final = 1024
-"""How many refused grammars are remembered."""
+"""The most refused grammars that are remembered, with the reasons."""
 MOST_WAITING: Final = 64
-"""How many grammars of a scope may wait to be compiled."""
+"""The most grammars of a scope that may wait to be compiled."""
 MASK_WAIT_S: Final = 0.05
 """The most seconds that a step waits for masks. Steps with other work no longer wait for a sequence whose mask once
 took longer."""
@@ -61,19 +61,24 @@ class Compilation:
         self.kind = grammar.kind
         self.text = grammar.text
         self.scope = scope
+        """The cache scope of the first request with the grammar."""
         self.lane = 0
+        """The index in `LANES` of the lane in which the grammar waits or is compiled."""
         self.users = 0
         """Number of sequences that wait for the grammar or follow it."""
         self.process: GrammarProcess | None = None
+        """The compiler, which lives as long as followers may be forked; None before it is started and after its end."""
         self.is_running = False
+        """Whether the compiler is working; False while the grammar waits, and after the reply."""
         self.first: Reply | None = None
         """The compiler's reply, with the tokens that an answer may begin with; None until the grammar is compiled."""
         self.error = ""
-        """Why the grammar can't be compiled."""
+        """Why the grammar can't be compiled; empty while that isn't known, and if it is compiled."""
         self.is_lost = False
-        """Whether the error has another cause than the grammar."""
+        """Whether `error` has another cause than the grammar."""
         self.has_ended = False
-        """Whether the grammar must be compiled again."""
+        """Whether this compilation was dropped; a sequence that needs the grammar must call `Grammars.compile`
+        again."""
 
     @property
     def is_done(self) -> bool:
@@ -126,17 +131,18 @@ class Constraint:
         assert compilation.first is not None
         self._grammar = request.grammar
         self._withheld = eos_ids if request.ignore_eos else ()
-        """Tokens that are allowed only where no other token is."""
+        """Tokens that are allowed only where the answer must end."""
         self.compilation = compilation
         self.process: GrammarProcess | None = None
         self.mask = b""
-        """Which tokens may come next, a bit for each token of the vocabulary; empty while the mask is computed."""
+        """Which tokens may come next, a bit for each token of the vocabulary, the lowest bit of a byte first; empty
+        while the mask is computed, or if that failed."""
         self.size_bytes = 0
-        """Bytes by which the sequence's process has grown."""
+        """Bytes by which the sequence's process has grown, as of its last reply."""
         self.is_slow = False
         """Whether a step has waited for a mask for `MASK_WAIT_S` in vain."""
         self.finish: Finish | None = None
-        """How the sequence must end: ``rejected`` or ``error``."""
+        """How the sequence must end: ``rejected`` or ``error``; None while it may continue."""
         self.error = ""
         self.note(compilation.first._replace(size_bytes=0))
 
@@ -157,7 +163,7 @@ class Constraint:
             self.process.send(TOKEN.pack(token))
 
     def reject(self, reason: str) -> None:
-        """End the sequence because of its grammar."""
+        """Have the engine end the sequence because of its grammar, unless it must end already."""
         if self.finish is None:
             self.finish, self.error = "rejected", refusal(self._grammar, reason)
 
@@ -191,7 +197,7 @@ class Grammars:
         eos_ids: the model's end-of-sequence tokens.
 
     Raises:
-        ReplicaError: the tokenizer is of a kind that the library doesn't know, or no token ends a sequence.
+        ReplicaError: the library can't read the tokenizer, or no token ends a sequence.
         OSError: the processes can't be started.
     """
 
@@ -205,16 +211,17 @@ class Grammars:
         self._compilations: OrderedDict[tuple[str, str], Compilation] = OrderedDict()
         """Compilations that wait, run or have succeeded, by kind and text; the most recently used is last."""
         self._refused: OrderedDict[bytes, str] = OrderedDict()
-        """Why grammars can't be compiled, by digest."""
+        """Why grammars can't be compiled, by `_digest`; the last refused is last."""
         self._constraints: set[Constraint] = set()
 
     def is_full(self, scope: str) -> bool:
-        """Whether `MOST_WAITING` grammars of a scope wait."""
+        """Whether a scope has `MOST_WAITING` grammars that wait to be compiled."""
         return sum(queue.waiting(scope) for queue in self._queues) >= MOST_WAITING
 
     def compile(self, grammar: Grammar, scope: str) -> Compilation:
-        """Have a grammar compiled for a sequence, unless it is compiled already. `leave` ends the sequence's use of the
-        grammar.
+        """Have a grammar compiled for a sequence, unless its compilation exists already. `leave` ends the sequence's
+        use of the grammar. Sequences with the same grammar share the result. It has an error at once if the grammar was
+        refused.
 
         Args:
             scope: the request's cache scope; scopes take turns.
@@ -271,7 +278,8 @@ class Grammars:
             largest.reject(f"all grammars together take more than {MOST_BYTES >> 20} MiB of memory, and it the most")
 
     def wait(self, constraints: Iterable[Constraint], *, is_needed: bool) -> None:
-        """Wait for the masks of constraints, at most `MASK_WAIT_S`.
+        """Wait for the masks of constraints, at most `MASK_WAIT_S`, and mark the constraints that are not ready as
+        slow.
 
         Args:
             is_needed: whether there is no other work meanwhile; if False, the call does not wait for slow constraints.
@@ -291,7 +299,7 @@ class Grammars:
             self.poll(left_s)
 
     def allowed(self, rows: Sequence[int], constraints: Sequence[Constraint], device: torch.device) -> Allowed:
-        """The masks of ready constraints; each belongs to the row at the same index."""
+        """The masks of constraints, which must have a mask; each belongs to the row at the same index."""
         size = (self._vocab_size + 7) // 8
         masks = bytearray().join(constraint.mask[:size] for constraint in constraints)
         bits = torch.frombuffer(masks, dtype=torch.uint8).view(len(rows), size).to(device)
@@ -300,8 +308,8 @@ class Grammars:
         return Allowed(rows, tokens[:, : self._vocab_size])
 
     def trim(self) -> None:
-        """End the compilers of kept grammars beyond `KEPT` and `KEPT_BYTES`. Call it when every sequence that can
-        follow its grammar does."""
+        """End the compilers of kept grammars beyond `KEPT` and `KEPT_BYTES`, the least recently used first. Call it
+        when every sequence that can follow its grammar does."""
         followed = {constraint.compilation for constraint in self._constraints}
         kept = [
             compilation
@@ -325,12 +333,12 @@ class Grammars:
     # Called by compilations.
 
     def queue(self, compilation: Compilation) -> None:
-        """Add a grammar to the queue."""
+        """Add a grammar to the queue of its lane, and start the compilations that may run."""
         self._queues[compilation.lane].add(compilation.scope, compilation)
         self._start()
 
     def end_compiling(self, compilation: Compilation) -> None:
-        """Note that a compilation has ended, and start the next."""
+        """Note that a compilation no longer runs in its lane, and start the next."""
         self._queues[compilation.lane].end()
         self._start()
 
@@ -368,8 +376,8 @@ def _digest(compilation: Compilation) -> bytes:
 
 
 def _cause(status: int) -> str | None:
-    """Why the library ended a process: ``time``, ``memory`` or ``depth``; None if the process ended for another
-    reason."""
+    """The limit that ended a process: ``time``, ``memory`` or ``depth``; None if the process ended for another reason.
+    `status` is as `Listener.end` gets it."""
     if status < 0:
         return None
     if os.WIFSIGNALED(status):

@@ -18,9 +18,9 @@ class ChannelLimits(NamedTuple):
     """How far a worker may be behind."""
 
     most_pending: int = 16_384
-    """Number of unsent tokens at which a worker blocks the engine."""
+    """Number of a channel's unsent tokens at which its worker blocks the engine."""
     blocked_s: float = 6.0
-    """How long a worker may block the engine."""
+    """Seconds for which a worker may block the engine."""
 
 
 class HostSequence:
@@ -39,13 +39,14 @@ class HostSequence:
         self.is_cancelled = False
         """Whether the sequence has been cancelled."""
         self.event: SequenceEvent | None = None
-        """The sequence's last event."""
+        """The last event made from the engine's events; None before the first."""
         self.taken = -1
         """`HostChannel.sent` when the last event was made; if it has changed, the event has been sent."""
 
 
 class HostChannel:
-    """The state of a channel, shared by the engine's thread and the channel's loop under the host's lock.
+    """The state of a channel, shared by the engine's thread and the channel's loop under the host's lock. It is made in
+    the loop.
 
     Args:
         name: the channel's name.
@@ -55,11 +56,11 @@ class HostChannel:
     def __init__(self, name: str, limits: ChannelLimits) -> None:
         self.name = name
         self.sequences: dict[int, HostSequence] = {}
-        """Running sequences by number."""
+        """The sequences that have not ended, by number."""
         self.held_up: Wait | None = None
         """The timeout of the worker while it blocks the engine; otherwise None."""
         self.sent = 0
-        """Frames sent."""
+        """Number of frames that `take` has returned."""
         self.news = asyncio.Event()
         """Set if there may be a frame to send; used in the channel's loop only."""
         self.is_waking = False
@@ -140,7 +141,7 @@ class HostChannel:
         self._events.append(SequenceEvent(sequence.number, index, [], finish=finish, error=error))
 
     def take(self, load: Load) -> StepFrame:
-        """Take a frame with all unsent events."""
+        """Take a frame with all unsent events, perhaps none. It says why the channel has ended, if it has."""
         events, self._events = self._events, []
         self._tokens = 0
         self.held_up = None

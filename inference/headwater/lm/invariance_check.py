@@ -21,8 +21,8 @@ CHECK_CHUNKS: Final = (4, 17)
 
 @torch.inference_mode()
 def check_invariance(model: CachedModel) -> None:
-    """Compare the logits of a prompt computed whole and alone with its logits when computed in chunks beside other
-    prompts.
+    """Compare the logits after a prompt computed whole and alone with its logits when computed in chunks, and when its
+    last token is computed in a step together with tokens of other prompts.
 
     Raises:
         ReplicaError: any bit differs.

@@ -1,4 +1,5 @@
-"""Makes an engine from an ``lm:`` reference and its options; faults are found before weights are read."""
+"""Makes an engine from an ``lm:`` reference and its options. Faults of the options and of the folder's files are found
+before weights are read."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ class SlotOptions(msgspec.Struct, frozen=True):
     context_length: Annotated[int, Meta(ge=2, le=2**31 - 1)] | None = None
     """Default and maximum: the length in the model's configuration."""
     cache_tokens: Annotated[int, Meta(ge=16, le=2**40)] | None = None
-    """The minimum is the size that the warm-up of a single sequence takes."""
+    """The cache's size, number of sequences × length of the longest; by default enough for all sequences. The minimum
+    is enough for a sequence of the warm-up."""
     prefill_chunk: Count = 256
     prefix_cache: bool = True
     batch_invariant: bool = False
@@ -65,13 +67,13 @@ class LmPlan(NamedTuple):
     reference: str
     folder: Path
     options: SlotOptions | Mapping[str, Any]
-    """Options of the built-in engine, or of the user's engine."""
+    """Options of the built-in engine, or the keyword arguments of the user's engine."""
     make: Callable[..., Engine] | None
     """Makes the user's engine; None for the built-in engine."""
     max_step_s: float
     """The longest that a step may take, in seconds. The host enforces it for any engine."""
     engine: str = ""
-    """The reference of `make`."""
+    """Reference of `make`, ``module:callable``; empty for the built-in engine."""
     tool_parser: ToolParser | None = None
     """The gateway's tool parser, for any engine."""
     sampling: Sampling = Sampling()
@@ -80,7 +82,8 @@ class LmPlan(NamedTuple):
     """Notes for the operator on the choices made."""
 
     def rehearse(self) -> None:
-        """Have the built-in engine check itself with a small copy of the architecture.
+        """Have the built-in engine check itself with a small copy of the architecture; does nothing for a user's
+        engine.
 
         Raises:
             LoadError: the engine can't serve the architecture.
@@ -102,8 +105,14 @@ class LmPlan(NamedTuple):
         """Read the weights, and make an engine. The built-in engine is checked before it is returned. Later, when a
         step runs out of memory, it records in `capacity` how many sequences it may compute at once.
 
+        Args:
+            device: ``cpu``, ``cuda`` or ``cuda:N``.
+            on_broken: the engine calls it with the reason when the device has become unusable.
+            capacity: for the built-in engine only.
+
         Raises:
-            ReplicaError: loading failed; the message has the reason.
+            LoadError: the built-in engine can't serve the model, or the user's engine can't be made.
+            ReplicaError: loading failed for another reason.
         """
         for note in self.notes:
             logger.warning("%s: %s", self.reference, note)
@@ -141,11 +150,12 @@ def plan_language_model(reference: str, options: Mapping[str, Any], search: Sequ
         reference: ``lm:PATH`` or ``lm:PACKAGE:PATH``.
         options: the engine's options. ``engine`` names a user's engine, ``module:callable``. It gets all other options
             except ``max_step_s``, which is for the host, and ``tool_parser`` and ``generation_config``, which are for
-            the gateway.
-        search: folders in which a relative path is looked for, besides the working folder.
+            the gateway: ``none`` as ``generation_config`` ignores the sampling defaults of the folder.
+        search: folders in which a relative path is looked for, after the working folder.
 
     Raises:
-        LoadError: there is no such folder or file, or an option is wrong.
+        LoadError: there is no such folder or file, a file or an option is wrong, a package is not installed, or the
+            built-in engine can't serve the model.
     """
     title = f"model {reference}"
     folder = find_folder(reference, search)
@@ -196,7 +206,8 @@ def lm_signature(
     tool_parser: ToolParser | None = None,
     sampling: Sampling = Sampling(),  # noqa: B008  frozen
 ) -> Signature:
-    """A language model's signature for the gateway; without limits, only the part that is known before loading."""
+    """A language model's signature for the gateway; without `limits`, only the part that is known before loading. Of
+    `sampling`, the fields that the engine doesn't support are left out."""
     language_model = None
     if limits is not None:
         defaults = {name: value for name, value in msgspec.to_builtins(sampling).items() if name in limits.sampling}
@@ -314,12 +325,12 @@ def _engine_problem(error: BaseException, title: str, engine: str) -> Problem:
 
 
 def _is_ours(error: BaseException) -> bool:
-    """Whether an exception was raised here or in `inspect`, and not in the callable."""
+    """Whether an exception was raised here or in `inspect`, and not in the user's code."""
     trace = error.__traceback__
     return trace is None or trace.tb_next is None or trace.tb_next.tb_frame.f_code.co_filename == inspect.__file__
 
 
 def _users(error: BaseException) -> BaseException:
-    """The exception with a traceback that starts in the callable."""
+    """The exception with a traceback that starts in the user's code."""
     trace = error.__traceback__
     return error.with_traceback(trace.tb_next if trace is not None else None)

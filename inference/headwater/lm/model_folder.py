@@ -34,13 +34,14 @@ class ModelChoices(NamedTuple):
 
 
 def checked_model(title: str, folder: Path, context_length: int | None, attention: Attention) -> ModelChoices:
-    """Check that a folder holds a causal language model that the slot engine can serve, with all of its weights.
+    """Check that a folder holds a causal language model that the slot engine can serve, with all of its weights. The
+    tensors of quantized weights are not compared with the model.
 
     Args:
         title: begins the message of an error.
         folder: holds config.json and weights.
         context_length: the configured length; None for the model's length.
-        attention: the configured implementation.
+        attention: the configured implementation; ``auto`` chooses sdpa if transformers supports it for the model.
 
     Raises:
         LoadError: the check failed; the message names the file or the option.
@@ -88,7 +89,7 @@ def context_length_of(config: Any, wanted: int | None) -> int:
         wanted: the configured length; None for the model's length.
 
     Raises:
-        ReplicaError: `wanted` exceeds the model's length, or neither is given.
+        ReplicaError: `wanted` exceeds the model's length, or is None and the configuration has no length.
     """
     max_length: int | None = getattr(config, "max_position_embeddings", None)
     if wanted is None:

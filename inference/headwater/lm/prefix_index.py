@@ -57,19 +57,19 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._rows: dict[int, _Row] = {}
         self._holders: dict[bytes, dict[int, None]] = {}
-        """The rows with each digest; the row learned last is at the end."""
+        """The rows with each digest; the row that was learned, moved or trimmed last is at the end."""
         self._clock = 0
 
     def find(self, chain: Chain) -> tuple[int, int]:
         """The row with the longest prefix of this chain, and the prefix's length in blocks; of several such rows, the
-        row learned last. If no row matches, the length is 0."""
+        row that was learned, moved or trimmed last. If no row matches, row and length are 0."""
         blocks = 0
         while blocks < len(chain) and chain[blocks] in self._holders:
             blocks += 1
         return (next(reversed(self._holders[chain[blocks - 1]])), blocks) if blocks else (0, 0)
 
     def blocks(self, row: int) -> int:
-        """How many blocks a row is known to hold."""
+        """How many blocks a row is known to hold; 0 if its content is not known."""
         return len(self._rows[row].chain) if row in self._rows else 0
 
     def learn(self, row: int, chain: Chain) -> None:
@@ -80,7 +80,7 @@ class PrefixIndex:
             self.touch(row)
 
     def touch(self, row: int) -> None:
-        """Note that a row was used."""
+        """Note that a row, whose content is known, was used."""
         self._clock += 1
         self._rows[row].used = self._clock
 

@@ -1,7 +1,7 @@
 """Tries the slot engine with a small copy of an architecture, before a model's weights are read.
 
 Whether the engine can serve an architecture depends on its kinds of layers, not on its size: the copy has the same
-configuration with fewer layers, heads, experts and tokens, and random weights.
+configuration with fewer layers, heads and experts, a smaller vocabulary, and random weights.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ _NO_SIZES: Final = ("position", "window", "vocab", "length", "token")
 
 
 def rehearse(config: PreTrainedConfig, attention: str, context_length: int | None) -> None:
-    """Have the slot engine check itself with a small copy of a model, where such a copy can be made and computes.
+    """Have the slot engine check itself with a small copy of a model. Does nothing if such a copy can't be made, or
+    fails even without the engine.
 
     Args:
         config: the folder's configuration.

@@ -49,10 +49,12 @@ class Choice(NamedTuple):
 
     token: int
     logprob: float | None
+    """None if `Sampling.logprobs` is None."""
     top: tuple[tuple[int, float], ...]
-    """(token, logprob), best first."""
+    """The `Sampling.logprobs` most probable tokens: (token, logprob), best first."""
     is_valid: bool
-    """False if the logits or the resulting distribution are not finite, so that the choice is meaningless."""
+    """False if the logits or the resulting distribution are not finite, or no token is allowed: the choice is
+    meaningless."""
 
 
 class Allowed(NamedTuple):
@@ -81,7 +83,7 @@ class Biases:
         """Biases by the identity of `Sampling.logit_bias`, which a sampler keeps as long as its `Bias`."""
 
     def of(self, sampling: Sampling, device: torch.device) -> Bias | None:
-        """The bias of a sequence, if it has a bias."""
+        """The bias of a sequence; None if it has no bias."""
         bias = sampling.logit_bias
         if not bias:
             return None
@@ -100,7 +102,7 @@ class Sampler:
         vocab_size: the model's vocabulary size.
         device: the device of the logits.
         stops: tokens that end the answer.
-        biases: the biases of all sequences on this device.
+        biases: the biases of all sequences on this device; None: the bias is not shared.
     """
 
     def __init__(
@@ -116,16 +118,16 @@ class Sampler:
         self.is_greedy = sampling.temperature == 0
         self.bias = (biases or Biases()).of(sampling, device)
         self.seen: Tensor | None = None
-        """bool [vocab]: whether prompt or answer has a token; used if repetition is penalised."""
+        """bool [vocab]: whether prompt or answer has a token; None if repetition is not penalised."""
         self.counts: Tensor | None = None
-        """float32 [vocab]: how often the answer has a token; used if frequency or presence is penalised."""
+        """float32 [vocab]: how often the answer has a token; None if neither frequency nor presence is penalised."""
         if sampling.repetition_penalty != 1:
             self.seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
             self.seen[torch.tensor(prompt, device=device)] = True
         if sampling.presence_penalty or sampling.frequency_penalty:
             self.counts = torch.zeros(vocab_size, device=device)
         self.held: Tensor | None = None
-        """The tokens that would end the answer, until it has `Sampling.min_tokens`."""
+        """int64 [tokens]: the tokens that would end the answer; None once the answer has `Sampling.min_tokens`."""
         self._held_for = sampling.min_tokens
         if sampling.min_tokens and stops:
             ids = [token for token in stops if token < vocab_size]
@@ -194,7 +196,7 @@ def choose(logits: Tensor, samplers: Sequence[Sampler], allowed: Allowed | None 
 
 
 def _shaped(scores: Tensor, samplers: Sequence[Sampler]) -> tuple[Tensor, Tensor]:
-    """Tokens [rows] for logits [rows, vocab] that need penalties or a draw, and whether each row is finite."""
+    """Tokens [rows] for logits [rows, vocab] that need penalties, a mask or a draw, and whether each row is finite."""
     scores = penalised(scores, samplers)
     sampled = [row for row, sampler in enumerate(samplers) if not sampler.is_greedy]
     if len(sampled) == len(samplers):
@@ -208,7 +210,7 @@ def _shaped(scores: Tensor, samplers: Sequence[Sampler]) -> tuple[Tensor, Tensor
 
 
 def penalised(scores: Tensor, samplers: Sequence[Sampler]) -> Tensor:
-    """Apply bias and penalties to logits [rows, vocab], float32, in place, and return them."""
+    """Apply bias, penalties and `Sampling.min_tokens` to logits [rows, vocab], float32, in place, and return them."""
     for row, sampler in enumerate(samplers):
         if sampler.bias is not None:
             scores[row].index_add_(0, sampler.bias.ids, sampler.bias.values)
@@ -316,7 +318,7 @@ def logprobs_of(logits: Tensor, tokens: Tensor, top_count: int) -> list[PromptLo
     Args:
         logits: [tokens, vocab], the model's output before each token.
         tokens: int64 [tokens].
-        top_count: how many of the most probable tokens to return.
+        top_count: how many of the most probable tokens to return at each position.
     """
     logprobs = logits.float().log_softmax(dim=-1)
     token_logprobs = logprobs.gather(1, tokens[:, None])[:, 0].tolist()

@@ -27,7 +27,7 @@ class _Window:
         """Tokens of each row that are never read."""
         self.rows = slice(0, 0)
         self.start = 0
-        """Number of cached tokens of each row; if the rows differ, of the longest row."""
+        """Number of cached tokens of each row; if the rows differ, at least the number of the longest row."""
         self.each: tuple[Tensor, Tensor] | None = None
         """If the rows differ: their indices and the position of each row's new token, int64 [rows]."""
 
@@ -42,7 +42,7 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transform
         super().__init__()  # type: ignore[no-untyped-call]
         self._window = window
         self.shape = (0, 0)
-        """Rows and length."""
+        """Rows and length, without the rounding to `multiple` and the spare token."""
         self.keys: Tensor
         self.values: Tensor
 
@@ -96,7 +96,7 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transform
 class SlotCache(Cache):
     """Rows of keys and values, for transformers' models.
 
-    The rows that take a step together are always the first rows, so attention reads a view of the cache. When a
+    The sequences that generate are always in the first rows, so attention reads a view of the cache. When a
     sequence ends, `copy` fills its row with another sequence: a copy per ended sequence instead of a copy of all
     sequences at each step. The length grows in chunks, the rows by doubling, never beyond the budget. The content of
     rows behind the first rows is kept as long as the budget allows.
@@ -134,11 +134,12 @@ class SlotCache(Cache):
 
     @property
     def spare_token(self) -> int:
-        """The place in each row that may be written and is never read."""
+        """With `has_spare`: the index in each row of a token that may be written and is never read."""
         return self._window.padded(self.shape[1])
 
     def fit(self, rows: int, length: int) -> None:
-        """Grow to at least this many rows of this length; rows × length must be within the budget."""
+        """Grow to at least this many rows of this length; rows × length must be within the budget. If the budget
+        requires it, rows beyond `rows` are dropped."""
         if rows <= self.shape[0] and length <= self.shape[1]:
             return
         new_rows, new_length = self.shape
@@ -152,7 +153,8 @@ class SlotCache(Cache):
         self._resize((new_rows, new_length))
 
     def widen(self, max_rows: int, max_tokens: int) -> bool:
-        """Double the number of rows, within `max_rows` and `max_tokens`; False if these limits allow no more rows."""
+        """Double the number of rows, or add as many as `max_rows`, `max_tokens` and the budget allow. Returns False if
+        they allow no more rows."""
         rows, length = self.shape
         wider = min(2 * rows, max_rows, min(max_tokens, self._max_tokens) // max(length, 1))
         if wider <= rows:
@@ -186,7 +188,8 @@ class SlotCache(Cache):
         Args:
             rows: int64 [sequences], 0, 1, 2, ...
             positions: int64 [sequences], each row's number of tokens.
-            longest: the greatest of `positions`.
+            longest: at least the greatest of `positions`; attention reads `longest` + 1 tokens of each row, rounded up
+                to `multiple`.
         """
         self._window.rows, self._window.start, self._window.each = slice(0, len(rows)), longest, (rows, positions)
 
@@ -230,7 +233,7 @@ class StepMask:
         device: the model's device.
 
     Raises:
-        ReplicaError: a layer's attention can't be expressed as a mask over all cached tokens.
+        ReplicaError: a layer has neither full nor sliding attention, or sliding layers differ in their window.
     """
 
     def __init__(self, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> None:
@@ -245,7 +248,7 @@ class StepMask:
         if len(windows) > 1:
             raise ReplicaError(f"model: expected sliding layers with one window size, got {sorted(windows)}")
         self.window: int = windows.pop() if windows else 0
-        """The tokens that a sliding layer sees; 0 if there is no such layer."""
+        """The number of tokens that a sliding layer sees; 0 if there is no such layer."""
         self._kinds = set(kinds)
         self._dtype = dtype
         self._device = device

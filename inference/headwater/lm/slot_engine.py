@@ -34,11 +34,13 @@ logger = logging.getLogger(__name__)
 KEPT_ROWS: Final = 32
 """The most rows of the cache beyond `max_sequences`, for prefixes."""
 KEPT_TOKENS: Final = 16_384
-"""The size in tokens up to which the cache may grow only to keep prefixes, unless `cache_tokens` is given."""
+"""Unless `cache_tokens` is given: the size of the cache, rows × length in tokens, beyond which it gets no more rows for
+kept prefixes."""
 SCORED_LOGITS: Final = 2**24
-"""The most logits of prompt tokens at once: with a vocabulary of 128,000 tokens, the logits of 131 prompt tokens."""
+"""The most logits of a step that reports log probabilities of prompts: with a vocabulary of 128,000 tokens, the logits
+of 131 prompt tokens."""
 GRAMMAR_WAIT_S: Final = 0.005
-"""Seconds that a step without other work waits for a grammar or a mask."""
+"""The most seconds that a step without other work waits for a reply of a grammar process."""
 LEAST_CHUNK: Final = 16
 """The number of prompt tokens in a step is not halved below this when memory is short."""
 NAME: Final = "the engine"
@@ -53,14 +55,14 @@ class _Sequence:
     stops: frozenset[int]
     sampler: Sampler
     chain: Chain
-    """The prompt's chain; empty if the prompt may not reuse prefixes."""
+    """The prompt's chain; empty if the prompt is shorter than a block, or may not reuse prefixes."""
     constraint: Constraint | None = None
     cached: int = 0
     """Tokens in the cache: the computed part of the prompt, and then the answer without its last token."""
     reused: int = 0
-    """Number of prompt tokens that were copied from another row."""
+    """Number of prompt tokens that were not computed, because a row of the cache held them."""
     scored: int = 0
-    """Number of prompt tokens after which log probabilities were reported."""
+    """Number of prompt tokens for which the log probability of the following prompt token was reported."""
     answer: list[int] = field(default_factory=list)
     """Tokens of the answer; the last is the next step's input."""
     has_ended: bool = False
@@ -82,11 +84,12 @@ class SlotEngine(Admission):
     Rows 0 to n - 1 of the cache belong to the n sequences that generate, row n to a partly computed prompt. Other rows
     keep the content of ended sequences until the row is needed. If a prompt begins like the content of a row, even of a
     sequence that still generates, this prefix is copied instead of computed. Rows for sequences have priority over kept
-    content; of the kept content, the least recently used is dropped first.
+    content. Of the kept content, content that another row holds too is dropped first, then the least recently used.
 
-    If the device's memory does not suffice, the engine first stops keeping prefixes, then computes prompts in smaller
-    parts, then puts sequences off: they are computed again and resume once fewer sequences run. A sequence ends for
-    lack of memory only if no other sequence runs.
+    If the device's memory does not suffice, the engine first frees the rows that only keep prefixes, and allocates no
+    more of them; then it computes prompts in smaller parts; then it puts sequences off: they are computed again and
+    resume once fewer sequences run, or once the limit in `capacity` has lapsed. A sequence ends for lack of memory only
+    if no other sequence runs, or if there is no memory for its `Sampler`.
 
     Args:
         model: a causal language model, in eval mode, on its device.
@@ -99,16 +102,17 @@ class SlotEngine(Admission):
         cache_tokens: the cache's size: number of sequences × length of the longest; by default enough for all
             sequences. If given, kept prefixes may fill the cache; otherwise the cache grows for prefixes only up to
             `KEPT_TOKENS`.
-        prefill_chunk: the most prompt tokens per step.
+        prefill_chunk: the most prompt tokens per step, padding included.
         prefix_cache: whether prefixes are reused.
         batch_invariant: whether a sequence's logits must be the same to the bit for any other sequences beside it, and
             for any way to cut its prompt into chunks or copy it; on a CPU only. The model's layers are replaced.
         cuda_graphs: whether steps of sequences that generate are recorded as CUDA graphs, on a GPU.
-        on_broken: called once the device is unusable.
-        capacity: records how many sequences fit in the device's memory.
+        on_broken: called with the reason when an error has made the device unusable.
+        capacity: records how many sequences fit in the device's memory, when a step has run out of it.
 
     Raises:
-        ReplicaError: this engine can't serve the model.
+        ReplicaError: this engine can't serve the model; `context_length` exceeds the maximum, or is None although the
+            model's configuration has no length.
     """
 
     def __init__(
@@ -162,9 +166,9 @@ class SlotEngine(Admission):
         self._prefix_cache = prefix_cache
         self._on_broken = on_broken
         self._capacity = capacity or Capacity()
-        """How many sequences fit in the memory."""
+        """How many sequences fit in the memory; no limit until a step runs out of memory."""
         self._chunks = Capacity(lambda text, _: logger.warning("%s", text))
-        """How many prompt tokens in a step fit in the memory."""
+        """How many prompt tokens in a step fit in the memory; no limit until a step runs out of memory."""
         self._cache = self._blank_cache()
         self._prefixes = PrefixIndex()
         self._put_off: deque[_Sequence] = deque()
@@ -247,7 +251,12 @@ class SlotEngine(Admission):
         self._cache = self._blank_cache()
 
     def check(self) -> None:
-        """Check the model as `CachedModel.check` and `check_invariance` do. Call it before the first `submit`."""
+        """Check the model with `CachedModel.check` and, if `batch_invariant` is set, with `check_invariance`. Call it
+        before the first `submit`.
+
+        Raises:
+            ReplicaError: a check failed.
+        """
         self._model.check(self.limits.context_length)
         if self._model.batch_invariant:
             check_invariance(self._model)
@@ -263,7 +272,8 @@ class SlotEngine(Admission):
         )
 
     def _start(self, events: list[TokenEvent]) -> None:
-        """Start the newly admitted sequences that don't wait for a grammar."""
+        """End sequences with grammars that failed, queue sequences with grammars that are compiled, and start the
+        sequences that are admitted or put off, as far as the memory allows."""
         self._reject(events)
         for id, request in list(self._uncompiled.items()):
             if self._compilations[id][1].is_done:
@@ -317,7 +327,7 @@ class SlotEngine(Admission):
                 events.append(TokenEvent(id, 0, None, finish=finish, error=error))
 
     def _is_compiled(self, request: SequenceRequest) -> bool:
-        """Whether a sequence's grammar can be followed now. It is compiled again if it was dropped."""
+        """Whether an admitted sequence's grammar can be followed now. A grammar that was dropped is compiled again."""
         assert self._grammars is not None
         assert request.grammar is not None
         _, compilation = self._compilations[request.id]
@@ -342,7 +352,7 @@ class SlotEngine(Admission):
             self._held = [request for request in self._held if request.id != id]
 
     def _choose(self, logits: Tensor, sequences: Sequence[_Sequence]) -> list[Choice | None]:
-        """Choose the next token of each sequence; None where the mask of its grammar is not computed yet."""
+        """Choose the next token of each sequence; None where its grammar's mask is not computed yet, or failed."""
         constraints = [sequence.constraint for sequence in sequences]
         present_constraints = [constraint for constraint in constraints if constraint is not None]
         if self._grammars is None or not present_constraints:
@@ -379,8 +389,15 @@ class SlotEngine(Admission):
         events: list[TokenEvent],
     ) -> bool:
         """Compute tokens of sequences in successive rows, and return whether the computation succeeded. If it fails,
-        only these sequences end; if the memory did not suffice, they are restored to their earlier state, or put
-        off."""
+        only these sequences end. But if the memory did not suffice, they are restored to their earlier state, and
+        `_relieve` decides.
+
+        Args:
+            sequences: the sequences.
+            first_row: the first sequence's row.
+            compute: returns a choice for each sequence, or an empty list.
+            events: gets the tokens and ends.
+        """
         sequences = list(sequences)
         before = [(member.cached, member.reused, member.scored) for member in sequences]
         reported = len(events)
@@ -416,7 +433,8 @@ class SlotEngine(Admission):
         return not failure
 
     def _relieve(self, sequences: Sequence[_Sequence], events: list[TokenEvent], failure: str) -> None:
-        """Take less memory from now on, after these sequences ran out of memory."""
+        """Take less memory from now on, after these sequences ran out of memory: the class describes the order of the
+        measures. The sequences that are put off may be others than these."""
         free_memory()
         running = [*self._generating, *self._prompts]
         are_prompts = sequences[0] in self._prompts
@@ -455,7 +473,8 @@ class SlotEngine(Admission):
         return sequence
 
     def _shrink(self, rows: int, length: int) -> None:
-        """Free the cache's memory beyond this shape. This may fail, because copying the rest takes memory, too."""
+        """Free the cache's memory beyond this shape. This may fail, because copying the rest takes memory, too. A
+        failure is only logged."""
         try:
             self._cache.shrink(rows, length)
         except Exception as error:
@@ -478,9 +497,9 @@ class SlotEngine(Admission):
         return choices
 
     def _group(self) -> tuple[list[_Sequence], int]:
-        """The sequences with the prompts to compute next, and the first token to compute: part of a prompt, or as many
-        whole prompts as fit in a padded chunk. A prompt that could reuse more of another prompt in the group than of
-        the cached content waits for that prompt."""
+        """The sequences with the prompts to compute next, and the index of the first token to compute: part of a
+        prompt, or as many whole prompts as fit in a padded chunk. A prompt that could reuse more of another prompt in
+        the group than of the cached content waits for that prompt."""
         group: list[_Sequence] = []
         start = width = 0
         for sequence in self._prompts:
@@ -508,7 +527,8 @@ class SlotEngine(Admission):
         return min(limit, max(SCORED_LOGITS // self.limits.vocab_size, 1))
 
     def _prefill(self, group: Sequence[_Sequence], start: int, events: list[TokenEvent]) -> list[Choice | None]:
-        """Compute prompts from the token `start` on; returns the answers' first tokens if the prompts are complete."""
+        """Compute prompts from the token `start` on. Returns the answers' next tokens, as `_choose`, if the prompts are
+        complete; otherwise an empty list."""
         if not group[0].cached:
             self._begin(group, start)
         end = start + self._chunk(group)
@@ -563,8 +583,8 @@ class SlotEngine(Admission):
         self._cache.copy(({row: source for row, source in sources.items() if row != source}, start), (kept, length))
 
     def _spare(self, value: tuple[int, int]) -> int | None:
-        """A row that no sequence needs, for content of this value: an empty row, or a row with content of less
-        value."""
+        """A row that no sequence needs, for content of this value: an empty row, a row added to the cache, or
+        a row with content of less value; None if there is no such row."""
         value_of = self._prefixes.value
         row = min(range(self._cache.shape[0] - 1, self.active - 1, -1), key=value_of, default=None)
         if row is None or self._prefixes.holds_alone(row):
@@ -612,7 +632,7 @@ class SlotEngine(Admission):
             sequence.constraint.advance(choice.token)
 
     def _drop(self, sequence: _Sequence) -> None:
-        """Note that a sequence has ended."""
+        """Mark a sequence as ended, and end the process that follows its grammar."""
         sequence.has_ended = True
         if sequence.constraint is not None and self._grammars is not None:
             self._grammars.close(sequence.constraint)
@@ -665,6 +685,7 @@ class SlotEngine(Admission):
         self._cache.copy((moved, length), (kept, longest))
 
     def _report(self, error: Exception) -> str:
+        """Log an error, and return its class's name and message. If it broke the device, call `on_broken`."""
         self._failures.note(error)
         text = text_of(error)
         reason = f"{type(error).__name__}: {text}" if text else type(error).__name__

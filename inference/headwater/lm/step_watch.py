@@ -47,13 +47,14 @@ class Wait:
 
 
 MAX_STEP_S: Final = 300.0
+"""The longest that a step may take unless the option ``max_step_s`` says otherwise."""
 
 
 class StepWatch:
     """A watchdog thread that checks the step twice in `most_s` while steps run, and sleeps otherwise.
 
     Args:
-        most_s: the longest that a step may take.
+        most_s: the longest that a step may take, in seconds.
         on_stuck: called once, in the watchdog thread, if a step takes longer.
     """
 

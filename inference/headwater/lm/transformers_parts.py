@@ -66,7 +66,8 @@ def is_causal_lm(config: PreTrainedConfig) -> bool:
 
 
 def causal_architectures(model_type: str) -> tuple[str, ...] | str:
-    """The class names of a ``model_type``'s causal language models, or its only class name."""
+    """The class names of a ``model_type``'s causal language models, or its only class name; empty if it has no such
+    class."""
     architectures: tuple[str, ...] | str = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type, ())
     return architectures
 

@@ -47,11 +47,12 @@ def read_headers(title: str, folder: Path, name: str) -> dict[str, TensorHeader]
     Args:
         title: begins the message of an error.
         folder: holds the files.
-        name: the only file, or the index that names the files.
+        name: the only file, or the index that names the files. If there is no file of this name, the index is the file
+            `name` + `INDEX`.
 
     Raises:
-        LoadError: a file is missing or truncated, or is not a safetensors file; a tensor is in no file, or in two
-            places.
+        LoadError: a file is missing or truncated, or is not a safetensors file; the index is invalid; a tensor of the
+            index is not in its file, or a tensor is in two files.
     """
     if (folder / name).is_file() and not name.endswith(INDEX):
         return _file_headers(title, folder / name)
@@ -87,7 +88,8 @@ def read_headers(title: str, folder: Path, name: str) -> dict[str, TensorHeader]
 
 
 def check_tensors(title: str, folder: Path, model: PreTrainedModel, headers: Mapping[str, TensorHeader]) -> None:
-    """Check that the files' tensors are the model's.
+    """Check that the files' tensors are the model's; they may have more tensors if `report_fault` finds no fault in
+    that.
 
     Args:
         title: begins the message of an error.
@@ -154,7 +156,7 @@ def report_fault(report: Mapping[str, Any], parameters: Collection[str], prefix:
 
 
 def _kind_of_module(parameter: str) -> str:
-    """The name of a parameter's module, the same for all layers."""
+    """The name of a parameter's module with ``#`` in place of numbers, so that it is the same for all layers."""
     return re.sub(r"\d+", "#", parameter.rpartition(".")[0])
 
 

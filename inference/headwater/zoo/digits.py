@@ -22,7 +22,7 @@ __all__ = ["Digit", "Digits", "Parity", "Reconstruction", "Trunk"]
 FEATURES: Final = 64
 """Length of the feature vector."""
 CLASSES: Final = 10
-"""The digits 0 to 9."""
+"""Number of classes: the digits 0 to 9."""
 SIDE: Final = 8
 """Height and width of an image, in pixels."""
 MAX_PIXEL: Final = 16.0

@@ -174,6 +174,9 @@ class Text(Model):
         embedding: FP32 [384], of length 1.
         tokens: INT32 [1], how many tokens were read: at most 256, including two special tokens.
 
+    Parameters:
+        truncate_prompt_tokens: as for `Encoder`.
+
     Combines `Encoder` and `SentenceEmbedding`; agrees with sentence-transformers to 1e-5.
     """
 
