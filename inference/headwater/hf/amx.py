@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch.nn.functional import gelu
 
-__all__ = ["AmxLinear", "fed_forward"]
+__all__ = ["LINEAR", "AmxLinear", "fed_forward"]
 
 BLOCK_ROWS: Final = 256
 """Rows of a block for each thread: intermediate results for this many rows fit in a core's L2 cache."""
@@ -72,6 +72,10 @@ class AmxLinear(torch.nn.Module):
                 _ROW_MAJOR, _AS_IT_IS, _TRANSPOSED, count, width, weight.shape[1],
                 1.0, factors.data_ptr(), 2 * size, weight.data_ptr(), 2 * size, 1.0, sums.data_ptr(), width,
             )  # fmt: skip
+
+
+LINEAR: Final = AmxLinear
+"""The name of the layer's class in each module of this kind; see `headwater.hf.packed`."""
 
 
 def fed_forward(first: AmxLinear, second: AmxLinear, rows: torch.Tensor) -> torch.Tensor:

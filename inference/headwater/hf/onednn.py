@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import torch
 
-__all__ = ["ROWS", "OneDnnLinear", "fed_forward"]
+__all__ = ["LINEAR", "ROWS", "OneDnnLinear", "fed_forward"]
 
 ROWS: Final = 16
 """Row counts are padded to a multiple of this. oneDNN generates code for each row count, which takes about a
@@ -41,6 +41,10 @@ class OneDnnLinear(torch.nn.Module):
     def gelu(self, rows: torch.Tensor) -> Any:
         """Apply the layer to rows [..., in], and GELU to its result."""
         return torch.ops.mkldnn._linear_pointwise(rows, self._weight, self._bias, "gelu", [], "none")
+
+
+LINEAR: Final = OneDnnLinear
+"""The name of the layer's class in each module of this kind; see `headwater.hf.packed`."""
 
 
 def fed_forward(first: OneDnnLinear, second: OneDnnLinear, rows: torch.Tensor) -> Any:

@@ -85,7 +85,7 @@ def _fastest(modules: Sequence[Any], layer: Any) -> Any:
     with torch.inference_mode():
         least_s, fastest = _took_s(_fed_forward_by_torch, first, second, rows), None
         for products in filter(_is_right, modules):
-            took_s = _took_s(products.fed_forward, products.Linear(first), products.Linear(second), rows)
+            took_s = _took_s(products.fed_forward, products.LINEAR(first), products.LINEAR(second), rows)
             if took_s < least_s:
                 least_s, fastest = took_s, products
     return fastest
@@ -117,7 +117,7 @@ def _is_right(products: Any) -> bool:
     rows, more = torch.linspace(-1, 1, 2 * onednn.ROWS * 16).view(2, onednn.ROWS, 16)
     try:
         with torch.inference_mode():
-            sums = products.Linear(layer).added(rows, more)
+            sums = products.LINEAR(layer).added(rows, more)
             return bool(torch.allclose(sums, layer(rows) + more, atol=1e-4))
     except (AttributeError, OSError, RuntimeError, TypeError):
         return False
@@ -129,12 +129,12 @@ def _fuse(layer: Any, products: Any, joins: bool) -> None:
     attention = layer.attention.self
     if joins:
         joined = _joined(attention.query, attention.key, attention.value)
-        attention.forward = functools.partial(_attended, attention, products.Linear(joined))
+        attention.forward = functools.partial(_attended, attention, products.LINEAR(joined))
         del attention.query, attention.key, attention.value
     for part in list(layer.modules()):
         for name, child in list(part.named_children()):
             if isinstance(child, torch.nn.Linear):
-                setattr(part, name, products.Linear(child))
+                setattr(part, name, products.LINEAR(child))
     for part in (layer.attention.output, layer.output):
         part.forward = functools.partial(_added, part)
     if getattr(layer.intermediate.intermediate_act_fn, "act", None) is gelu:

@@ -12,7 +12,7 @@ def check_layers(products: Any, tolerance: float) -> None:
     """A kind's layers, with and without a bias, say what torch's say of any number of rows."""
     torch.manual_seed(5)
     wide, narrow = torch.nn.Linear(24, 40), torch.nn.Linear(40, 24, bias=False)
-    first, second = products.Linear(wide), products.Linear(narrow)
+    first, second = products.LINEAR(wide), products.LINEAR(narrow)
     for shape in ((1, 1), (3, 16), (1, 37), (16,)):
         rows, more = torch.randn(*shape, 24), torch.randn(*shape, 40)
         with torch.inference_mode():

@@ -109,7 +109,7 @@ def test_a_high_precision_may_use_amx(has_amx: bool, monkeypatch: pytest.MonkeyP
     assert pack(made, precision="high")
     # These weights are so large that the states differ a hundred times as much as the products.
     assert (states(made, fields()) - expected).abs().max() < (1e-3 if has_amx else 1e-5)
-    assert type(made.base_model.encoder.layer[0].intermediate.dense) is products.Linear
+    assert type(made.base_model.encoder.layer[0].intermediate.dense) is products.LINEAR
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
