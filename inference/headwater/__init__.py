@@ -4,7 +4,8 @@ A model file imports from here and from nowhere else in the package::
 
     from headwater import Model, Tensor
 
-Importing the package itself imports neither numpy nor other modules: each name is imported when it is first used.
+Importing the package itself imports neither numpy nor other modules of Headwater: each name is imported when it is
+first used.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def unpack_bytes(raw: bytes | memoryview) -> list[bytes]:
     """Decode the bytes that `pack_bytes` wrote.
 
     Raises:
-        ValueError: an element's length reaches past the end of the bytes; the message names the element.
+        ValueError: the bytes end within an element or its length; the message has the element's index.
     """
     elements: list[bytes] = []
     view = memoryview(raw)
@@ -108,7 +108,8 @@ def bf16_to_float32(bits: np.ndarray[Any, np.dtype[np.uint16]]) -> np.ndarray[An
 
 
 def float32_to_bf16(values: np.ndarray[Any, np.dtype[np.float32]]) -> np.ndarray[Any, np.dtype[np.uint16]]:
-    """Round float32 to bfloat16 bit patterns, to nearest, ties to even. NaN stays NaN. The shape is kept."""
+    """Round float32 to bfloat16 bit patterns, to nearest, ties to even. NaN stays NaN. The shape is kept, except that a
+    scalar becomes [1]."""
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     quiet_nan = (bits >> np.uint32(16)) | np.uint32(0x0040)

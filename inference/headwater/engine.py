@@ -74,7 +74,8 @@ PromptLogprob: TypeAlias = tuple[float, tuple[tuple[int, float], ...]]
 
 
 class Sampling(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """How a sequence's tokens are chosen; `headwater.lm.sampling` has the formulas. Decoding checks the ranges.
+    """How a sequence's tokens are chosen; `headwater.lm.sampling` has the formulas. Decoding the struct from JSON or
+    MessagePack checks the ranges; the constructor doesn't.
 
     The defaults leave the model's distribution unchanged; temperature 0 takes the most probable token.
     """
@@ -89,10 +90,11 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
     frequency_penalty: Penalty = 0.0
     logit_bias: LogitBias = {}
     seed: Seed | None = None
-    """The same seed gives the same tokens, whichever other sequences are computed beside the sequence."""
+    """The same seed gives the same tokens, whichever other sequences are computed beside the sequence; None: a random
+    seed."""
     logprobs: TopLogprobs | None = None
     """How many of the most probable tokens to report with each token; 0 reports only the chosen token's log
-    probability."""
+    probability, None nothing."""
     min_tokens: Annotated[int, Meta(ge=0)] = 0
     """Number of tokens before which neither an end-of-sequence token nor a token of `SequenceRequest.stop_ids` is
     chosen, unless no other token may follow."""
@@ -208,12 +210,14 @@ class Engine(Protocol):
         """Whether `step` would compute or report anything."""
 
     def submit(self, request: SequenceRequest) -> None:
-        """Put a sequence in the queue. Each accepted sequence has exactly one event with `TokenEvent.finish`.
+        """Put a sequence in the queue. Each accepted sequence has exactly one event with `TokenEvent.finish`, unless
+        `close` drops it.
 
         Raises:
-            EngineFull: the waiting queue is full.
+            EngineFull: the waiting queue is full, or too many grammars wait to be compiled.
             RequestTooLong: the sequence can never fit.
-            RequestRejected: an unsupported sampling field or grammar, a token outside the vocabulary, an id in use.
+            RequestRejected: a field or grammar that `limits` doesn't include, an empty prompt, a token outside the
+                vocabulary, an id in use.
         """
 
     def cancel(self, id: str) -> bool:
@@ -223,10 +227,10 @@ class Engine(Protocol):
         """
 
     def step(self) -> list[TokenEvent]:
-        """Compute one step of all sequences: at most one token each.
+        """Compute one step of the admitted sequences: at most one token each. Returns the events since the last step.
 
-        Never raises for a failure of a sequence or the model: affected sequences end with ``error``, other sequences
-        continue.
+        Never raises for a failure of a sequence or the model: affected sequences end with ``error``, ``rejected`` or
+        ``out_of_memory``, other sequences continue.
         """
 
     def close(self) -> None:

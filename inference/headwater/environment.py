@@ -27,11 +27,12 @@ __all__ = [
 
 PACKAGES: Final = ("numpy", "torch", "transformers", "onnxruntime")
 PROCESS_TIMEOUT_S: Final = 30.0
-"""Limit of each helper process; initializing many GPUs takes seconds."""
+"""Seconds that a process of `run_command` may take; initializing many GPUs takes seconds."""
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of Python, packages, CUDA and GPUs that models use, by name; None where missing or unknown."""
+    """Versions of Python and of the packages in `PACKAGES`, the CUDA version of torch, the GPUs and the platform, by
+    name; None where a package is missing or a fact is unknown."""
     return {
         "python": f"{platform.python_version()} ({sys.executable})",
         **{name: installed_version(name) for name in PACKAGES},
@@ -74,7 +75,7 @@ def check_installed(title: str, extra: str, *packages: str) -> None:
     Args:
         title: begins the message of an error.
         extra: the server's extra that contains the packages.
-        packages: names of top-level packages; their distributions must have the same names.
+        packages: names of top-level packages; their distributions must have the same names, with ``-`` for ``_``.
 
     Raises:
         LoadError: packages are missing; the message says how to install them.
@@ -86,7 +87,7 @@ def check_installed(title: str, extra: str, *packages: str) -> None:
 
 
 def package_folder(package: str) -> Path | None:
-    """The folder of a top-level package, found without importing it."""
+    """The folder of a top-level package, found without importing it; None if there is no such package."""
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         return None
@@ -104,7 +105,8 @@ def _torch_cuda() -> str | None:
 
 
 def _gpus() -> str | None:
-    """Names of the GPUs that the CUDA driver shows to this process's environment, or ``none``."""
+    """Names of the GPUs that the CUDA driver shows to this process's environment, joined by commas, or ``none``; None
+    if they can't be found out."""
     output = run_python(_ASK_GPUS)
     return None if output is None else ", ".join(output.splitlines()) or "none"
 
@@ -127,13 +129,21 @@ for index in range(count.value):
 
 
 def run_python(script: str, *arguments: str, changes: Mapping[str, str] | None = None) -> str | None:
-    """The output of a script that this interpreter runs without site-packages, or None if the script failed."""
+    """The standard output of a script that this interpreter runs without site-packages; None if the script failed, or
+    did not end in time. `changes` are variables of its environment."""
     status, output = run_command([sys.executable, "-I", "-S", "-c", script, *arguments], changes or {}, stderr=False)
     return output if status == 0 else None
 
 
 def run_command(command: list[str], changes: Mapping[str, str], *, stderr: bool = True) -> tuple[int, str]:
-    """Exit status and output of a short process."""
+    """Exit status and output of a short process; status 124: it did not end within `PROCESS_TIMEOUT_S`; 126: it could
+    not be started.
+
+    Args:
+        command: the command line.
+        changes: environment variables that are added or replaced.
+        stderr: whether the output includes standard error.
+    """
     try:
         ended = subprocess.run(
             command,
@@ -164,7 +174,8 @@ def problem_of(error: BaseException, title: str, doing: str) -> Problem:
 
 
 def line_of(error: BaseException) -> str:
-    """``file:line`` of the innermost frame in the user's code, or else in any code except Headwater's."""
+    """``file:line`` of the innermost frame in the user's code, or else in any code except this module and the loader.
+    For a `SyntaxError` the line that can't be parsed. Empty if there is no such line."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     folder = Path(__file__).parent

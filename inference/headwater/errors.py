@@ -3,14 +3,14 @@
 ::
 
     ModelError                   anything below
-    ├── DeclarationError         a Tensor, Parameter or Model that contradicts itself
+    ├── DeclarationError         a Tensor, Parameter, Model or pipeline that contradicts itself
     ├── BadInput                 raised by a callable: the client's rows are wrong (400)
     ├── BadOutput                a callable returned something other than it declared (500)
     └── ReplicaError             the replica can't start or continue; its message is for the operator
         ├── EnvironmentUnfit     the Python installation or the machine lacks requirements of every replica
-        ├── LoadError            a model can't be imported or constructed
+        ├── LoadError            a model can't be found, imported, constructed or loaded
         ├── ModelUnfit           a model fails with its own example
-        └── Shortage             the machine temporarily lacks processes, space or descriptors
+        └── Shortage             the machine temporarily lacks processes, memory, disk space or descriptors
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ SHORT_OF = {
 }
 """What the machine lacks when a system call fails with this error number."""
 _PATH = re.compile(r"(?<![\w/:.~-])~?/[^\s:'\"]*")
-"""An absolute path. It matches any text after the first slash, so that a search takes linear time."""
+"""A path that begins with ``/`` or ``~/``. It may have any text after the first slash, up to white space, a colon or a
+quote, so that a search takes linear time."""
 
 
 class ModelError(Exception):
@@ -60,7 +61,7 @@ class ModelError(Exception):
 
 
 class DeclarationError(ModelError):
-    """A declaration contradicts itself; raised when the model is imported or constructed.
+    """A declaration contradicts itself or another declaration, or a value doesn't fit its declaration.
 
     Each argument is the message of a fault.
     """
@@ -73,7 +74,8 @@ class DeclarationError(ModelError):
 class BadInput(ModelError):
     """Raised by a callable to answer the client with 400 and this message.
 
-    The other rows of the batch still succeed: the replica calls the model again without the faulty rows.
+    If the model is idempotent, the other rows of the batch still succeed: the replica calls the model again with
+    smaller groups of rows. Otherwise all rows of the call fail with this message.
     """
 
 
@@ -111,7 +113,7 @@ class Problem:
 
 
 class LoadError(ReplicaError):
-    """A model can't be imported or constructed."""
+    """A model can't be found, imported, constructed or loaded."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(str(problem))

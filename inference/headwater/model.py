@@ -90,9 +90,12 @@ class Parameter:
         per: how requests with different values are batched. A client always sends one value for its request.
             ``"batch"``: the callable gets that value, and requests whose values differ never share a call. ``"row"``:
             such requests may share a call, and the callable gets a list with, for each row, its request's value.
-        minimum, maximum: bounds of a number, inclusive.
+        minimum, maximum: bounds of a number, inclusive; None: no bound.
         choices: the allowed values; None allows all.
         description: shown in the API's documentation.
+
+    Raises:
+        DeclarationError: a field is invalid, or ``default`` doesn't fit the other fields.
     """
 
     name: str
@@ -123,7 +126,8 @@ class Parameter:
         is converted.
 
         Raises:
-            DeclarationError: the value has another type or is out of bounds; the message states the expectation.
+            DeclarationError: the value has another type, is out of bounds or is no choice; the message states the
+                expectation.
         """
         wanted = _PARAMETER_TYPES[self.type]
         if wanted is float and isinstance(value, int) and not isinstance(value, bool):
@@ -257,8 +261,8 @@ class Model:
     arrays: ClassVar[Literal["numpy", "torch"]] = "numpy"
     """How inputs arrive: numpy arrays, or torch tensors on the deployment's device. ``BYTES`` is always a numpy array
     of ``bytes`` objects. ``BF16`` arrives as float32 in numpy and as ``torch.bfloat16`` in torch. `__call__` may return
-    either kind. The memory of an input is reused for other calls once `__call__` has returned: copy any input that you
-    keep."""
+    either kind. The memory of an input may be reused for other calls once `__call__` has returned: copy any input that
+    you keep."""
 
     idempotent: ClassVar[bool] = True
     """Whether computing the same rows twice is harmless. If it is, the rows of a call that raises are retried in
@@ -266,8 +270,8 @@ class Model:
     is not, all rows of the call fail."""
 
     mutates_features: ClassVar[bool] = False
-    """For a step of a pipeline: whether `__call__` writes into its inputs. If it does, it gets copies of the inputs
-    that other steps read too. A step that writes into its inputs without this declaration fails."""
+    """For a step of a pipeline: whether `__call__` writes into inputs that are outputs of other steps. If it does, it
+    gets copies of these inputs. Without this declaration a call that writes into such an input fails."""
 
     takes_one_row: ClassVar[bool] = False
     """Whether each call has exactly one row, regardless of ``batching.max_batch_size``."""
@@ -289,7 +293,7 @@ class Model:
 
     example: ClassVar[Mapping[str, Any] | None] = None
     """A row, by input name, as nested lists: used for the warm-up and shown in the API's documentation. Inputs without
-    an example get zeros or the text ``"example"``, with 1 for a dimension that varies."""
+    an example get zeros or the text ``"example"``, with 1 for a dimension that varies; optional inputs are left out."""
 
     def load(self, device: str) -> Awaitable[None] | None:
         """Called once per replica, before the first call. ``device`` is for example ``cpu`` or ``cuda:0``.
@@ -300,7 +304,8 @@ class Model:
 
     # `*args` is never used, but with it type checkers accept any signature in a subclass.
     def __call__(self, *args: Any, **inputs: Any) -> Any:
-        """Compute the outputs, by name, for all rows of a batch. May be ``async def``."""
+        """Compute the outputs, by name, for all rows of a batch. May be ``async def``. A generator, plain or async,
+        streams: it yields such a dict for each result."""
         raise NotImplementedError(f"{type(self).__name__} defines no __call__")
 
     def unload(self) -> Awaitable[None] | None:

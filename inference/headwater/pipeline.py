@@ -40,7 +40,7 @@ class FeatureCacheSpec(msgspec.Struct, frozen=True):
 
     max_bytes: int
     ttl_s: float = 0
-    """Seconds for which a cached row is used; 0: until a reload."""
+    """Seconds for which a cached row is used; 0: as long as the replica runs."""
     per_key: bool = False
     """Whether a cached row is used only for the API key of the request for which it was computed."""
 
@@ -57,7 +57,9 @@ class StepSpec(msgspec.Struct, frozen=True):
     inputs: dict[str, str] = {}
     """Source of each input. An input that isn't listed is matched by name."""
     timeout_s: float | None = None
+    """For a head: see `HeadSpec.timeout_s`."""
     on_error: Literal["fail", "omit"] = "fail"
+    """For a head: see `HeadSpec.on_error`."""
     cache: FeatureCacheSpec | None = None
     """Placement ``fused`` only: with ``graph``, gateways cache the answers of a step."""
 
@@ -70,7 +72,7 @@ class PipelineSpec(msgspec.Struct, frozen=True):
     """Steps whose outputs are the pipeline's outputs."""
     placement: Literal["fused", "graph"] = "fused"
     trunk: str | None = None
-    """The step that takes the pipeline's inputs, if the configuration has a trunk and heads instead of a graph."""
+    """The step that takes the pipeline's inputs, if the configuration has a trunk and heads; None: it has a graph."""
     embedding: Embedding | None = None
 
 
@@ -96,7 +98,8 @@ class PlannedStep(msgspec.Struct, frozen=True):
     wires: tuple[Wire, ...]
     """The sources of the connected inputs; an input that isn't connected is optional."""
     expected: dict[str, TensorSpec] = {}
-    """For each input, the tensor that must arrive: the producer's declaration combined with the step's."""
+    """For each connected input, the tensor that must arrive: the producer's declaration combined with the step's, or
+    the step's declaration if the source is an input of the pipeline."""
 
     @property
     def name(self) -> str:
@@ -105,7 +108,7 @@ class PlannedStep(msgspec.Struct, frozen=True):
 
     @property
     def parents(self) -> tuple[str, ...]:
-        """Steps that must have run before this step."""
+        """Names of the steps that are sources of this step's inputs, each once."""
         return tuple(dict.fromkeys(wire.step for wire in self.wires if wire.step != INPUT))
 
 
@@ -135,7 +138,8 @@ def check_names(spec: PipelineSpec) -> None:
     """Check a pipeline as far as its configuration alone allows.
 
     Raises:
-        DeclarationError: a step or head doesn't exist, a source is malformed, or there is a cycle.
+        DeclarationError: there are no heads, a head is listed twice or has a cache, a step or head doesn't exist, a
+            source is malformed, or there is a cycle. Names all faults, except a cycle, which is looked for last.
     """
     names = [step.name for step in spec.steps]
     names_text = _listed(names)
@@ -169,8 +173,16 @@ def check_names(spec: PipelineSpec) -> None:
 def make_plan(spec: PipelineSpec, signatures: Mapping[str, Signature], *, name: str, max_batch_size: int) -> Plan:
     """Combine the steps, given their signatures by name, into the plan of a deployment.
 
+    Args:
+        spec: the pipeline.
+        signatures: the signature of each step.
+        name: the deployment's name.
+        max_batch_size: the pipeline's maximum number of rows.
+
     Raises:
-        DeclarationError: the steps don't fit together; the message names step and tensor, the expected and the actual.
+        DeclarationError: as `check_names`; or the steps don't fit together, a step is neither a head nor a source, a
+            cache can't work, or the pipeline's signature contradicts itself. The message names the place of each fault,
+            and the expected and the actual tensor.
     """
     check_names(spec)
     inputs: dict[str, tuple[str, TensorSpec]] = {}
@@ -241,7 +253,11 @@ def _noting(faults: list[str]) -> Iterator[None]:
 
 
 def _split(step: str, name: str, source: str, step_names: Sequence[str]) -> tuple[str, str]:
-    """The step and the output that a source names."""
+    """The step and the output that a source names.
+
+    Raises:
+        DeclarationError: the source is malformed, or names an unknown step.
+    """
     where = f"step `{step}`, input `{name}`"
     producer, dot, output = source.partition(".")
     if not dot or not producer or not output:
@@ -258,7 +274,11 @@ def _split(step: str, name: str, source: str, step_names: Sequence[str]) -> tupl
 
 
 def _order(parents: Mapping[str, set[str]]) -> list[str]:
-    """The steps in topological order; steps that don't depend on each other stay in the order of the configuration."""
+    """The steps in topological order; steps that don't depend on each other stay in the order of the configuration.
+
+    Raises:
+        DeclarationError: there is a cycle.
+    """
     sorter = TopologicalSorter(parents)
     try:
         sorter.prepare()
@@ -285,8 +305,13 @@ def _trunk_inputs(spec: PipelineSpec, signatures: Mapping[str, Signature]) -> se
 
 
 def _wire(spec: PipelineSpec, step: StepSpec, tensor: TensorSpec, signatures: Mapping[str, Signature]) -> Wire | None:
-    """The source of an input: the configured source, or else the only tensor with the input's name. None for an
-    optional input without a source."""
+    """The source of an input. If it isn't configured: the pipeline's input of the same name for the trunk; for other
+    steps the only tensor of that name among the trunk's inputs and outputs or, without a trunk, among the outputs of
+    other steps. None for an optional input without a source.
+
+    Raises:
+        DeclarationError: there is no such tensor, or more than one.
+    """
     where = f"step `{step.name}`, input `{tensor.name}`"
     if tensor.name in step.inputs:
         producer, output = _split(step.name, tensor.name, step.inputs[tensor.name], list(signatures))

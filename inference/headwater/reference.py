@@ -1,8 +1,8 @@
 """The forms of a deployment's ``model``, and how the named file or folder is found.
 
-A reference is ``module:Class``; or a kind and a path (see `PATH_KINDS`); or ``lm:PATH`` for the folder of a language
-model, or ``lm:PACKAGE:PATH`` for a folder within an installed package. ``vllm:`` in place of ``lm:`` names a model that
-vLLM computes.
+A reference is ``module:Class`` or ``module:function``; or a kind and a path (see `PATH_KINDS`); or ``lm:PATH`` for the
+folder of a language model, or ``lm:PACKAGE:PATH`` for a folder within an installed package. ``vllm:`` in place of
+``lm:`` names a model that vLLM computes.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class LmReference(NamedTuple):
 
 
 def is_language_model(reference: str) -> bool:
-    """Whether a deployment's ``model`` is a language model's folder."""
+    """Whether a deployment's ``model`` begins with ``lm:`` or ``vllm:``."""
     return reference.startswith(_PREFIXES)
 
 
@@ -77,7 +77,7 @@ def parse_reference(reference: str) -> LmReference:
     the colon is read as the package.
 
     Raises:
-        ValueError: the reference has neither form.
+        ValueError: the reference has no such form, or its path within a package is absolute.
     """
     kind, _, rest = reference.partition(":")
     package, colon, path = rest.partition(":")
@@ -96,10 +96,10 @@ def find_folder(reference: str, search: Sequence[str] = ()) -> Path:
 
     Args:
         reference: as for `parse_reference`.
-        search: folders in which a relative path is searched, after the working folder.
+        search: folders in which a relative path outside of a package is searched, after the working folder.
 
     Raises:
-        LoadError: there is no such folder.
+        LoadError: the reference is malformed, or there is no such folder or package.
     """
     title = f"model {reference}"
     try:
@@ -113,7 +113,12 @@ def find_folder(reference: str, search: Sequence[str] = ()) -> Path:
 
 
 def find_path(title: str, path: str, search: Sequence[str], kind: Literal["file", "folder"]) -> Path:
-    """Find a file or folder in the places that `find_folder` searches; `title` begins the message of an error."""
+    """The absolute path of a file or folder, found in the places that `find_folder` searches; `title` begins the
+    message of an error.
+
+    Raises:
+        LoadError: there is no such file or folder.
+    """
     wanted = Path(path).expanduser()
     starts = dict.fromkeys(Path(folder).absolute() for folder in (".", *search))
     places = [wanted] if wanted.is_absolute() else [start / wanted for start in starts]

@@ -44,7 +44,7 @@ class HeadSpec(msgspec.Struct, frozen=True):
     timeout_s: float | None = None
     """Seconds from the request's arrival to the head's deadline; None: the request's deadline applies."""
     on_error: Literal["fail", "omit"] = "fail"
-    """Whether the head's failure fails the request; otherwise the head's outputs are left out."""
+    """``fail``: the head's failure fails the request. ``omit``: the head's outputs are left out."""
 
 
 ToolParser: TypeAlias = Literal["hermes", "llama3", "mistral"]
@@ -97,7 +97,7 @@ class Signature(msgspec.Struct, frozen=True):
     example: dict[str, Any] | None = None
     """A row as nested lists, by input name."""
     description: str = ""
-    """First paragraph of the class's docstring."""
+    """First paragraph of the class's docstring, in one line; for a pipeline, combined from its steps'."""
     heads: tuple[HeadSpec, ...] = ()
     """A pipeline's heads, in the order of the configuration; every output belongs to exactly one head."""
     bare_rows: bool = False
@@ -109,16 +109,17 @@ class Signature(msgspec.Struct, frozen=True):
     vllm: VllmSpec | None = None
     """Set for a model that vLLM computes."""
     by_key: bool = False
-    """Whether a replica keeps data per API key, so that calls must carry the API key of each row."""
+    """Whether a replica keeps data per API key, so that calls must carry the name of each row's API key."""
     reranking: Reranking | None = None
     classification: Classification | None = None
     transcription: Transcription | None = None
     overlaps: bool = False
-    """Whether a replica computes several calls at once, because a ``__call__`` is a coroutine function."""
+    """Whether a replica may compute several calls at once, because a ``__call__`` is a coroutine function."""
 
     @property
     def is_framed(self) -> bool:
-        """Whether replicas answer in frames (`headwater.wire.frame`) instead of one message for each call."""
+        """Whether replicas answer in frames instead of one message for each call: `headwater.wire.frame`, and
+        `headwater.wire.lm` for a language model."""
         return self.streams or self.overlaps or bool(self.heads)
 
     @property
@@ -133,7 +134,8 @@ class Signature(msgspec.Struct, frozen=True):
 
     @property
     def limits(self) -> EngineLimits | VllmSpec | None:
-        """The limits of a language model's engine, or of vLLM, once they are known."""
+        """The limits of a language model's engine, or of vLLM, once they are known; None before, and for other
+        models."""
         return self.vllm if self.language_model is None else self.language_model.limits
 
     def check_cacheable(self) -> None:
@@ -150,7 +152,8 @@ class Signature(msgspec.Struct, frozen=True):
             )
 
     def example_row(self) -> dict[str, Any]:
-        """A row by input name, as nested lists: the model's example, completed with zeros or the text ``example``."""
+        """A row by input name, as nested lists: the model's example, completed with zeros or the text ``example``.
+        Optional inputs without an example are left out."""
         row = dict(self.example or {})
         for spec in self.inputs:
             if spec.name not in row and not spec.optional:

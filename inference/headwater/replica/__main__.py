@@ -43,7 +43,8 @@ SIGNAL_CHECK_S = 1.0
 
 
 def main() -> None:
-    """Run the replica until SIGTERM."""
+    """Run the replica until SIGTERM or a failure. The process ends with status 0 after SIGTERM, 1 if the replica can't
+    start, and 70 if the replica can't continue."""
     # End with the guardian: if the guardian is killed, nothing else would end this process group.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     keep_freed_memory()
@@ -136,7 +137,7 @@ def _serve(
 
 
 def _end_soon(reason: str) -> None:
-    """End the process once the answer with the reason has been sent."""
+    """End the process after 0.5 s, in which the answer with the reason is sent."""
 
     def end() -> None:
         time.sleep(0.5)

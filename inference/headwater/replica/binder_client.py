@@ -55,6 +55,7 @@ class BinderClient:
         """Have the binder bind a model under the signature's name, and start Triton; `warm_up` waits for the result.
 
         Raises:
+            BinderFailed: the binder has ended, and has sent the reason.
             ReplicaError: the binder has ended.
         """
         self._ask(BindRequest(msgspec.structs.replace(signature, example=None)))

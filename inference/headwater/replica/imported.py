@@ -13,7 +13,8 @@ __all__ = ["imported_files"]
 
 
 def imported_files(folders: Sequence[str], error: BaseException | None = None) -> list[str]:
-    """The files of the modules that were imported from these folders, without installed packages.
+    """The files of the modules that were imported from these folders, without installed packages and Headwater:
+    absolute paths, sorted.
 
     Args:
         folders: the user's folders.

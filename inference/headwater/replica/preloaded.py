@@ -1,11 +1,12 @@
 """Forks replicas that need not import anything, because this process has already imported it.
 
 ``python -m headwater.replica.preloaded FOLDER FD MODULE... SPACES`` imports the modules, sends ``ready`` on the socket
-FD, and then forks a replica for each `ForkRequest` on that socket. For ``MODULE:NAME`` it also reads this attribute of
-the module, which may import more. The process runs under the Python of the models, has a single thread and no context
-on a GPU, imports none of the user's modules, and ends with the supervisor. Hosts that it forks have its environment;
-guardians and binders have the supervisor's environment. The command lines of forked processes are written over this
-process's command line, including SPACES.
+FD, and then forks a replica for each `ForkRequest` on that socket. In place of ``ready`` it sends the reason why it
+can't fork replicas, and ends. It answers a request with the guardian's process id, or with the reason why it did not
+fork. For ``MODULE:NAME`` it also reads this attribute of the module, which may import more. The process runs under the
+Python of the models, has a single thread and no context on a GPU, imports none of the user's modules, and ends with the
+supervisor. Hosts that it forks have its environment; guardians and binders have the supervisor's environment. The
+command lines of forked processes are written over this process's command line, including SPACES.
 
 A replica's guardian is forked, forks the replica, and then becomes a small separate Python::
 
@@ -133,7 +134,11 @@ def _installed() -> list[int]:
 
 
 def _fork(request: ForkRequest, fds: Sequence[int], late_modules: Collection[str], connection: socket.socket) -> int:
-    """Fork a guardian that the supervisor adopts. Returns its process id."""
+    """Fork a guardian that the supervisor adopts. Returns its process id.
+
+    Raises:
+        OSError: a fork failed.
+    """
     read, write = os.pipe()
     first = os.fork()
     if not first:
@@ -162,6 +167,7 @@ def _fork(request: ForkRequest, fds: Sequence[int], late_modules: Collection[str
 def _become_guardian(
     request: ForkRequest, status: int, command: int, output: int, late_modules: Collection[str]
 ) -> None:
+    """Fork a replica's host, and execute the guardian. Returns at once if the supervisor doesn't send `GO`."""
     for standard in (1, 2):
         os.dup2(output, standard)
     os.close(output)

@@ -67,10 +67,11 @@ class Finding(msgspec.Struct, frozen=True):
     step: str = ""
     """The step, if this is the finding of a pipeline's step; more findings with the same name follow."""
     signature: Signature | None = None
+    """The signature; None if a problem keeps Headwater from reading it."""
     problems: tuple[dict[str, str], ...] = ()
     """Problems, each as the fields of a `headwater.errors.Problem`."""
     notes: tuple[str, ...] = ()
-    """Notes for the operator about choices that Headwater made."""
+    """Notes for the operator about choices that Headwater made for a language model."""
 
 
 def probe(request: ProbeRequest) -> Iterator[Finding]:

@@ -57,9 +57,9 @@ def probe_request(signature: Signature, token: str) -> bytes:
 
 
 def write_probe(directory: Path, signature: Signature, token: str, timeout_s: float) -> None:
-    """Write the request to a replica's folder, if the replica answers it. Without the file, the guardian doesn't probe:
-    a replica must not be ended for a request that its model never answers. Models that answer in frames are not probed,
-    because they take gRPC."""
+    """Write the request to a replica's folder, if the replica answers it with status 200 within ``timeout_s`` seconds.
+    Without the file, the guardian doesn't probe: a replica must not be ended for a request that its model never
+    answers. Models that answer in frames are not probed, because they take gRPC."""
     if signature.is_framed:
         return
     request = probe_request(signature, token)

@@ -48,7 +48,7 @@ class Served(NamedTuple):
     models: tuple[Model, ...] = ()
     """The models in the order in which they were loaded."""
     warmup_sizes: Sequence[int] = ()
-    """The numbers of rows with which models are called in the warm-up."""
+    """The numbers of rows with which models are called in the warm-up; a number that is there twice is called twice."""
     is_compiled: bool = False
     """Whether modules of a model are compiled in the warm-up."""
 
@@ -65,9 +65,10 @@ class Served(NamedTuple):
             callee.start(socket_path(str(directory), instance), answers, CallLoop() if instance else self.loop)
 
     def end_warm_up(self) -> None:
-        """Note that the calls of the warm-up have ended.
+        """Note that the calls of the warm-up have ended: check the models, and restore the state of stateful models.
 
         Raises:
+            LoadError: a call has changed the state of a model that isn't stateful.
             ReplicaError: modules that should have been compiled were not compiled.
         """
         for model in self.models:
@@ -125,14 +126,17 @@ def load_served(
     Args:
         spec: the replica's specification.
         progress: called with each stage.
-        on_broken: called once the device is unusable; the replica then ends.
+        on_broken: called with the reason when the device is unusable, a model raised a `ReplicaError`, or an engine
+            can't continue; the replica then ends.
         watch: the context in which each call of a model runs; an engine has a separate watchdog.
         capacity: learns how much fits in the device's memory at once.
         on_known: called with the signature before anything is loaded; a language model's signature then lacks the
             limits.
 
     Raises:
-        ModelError: the models don't fit together or can't be loaded; the message names step and tensor.
+        ModelError: a model can't be made, the models don't fit together or can't be loaded; the message names the step
+            and the tensor that it is about.
+        Exception: an exception of a model's `load`.
     """
     capacity = capacity or Capacity()
     if is_language_model(spec.model):
@@ -199,7 +203,7 @@ def check_instances(reference: str, options: Mapping[str, Any], instances: int, 
     """Check that this many threads may call a model.
 
     Raises:
-        DeclarationError: the model streams, is async, compiled or stateful.
+        DeclarationError: there are several, and the model streams, is async, compiled or stateful.
     """
     is_async = inspect.iscoroutinefunction(type(model).__call__)
     if instances > 1 and (streams or is_async):

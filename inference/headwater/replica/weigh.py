@@ -29,12 +29,17 @@ class Weight(msgspec.Struct, frozen=True):
 
     bytes: int
     how: str
-    """The method of measurement. ``tensors``: the sum of torch's tensors; ``growth``: the growth of the process's
-    anonymous memory."""
+    """The method of measurement. ``tensors``: the sum of torch's tensors, on all devices; ``growth``: the growth of the
+    process's anonymous memory, if there are no such tensors."""
 
 
 def weigh(request: ProbeRequest) -> Weight:
-    """Load a deployment's models, and measure their weights."""
+    """Load a deployment's models, and measure their weights.
+
+    Raises:
+        ModelError: a model can't be made or loaded.
+        Exception: an exception of a model's `load`.
+    """
     request.enter()
     kept: list[Any] = []
     if is_language_model(request.model):

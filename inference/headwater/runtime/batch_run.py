@@ -30,7 +30,8 @@ _READ = CallNote()
 
 
 class Pace:
-    """Smoothed step times. They decide whether an answer that is ready waits for the next answer, at most `wait_s`."""
+    """Smoothed step times. They decide whether an answer that is ready waits for the next answer, for at most `wait_s`
+    seconds."""
 
     def __init__(self, wait_s: float) -> None:
         self._wait_s = wait_s
@@ -42,7 +43,8 @@ class Pace:
         self._seconds[step] = average_s + SMOOTHING * (took_s - average_s)
 
     def allows(self, waited_s: float, steps: Iterable[str]) -> bool:
-        """Whether an answer that has waited this long may wait for these steps; False if a step never ran before."""
+        """Whether an answer that has waited this long, in seconds, may wait for these steps; False if a step never ran
+        before."""
         return waited_s + sum(self._seconds.get(step, math.inf) for step in steps) <= self._wait_s
 
     def left_s(self, waited_s: float) -> float:
@@ -62,8 +64,9 @@ class _Result(NamedTuple):
     rows: list[int]
     """Indices in the batch of the rows that succeeded."""
     values: Mapping[str, Any]
+    """Outputs that other steps take, by name, for the rows in `rows`."""
     failures: Mapping[int, RowReport]
-    """Reports by row of the batch."""
+    """The report of each failed row, by the row's index in the batch."""
 
 
 class _Hold:
@@ -140,7 +143,7 @@ class BatchRun:
         self._until_s = {head: now_s + left_s[head] if head in left_s else math.inf for head in self._wanted}
         """Each head's deadline, in monotonic seconds."""
         self._unanswered = dict.fromkeys(self._wanted)
-        """Heads whose final piece has not been sent, in order."""
+        """Heads without a final piece in a frame so far, in order."""
         self._results: dict[str, _Result] = {}
         self._kept: set[str] = set()
         """Steps with results that are copies."""
@@ -150,9 +153,11 @@ class BatchRun:
         self._counts: dict[str, StepCount] = {}
 
     async def batch(self, turn: asyncio.Lock, pace: Pace) -> AsyncGenerator[Array, None]:
-        """Run the steps, and yield the heads' answers as they become ready.
+        """Run the steps, and yield frames with the heads' answers as they become ready. Answers share a frame as far as
+        `pace` and the note's `patience_s` let them wait.
 
-        The batch holds the turn while a step runs, unless the step overlaps: then other batches run at the same time.
+        The batch holds the turn from its first step to its last, except while a step overlaps: then other batches run
+        at the same time.
         """
         ready: list[_Answer] = []
         since_s = 0.0
@@ -182,9 +187,10 @@ class BatchRun:
             yield self._frame(ready)
 
     async def stream(self, turn: asyncio.Lock, control: StreamControl) -> AsyncGenerator[Array, None]:
-        """Run the steps up to the streaming step, then its descendants for each of its yields.
+        """Run the steps that don't depend on the streaming step, then that step, and its descendants for each of its
+        yields. Yields frames. A warm-up takes only the first yield.
 
-        A head ends once one of its rows fails; the other heads continue. The turn is held while steps run, except while
+        A head ends when a row of it fails; the other heads continue. The turn is held while steps run, except while
         the streaming step computes its next yield, or a step overlaps. A cancelled stream ends without a final frame.
         """
         source = next(step for step in self._plan.steps if step.signature.streams)
@@ -256,9 +262,10 @@ class BatchRun:
     async def _step(
         self, step: Step, hold: _Hold, pace: Pace | None = None, *, is_last: bool = True
     ) -> _Answer | None:  # fmt: skip
-        """Run a step on the rows that need it, after its parents have run. A step that overlaps releases the turn.
+        """Run a step on the rows that need it, after its parents have run. A step that overlaps releases the turn. If
+        the deadlines of all heads that need the step have passed, its rows fail without a call.
 
-        Returns the piece if the step is a head.
+        Returns the piece if the step is a requested head that has not ended; otherwise None.
         """
         until_s = max(self._until_s[head] for head in self._wanted if step.name in self._ancestors[head])
         if until_s <= time.monotonic():
@@ -298,8 +305,8 @@ class BatchRun:
     async def _given(
         self, step: Step, *, is_private: bool = False
     ) -> tuple[Given, list[int], dict[int, RowReport]]:  # fmt: skip
-        """The arguments of a step (copies of its inputs if they must be private), the batch's rows in these arguments,
-        and the reports of rows that failed in an earlier step. The step's parents must have run."""
+        """The arguments of a step, the batch's rows in these arguments, and the reports of rows that failed in an
+        earlier step. With `is_private`, other steps' outputs are copied. The step's parents must have run."""
         for parent in step.planned.parents:
             await self._renew(parent)
         lost = self._lost(step.planned.parents)
@@ -332,8 +339,8 @@ class BatchRun:
         return step_input, rows, {row: lost[row] for row in needed if row in lost}
 
     def _lost(self, steps: Iterable[str]) -> dict[int, RowReport]:
-        """Reports of the rows that failed in these steps, as far as they have run. If a row failed in several steps,
-        the report of the first step counts."""
+        """Reports, by row, of the rows that failed in these steps, as far as they have run. If a row failed in several
+        steps, the report of the first step counts."""
         lost: dict[int, RowReport] = {}
         for name in steps:
             if name in self._results:
@@ -410,8 +417,8 @@ class BatchRun:
         return max(self._patience_s(ready) - waited_s, pace.left_s(waited_s))
 
     def _patience_s(self, ready: Sequence[_Answer]) -> float:
-        """How long clients can't use these answers without the remaining answers, in seconds. Each frame that is sent
-        while a step computes slows that step down."""
+        """How long clients can't use these answers without the remaining answers, in seconds; 0 if a row failed. Each
+        frame that is sent while a step computes slows that step down."""
         return 0 if any(piece.failures for piece, _ in ready) else self._noted_patience_s
 
     def _until_next_head(self, names: Sequence[str]) -> Sequence[str]:
@@ -462,6 +469,7 @@ class BatchRun:
 
 
 async def _ends_within(task: asyncio.Future[Any], timeout_s: float) -> bool:
+    """Whether a task ends within this time. It isn't cancelled."""
     await asyncio.wait({task}, timeout=timeout_s)
     return task.done()
 

@@ -48,7 +48,7 @@ class CallLoop:
         return result  # type: ignore[return-value]
 
     def load(self, model: Model, device: str) -> None:
-        """Load a model: in this thread or, if its `load` is a coroutine function, in the loop.
+        """Load a model: call its `load` in this thread and, if it returns an awaitable, await that in the loop.
 
         Raises:
             BaseException: the exception of the model's `load`.
@@ -56,7 +56,11 @@ class CallLoop:
         self._finish(model.load(device))
 
     def unload(self, models: Sequence[Model]) -> None:
-        """Unload models, the last model first, even if a model raises; coroutines are awaited as in `load`."""
+        """Unload models, the last model first; coroutines are awaited as in `load`.
+
+        Raises:
+            BaseException: the last exception of a model's `unload`; the other models are unloaded nevertheless.
+        """
         with ExitStack() as stack:
             for model in models:
                 stack.callback(self._unload, model)

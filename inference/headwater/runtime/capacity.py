@@ -40,7 +40,8 @@ class Capacity:
         return bool(self._limits)
 
     def most(self, model: str, row_bytes: int = 0) -> int | None:
-        """The maximum number of rows in one call; None: no limit is known."""
+        """The maximum number of rows of this size in one call of a model; None: no limit is known. Limits that have
+        ended are dropped first."""
         if not self._limits:
             return None
         now_s = time.monotonic()
@@ -54,7 +55,8 @@ class Capacity:
         return min(limits, default=None)
 
     def learn(self, model: str, failed: int, fitted: int, row_bytes: int = 0, *, what: str = "rows") -> None:
-        """Record that a call with ``failed`` rows ran out of memory, and that ``fitted`` rows (at least 1) fit."""
+        """Record that a call with ``failed`` rows ran out of memory, and that ``fitted`` rows (at least 1) fit, unless
+        the known limit is as low. ``what`` names the rows in the text for operators."""
         before = self.most(model, row_bytes)
         if before is not None and before <= fitted:
             return

@@ -88,7 +88,7 @@ class _Channel:
             self._news.set()
 
     def acknowledge(self, note: ChannelNote) -> None:
-        """Note the parcels and frames that the worker has received."""
+        """Note the parcels that the worker has received, and the frames that its readers have taken."""
         self._acknowledged = max(self._acknowledged, min(note.parcels, self._sent))
         self._news.set()
         for name, (frames, size_bytes) in note.taken.items():

@@ -24,8 +24,8 @@ COMPILE: Final = "compile"
 def compile_modules(model: Model, signature: Signature, device: str, sizes: Sequence[int]) -> Sequence[int]:
     """Replace the torch modules among a loaded model's attributes by modules that are compiled when they are called.
 
-    On a GPU, if the shapes of the inputs are fixed, they are compiled once for each batch size and replayed as CUDA
-    graphs. Otherwise they are compiled for any batch size.
+    On a GPU, if the model doesn't stream and its inputs have fixed shapes and no ``BYTES``, the modules are compiled
+    once for each batch size and replayed as CUDA graphs. Otherwise they are compiled for any batch size.
 
     Args:
         model: the model.
@@ -34,7 +34,7 @@ def compile_modules(model: Model, signature: Signature, device: str, sizes: Sequ
         sizes: the batch sizes of the warm-up.
 
     Returns:
-        The batch sizes that batches must be padded to; empty if any batch size will do.
+        The batch sizes that batches must be padded to, in ascending order; empty if any batch size will do.
 
     Raises:
         LoadError: the model has no such modules, there is no warm-up, or the machine lacks a compiler.

@@ -52,7 +52,11 @@ def breaks_device(reason: str, device: str) -> bool:
     """Whether a CUDA error has broken the context, so that every later call would fail too.
 
     Some CUDA errors (a wrong launch configuration, for example) leave the context usable; a small trial computation
-    shows it.
+    with torch shows it. Without torch, or on another device, every CUDA error except exhausted memory counts.
+
+    Args:
+        reason: the error's class name and message.
+        device: the replica's device.
     """
     if not _CUDA_ERROR.search(reason) or is_out_of_memory(reason):
         return False
@@ -70,11 +74,11 @@ def breaks_device(reason: str, device: str) -> bool:
 
 
 def choose_device(wanted: str, uses_torch: bool) -> str:
-    """Resolve ``auto``, and check that a requested GPU exists.
+    """Resolve ``auto``, and check that a requested GPU exists. Returns ``cpu`` or ``cuda:N``.
 
     Args:
         wanted: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
-        uses_torch: whether to import torch to look for a GPU; without it ``auto`` is ``cpu``.
+        uses_torch: whether ``auto`` imports torch to look for a GPU; if not, ``auto`` is ``cpu``.
 
     Raises:
         LoadError: torch is not installed.
@@ -95,8 +99,9 @@ def choose_device(wanted: str, uses_torch: bool) -> str:
 
 
 def streams_of(device: str, count: int) -> Sequence[Callable[[], AbstractContextManager[Any]]]:
-    """A context for each of several threads in which the thread computes. On a GPU that torch uses, each context is a
-    separate CUDA stream, so that the copies of a thread overlap with the computation of another thread."""
+    """For each of ``count`` threads a function that makes the context in which the thread computes. If several threads
+    use a GPU through torch, each has a separate CUDA stream, so that the copies of a thread overlap with the
+    computation of another thread. Otherwise the contexts have no effect."""
     torch: Any = sys.modules.get("torch")
     if count == 1 or torch is None or not device.startswith("cuda"):
         return [contextlib.nullcontext] * count

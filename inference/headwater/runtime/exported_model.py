@@ -145,8 +145,8 @@ class ExportedModel(Model):
         """Compute all outputs.
 
         Raises:
-            BadOutput: in a program that takes a bounded number of rows, an output has another number of rows than the
-                inputs, or rows of several runs differ in shape.
+            BadOutput: the rows need several runs, and an output of a run has another number of rows than its inputs, or
+                the runs' rows differ in shape.
         """
         arrays = [inputs[port.tensor.name] for port in self._inputs]
         rows = len(arrays[0])
@@ -185,7 +185,12 @@ class ExportedModel(Model):
         return [results[port.place] for port in self._outputs]
 
     def _note_batch(self, where: str, name: str, value: Any) -> None:
-        """Check an input's first dimension, and note its symbol and bounds."""
+        """Check an input's first dimension, and note its symbol and bounds. A scalar is left to `_port`.
+
+        Raises:
+            LoadError: the dimension is a fixed number other than 1, is computed from other dimensions, or has a lower
+                bound above 2.
+        """
         first = _shape_of(value)[:1]
         if not first:
             return
@@ -277,7 +282,8 @@ def _shape_of(value: Any) -> Sequence[Any]:
 
 
 def _result_names(spec: Any, count: int) -> list[str]:
-    """A name for each of a program's results: its keys in dicts, and its indices in lists."""
+    """A name for each of a program's results: its keys in dicts, and its indices in lists, joined by ``_``. A name that
+    would be empty or begin with a digit begins with ``output``."""
     from torch.utils import _pytree
 
     paths, _ = _pytree.tree_flatten_with_path(_pytree.tree_unflatten(list(range(count)), spec))

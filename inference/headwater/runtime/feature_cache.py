@@ -32,7 +32,9 @@ class _CachedRow(NamedTuple):
     values: Mapping[str, Any]
     """Values by output, with a batch axis of 1."""
     size_bytes: int
+    """Memory of the values, and `ROW_BYTES`."""
     ends_s: float
+    """Time from which the row isn't used, on the clock of `time.monotonic`; infinite without a limit."""
 
 
 class FeatureCache:
@@ -57,7 +59,7 @@ class FeatureCache:
         self._count = CacheCount()
 
     def counted(self) -> CacheCount:
-        """The counts since the last call of this method."""
+        """The counts since the last call of this method, and the memory of all cached rows now."""
         count, self._count = self._count, CacheCount()
         count.size_bytes = self._size_bytes
         return count

@@ -1,4 +1,4 @@
-"""A model that is a plain function, ``module:function`` in a configuration; the options declare its tensors."""
+"""A model that is a function, ``module:function`` in a configuration; the options declare its tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class FunctionModel(Model):
 
     @classmethod
     def named(cls, result: Any) -> Any:
-        """A function's result by output name."""
+        """A function's result by output name. Only the result for a single output may be an array, which gets its name;
+        other results are returned unchanged."""
         return result if isinstance(result, dict) or len(cls.outputs) > 1 else {cls.outputs[0].name: result}
 
     @classmethod

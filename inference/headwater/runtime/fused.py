@@ -29,7 +29,8 @@ __all__ = ["FusedPipeline"]
 logger = logging.getLogger(__name__)
 
 WAIT_FOR_NEXT_S = 0.002
-"""Seconds that an answer waits for the next answer; each frame costs CPU time in Triton and in its Python backend."""
+"""The most seconds that an answer waits for the next answer: each frame costs CPU time in Triton and in its Python
+backend."""
 
 
 class FusedPipeline:
@@ -39,11 +40,11 @@ class FusedPipeline:
         plan: the pipeline.
         models: the steps' models, loaded, by name.
         device: the device of torch tensors.
-        on_broken: called once the device is unusable; the replica then ends.
+        on_broken: see `Step`.
         watch: the context in which each call of a model runs.
         capacity: how many rows fit in the device's memory.
         sizes: see `Step`, by step.
-        wait_for_next_s: seconds that an answer that is ready waits for the next answer, to share a frame with it.
+        wait_for_next_s: the most seconds that an answer that is ready waits for the next answer, to share a frame.
     """
 
     def __init__(

@@ -38,7 +38,7 @@ def open_model(path: str, options: Mapping[str, Any], search: Sequence[str] = ()
     The task is the option ``task``, or the task in the folder's configuration; the other options are the task's.
 
     Raises:
-        LoadError: there is no such folder, its task is not served, or there is no such option.
+        LoadError: there is no such folder, its task is not served, a package is missing, or there is no such option.
     """
     title = f"model hf:{path}"
     folder = HfFolder(find_path(title, path, search, "folder"), title)

@@ -80,7 +80,8 @@ def import_for(title: str, module_name: str) -> ModuleType:
 
 
 def asks_compile(cls: type[Model], options: Mapping[str, Any]) -> bool:
-    """Whether a deployment's options ask to compile the model's torch modules.
+    """Whether a deployment's options ask to compile the model's torch modules; False if the option belongs to the
+    model's constructor.
 
     Raises:
         LoadError: the option is neither true nor false.
@@ -104,10 +105,10 @@ def _takes_compile(cls: type[Model]) -> bool:
 
 
 def construct(cls: type[Model], options: Mapping[str, Any]) -> Model:
-    """Construct a model with a deployment's options, except `COMPILE`.
+    """Construct a model with a deployment's options, except `COMPILE` unless the constructor has such a parameter.
 
     Raises:
-        ReplicaError: an option is unknown or missing, or the constructor raised; the message names it.
+        LoadError: an option is unknown or missing, or the constructor raised; the message names it.
     """
     title = f"model {cls.__module__}:{cls.__qualname__}"
     asks_compile(cls, options)
@@ -136,7 +137,7 @@ def load_model(reference: str, options: Mapping[str, Any], search: Sequence[str]
         search: folders in which a relative path is searched, besides the working folder.
 
     Raises:
-        ReplicaError: the model can't be made; the message says why and how to fix it.
+        LoadError: the model can't be made; the message says why and how to fix it.
     """
     kind, path = kind_and_path(reference)
     if kind == "onnx":

@@ -164,9 +164,9 @@ class OnnxModel(Model):
         return [np.asarray(result)[np.newaxis] for result in results]
 
     def _check_batch_axis(self) -> None:
-        """Check that the first dimensions of the file's inputs and outputs are not partly 1 and partly dynamic.
-        Otherwise the dynamic dimension, along which rows would be joined, may be the steps of a sequence instead of the
-        batch axis.
+        """Check that no input or output has the first dimension 1 if an input has a dynamic first dimension. Otherwise
+        the dynamic dimension, along which rows would be joined, may be the steps of a sequence instead of the batch
+        axis.
 
         Raises:
             LoadError: an input or output has the first dimension 1, and an input has a dynamic first dimension.
@@ -252,7 +252,9 @@ class OnnxModel(Model):
 
 
 def open_model(path: str, options: Mapping[str, Any], search: Sequence[str] = ()) -> OnnxModel:
-    """Find an ONNX file, as `find_path` does, and make a model of it, not yet loaded; see `OnnxModel` for its options.
+    """Find an ONNX file, as `find_path` does, and make a model of it, not yet loaded.
+
+    The options are ``rename`` (see `OnnxModel`), and ``batch: none`` for a file without a batch axis.
 
     Raises:
         LoadError: there is no such file, or no such option, or the file can't be served.

@@ -18,7 +18,7 @@ __all__ = ["check_config", "check_responses", "declared"]
 
 
 def check_config(config: Any) -> None:
-    """Check everything that PyTriton would check when a model is bound.
+    """Check that there are inputs and outputs, no optional outputs and, for a model that batches, rows.
 
     Raises:
         DeclarationError: fields are invalid; the message names all of them.

@@ -91,7 +91,11 @@ class PytritonModel(Model):
         self._turns = itertools.cycle(binding.functions)
 
     async def load(self, device: str) -> None:
-        """Give the functions PyTriton's context, and make the calls of ``model_warmup``."""
+        """Give the functions PyTriton's context, and make the calls of ``model_warmup``; a failed call is only logged.
+
+        Raises:
+            DeclarationError, OSError: as `warmup_calls`.
+        """
         for function in self._binding.functions:
             self._binding.context.model_configs[function] = self._config
             setattr(getattr(function, "__self__", function), CONTEXT_ATTRIBUTE, self._binding.context)
@@ -108,6 +112,7 @@ class PytritonModel(Model):
         Raises:
             ReplicaError: the function raised ``PyTritonUnrecoverableError``.
             BadOutput: the function's responses contradict each other, or don't match their requests.
+            ValueError: as `check_responses`.
         """
         outputs = []
         for call in self._calls(parameters, inputs):
@@ -191,7 +196,8 @@ class _AwaitedModel(PytritonModel):
 
 
 class _StreamingModel(PytritonModel):
-    """A model with ``decoupled=True`` and generator functions."""
+    """A model with ``decoupled=True`` and functions that aren't async: generator functions, or functions with a single
+    result."""
 
     def __call__(self, /, parameters: Mapping[str, Any], **inputs: Array | None) -> Iterator[dict[str, Array]]:  # type: ignore[override]
         """Yield the results of a function; see `PytritonModel.__call__`."""
@@ -234,6 +240,7 @@ async def _results(result: Any) -> AsyncGenerator[Any, None]:
 
 
 async def _all(result: Any) -> list[Any]:
+    """All results in a function's return value; see `_results`."""
     return [responses async for responses in _results(result)]
 
 
@@ -284,7 +291,8 @@ def open_model(path: str, options: Mapping[str, Any], search: Sequence[str] = ()
 
 
 def settings_of(binding: Binding) -> dict[str, Any]:
-    """The fields of a deployment's configuration that the script sets.
+    """The fields of a deployment's configuration that the script sets: ``batching``, ``warmup_batch_sizes`` and, for
+    several functions that may be called at once by threads, ``instances``.
 
     Headwater adds no warm-up to the script's ``model_warmup``, because neutral values may be meaningless to its
     function.
@@ -339,7 +347,11 @@ def _refusals(binding: Binding) -> dict[str, str]:
 
 
 def _check_options(title: str, options: Mapping[str, Any]) -> None:
-    """Raises: LoadError: an option is unknown or of another type."""
+    """Check a deployment's options.
+
+    Raises:
+        LoadError: an option is unknown or of another type.
+    """
     for name, value in options.items():
         if name not in OPTIONS:
             reason = f"unknown option {name!r}; its options are {', '.join(OPTIONS)}{did_you_mean(name, OPTIONS)}"

@@ -53,6 +53,7 @@ class Binding(NamedTuple):
     inputs: tuple[Any, ...]
     """Inputs, as ``pytriton.model_config.Tensor``."""
     outputs: tuple[Any, ...]
+    """Outputs, as ``pytriton.model_config.Tensor``."""
     config: Any
     """``pytriton.model_config.ModelConfig``."""
     strict: bool
@@ -96,7 +97,8 @@ class Script:
             pytriton.triton.Triton, pytriton.triton.RemoteTriton = theirs
 
     def end(self) -> None:
-        """Let ``serve()`` return, and wait until the script has ended."""
+        """Let ``serve()`` return. If the script is in it, wait until the script has ended, for at most
+        `END_TIMEOUT_S`."""
         self._ends.set()
         if self._waits:
             self._thread.join(END_TIMEOUT_S)
@@ -286,10 +288,11 @@ def end_scripts() -> None:
 
 
 def run_script(title: str, path: Path, arguments: Sequence[str] = ()) -> Script:
-    """Run a script, once per process; `title` begins the message of an error.
+    """Run a script, once per process with the same arguments; `title` begins the message of an error.
 
     Raises:
-        LoadError: an installed PyTriton can't be imported, or the script fails, ends without serving, or binds nothing.
+        LoadError: an installed PyTriton can't be imported, or the script is a notebook, fails, ends without serving, or
+            binds nothing.
     """
     put_last_on_path()
     try:

@@ -46,7 +46,7 @@ def _array(title: str, warmup_input: Any, rows: int) -> Array:
 
 
 def _fitted(title: str, data: Array, shape: tuple[int, ...]) -> Array:
-    """The data of a file with the requested number of rows; the rows are repeated if the file has fewer."""
+    """The data of a file with the requested number of rows: the first rows, repeated if the file has fewer."""
     if data.shape == shape[1:]:
         data = data[np.newaxis]
     if data.shape[1:] != shape[1:] or not len(data):

@@ -30,7 +30,9 @@ class Part(NamedTuple):
     inputs: dict[str, Array]
     """Inputs in wire form, without the inputs that the request left out."""
     batch_parameters: dict[str, Any]
+    """Values of per-batch parameters, with defaults filled in."""
     row_parameters: dict[str, list[Any]]
+    """Values of per-row parameters, with defaults filled in: a list with a value for each row."""
     note: CallNote
     memory: MappedCall | None
     """The mapped segment of the request's large tensors; None if the request has no segment."""

@@ -39,7 +39,7 @@ class Runner:
         model: the model, loaded.
         signature: its declarations.
         device: the device of torch tensors.
-        on_broken: called once the model's device is unusable; the replica then ends.
+        on_broken: see `Step`.
         watch: the context in which each call of the model runs.
         capacity: how many rows fit in the device's memory, for all runners of the model.
         sizes: see `Step`.

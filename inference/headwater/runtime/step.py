@@ -62,7 +62,7 @@ class Given(NamedTuple):
 
     inputs: Mapping[str, Any]
     """Values by input name: the pipeline's inputs as arrays in wire form, other values as the producing step returned
-    them."""
+    them. Optional inputs without a value are absent."""
     rows: int
     parameters: Mapping[str, Any] = {}
     """The pipeline's per-batch parameters."""
@@ -70,11 +70,11 @@ class Given(NamedTuple):
     """The pipeline's per-row parameters, one value per row."""
     is_warmup: bool = False
     shared: frozenset[str] = frozenset()
-    """Inputs that other steps read too, in the same memory."""
+    """Names of the inputs that are no copies of the producing step's outputs: other steps may read the same memory."""
     owners: Sequence[str] = ()
-    """The name of each row's API key; empty if calls carry no API keys."""
+    """The name of each row's API key. Without API keys the names are empty, or there are no names."""
     until_s: float = math.inf
-    """Deadline on the clock of `time.monotonic`; a coroutine is cancelled at this time."""
+    """Deadline on the clock of `time.monotonic`: a coroutine is cancelled then; a plain function runs on."""
 
 
 @dataclass(slots=True)
@@ -82,21 +82,23 @@ class Made:
     """A step's result."""
 
     good: list[int] = field(default_factory=list)
-    """Rows that succeeded; values and arrays hold only these, in order."""
+    """Indices of the rows that succeeded; values and arrays hold only these rows, in this order."""
     values: dict[str, Any] = field(default_factory=dict)
-    """Outputs that other steps take."""
+    """Outputs that other steps take, by name."""
     arrays: dict[str, Array] = field(default_factory=dict)
-    """A head's outputs in wire form."""
+    """A head's outputs in wire form, by name; empty for other steps, and if no row succeeded."""
     failures: dict[int, RowReport] = field(default_factory=dict)
-    """Reports by row."""
+    """The report of each failed row, by the row's index."""
     calls: int = 0
     """Number of calls of the model, without retries and warm-up; 0 in a stream's results."""
     retries: int = 0
-    """Number of calls to isolate failing rows, or to recompute outputs that another step overwrote; 0 in a warm-up."""
+    """Number of calls to isolate failing rows, to compute rows of different shapes together, or to recompute outputs
+    that another step overwrote; 0 in a warm-up."""
     spoiled: tuple[str, ...] = ()
-    """Shared inputs that the model wrote into without declaring `mutates_features`."""
+    """Shared inputs that the model wrote into, or tried to, without declaring `mutates_features`."""
     short: int = 0
-    """Rows of the smallest call for which the device's memory did not suffice; 0: it sufficed for all calls."""
+    """Number of rows of the smallest call for which the device's memory did not suffice; 0: it sufficed for all calls.
+    Always 0 in a stream's results."""
 
 
 class _Watched(NamedTuple):
@@ -125,8 +127,10 @@ class Step:
         device: the device of torch tensors.
         handovers: the step's outputs that other steps take.
         is_head: whether the step's outputs are the pipeline's.
-        executor: runs calls, one after another, outside the event loop; None: the calls run in the event loop.
-        on_broken: called once the device is unusable; the replica then ends.
+        executor: runs the calls of a model that isn't async, one after another, outside the event loop; None: these
+            calls run in the event loop too.
+        on_broken: called with the reason when the device is unusable or the model raised a `ReplicaError`; the replica
+            then ends.
         watch: the context in which each call of the model runs; for a streaming model, each of its yields.
         where: prefix of the messages about failures, such as ``step `name`: ``.
         capacity: how many rows fit in the device's memory, for all of a replica's steps.
@@ -162,18 +166,25 @@ class Step:
         self._sizes = sizes
         self._is_async = inspect.iscoroutinefunction(type(model).__call__)
         self.overlaps = self._is_async and not sizes
-        """Whether several calls may run at once: the model is a coroutine function, and has no CUDA graphs."""
+        """Whether several calls may run at once: ``__call__`` is a coroutine function, and `sizes` is empty."""
         self._outputs = {spec.name: spec for spec in planned.signature.outputs}
         self._from_steps = frozenset(wire.input for wire in planned.wires if wire.step != INPUT)
         self._writes = False
-        """Whether the model was caught writing into its inputs: it then gets copies, and such a call still fails."""
+        """Whether the model was caught writing into an output of another step. From then on it gets copies; a call that
+        writes into a copy still fails."""
 
     async def run(self, step_input: Given, *, is_retry: bool = False) -> Made:
-        """Call the model. Rows that make it fail are isolated by halving, and each of them gets a report.
+        """Call the model, with at most `max_batch_size` rows at once. A failure is reported for each row, not raised.
 
-        Rows that do not fit in the device's memory are halved too, and for a while calls have at most as many rows as
+        If the model is idempotent, the rows of a failed call are halved until only the rows that make it fail are left.
+        Otherwise, and after a `CallFailed` or if the device is unusable, all rows of the call fail. Rows that do not
+        fit in the device's memory are halved in the same way, and for a while calls have at most as many rows as
         fitted. If the results of several calls differ in shape, all rows that succeeded are computed once more in one
-        call.
+        call; they fail instead if they are more than `max_batch_size`.
+
+        Args:
+            step_input: the arguments.
+            is_retry: whether the call is counted in `Made.retries`, and its results are copied.
         """
         step_result = Made()
         rows = list(range(step_input.rows))
@@ -349,7 +360,7 @@ class Step:
     async def _awaited(
         self, computed: Awaitable[object], rows: list[int], watched: Sequence[_Watched], size: int
     ) -> _CallResult:  # fmt: skip
-        """Await a model's result."""
+        """Await a model's result, and check it."""
         with self._watch():
             result = await computed
         with self._watch():
@@ -391,7 +402,8 @@ class Step:
 
     @contextlib.contextmanager
     def _watching(self, watched: Sequence[_Watched], step_result: Made) -> Iterator[None]:
-        """A context in which the model computes, and in which it must not write into these arguments.
+        """A context in which the model computes, and in which it must not write into these arguments. If it does, the
+        names of the shared arguments are added to `step_result.spoiled`.
 
         Raises:
             CallFailed: the model wrote into an argument, or tried to; this replaces any other exception.
@@ -499,6 +511,7 @@ async def _in_time(computed: Awaitable[T], until_s: float) -> T:
 
 
 def _row_bytes(step_input: Given) -> int:
+    """The average size of a row of the inputs, in bytes."""
     total: int = sum(value.nbytes for value in step_input.inputs.values())
     return total // max(step_input.rows, 1)
 
@@ -506,7 +519,7 @@ def _row_bytes(step_input: Given) -> int:
 def _join(step_result: Made, pieces: Sequence[_CallResult]) -> bool:
     """Join the pieces into `step_result`: one value for each output, with all rows that succeeded.
 
-    Returns False if the pieces' shapes differ, so that they can't be joined.
+    Returns False, and joins nothing, if the shapes of the pieces' rows differ.
     """
     if len(pieces) == 1:
         step_result.good, step_result.values, step_result.arrays = pieces[0]

@@ -30,6 +30,7 @@ class StreamControl:
         self.frames = self.bytes = 0
         """Frames and bytes sent over a channel."""
         self.taken_frames = self.taken_bytes = 0
+        """Frames and bytes that the reader has taken."""
         self._awaiting: asyncio.Task[Any] | None = None
         """The stream's task, while it awaits the model."""
         self._capacity: asyncio.Future[None] | None = None
@@ -49,7 +50,7 @@ class StreamControl:
         self._awaiting = None
 
     async def wait(self, event: asyncio.Event) -> bool:
-        """Wait for an event. Returns False if the stream is cancelled."""
+        """Wait for an event, or until the stream is cancelled. Returns False if the stream is cancelled."""
         try:
             if not self.is_cancelled:
                 with self:

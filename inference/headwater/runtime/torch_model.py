@@ -90,7 +90,8 @@ class ScriptModel(Model):
         """Compute all outputs.
 
         Raises:
-            BadOutput: there are more or fewer outputs than the configuration declares.
+            BadOutput: a tensor or a tuple was returned, with more or fewer outputs than the configuration declares; or
+                there is no batch axis, and rows differ in shape.
         """
         tensors = {name: value for name, value in inputs.items() if value is not None}
         if self._has_batch_axis:
@@ -148,8 +149,9 @@ class ScriptModel(Model):
 def open_model(path: str, options: Mapping[str, Any], search: Sequence[str] = ()) -> Model:
     """Find a file of torch, as `find_path` does, and make a model of it, not yet loaded.
 
-    The options of a file of torch.export are the arguments of `ExportedModel`; the options of a TorchScript file are
-    the arguments of `ScriptModel`.
+    The options of a file of torch.export are ``rename`` (see `ExportedModel`) and ``compile``; the options of a
+    TorchScript file are ``inputs`` and ``outputs`` (see `ScriptModel`). Both have ``stateful``, and ``batch: none`` for
+    a file without a batch axis.
 
     Raises:
         LoadError: there is no such file, or no such option, or the file can't be served.

@@ -69,7 +69,8 @@ def settled(value: Any) -> Any:
 
 
 def converted(spec: TensorSpec, value: Any, kind: Literal["numpy", "torch"], device: str) -> Any:
-    """Convert a value to the kind of array that a step takes; a value of that kind is returned unchanged."""
+    """Convert a value to the kind of array that a step takes. A value of that kind (for torch, on that device) is
+    returned unchanged."""
     if spec.datatype == "BYTES":
         return value
     if kind == "torch":

@@ -113,7 +113,7 @@ def argument(
 
 
 def sent(array: Array, device: str, rows: Sequence[int] | None = None) -> Any:
-    """Copy an array, or some of its rows, to a torch tensor on a device.
+    """Copy an array, or the rows of these indices, to a torch tensor on a device.
 
     The copy to a GPU is asynchronous: it may still run when the function returns, and later work in the same CUDA
     stream waits for it. torch keeps the pinned memory that it is copied from until the copy is complete.
@@ -132,7 +132,8 @@ def sent(array: Array, device: str, rows: Sequence[int] | None = None) -> Any:
 
 
 def fetched(outputs: Mapping[str, Any]) -> dict[str, Any]:
-    """A model's outputs, with GPU tensors copied to pinned memory. All copies are started before the wait for them."""
+    """A model's outputs, with GPU tensors copied to pinned memory and other values unchanged. All copies are started
+    before the wait for their end."""
     torch: Any = sys.modules.get("torch")
     host_outputs = dict(outputs)
     streams = set()

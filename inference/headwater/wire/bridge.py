@@ -12,8 +12,8 @@ each of these requests. The JSON of an error is the error's text. A call that is
 with an error. Tensors are described by name, dtype (numpy's ``str``), shape and size in bytes; each ``BYTES`` element
 follows its length.
 
-Triton runs a copy of this file, which can't import Headwater's modules: the file imports only the standard library and
-numpy.
+Triton runs a copy of this file, which can't import Headwater's modules: the file imports only the standard library,
+numpy and, in Triton, ``triton_python_backend_utils``.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def install(script: Path) -> None:
     """Replace PyTriton's ``model.py`` in a model store with a copy of this file.
 
     Raises:
-        OSError: the file can't be written.
+        OSError: the file can't be replaced.
     """
     script.unlink()  # PyTriton copies the file with its mode, which may be read-only
     script.write_bytes(Path(__file__).read_bytes())
@@ -100,8 +100,8 @@ class TritonPythonModel:
         """Compute the requests that Triton merged. Returns their responses, or None if they are answered in frames.
 
         Raises:
-            ConnectionError: the callable's process has ended.
-            TritonModelException: the callable failed.
+            ConnectionError: the callable's process has ended, or can't be reached.
+            TritonModelException: the callable failed; the message is the text that it sent.
         """
         call = next(self._numbers)
         content = []
@@ -146,7 +146,8 @@ class TritonPythonModel:
         return connection
 
     def _send_frames(self) -> None:
-        """Send the frames of all calls as they arrive, until the connection closes. Runs in a thread."""
+        """Send the frames of all calls as they arrive, until the connection closes, which ends the open calls with an
+        error. Runs in a thread."""
         try:
             while True:
                 answer = self._receive()
@@ -168,6 +169,7 @@ class TritonPythonModel:
             self._file.close()
 
     def _end(self, call: int, error: str | None) -> None:
+        """End a call that is answered in frames, with an error unless it is None."""
         senders, _ = self._open.pop(call)
         for sender in senders:
             if error is not None:

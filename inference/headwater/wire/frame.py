@@ -1,8 +1,9 @@
-"""Frames: the decoupled Triton responses of a fused pipeline or a streaming model.
+"""Frames: the answers of a fused pipeline, or of a model that streams or has a coroutine function as ``__call__``.
 
 Triton's requested outputs are fixed per request, and Triton copies each output separately. A frame is therefore a
-single output, `FRAME`: ``UINT8 [1, size]``. Its bytes are the length of a MessagePack header (little-endian uint32),
-the header, and the tensors' bytes in the protocol's binary form, in the header's order.
+single output of a decoupled response, `FRAME`: ``UINT8 [1, size]``. Its bytes are the length of a MessagePack header
+(little-endian uint32), the header, and the tensors' bytes in the protocol's binary form, in the header's order. Frames
+of streams may be sent in parcels (`headwater.wire.parcel`) instead.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Piece(msgspec.Struct, array_like=True):
     """For each failed row: its index in this piece, its `headwater.wire.report.Status`, and a message. In failed rows
     the tensors hold zeros."""
     tensors: list[FrameTensor] = []
-    """Empty if every row failed."""
+    """Empty if every row failed, and in the final piece of a stream that ended without a failure."""
     is_last: bool = True
     """Whether this is the head's final piece for these rows. In a stream, earlier pieces have False."""
 
@@ -84,7 +85,7 @@ class StepCount(msgspec.Struct, array_like=True):
     compute_us: int
     """Compute time in microseconds, including retries."""
     cache: CacheCount | None = None
-    """Counters of the step's cache; None if the step has no cache."""
+    """Counters of the step's cache; None if the cache wasn't used."""
 
 
 class Frame(msgspec.Struct, array_like=True):

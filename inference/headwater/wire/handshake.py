@@ -46,9 +46,13 @@ class ReplicaSpec(msgspec.Struct, frozen=True):
     instances: int = 1
     """Threads that call the model concurrently."""
     device: str = "auto"
+    """``auto``, ``cpu``, ``cuda`` or ``cuda:N``."""
     threads: int | None = None
+    """Number of torch's compute threads; None: torch's default."""
     warmup_batch_sizes: tuple[int, ...] | None = None
+    """Numbers of rows of the warm-up's calls; None: powers of two and the maximum; empty: no warm-up."""
     load_timeout_s: float = 600
+    """Seconds within which the replica must be ready."""
     max_compute_s: float | None = None
     """Time limit of a call of the user's code, in seconds, once the replica serves; None: no limit."""
     is_cached: bool = False
@@ -90,7 +94,8 @@ class ReplicaStatus(msgspec.Struct, omit_defaults=True):
     leftovers: list[str] = []
     """In ``ended``: the files and folders that the sweep could not remove."""
     batch_limit: int = 0
-    """In ``limited``: the most rows, or sequences, that fit in the device's memory at once; 0: no limit is known."""
+    """In ``limited``: the smallest limit of the rows, or sequences, that fit in the device's memory at once; 0: no
+    limit is known."""
 
 
 def failure_of(error: Exception) -> ReplicaStatus:
@@ -125,6 +130,7 @@ class WarmUpRequest(msgspec.Struct, frozen=True):
     """Asks the binder to wait until Triton serves the model, and then to call the model."""
 
     signature: Signature
+    """The model's complete signature."""
     sizes: list[int]
     """Numbers of rows of the calls. For a language model the numbers of sequences follow from its limits instead."""
 

@@ -45,10 +45,11 @@ class Link:
         poll.poll()
 
     def receive(self, kind: type[T]) -> T:
-        """Wait for a message.
+        """Wait for a message of this type.
 
         Raises:
             OSError: the process at the other end has ended.
+            msgspec.DecodeError: the message is of another type.
         """
         head = self._file.read(_LENGTH.size)
         data = self._file.read(*_LENGTH.unpack(head)) if len(head) == _LENGTH.size else b""

@@ -1,12 +1,14 @@
 """Messages between gateway workers and a replica's engine, and the packed answers of the engine.
 
-A replica binds a single decoupled model. Every request carries a `Message` in the input `CONTROL`, UINT8 [1, size];
-every response carries a `StepFrame` in the output `headwater.wire.frame.FRAME`, UINT8 [1, size]. Both are MessagePack.
+A replica binds a single decoupled model. Every request carries a `Message` in the input `CONTROL`, UINT8 [1, size]. The
+answers are `StepFrame`s. A response carries a frame, or a parcel of frames, in the output `headwater.wire.frame.FRAME`,
+UINT8 [1, size]. Messages and frames are MessagePack.
 
 - `Open` opens a channel, which belongs to a single gateway worker. The channel's frames are a stream, as with any other
-  model (`headwater.wire.parcel`). The stream provides flow control, ends when its worker ends, and is cancelled to
-  close the channel. The first frame has no events and confirms the channel. Then each engine step makes a frame with
-  the tokens of all the channel's sequences; if the worker is behind by a window, steps are merged into the next frame.
+  model: they are sent in parcels (`headwater.wire.parcel`). The stream provides flow control, ends when its worker
+  ends, and is cancelled to close the channel. The first frame has no events and confirms the channel. Then each engine
+  step makes a frame with the tokens of all the channel's sequences; if the worker is behind by a window, steps are
+  merged into the next frame.
 - `Post` starts and cancels sequences of a channel. It is answered only if the channel is unknown: with a single frame
   that says so in `closed`. Values that several sequences share (the choices of a prompt share it) are in the message
   only once.
@@ -47,12 +49,13 @@ _CHARACTER_BYTES: Final = 4
 _Place: TypeAlias = Annotated[int, Meta(ge=0)]
 
 Ending: TypeAlias = Literal["stop", "length", "cancelled", "error", "full", "rejected", "out_of_memory"]
-"""Why a sequence ended: a `headwater.engine.Finish`, or ``full``: the engine's queue is full, or ``rejected``: the
-sequence can never be served. The last four values come with a message in `SequenceEvent.error`."""
+"""Why a sequence ended: a `headwater.engine.Finish`, where ``rejected`` also stands for a `RequestRejected` that
+`Engine.submit` raised; or ``full``: the engine's queue is full. The last four values come with a message in
+`SequenceEvent.error`."""
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """A sequence to generate; the fields are those of `headwater.engine.SequenceRequest`."""
+    """A sequence to generate; the fields from ``prompt`` on are those of `headwater.engine.SequenceRequest`."""
 
     number: int
     """Number of the sequence within its channel; never used twice."""
@@ -167,6 +170,7 @@ class SequenceEvent(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fals
     tops: list[tuple[tuple[int, float], ...]] | None = None
     """For each token the most probable tokens with their logprobs, if the request asked for them."""
     finish: Ending | None = None
+    """Why the sequence ended; set only in the sequence's last event."""
     error: str = ""
     cached: int = 0
     """With the first token: the number of prompt tokens found in the engine's prefix cache."""
@@ -193,11 +197,12 @@ class StepFrame(msgspec.Struct, array_like=True, omit_defaults=True):
     events: list[SequenceEvent]
     load: Load
     closed: str = ""
-    """In the channel's last frame: why the channel ended."""
+    """In the channel's last frame: why the channel ended. Empty in earlier frames."""
 
 
 def most_bytes(value: list[TokenId] | frozenset[TokenId] | LogitBias | Grammar | None) -> int:
-    """The most bytes that a value of `Submit.shared` takes in a message."""
+    """The most bytes that a value of `Submit.shared` takes in a message, without the few bytes of its headers and its
+    kind."""
     if value is None:
         return 1
     if isinstance(value, Grammar):

@@ -35,9 +35,9 @@ PARCEL_WINDOW: Final = 16
 PARCEL_BYTES: Final = 1024 * 1024
 """A parcel that has reached this size gets no further frames."""
 STREAM_WINDOW: Final = 64
-"""The most frames of a stream that its reader has not taken."""
+"""A stream pauses once its reader has not taken this many frames, unless the stream holds the pipeline's turn."""
 STREAM_WINDOW_BYTES: Final = 1024 * 1024
-"""A stream pauses once the frames that its reader has not taken have this many bytes. A frame may be larger."""
+"""The same for the bytes of the frames that the reader has not taken. A frame may be larger."""
 
 LEASE_S: Final = 10.0
 """Seconds that the channel of a worker on another machine stays open without a message from the worker. The worker

@@ -5,7 +5,7 @@ an additional output, `REPORT`: ``UINT8 [rows, width]``. The bytes of a row are
 
 - a `Status` (1 byte);
 - the microseconds that the callable took (little-endian uint32, the same in all rows of a call);
-- the number of rows that the replica had (little-endian uint16, the same in all rows of a call);
+- the number of rows in the execution of the callable (little-endian uint16, the same in all rows of a call);
 - UTF-8 text, padded with zeros. In a failed row it is the error's message. In a row that succeeded it is empty, or the
   JSON ``{"output": shape}`` of the outputs without elements (they are sent as placeholders, see `placeholder_shape`).
 
@@ -53,11 +53,11 @@ class Status(enum.IntEnum):
 
     OK = 0
     RAISED = 1
-    """The callable raised."""
+    """The callable raised, or its call failed for a reason without a status here."""
     BAD_OUTPUT = 2
     """The callable's outputs are not as declared."""
     BAD_INPUT = 3
-    """The callable raised `headwater.BadInput`: the client's fault."""
+    """The callable raised `headwater.BadInput`, or the request contradicts the signature: the client's fault."""
     BROKEN = 4
     """The replica can't continue, because its device is unusable (a poisoned CUDA context) or the model raised a
     `ReplicaError`. It ends and is replaced."""
@@ -82,10 +82,11 @@ class CallReport(NamedTuple):
     compute_us: int
     """Microseconds that the callable took."""
     is_merged: bool
-    """Whether another call's report has the same microseconds, because Triton merged the two calls."""
+    """Whether the microseconds are those of an earlier call too, because Triton merged the two calls."""
     held_rows: int
-    """Rows of all gateway workers that the replica was computing, including this call's rows; at most 65,535. Rows
-    that waited in Triton's queue are not counted, because the replica doesn't know of them."""
+    """Number of rows, of all gateway workers, in the execution of the callable that computed this call's rows; at most
+    65,535. 0 if the call was refused. Rows that waited in Triton's queue are not counted, because the replica doesn't
+    know of them."""
 
 
 class CallNote(msgspec.Struct, omit_defaults=True):
@@ -103,7 +104,7 @@ class CallNote(msgspec.Struct, omit_defaults=True):
     """Whether the model must compute these rows separately from other calls' rows, even if Triton merges the calls."""
     heads: list[tuple[int, int]] = []
     """For a pipeline: runs of (mask of requested heads, number of rows); bit 0 stands for the signature's first head.
-    """
+    Empty: every row requests all heads."""
     owners: list[tuple[str, int]] = []
     """If the signature is `by_key`, runs of (name of the API key, number of rows)."""
     patience_s: float = 0

@@ -57,7 +57,7 @@ ALIGNMENT: Final = 64
 STAND_IN_BYTES: Final = 256
 """The most bytes per row of a placeholder."""
 ANSWER_HEAD_BYTES: Final = 4096
-"""Bytes reserved for the JSON object and its length."""
+"""Bytes reserved for the JSON object, its length and the offset at which the outputs end."""
 ASSUMED_DIMENSION: Final = 64
 """The assumed size of a dimension that varies, and the assumed bytes of a ``BYTES`` element."""
 
@@ -73,7 +73,7 @@ class SharedCall(msgspec.Struct):
     """The location of a call's large tensors."""
 
     path: str
-    """The segment's path in its owner's ``/proc`` folder."""
+    """The segment's path in its owner's ``/proc`` folder; on another machine the path of a file, or `ELSEWHERE`."""
     size_bytes: int
     inputs: _Placed
     """Offset and shape (with the batch axis) of each input, by name."""
@@ -99,7 +99,7 @@ class MappedCall:
         self._answer_at = shared.answer_at
 
     def input(self, spec: TensorSpec) -> Array:
-        """A view of an input, valid until the call is answered."""
+        """A read-only view of an input, valid until the call is answered."""
         offset, shape = self.inputs[spec.name]
         array: Array = np.ndarray(shape, DATATYPES[spec.datatype].numpy, self._map, offset)
         array.flags.writeable = False
@@ -145,10 +145,10 @@ def aligned(size_bytes: int) -> int:
 
 
 def placed_outputs(segment: memoryview, answer_at: int) -> _Placed:
-    """The outputs in a segment: offset and shape (with the batch axis), by name.
+    """The outputs in a segment: offset and shape (with the batch axis), by name; empty if the segment holds no object.
 
     Raises:
-        msgspec.DecodeError: the segment holds no valid object.
+        msgspec.DecodeError: the object is invalid.
     """
     length, _ = _ANSWER.unpack_from(segment, answer_at)
     if not length:

@@ -198,7 +198,8 @@ def convert_output(
 
 @_decorator
 def sample(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a function with the inputs, by name, of the only request. For models without batching."""
+    """Call a function with the inputs, by name, of the only request; other requests would be ignored. For models
+    without batching. Returns a list with the outputs by name."""
     requests, *other_args = args
     return [convert_output(wrapped(*other_args, **{**kwargs, **requests[0]}), wrapped, instance)]
 
@@ -245,7 +246,8 @@ def group_by_values(
 
     Args:
         keys: names of the inputs.
-        pad_fn: pads the results of all calls to a common shape for each output, for example a `ConstantPadder`.
+        pad_fn: pads the results of all calls to a common shape for each output, for example a `ConstantPadder`; None:
+            an output must have the same shape in all calls.
     """
 
     @_decorator

@@ -70,7 +70,11 @@ _ENDPOINTS: Final = {*_PROTECTED, "health", "metadata", "inference", "model-conf
 
 
 class _Config:
-    """The methods of ``TritonConfig``."""
+    """The methods of ``TritonConfig``.
+
+    Raises:
+        PyTritonValidationError: neither HTTP nor gRPC is allowed.
+    """
 
     def __post_init__(self) -> None:
         settings = vars(self)
