@@ -85,7 +85,8 @@ def running(pythons: dict[str, Path]) -> Iterator[Running]:
     mirror = {"model": "typed:Mirror", "warmup_batch_sizes": [1]}
     onnx_head = {"model": f"onnx:{ONNX_FILE}", "threads": 1, "warmup_batch_sizes": [1]}
     head = {"model": "light:Head", "options": {"output": "y"}, "inputs": {"features": "trunk.features"}}
-    steps = {"trunk": {"model": "light:Trunk"}, "heads": {"y": head}}
+    next_head = {"model": "light:Head", "options": {"output": "z"}, "inputs": {"features": "y.y"}}
+    steps = {"trunk": {"model": "light:Trunk"}, "heads": {"y": head, "z": next_head}}
     graph = {"trunk": {"model": "light:Trunk", "python": first}, "heads": {"y": {**head, "python": last}}}
     versions = {"1": {"python": first}, "2": {"python": last}}
     config = {
@@ -151,7 +152,10 @@ def test_an_onnx_file_under_another_python(running: Running, name: str) -> None:
 @pytest.mark.parametrize("name", ["fused", "graph"])
 def test_a_pipeline_under_other_pythons(running: Running, name: str) -> None:
     answer = running.infer(name, [1.0, 2.0, 3.0, 4.0], shape=[1, 4])
-    assert answer.json()["outputs"][0]["data"] == [3.0, 5.0, 7.0, 9.0]
+    assert answer.status_code == 200, answer.text
+    outputs = {output["name"]: output["data"] for output in answer.json()["outputs"]}
+    assert outputs["y"] == [3.0, 5.0, 7.0, 9.0]
+    assert outputs.get("z") == {"fused": [4.0, 6.0, 8.0, 10.0], "graph": None}[name]
 
 
 def test_a_stream_under_another_python(running: Running) -> None:

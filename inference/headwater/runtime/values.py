@@ -127,6 +127,9 @@ def joined_runs(name: str, pieces: Sequence[Any], sizes: Sequence[int]) -> Any:
     return joined(pieces)
 
 
+_byte_bounds: Any = getattr(np.lib, "array_utils", np).byte_bounds  # which numpy 2 moved
+
+
 def overlaps(first: Any, second: Any) -> bool:
     """Whether two values may share memory, so that a write into one may change the other."""
     start, end = _memory(first)
@@ -150,7 +153,7 @@ def _memory(value: Any) -> tuple[int, int]:
     if _is_torch(value):
         storage = value.untyped_storage()
         return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
-    start, end = np.byte_bounds(value)
+    start, end = _byte_bounds(value)
     return start, end
 
 
