@@ -52,7 +52,7 @@ __all__ = ["AgentSpec", "digest", "main"]
 logger = logging.getLogger("headwater")
 
 UNREAD_BYTES: Final = 16 * 1024 * 1024
-"""Limit of the unread bytes for a listener; a listener beyond it is cut off."""
+"""Limit of the bytes that wait for a listener to read them; a listener beyond it is cut off."""
 LINGER_S: Final = 10.0
 """Seconds that the port stays open after the replica has ended, so that the supervisor can read the reason."""
 
@@ -63,16 +63,20 @@ class AgentSpec(NamedTuple):
     name: str
     """Name of the deployment."""
     id: str
+    """Id of the replica."""
     deployment: Deployment
     user_paths: tuple[str, ...]
+    """Folders of the user's modules, for the replica's ``sys.path``."""
     token: str
     """Access token of the replica and of its port."""
     order_token: str
     """See `AgentHello.token`."""
     runtime_dir: Path | None
+    """Folder to make the agent's folder in; None: the system's folder for temporary files."""
     host: str | None
     """Address that the port listens on. None: this node's address with TLS, 127.0.0.1 without it."""
     tls: Path | None
+    """The folder with the cluster's certificates; None: plain text."""
     log_format: Literal["auto", "human", "json"]
 
     def encoded(self) -> bytes:
@@ -111,9 +115,15 @@ class Agent:
         self._listeners: dict[asyncio.StreamWriter, int] = {}
         """Epoch of each listener; 0: a gateway."""
         self._sent = b""
+        """The last state that was sent, as a line."""
 
     async def run(self) -> None:
-        """Run the replica to its end."""
+        """Run the replica to its end; end it when the standard input ends.
+
+        Raises:
+            OSError: the folder, the replica or the port can't be opened or started.
+            ConfigError: see `Port.start`.
+        """
         spec = self._spec
         loop = asyncio.get_running_loop()
         for stale in sweep_stale(spec.runtime_dir):

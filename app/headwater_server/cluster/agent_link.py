@@ -1,4 +1,4 @@
-"""A connection from the supervisor or a gateway to an agent. It is reopened until it is closed."""
+"""A connection from the supervisor or a gateway to an agent. If it breaks, it is opened again."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = ["AgentLink"]
 logger = logging.getLogger("headwater")
 
 MISSED_BEATS: Final = 3
-"""Number of missed beats after which an agent is out of reach."""
+"""An agent is out of reach after a silence of this many times `BEAT_S`."""
 RETRY_S: Final = 0.5
 REFUSALS: Final = 2
 """Number of refused connections in a row after which the supervisor takes the agent for ended. A gateway keeps trying:
@@ -38,18 +38,19 @@ the network on its side may refuse a connection although the agent runs."""
 
 
 class AgentLink:
-    """Listens to an agent. Everything happens in one event loop.
+    """Listens to an agent, and for a supervisor gives it orders. Everything happens in one event loop.
 
     Args:
         address: the replica's port.
         token: the replica's token.
         epoch: the supervisor's epoch; 0: a gateway, which only listens.
-        tls: the cluster's TLS.
-        order_token: the token that allows the supervisor to give orders.
+        tls: the cluster's TLS; None: plain text.
+        order_token: the token that allows the supervisor to give orders; see `AgentHello.token`.
         on_state: called with each state.
         on_beat: called with each sign of life.
-        on_open: called when orders can be given.
-        on_reach: called when the agent gets out of reach, and when it is in reach again.
+        on_open: called each time a connection is open, so that orders can be given.
+        on_reach: called with False when the agent gets out of reach, and with True when it is in reach again. At first
+            it counts as in reach.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class AgentLink:
         on_reach: Callable[[bool], None] = lambda is_reachable: None,
     ) -> None:
         self.has_ended = False
-        """Whether the agent has ended: nobody listens at its port."""
+        """Whether the agent has ended: nobody listens at its port. Never with epoch 0."""
         self._address = address
         self._token = token
         self._epoch = epoch
@@ -104,7 +105,7 @@ class AgentLink:
                 await asyncio.sleep(RETRY_S)
 
     def tell(self, message: Order | Adapters) -> None:
-        """Send a message to the agent, if there is a connection."""
+        """Send a message to the agent; without a connection it is dropped."""
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(encode(message))
 

@@ -38,24 +38,28 @@ class AgentHello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class Order(msgspec.Struct, frozen=True, tag="order"):
-    """The supervisor's order to a replica: ``stop`` or ``kill``."""
+    """The supervisor's order to a replica: ``stop`` or ``kill``; see `ReplicaHandle`."""
 
     what: str
 
 
 class Adapters(msgspec.Struct, frozen=True, tag="adapters"):
-    """The adapters that the supervisor has given the replica, stored for a later supervisor."""
+    """The adapters that the supervisor has given the replica (folders by name). The agent stores them for a later
+    supervisor."""
 
     adapters: dict[str, str]
 
 
 class Ask(msgspec.Struct, frozen=True, tag="ask"):
-    """A POST to the replica's vLLM."""
+    """The supervisor's order to POST JSON to the replica's vLLM."""
 
     number: int
+    """Number of the `Said` that answers it."""
     url: str
+    """The path."""
     body: str
     timeout_s: float
+    """Seconds that vLLM may take to answer."""
 
 
 class Said(msgspec.Struct, frozen=True, tag="said"):
@@ -65,22 +69,28 @@ class Said(msgspec.Struct, frozen=True, tag="said"):
     status: int = 0
     """HTTP status; 0: there was no answer."""
     text: str = ""
+    """The answer's body; with status 0 the error."""
 
 
 class AgentState(msgspec.Struct, frozen=True, tag="state"):
-    """Everything about a replica, sent on connecting and whenever a field changes."""
+    """Everything about a replica, sent on connecting and after a change, at the latest with the next beat. Fields with
+    the names of `ReplicaHandle`'s attributes and methods have their meaning."""
 
     route: ReplicaRoute
     deployment: bytes = b""
     """Digest of the deployment that the replica was started with."""
     name: str = ""
+    """The deployment's name."""
     node: str = ""
     """Ray's id of the replica's machine."""
     stage: str = ""
+    """The last stage of the start."""
     is_ready: bool = False
+    """Whether it is or has been ready."""
     is_ending: bool = False
+    """Whether it can no longer be used."""
     has_exited: bool = False
-    """Whether all processes of the replica have ended."""
+    """Whether its `ReplicaHandle.exited` is done."""
     is_let_go: bool = False
     """Whether the replica ends because its actor did, with its raylet or by Ray's decision: no fault of the replica."""
     signature: dict[str, Any] | None = None
@@ -99,7 +109,7 @@ class AgentState(msgspec.Struct, frozen=True, tag="state"):
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat"):
-    """A sign of life, with the resources that the replica's processes use."""
+    """A sign of life, with the resources that the replica's processes use; see `GroupUse`."""
 
     threads: int = 0
     resident_bytes: int = 0

@@ -2,8 +2,9 @@
 
 `headwater_server.cluster.holder` runs it as ``python -m headwater_server.cluster.cluster_supervisor``, with a
 `SupervisorSpec` on its standard input. Its first line of output is an `Announcement`, written after it has adopted the
-replicas of an earlier supervisor. When its standard input ends, it ends at once and leaves the replicas to the next
-supervisor. After the line ``stop`` it ends the replicas, too.
+replicas of an earlier supervisor; or, if it can't serve, a `headwater_server.cluster.discovery.Trouble`. When its
+standard input ends, it ends at once and leaves the replicas to the next supervisor. After the line ``stop`` it ends the
+replicas, too.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ class SupervisorSpec(NamedTuple):
 
     config: Config
     user_paths: tuple[str, ...]
+    """Folders of the user's modules, for every replica's ``sys.path``."""
 
     def encoded(self) -> bytes:
         """Encode as JSON."""
@@ -91,16 +93,21 @@ class Announcement(msgspec.Struct, frozen=True):
     """How gateways reach the supervisor, and the settings that they need before they connect."""
 
     address: str
+    """``HOST:PORT`` at which the supervisor listens for gateways."""
     token: str
+    """The secret that gateways send in `Hello`."""
     epoch: int
+    """Greater than the epoch of any earlier supervisor."""
     serves: str
     """Digest of the deployments that the supervisor was started with."""
     server: dict[str, Any]
     """The configuration's `headwater_server.config.schema.Server`, for gateways without a configuration."""
     security: dict[str, Any]
+    """The configuration's `SecuritySection`, for the same gateways."""
     asks_for_keys: bool
     """Whether the supervisor's machine has API keys; then each gateway must have keys, too."""
     tls: str | None
+    """The folder with the cluster's certificates, the same on all machines; None: plain text."""
 
 
 class _Desired(NamedTuple):
@@ -108,10 +115,12 @@ class _Desired(NamedTuple):
 
     config: Config
     set_aside: frozenset[str]
+    """Replica sets that an operator unloaded."""
     bounds: Mapping[str, ReplicaBounds]
+    """Bounds of each replica set."""
     generations: Mapping[str, int]
-    """Generation of each deployment. Data that gateways cache, such as answers, are valid for one generation, under any
-    supervisor."""
+    """Generation of each replica set. Data that gateways cache, such as answers, are valid for a single generation,
+    under any supervisor."""
     began_as: str
     """Digest of the configuration before the changes."""
 
@@ -156,7 +165,7 @@ class ClusterHost(Host):
         """Nodes that lost a replica without a report. They may be gone without Ray having noticed."""
 
     def launch(self, name: str, config: Deployment, on_progress: Callable[[str], None]) -> ReplicaHandle:
-        """See `Host.launch`."""
+        """See `Host.launch`. Returns at once: Ray places the replica later."""
         self._launched += 1
         id = f"{name}-{self._context.epoch:x}.{self._launched}"
         token, order_token = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
@@ -183,7 +192,7 @@ class ClusterHost(Host):
         return replica
 
     def adopt(self, name: str, actor: Any, config: Deployment) -> RemoteReplica:
-        """Follow a replica that an earlier supervisor started."""
+        """Follow a replica that an earlier supervisor started. ``name`` is the actor's name, with `PREFIX`."""
         id = name.removeprefix(PREFIX)
         replica = self._replica(id, config, lambda text: None)
 
@@ -198,7 +207,8 @@ class ClusterHost(Host):
 
     @contextlib.contextmanager
     def replacing(self, name: str) -> Iterator[None]:
-        """See `Host.replacing`. The replacements may start on the same nodes as the replicas that they replace."""
+        """See `Host.replacing`. The present replicas don't count when nodes are chosen by the number of the
+        deployment's replicas, so the replacements may start on the same nodes."""
         old = {id for id in self.replicas if _deployment_of(id) == name}
         self._replaced |= old
         try:
@@ -227,7 +237,8 @@ class ClusterHost(Host):
         }
 
     def _placed(self, name: str) -> tuple[Counter[str], dict[str, list[Mapping[str, float]]]]:
-        """The number of a deployment's replicas on each node, and the reservations of all replicas there."""
+        """The number of a deployment's replicas on each node, without replicas that end or are being replaced; and the
+        reservations of all deployments' replicas there."""
         counts: Counter[str] = Counter()
         reserved: dict[str, list[Mapping[str, float]]] = {}
         for id, replica in self.replicas.items():
@@ -269,6 +280,7 @@ class ClusterSupervisor:
         self._is_serving = False
         """Whether it has adopted the earlier supervisor's replicas, and listens."""
         self._stored: _Desired | None = None
+        """The desired state that is stored, or being stored by ``_storing``."""
         self._storing: asyncio.Task[None] | None = None
         context = Context(ray, epoch, tls, lambda: self._on_change(), self._give_way)
         self._control = ControlServer(
@@ -281,7 +293,9 @@ class ClusterSupervisor:
         self._orchestrator = Orchestrator(spec.config, self._host, self._control)
 
     async def run(self, orders: asyncio.StreamReader, output: IO[str]) -> None:
-        """Serve until an order to stop comes, or the input for orders ends; announce on the output that it serves."""
+        """Announce on the output that it serves, and serve until an order to stop comes; return when everything has
+        stopped. If the input for orders ends, a later supervisor has followed, or a task has failed, the process exits
+        with status 1, and leaves the replicas to the next supervisor."""
         cluster = self._first.cluster
         assert cluster is not None
         has_taken_over = await self._take_over()
@@ -312,8 +326,8 @@ class ClusterSupervisor:
         await self._stop()
 
     async def _take_over(self) -> bool:
-        """Adopt an earlier supervisor's replicas that fit the configuration, end its other replicas, and start the
-        missing replicas.
+        """Restore the desired state that an earlier supervisor stored, if it began with the same configuration. Adopt
+        the earlier supervisor's replicas that fit, end its other replicas, and start the missing replicas.
 
         Returns whether any replica was adopted.
         """
@@ -386,8 +400,8 @@ class ClusterSupervisor:
         )
 
     async def _store(self) -> None:
-        """Store the desired state until the stored state is up to date. Without storage, a later supervisor begins
-        anew."""
+        """Store the desired state until the stored state is up to date, and try again after errors. If Ray loses the
+        storage, a later supervisor begins anew."""
         stored: _Desired | None = None
         while stored != self._stored and self._stored is not None:
             desired = self._stored

@@ -23,12 +23,12 @@ async def connected(
     """A connection that is closed when the context ends, even if a cancellation arrives just as the connection opens.
 
     Args:
-        address: host and port.
-        tls: the cluster's TLS.
+        address: ``HOST:PORT``.
+        tls: the cluster's TLS; None: plain text.
 
     Raises:
         OSError: the address can't be reached.
-        asyncio.TimeoutError: the address does not answer.
+        asyncio.TimeoutError: the address does not answer within `CONNECT_TIMEOUT_S`.
     """
     host, port = host_and_port(address)
     context, name = (None, None) if tls is None else (tls.client_context(), tls.server_name)
@@ -52,8 +52,8 @@ async def connected(
 
 
 async def within(timeout_s: float, work: Coroutine[Any, Any, T]) -> T:
-    """Await a coroutine with a time limit. `asyncio.wait_for` before Python 3.12 loses a cancellation that arrives just
-    as the coroutine ends; this function doesn't.
+    """Await a coroutine with a time limit, and return its result. `asyncio.wait_for` before Python 3.12 loses a
+    cancellation that arrives just as the coroutine ends; this function doesn't.
 
     Raises:
         asyncio.TimeoutError: the coroutine is not done in time; it is cancelled.

@@ -41,20 +41,22 @@ STOP_AGAIN_S: Final = 60.0
 
 
 class Trouble(msgspec.Struct, frozen=True):
-    """Why the supervisor can't be found now."""
+    """Why the supervisor can't be found now, or can't serve."""
 
     error: str
 
 
 async def announcements(address: str, spec: SupervisorSpec | None) -> AsyncGenerator[Announcement | Trouble, None]:
-    """Yield where the supervisor is, and then each change: a new place, or why the supervisor can't be found.
+    """Yield where the supervisor is, and then each change: a new place, or why the supervisor can't be found. The first
+    result is an `Announcement`.
 
     Args:
         address: address of Ray's head, or ``auto``.
-        spec: starts a supervisor if the cluster has no supervisor; None: only find it.
+        spec: starts a supervisor if the cluster has no supervisor at the beginning; None: only find it.
 
     Raises:
-        StartError: there is no supervisor, or it can't serve this configuration. Raised only before the first result.
+        StartError: there is no Ray or no supervisor, or it can't serve this configuration. Raised only before the first
+            result.
     """
     is_first = True
     while True:
@@ -151,7 +153,7 @@ def main() -> None:
 
 
 def _look(ray: RayClient) -> Announcement | Trouble | None:
-    """Where the supervisor is, or why it can't be found. None: it is about to start, or its node can't be reached."""
+    """Where the supervisor is, or why it can't be found. None: it is about to start, or can't be reached now."""
     if trouble := ray.head_trouble(HEAD_TIMEOUT_S):
         return Trouble(f"cluster: {trouble}")
     try:

@@ -72,8 +72,8 @@ class Uplink:
     """The gateway's view of the cluster; see `headwater_server.supervisor.front.Backend`.
 
     Args:
-        found: yields where the supervisor is, whenever that changes.
-        first: the first result of ``found``.
+        findings: yields where the supervisor is, or why it can't be found, whenever that changes.
+        first: the first result of ``findings``.
         workers: the number of this gateway's workers.
         tls: the cluster's TLS.
         host: runs the tasks.
@@ -82,6 +82,7 @@ class Uplink:
     """
 
     failure = ""
+    """Always empty: a gateway doesn't end because deployments have failed."""
 
     def __init__(
         self,
@@ -128,7 +129,7 @@ class Uplink:
         """Do nothing: `prepare` has started everything."""
 
     async def prepare(self) -> None:
-        """Connect to the supervisor, and wait for its first table."""
+        """Connect to the supervisor, and wait for its first table, or until the server is to stop."""
         for work in (self._follow(), self._find(), self._report()):
             task = asyncio.create_task(work)
             task.add_done_callback(self._host.note_done)
@@ -140,7 +141,7 @@ class Uplink:
         stopping.cancel()
 
     async def end(self, is_hurried: Callable[[], bool]) -> None:
-        """Disconnect from the supervisor and the replicas."""
+        """Say goodbye to the supervisor, and disconnect from it and the replicas, which go on."""
         self.link.leave()
         for task in (*self._tasks, *(watch.task for watch in self._watches.values())):
             task.cancel()
@@ -149,14 +150,14 @@ class Uplink:
         await self._findings.aclose()
 
     def routes(self, workers: int) -> list[DeploymentRoute]:
-        """The supervisor's routes. Replicas that this gateway can't reach get no new requests, but keep their requests
-        in flight."""
+        """The supervisor's routes, which are shares of all gateways' workers already. Replicas that this gateway can't
+        reach get no new requests, but keep their requests in flight."""
         away = {id for id, watch in self._watches.items() if not watch.is_reachable}
         routes = [_without(route, away) for route in self._table.deployments] if away else list(self._table.deployments)
         return [_troubled(route, self._trouble) for route in routes] if self._trouble else routes
 
     def replica_views(self) -> list[ReplicaView]:
-        """Resource use of the replicas that have reported it."""
+        """Resource use of the replicas that have reported it to this gateway, wherever they run."""
         return [
             ReplicaView(id.rpartition("-")[0], id, 0, use=watch.use)
             for id, watch in self._watches.items()
@@ -172,7 +173,7 @@ class Uplink:
         return ()
 
     async def answer(self, command: Command) -> CommandAnswer:
-        """Have the supervisor carry out a command."""
+        """Have the supervisor carry out a command; status 503 if the supervisor is gone."""
         try:
             answer = await self.link.command(command.action, command.model, command.arguments)
         except Unavailable:
@@ -201,7 +202,8 @@ class Uplink:
                 self._has_moved.set()
 
     async def _follow(self) -> None:
-        """Take the supervisor's tables. The last table stays valid while the supervisor is gone."""
+        """Take the supervisor's tables, and connect again when the connection ends. The last table stays valid while
+        the supervisor is gone."""
         while True:
             where = self._where
             self._has_moved.clear()
@@ -224,7 +226,8 @@ class Uplink:
                 await within(RETRY_S, self._has_moved.wait())
 
     async def _cut_silent(self, writer: asyncio.StreamWriter, where: Announcement) -> None:
-        """Close the connection to a supervisor that is silent, or that a later supervisor has replaced."""
+        """Wait until the supervisor has been silent for `SILENCE_S`, or a later supervisor has replaced it; then close
+        the connection."""
         while self._where is where and asyncio.get_running_loop().time() - self._heard_s < SILENCE_S:  # noqa: ASYNC110
             await asyncio.sleep(RETRY_S)
         writer.transport.abort()
@@ -257,7 +260,8 @@ class Uplink:
 
 
 def _without(route: DeploymentRoute, away: set[str]) -> DeploymentRoute:
-    """A route in which the replicas out of reach only finish their requests in flight."""
+    """A route in which the replicas out of reach (ids in ``away``) only finish their requests in flight; without
+    another replica the deployment is UNAVAILABLE."""
     reachable = tuple(replica for replica in route.replicas if replica.id not in away)
     if len(reachable) == len(route.replicas):
         return route
@@ -306,14 +310,16 @@ async def serve_gateway(
     """Serve a cluster's deployments on this machine. Returns the exit status.
 
     Args:
-        config: the configuration to serve if the cluster serves nothing yet; None: join the running cluster.
+        config: the configuration to serve; if the cluster serves nothing yet, its supervisor is started with it. None:
+            join the running cluster.
         user_paths: folders of the user's modules, for every replica's ``sys.path``.
         address: address of Ray's head, or ``auto``.
-        flags: the server's fields that differ here from the cluster's configuration.
+        flags: the server's fields that differ here from the cluster's configuration, if the gateway joins.
         on_serving: see `Front`.
 
     Raises:
-        StartError: there is no Ray, nothing to join, or another configuration is served.
+        StartError: there is no Ray, nothing to join, another configuration is served, or this machine lacks API keys;
+            or as `Front.run`.
     """
     spec = None if config is None else SupervisorSpec(config, user_paths)
     findings = announcements(address, spec)

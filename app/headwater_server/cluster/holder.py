@@ -26,7 +26,11 @@ PR_SET_PDEATHSIG = 1
 
 def read_spec(stream: IO[bytes]) -> bytes:
     """Read the specification that `Holder` was given for its process: the first bytes on the process's standard
-    input."""
+    input.
+
+    Raises:
+        EOFError: the input ended before.
+    """
     # Read from the descriptor: a buffered stream would also take the bytes behind the specification.
     return _read(stream.fileno(), int.from_bytes(_read(stream.fileno(), LENGTH_BYTES), "little"))
 
@@ -70,7 +74,8 @@ class Holder:
         command: the process's command. `said` returns its first line of output.
         spec: written to the process's standard input; see `read_spec`.
         environment: variables for the process. It also gets the actor's variables, ``HEADWATER_NODE`` (this node's
-            address), ``HEADWATER_NODE_ID``, and ``HEADWATER_RAY`` (the address of Ray's head).
+            address), ``HEADWATER_NODE_ID``, and ``HEADWATER_RAY`` (the address of Ray's head). ``PWD`` is its working
+            folder, if there is such a folder on this node.
         is_restarted: whether Ray restarts the actor if the process ends by itself with a status other than 0.
     """
 
@@ -103,7 +108,7 @@ class Holder:
         threading.Thread(target=self._fence, daemon=True).start()
 
     def said(self) -> str:
-        """The process's first line of output; empty: it ended before it wrote a line."""
+        """Wait for the process's first line of output, and return it; empty: it ended before it wrote a line."""
         self._has_said.wait()
         return self._first.decode().strip()
 
@@ -131,7 +136,8 @@ class Holder:
         os._exit(1)
 
     def _end(self, status: int) -> None:
-        """End the actor. Ray does not restart an actor that is killed with ``no_restart``."""
+        """End the actor after its process has ended with ``status``. Ray does not restart an actor that is killed with
+        ``no_restart``."""
         import ray
 
         if status == 0 or not self._is_restarted:

@@ -20,8 +20,9 @@ class Node(NamedTuple):
     resources: Mapping[str, float]
     """Resources of the machine, by Ray's names."""
     free: Mapping[str, float]
-    """Unreserved resources, as far as Ray knows."""
+    """Unreserved resources, by Ray's names, as far as Ray knows."""
     labels: Mapping[str, str]
+    """Ray's labels of the machine: values by name."""
     address: str = ""
     """Address of the machine's raylet, ``HOST:PORT``."""
 
@@ -31,7 +32,8 @@ def needs(placement: NodePlacement, memory: int | None) -> dict[str, float]:
 
     Args:
         placement: the deployment's placement.
-        memory: the deployment's memory per replica, in bytes. With GPUs this is GPU memory, which Ray does not reserve.
+        memory: the deployment's memory per replica, in bytes; None: none is declared. With GPUs this is GPU memory,
+            which Ray does not reserve.
     """
     resources = {"GPU": placement.gpus, "CPU": placement.cpus}
     return resources if memory is None or placement.gpus else {**resources, "memory": memory}
@@ -44,7 +46,10 @@ def choose(
     replica_counts: Mapping[str, int],
     reserved: Mapping[str, Iterable[Mapping[str, float]]],
 ) -> str:
-    """The id of the machine for a replica; empty: no machine has the resources now.
+    """The id of the machine for a replica; empty: no machine with the placement's labels has the resources now.
+
+    A placement with ``pack`` prefers the machine with the most of the deployment's replicas, otherwise with the fewest.
+    A machine with GPUs is avoided for a replica that takes no GPU.
 
     Args:
         placement: the deployment's placement.
@@ -75,7 +80,7 @@ def choose(
 def shortage(placement: NodePlacement, nodes: Sequence[Node]) -> str:
     """Why no machine could have a replica even if it were empty; empty text: a machine could.
 
-    Label selectors other than plain values are left to Ray.
+    Memory is not considered. Label selectors other than plain values are left to Ray.
     """
     if not nodes:
         return "Ray has no node"

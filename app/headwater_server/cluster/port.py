@@ -124,7 +124,7 @@ class Port:
         task.add_done_callback(self._tasks.discard)
 
     def control(self, transport: asyncio.Transport, first: bytes) -> None:
-        """Take over a connection to ``/control``."""
+        """Take over a connection to ``/control``; ``first`` has the bytes that came after the request's head."""
         reader = asyncio.StreamReader()
         protocol = asyncio.StreamReaderProtocol(reader)
         transport.set_protocol(protocol)

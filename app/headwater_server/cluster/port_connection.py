@@ -31,7 +31,7 @@ LINGER_S: Final = 1.0
 """Seconds that a refused client's bytes are still read, so that the client gets the refusal."""
 READ_BYTES: Final = 256 * 1024
 MOST_JSON_BYTES: Final = 16 * 1024 * 1024
-"""Limit of the JSON of a call with a segment: the JSON is held until the segment has all inputs."""
+"""Limit of the JSON of a call with a segment: the JSON is held until it is complete, to put in the segment's path."""
 TIMER_RESOLUTION_S: Final = 0.002
 _END: Final = b"\r\n\r\n"
 _LENGTH: Final = re.compile(rb"\r\ncontent-length: *([0-9]+)\r\n", re.IGNORECASE)
@@ -59,7 +59,7 @@ class PortState(Protocol):
         ...
 
     def control(self, transport: asyncio.Transport, first: bytes) -> None:
-        """Take over a connection to ``/control``."""
+        """Take over a connection to ``/control``; ``first`` has the bytes that came after the request's head."""
         ...
 
     def spawn(self, work: Any) -> None:
@@ -117,7 +117,7 @@ class _Patience:
 
 
 class PortConnection(asyncio.BufferedProtocol):
-    """A client's connection, with at most one request at a time."""
+    """A client's connection, with at most one request at a time, or with relayed bytes of gRPC."""
 
     def __init__(self, port: PortState) -> None:
         self._port = port
@@ -131,19 +131,24 @@ class PortConnection(asyncio.BufferedProtocol):
         self._waiting: list[bytes] = []
         """Data for the replica while the connection to it is being opened."""
         self._body_left = 0
+        """Bytes of the request's body that have not been sent on; in a relay to a vLLM of the whole request."""
         self._segment: tuple[SegmentFile, memoryview] | None = None
         self._filled = self._inputs_bytes = 0
         """Bytes of the segment's inputs received so far, and their total."""
         self._json_length = 0
         self._answer_head: bytearray | None = None
-        """Head of the replica's answer, while it is incomplete."""
+        """Head of the replica's answer, while it is incomplete; otherwise None."""
         self._answer_left = 0
+        """Bytes of the answer's body that have not arrived."""
         self._is_asked = False
         """Whether the replica has a request, or will get a request."""
         self._shared_left = 0
         """Bytes of the segment that follow the answer."""
         self._is_last = self._is_placing = False
+        """Whether the replica closes its connection after the answer; whether the inputs of ``POST /segment`` are
+        arriving."""
         self._is_relay = False
+        """Whether the replica's answers are passed on unread."""
         self._address = port.route.http_address
         self._deadline_s = math.inf
         self._timer_s = 0.0
@@ -276,7 +281,11 @@ class PortConnection(asyncio.BufferedProtocol):
             self._read(rest)
 
     def _take_segment(self, size_bytes: int, rest: bytes) -> bytes:
-        """Take a segment, and copy in the inputs' bytes that have arrived. Returns the bytes behind the inputs."""
+        """Take a segment, and copy in the inputs' bytes that have arrived. Returns the bytes behind the inputs.
+
+        Raises:
+            Refusal: the sizes are wrong, or this machine has no memory for the segment.
+        """
         if self._inputs_bytes + ANSWER_HEAD_BYTES > size_bytes:
             raise Refusal("400 Bad Request", "Headwater-Segment: expected space for an answer behind the inputs")
         if size_bytes > LARGEST_REMOTE_BYTES:
@@ -344,7 +353,7 @@ class PortConnection(asyncio.BufferedProtocol):
     # Relays
 
     def _relay_grpc(self, first: bytes) -> None:
-        """Relay all bytes in both directions from here on."""
+        """Relay all bytes in both directions from here on. Without a gRPC address the connection is aborted."""
         address = self._port.route.grpc_address
         if not address:
             self._transport.abort()
@@ -498,7 +507,7 @@ class PortConnection(asyncio.BufferedProtocol):
             self._transport.abort()
 
     def _leave_replica(self) -> None:
-        """Leave the connection to the replica, and drop its request."""
+        """Close the connection to the replica, and drop its request."""
         self._is_asked = False
         self._segment = None  # its memory stays spoiled, unless the replica was done with it
         self._waiting = []
@@ -519,7 +528,8 @@ class PortConnection(asyncio.BufferedProtocol):
             self._replica.transport.resume_reading()
 
     def _refuse(self, refusal: Refusal) -> None:
-        """Answer with an error, and end the connection once the client has had time to read the answer."""
+        """Answer with an error, and end the connection once the client has had time to read the answer. If an answer
+        has begun, the connection is aborted."""
         has_begun = self._is_asked and self._answer_head is None
         self._leave_replica()
         if has_begun:

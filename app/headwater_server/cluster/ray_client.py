@@ -1,4 +1,5 @@
-"""All calls of Ray. Each call may take long, so all of them run in threads.
+"""All calls of Ray, except in `holder`. Each call may take long: coroutine methods make it in a thread, and other
+methods block the calling thread.
 
 Of Ray's private parts it uses only `ray.experimental.internal_kv`, the key-value store, and
 `ray._private.state.available_resources_per_node`, as Ray Serve does; tests/app/cluster/test_ray_client.py names the
@@ -33,11 +34,11 @@ ORDER_TIMEOUT_S: Final = 5.0
 CONNECT_TIMEOUT_S: Final = 30.0
 ANSWER_TIMEOUT_S: Final = 1.0
 THREADS: Final = 32
-"""Limit of calls of Ray at once."""
+"""Limit of the threads that call Ray at once."""
 
 
 class ActorGone(Exception):
-    """An actor has ended for good."""
+    """An actor has ended for good, or there is no such actor."""
 
 
 class RayClient:
@@ -47,7 +48,7 @@ class RayClient:
         address: address of Ray's head, or ``auto``.
 
     Raises:
-        StartError: there is no Ray, or it can't be reached.
+        StartError: Ray is not installed, there is no Ray at the address, or it does not answer in time.
     """
 
     def __init__(self, address: str) -> None:
@@ -104,7 +105,7 @@ class RayClient:
             ) from error
 
     def head_trouble(self, timeout_s: float) -> str:
-        """What is wrong with Ray's head; empty: it answered within the timeout.
+        """The trouble with Ray's head, as text; empty: it answered within the timeout.
 
         A call that is still unanswered stays pending, and the next check waits for the same call.
         """
@@ -165,7 +166,8 @@ class RayClient:
         return await self._call(self._start, name, list(command), spec, dict(environment), options)
 
     def start_supervisor(self, name: str, command: Sequence[str], spec: bytes, environment: Mapping[str, str]) -> Any:
-        """Start an actor that holds the supervisor, or find the existing actor."""
+        """Start an actor that holds the supervisor, or find the existing actor. Returns the actor. Ray
+        restarts it, unless its process ends with status 0."""
         options = {"num_cpus": 0, "max_restarts": -1, "get_if_exists": True}
         return self._start(name, list(command), spec, dict(environment), options)
 
@@ -205,7 +207,7 @@ class RayClient:
         return actors
 
     async def said(self, actor: Any) -> str:
-        """Wait for the first line that the actor's process writes. No thread waits meanwhile.
+        """Wait for the first line that the actor's process writes; see `Holder.said`. No thread waits meanwhile.
 
         Raises:
             ActorGone: the actor has ended.
@@ -216,8 +218,12 @@ class RayClient:
             return str(await asyncio.wrap_future(reference.future()))
 
     def ask(self, actor: Any, timeout_s: float) -> str:
-        """Wait for the first line of the actor's process (see `said`) in the calling thread, for at most
-        ``timeout_s``."""
+        """Wait for the first line of the actor's process (see `said`) in the calling thread.
+
+        Raises:
+            ActorGone: the actor has ended.
+            TimeoutError: the actor can't be reached now, or there is no line within ``timeout_s``.
+        """
         with self._translated():
             return str(self._ray.get(actor.said.remote(), timeout=timeout_s))
 
@@ -234,7 +240,7 @@ class RayClient:
             raise ActorGone(_first_line(error)) from error
 
     def ask_order(self, actor: Any, line: str) -> None:
-        """Have an actor write a line to its process's standard input."""
+        """Have an actor write a line to its process's standard input. Raises as `ask`, after `ORDER_TIMEOUT_S`."""
         with self._translated():
             self._ray.get(actor.order.remote(line), timeout=ORDER_TIMEOUT_S)
 
@@ -286,19 +292,19 @@ class RayClient:
         return True
 
     async def look(self, placement: NodePlacement, memory: int | None) -> tuple[str, bool]:
-        """Why no machine of Ray's can ever have a replica (empty: a machine can); and whether a machine has capacity
-        for it now."""
+        """Why no machine of Ray's can ever have a replica (empty: a machine can; see `shortage`); and whether a machine
+        has capacity for it now."""
         nodes = await self.nodes()
         return shortage(placement, nodes), bool(choose(placement, memory, nodes, {}, {}))
 
     # Storage
 
     async def put(self, key: str, value: bytes) -> None:
-        """Store a value."""
+        """Store a value in Ray's head, in place of an earlier value."""
         await self._call(self._kv("_internal_kv_put"), key.encode(), value, True, NAMESPACE.encode())
 
     async def get(self, key: str) -> bytes | None:
-        """A stored value."""
+        """A stored value; None: nothing is stored."""
         content: bytes | None = await self._call(self._kv("_internal_kv_get"), key.encode(), NAMESPACE.encode())
         return content
 

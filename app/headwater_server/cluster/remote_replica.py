@@ -1,4 +1,4 @@
-"""A replica that Ray has placed on a node, from the supervisor's side."""
+"""A replica that Ray places on a node, from the supervisor's side."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OUT_OF_REACH_S: Final = 10.0
 """Seconds out of reach after which a replica counts as lost."""
 RETRY_S: Final = 1.0
 PLACE_LOOK_S: Final = 5.0
-"""Seconds between checks of why a replica is not placed."""
+"""Seconds between checks whether a node can have a replica that is not placed yet."""
 PLACE_AGAIN_S: Final = 60.0
 """Seconds that Ray may leave a replica unplaced although its chosen node, or another node, should have capacity. Then
 the replica's actor is started anew."""
@@ -38,8 +38,8 @@ class Context:
     Args:
         ray: the connection to Ray.
         epoch: the supervisor's epoch.
-        tls: the cluster's TLS.
-        on_reach: called when a replica gets out of reach, or in reach again.
+        tls: the cluster's TLS; None: plain text.
+        on_reach: called when a replica that was ready gets out of reach, or in reach again.
         on_stale: called when an agent says that a later supervisor has replaced this supervisor.
     """
 
@@ -100,7 +100,7 @@ class RemoteReplica:
         self.is_reachable = True
         self.is_cut_off = False  # the agent watches the folder
         self.state: AgentState | None = None
-        """The agent's last state."""
+        """The agent's last state; None: it has sent no state."""
         self.heard = asyncio.Event()
         """Set once the agent has sent a state, or the replica is known to end."""
         self._context = context
@@ -109,7 +109,7 @@ class RemoteReplica:
         self._link: AgentLink | None = None
         self._use = GroupUse()
         self._ordered = ""
-        """The last order: empty, ``stop`` or ``kill``."""
+        """The last order: empty (no order), ``stop`` or ``kill``, which stays."""
         self._killed = asyncio.Event()
         self._placed = asyncio.Event()
         self._leftovers: list[str] = []
@@ -122,7 +122,8 @@ class RemoteReplica:
         Args:
             place: starts the actor and returns it. If its argument is true, it first chooses a node, and notes it in
                 `node`.
-            look: returns why no node can ever have the replica, and whether a node has capacity for it now.
+            look: returns why no node can ever have the replica (empty: a node can), and whether a node has capacity for
+                it now.
         """
         try:
             self._actor = await place(True)
@@ -221,12 +222,18 @@ class RemoteReplica:
         return await self._link.ask_vllm(url, body, timeout_s)
 
     async def _said(self, place: Callable[[bool], Any], look: Callable[[], Any]) -> str:
-        """Wait until the agent has opened its port, and return its first line. Empty: the replica was killed before."""
+        """Wait until the agent has opened its port, and return its first line. Empty: the replica was stopped or killed
+        before. A replica that Ray leaves unplaced for `PLACE_AGAIN_S` is placed again.
+
+        Raises:
+            ActorGone: the actor, or the agent, ended before.
+        """
         ray, loop = self._context.ray, asyncio.get_running_loop()
         killed = asyncio.create_task(self._killed.wait())
         asking = asyncio.create_task(ray.said(self._actor))
         due_s: float | None = None
-        """Time since which the replica should have been placed."""
+        """Time since which the replica should have been placed; None: no node is chosen, and no node
+        has capacity."""
         try:
             while not killed.done():
                 await asyncio.wait({asking, killed}, timeout=PLACE_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
@@ -260,7 +267,8 @@ class RemoteReplica:
         return ""
 
     async def _listen(self, address: str, token: str, order_token: str) -> None:
-        """Follow the agent until the replica's processes have all ended, or the replica counts as lost."""
+        """Follow the agent until the replica has exited or the agent has ended, or the replica counts as lost: out of
+        reach for `OUT_OF_REACH_S`."""
         context = self._context
         link = self._link = AgentLink(
             address, token, context.epoch, context.tls, order_token=order_token,

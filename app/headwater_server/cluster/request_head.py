@@ -22,7 +22,7 @@ class Refusal(Exception):
     Args:
         status: the answer's status and reason phrase.
         message: the error message.
-        unsent: whether another replica should get the request.
+        unsent: whether the replica has not got the request, so that the client may send it to another replica.
     """
 
     def __init__(self, status: str, message: str, *, unsent: bool = False) -> None:
@@ -71,7 +71,7 @@ class RequestHead:
 
     @property
     def length(self) -> int:
-        """The body's length.
+        """The body's length in bytes; 0 for a GET without Content-Length.
 
         Raises:
             Refusal: the length is not given by Content-Length alone.
@@ -82,10 +82,11 @@ class RequestHead:
 
     @property
     def json_length(self) -> int:
-        """The length of the JSON in the body; without the header, the whole body's length.
+        """The length of the JSON in the body; without the header ``Inference-Header-Content-Length``, the whole body's
+        length.
 
         Raises:
-            Refusal: the header is no number.
+            Refusal: the header is no number, or as for `length`.
         """
         return self._number("inference-header-content-length", str(self.length))
 

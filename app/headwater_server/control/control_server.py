@@ -1,15 +1,15 @@
 """The supervisor's end of the control socket. Each line is a message in JSON.
 
-A worker that connects gets the whole `RoutingTable`, and then a `TableChange` whenever anything changes. If a change
-doesn't follow the worker's table, the worker asks for the whole table with `TableWanted`. A worker answers a `Drain`
-with `Drained` and a `Ping` with a `Pong`; the supervisor answers a worker's `Command` with a `CommandAnswer`. Any
-number of them may be unanswered at a time; the ``id`` of a message tells which answer belongs to it. A worker's
-`QuarantinedRequest` is forwarded to the other workers; a `ReplicaLoss` is only for the supervisor. A `Cancel` is
-forwarded too, and its sender gets the sum of the other workers' `CancelCount`.
+A worker that connects gets the whole `RoutingTable`, and then a `TableChange` with each `ControlServer.publish`. If a
+change doesn't follow the worker's table, the worker asks for the whole table with `TableWanted`. A worker answers a
+`Drain` with `Drained` and a `Ping` with a `Pong`; the supervisor answers a worker's `Command` with a `CommandAnswer`.
+Any number of drains and commands may be unanswered at a time; the ``id`` of a message tells which answer belongs to it.
+A worker's `QuarantinedRequest` is forwarded to the other workers; a `ReplicaLoss` and a `LoadReport` are only for the
+supervisor. A `Cancel` is forwarded too, and its sender gets the sum of the other workers' `CancelCount`.
 
-The end of a connection tells each side that the other side is gone. All requests in flight in a worker end with it. A
-gateway on another machine may reconnect with its requests still in flight, so it is gone only after its `Goodbye`, or
-after `GATEWAY_GONE_S` of silence.
+The end of a connection tells each side that the other side is gone. A worker's requests in flight end with the worker.
+A cluster's gateway, with its own `ControlServer` for its workers, connects over TCP and begins with `Hello`. It may
+reconnect with requests still in flight, so it is gone only after its `Goodbye`, or after `GATEWAY_GONE_S` of silence.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ logger = logging.getLogger("headwater")
 LOAD_FRESH_S: Final = 3.0
 """Seconds after which a load report is ignored."""
 DRAIN_GRACE_S: Final = 5.0
-"""Seconds that a worker's answer may take beyond the timeout of a drain."""
+"""Seconds that a worker's answer may come after the timeout of a drain."""
 CANCEL_TIMEOUT_S: Final = 3.0
 """Seconds that a worker may take to report the streams that it cancelled."""
 HELLO_TIMEOUT_S: Final = 5.0
@@ -78,23 +78,23 @@ class PeerContexts(Protocol):
 
 @dataclass(eq=False)
 class _Worker:
-    """A gateway worker that is connected."""
+    """A connected gateway worker on this machine, or a cluster's gateway with all its workers."""
 
     writer: asyncio.StreamWriter
     pid: int
-    """The process id; 0: a gateway on another machine."""
+    """The worker's process id; 0: a cluster's gateway."""
     workers: int = 1
-    """The number of workers that it stands for."""
+    """The number of workers that the connection stands for."""
     gateway: str = ""
     """See `Hello`."""
     heard_s: float = 0.0
     """Loop time of the last message."""
     unanswered: int = 0
-    """The number of consecutive unanswered pings."""
+    """Number of calls of `ControlServer.ping` since the ping that is unanswered; 0: all pings are answered."""
     load: tuple[float, LoadReport] | None = None
-    """Loop time of the last report, and the report."""
+    """Loop time of the last report, and the report; None: no report has come."""
     tallies: dict[str, Tally] = field(default_factory=dict)
-    """The last tally of each deployment."""
+    """The last tally of each version, by `Tally.name`."""
     answers: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
     """Futures of awaited answers, by message id. A result of None means that the worker has ended."""
 
@@ -107,12 +107,13 @@ class ControlServer:
     """The supervisor's end of the control socket.
 
     Args:
-        on_command: carries out a command, however long it takes, even if the worker that sent the command ends.
+        on_command: carries out a command, however long it takes, even if the worker that sent the command ends. None:
+            commands are answered with status 500.
         on_quarantined: called with each `QuarantinedRequest` of a worker.
         on_lost: called with each `ReplicaLoss` of a worker.
         on_cancel: cancels the streams of a request's id that run outside the workers connected here, and returns their
-            number.
-        on_workers: called when the number of workers has changed.
+            number; None: all workers are connected here.
+        on_workers: called when a worker or gateway has connected, or its connection has ended.
         epoch: must be greater than the epoch of any earlier supervisor of the same workers; None: the present time in
             nanoseconds, which suffices for workers on this machine.
     """
@@ -134,19 +135,23 @@ class ControlServer:
         self._on_workers = on_workers
         self._table = RoutingTable(epoch=time.time_ns() if epoch is None else epoch)
         self.tallies: dict[str, Tally] = {}
-        """Counts of compared versions so far, over all workers, by deployment."""
+        """Counts of compared versions since their workers' first reports, over all workers, by `Tally.name`."""
         self._workers: set[_Worker] = set()
         self._away: set[_Worker] = set()
         """Gateways on other machines that have lost their connection and may reconnect."""
         self._known_s = float("-inf")
-        """Loop time at which all gateways are known."""
+        """Loop time from which each gateway of an earlier supervisor has reconnected or is gone."""
         self._numbers = itertools.count()
         self._commands: set[asyncio.Task[None]] = set()
         self._server: asyncio.AbstractServer | None = None
 
     async def start(self, path: Path) -> None:
         """Listen on a unix socket. Its folder must be closed to other users (0700). A second call replaces the socket
-        with a new socket."""
+        with a new socket; existing connections stay.
+
+        Raises:
+            OSError: the socket can't be made.
+        """
         if self._server is not None:
             self._server.close()
         self._server = await asyncio.start_unix_server(self._serve, path, limit=messages.MAX_MESSAGE_BYTES)
@@ -154,14 +159,18 @@ class ControlServer:
     async def start_for_gateways(
         self, host: str, port: int, token: str, tls: PeerContexts | None, *, is_successor: bool = False
     ) -> int:
-        """Listen for gateways on other machines, which must know the token. Returns the port.
+        """Listen for a cluster's gateways, which must know the token. Returns the port.
 
         Args:
             host: an address of this machine.
             port: the port; 0: any free port.
             token: the token that gateways must send.
             tls: the cluster's TLS; None: plain text.
-            is_successor: whether gateways of an earlier supervisor are about to reconnect; drains then wait for them.
+            is_successor: whether gateways of an earlier supervisor are about to reconnect; in the first
+                `GATEWAY_GONE_S` drains then wait for them.
+
+        Raises:
+            OSError: the address can't be listened on.
         """
         if is_successor:
             self._known_s = asyncio.get_running_loop().time() + GATEWAY_GONE_S
@@ -217,11 +226,12 @@ class ControlServer:
     async def drain(
         self, model: str, timeout_s: float, replicas: list[str] | None = None, adapters: Sequence[str] = ()
     ) -> Drained:
-        """Wait until nothing of a deployment is in flight in any worker; see `Drain`.
+        """Wait until nothing of a deployment is in flight in any worker; see `Drain`. Returns the sum of the workers'
+        answers. A worker that doesn't answer within `DRAIN_GRACE_S` after the timeout is logged.
 
-        A worker that ends has nothing in flight, and a worker that connects later has accepted nothing. If a gateway on
-        another machine has lost its connection, the drain waits until the gateway reconnects and then asks it, or until
-        it counts as gone.
+        A worker that ends has nothing in flight, and a worker that connects later has accepted nothing. If a cluster's
+        gateway has lost its connection, the drain waits until the gateway reconnects and then asks it, or until it
+        counts as gone.
         """
         loop = asyncio.get_running_loop()
         end_s = loop.time() + timeout_s
@@ -249,7 +259,9 @@ class ControlServer:
         return [worker.load[1] for worker in self._workers if worker.load is not None and worker.load[0] >= oldest_s]
 
     def ping(self) -> dict[int, int]:
-        """Ping every worker. Returns the number of earlier consecutive unanswered pings, by process id."""
+        """Ping each worker that has answered the ping before. Returns, for the workers on this machine by process id,
+        how many calls of this method in a row have brought no answer. Aborts the connections of gateways that have been
+        silent for `GATEWAY_GONE_S`."""
         unanswered: dict[int, int] = {}
         oldest_s = asyncio.get_running_loop().time() - GATEWAY_GONE_S
         for worker in self._workers:
@@ -263,13 +275,13 @@ class ControlServer:
         return unanswered
 
     def quarantine(self, request: QuarantinedRequest, by: _Worker | None = None) -> None:
-        """Forward a request that a worker quarantined to all other workers."""
+        """Tell all workers, except the worker ``by``, that a request is quarantined."""
         for worker in self._workers - {by}:
             worker.send(request)
 
     async def cancel(self, request_id: str, asking: _Worker | None = None) -> int:
         """Cancel everything that runs under a request's id in all workers except ``asking``. Returns the number of
-        streams."""
+        cancelled streams, as far as workers report it within `CANCEL_TIMEOUT_S`."""
         order = Cancel(next(self._numbers), request_id)
         answers, late = await self._ask(self._workers - {asking}, order, CANCEL_TIMEOUT_S)
         if late:
@@ -282,7 +294,7 @@ class ControlServer:
             await asyncio.wait(self._commands)
 
     async def close(self) -> None:
-        """Stop listening and end all connections."""
+        """Stop listening, end all connections, and cancel running commands."""
         if self._server is not None:
             self._server.close()
         for worker in self._workers:
@@ -323,7 +335,8 @@ class ControlServer:
                 await writer.wait_closed()
 
     def _add_up(self, tallies: Iterable[Tally], worker: _Worker) -> None:
-        """Add a worker's counts since its last report. The first report only tells where the worker's counts begin."""
+        """Add a worker's counts since its last report to `tallies`. The first report only tells where the worker's
+        counts begin."""
         for tally in tallies:
             before = worker.tallies.get(tally.name, tally)
             worker.tallies[tally.name] = tally
@@ -331,7 +344,7 @@ class ControlServer:
             self.tallies[tally.name] = news if total is None else total + news
 
     def _forget(self, worker: _Worker) -> None:
-        """Stop waiting for a worker."""
+        """Drop a worker that is gone, and stop waiting for its answers."""
         self._workers.discard(worker)
         self._away.discard(worker)
         for future in worker.answers.values():

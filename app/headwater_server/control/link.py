@@ -41,8 +41,9 @@ class SupervisorLink:
     Args:
         on_drain: carries out a `Drain`.
         on_quarantined: called with the model and fingerprint of each request that another worker quarantined.
-        on_cancel: cancels this worker's streams that have a request's id, and returns their number.
-        on_message: called at each message, which is a sign of life.
+        on_cancel: cancels this worker's streams that have a request's id, and returns their number; None: there are
+            no streams.
+        on_message: called at each message, which is a sign of the supervisor's life.
     """
 
     def __init__(
@@ -68,6 +69,10 @@ class SupervisorLink:
         """Yield each new routing table as it comes, and handle other messages; ends when the supervisor does.
 
         Each table is complete, although the supervisor sends only changes after the first table.
+
+        Raises:
+            OSError: the socket can't be reached.
+            ValueError, msgspec.MsgspecError: a message is invalid.
         """
         reader, writer = await asyncio.open_unix_connection(path, limit=messages.MAX_MESSAGE_BYTES)
         async for table in self.tables_from(reader, writer):
@@ -76,8 +81,8 @@ class SupervisorLink:
     async def tables_from(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, hello: Hello | None = None
     ) -> AsyncGenerator[RoutingTable, None]:
-        """Like `tables`, on an open connection, which begins with ``hello``. May be called again, for the next
-        supervisor."""
+        """Like `tables`, on an open connection, on which ``hello`` is sent first; None: nothing is sent. May be called
+        again, for the next supervisor."""
         self._writer = writer
         if hello is not None:
             self._send(hello)
@@ -122,7 +127,7 @@ class SupervisorLink:
         self._send(load)
 
     def report_quarantined(self, model: str, fingerprint: bytes) -> None:
-        """Report to the other workers a request that took two replicas down."""
+        """Report a request that took two replicas down; the supervisor tells the other workers."""
         self._send(QuarantinedRequest(model, fingerprint.hex()))
 
     def report_lost(self, loss: ReplicaLoss) -> None:
@@ -132,7 +137,7 @@ class SupervisorLink:
     async def command(self, action: str, model: str, arguments: Mapping[str, Any] | None = None) -> CommandAnswer:
         """Have the supervisor carry out an operator's command, and wait for its answer.
 
-        The arguments must be small, since a message is a single line.
+        A command that exceeds `MAX_MESSAGE_BYTES` ends the connection. The answer may take as long as a model's load.
 
         Raises:
             Unavailable: the supervisor is gone.
@@ -149,8 +154,8 @@ class SupervisorLink:
         return 0
 
     def _later(self, message: RoutingTable | TableChange) -> RoutingTable | None:
-        """The table that results from a message. None if the message is not newer than the present table, or if it is a
-        change of another table; the whole table is then requested."""
+        """The table that results from a message. None if the message is not newer than the present table. None, too, if
+        it is a change of another table: then the whole table is requested."""
         held = self._table
         if held is not None and (message.epoch, message.version) <= held.age:
             if message.epoch < held.epoch:

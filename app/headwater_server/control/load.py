@@ -17,11 +17,12 @@ class Moment(NamedTuple):
     computing: int = 0
     """Calls that its replicas presumably compute now, without calls that are on their way."""
     requests: int = 0
-    """Calls that could run at once with unlimited replicas."""
+    """Calls that could run at once with unlimited replicas: requests in flight, or running calls and the calls that the
+    waiting rows would fill, whichever is more."""
     waiting: int = 0
     """Rows that wait."""
     wait_s: float = 0.0
-    """Waiting time of the first of these rows, in seconds."""
+    """Seconds that the first of these rows has waited; 0: no row waits."""
 
 
 class DeploymentLoad(msgspec.Struct, frozen=True, array_like=True):
@@ -42,10 +43,13 @@ class Tally(msgspec.Struct, frozen=True, array_like=True):
     """Counts of a version's requests, without requests that failed by their clients' fault."""
 
     name: str
+    """``DEPLOYMENT.VERSION``."""
     ended: int
+    """Requests that were answered or failed."""
     failed: int
+    """Requests that failed."""
     times: list[int]
-    """Answered requests, by bucket of `headwater_server.telemetry.catalogue.VERSION_TIMES`."""
+    """Numbers of answered requests, by bucket of `headwater_server.telemetry.catalogue.VERSION_TIMES`."""
 
     @property
     def answered(self) -> int:
@@ -53,7 +57,7 @@ class Tally(msgspec.Struct, frozen=True, array_like=True):
         return sum(self.times)
 
     def since(self, before: Tally) -> Tally:
-        """The counts since an earlier tally."""
+        """The differences from an earlier tally of the same version."""
         times = [after - earlier for after, earlier in zip(self.times, before.times, strict=True)]
         return Tally(self.name, self.ended - before.ended, self.failed - before.failed, times)
 
@@ -64,15 +68,16 @@ class Tally(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LoadReport(msgspec.Struct, frozen=True, tag="load"):
-    """The load of all deployments in a worker."""
+    """The load of a worker, or of all workers of a cluster's gateway."""
 
     deployments: list[DeploymentLoad] = []
+    """Loads of the deployments that scale by load; if metrics are kept, of all deployments with replicas."""
     tallies: list[Tally] = []
     """Counts since the worker's start, of versions that are compared."""
 
 
 def together(reports: Iterable[LoadReport]) -> dict[str, DeploymentLoad]:
-    """The load of all workers together, by deployment."""
+    """The load of all workers together, by deployment; without deployments that no report has."""
     loads: dict[str, DeploymentLoad] = {}
     for report in reports:
         for load in report.deployments:

@@ -34,13 +34,16 @@ class State(str, enum.Enum):
     """State of a deployment."""
 
     LOADING = "LOADING"
+    """Replicas are starting; no replica has been ready since the server's start, or since a load began."""
     READY = "READY"
+    """The deployment accepts requests; see `VersionsState` and `GraphState` for deployments without replicas."""
     DRAINING = "DRAINING"
     """The deployment is being unloaded: new requests are refused, requests in flight are still answered."""
     UNLOADING = "UNLOADING"
     """Nothing is in flight; the replicas are ending."""
     UNAVAILABLE = "UNAVAILABLE"
-    """No replica is ready: a new replica is starting, or an operator unloaded the deployment."""
+    """No replica is ready: a new replica is starting, all replicas are out of reach, or an operator unloaded the
+    deployment. A graph: no head can be answered now."""
     FAILED = "FAILED"
     """The deployment could not be loaded, lost too many replicas, or left something behind when it was unloaded. An
     operator has to fix the cause; only a deployment that lost too many replicas is also tried again, after long
@@ -56,14 +59,14 @@ class ReplicaRoute(msgspec.Struct, frozen=True):
     """Address of the HTTP server of its Triton or vLLM: ``unix:PATH``, or for a replica on another machine the
     ``HOST:PORT`` of its port (`headwater_server.cluster.port`)."""
     token: str
-    """Triton's access token."""
+    """Triton's access token; for a replica on another machine also its port's."""
     grpc_address: str = ""
-    """Address of its Triton's gRPC server, if it answers in frames: fused pipelines and models that stream. Otherwise
-    empty."""
+    """Address of its Triton's gRPC server, if it answers in frames (`Signature.is_framed`): ``unix:PATH``, or the
+    ``HOST:PORT`` of its port. Otherwise empty."""
     facts: dict[str, str] = {}
     """The device that it computes on, and versions; see `headwater.wire.handshake.ReplicaStatus.facts`."""
     node: str = ""
-    """The address of its machine; empty: this machine."""
+    """The address of the cluster's machine that it runs on; empty: this machine, without a cluster."""
 
     @property
     def device(self) -> str:
@@ -87,6 +90,7 @@ class CacheShare(msgspec.Struct, frozen=True):
     """A gateway worker's share of the cache of a deployment's answers."""
 
     max_bytes: int
+    """Bytes of answers that the worker may keep."""
     ttl_s: float = 0
     """Seconds for which an answer is used; 0: until a reload."""
     per_key: bool = False
@@ -101,9 +105,9 @@ class TrafficRoute(msgspec.Struct, frozen=True):
     default: str
     """The version that answers in place of a version that isn't ready."""
     sticky: str = ""
-    """The header that decides by its value; empty: the request's id decides."""
+    """The header that decides by its value. Empty, or for a request without that header: the request's id decides."""
     is_watched: bool = False
-    """Whether the supervisor compares the versions."""
+    """Whether the supervisor compares the versions, to roll back automatically."""
     shadow: str = ""
     """The version that gets copies of the requests that other versions answered; empty: no copies are made."""
     before: dict[str, float] = {}
@@ -120,9 +124,9 @@ class DeploymentRoute(msgspec.Struct, frozen=True):
     reason: str = ""
     """The reason for its state; while it loads, the stage of the start."""
     signature: Signature | None = None
-    """The signature; None until a replica has been ready."""
+    """The signature; None until a replica has been ready (a graph: until a plan can be made)."""
     replicas: tuple[ReplicaRoute, ...] = ()
-    """Replicas that are ready."""
+    """Replicas that get new requests."""
     max_queue_size: int = 1024
     """Maximum number of queued rows; this worker's share."""
     priority_weights: dict[int, int] = {}
@@ -130,19 +134,23 @@ class DeploymentRoute(msgspec.Struct, frozen=True):
     max_padding: float = 0
     """The fraction of a batch that may be padding; 0: any fraction."""
     max_queue_delay_ms: float = 0
+    """Milliseconds that rows may wait for more rows while a replica is idle."""
     max_in_flight: int = 1
-    """Calls per replica, this worker's share."""
+    """Calls that a replica may have at once; this worker's share."""
     instances: int = 1
     """Calls that a replica computes at once; this worker's share."""
     timeout_s: float = 30
+    """A request's longest deadline in seconds, queueing included."""
     is_graph: bool = False
     """Whether it is a graph: a pipeline with deployments as steps."""
     plan: Plan | None = None
-    """A graph's plan, once known."""
+    """A graph's plan; None until all its steps have been ready, while their signatures don't fit together, and for
+    other deployments."""
     is_open: bool = True
-    """Whether enough of a graph's steps can be reached to answer at least a single head."""
+    """Whether a graph can answer at least a single head now, since all steps that the head needs are READY. True for
+    other deployments."""
     part_of: str | None = None
-    """The pipeline that it is a step of, or the deployment that it is a version of."""
+    """The pipeline that defines it as a step, or the deployment that it is a version of; None: neither."""
     version: str = ""
     """The name of the version; empty if it is not a version."""
     traffic: TrafficRoute | None = None
@@ -154,10 +162,10 @@ class DeploymentRoute(msgspec.Struct, frozen=True):
     adapters: dict[str, int] = {}
     """The LoRA adapters that it serves, each with the number of times that it was loaded into serving replicas."""
     prefix_affinity: float = 0
-    """See `headwater_server.config.vllm_options.VllmOptions`."""
+    """See `headwater_server.config.vllm_options.VllmOptions`; 0 if vLLM doesn't compute the deployment."""
     retiring: tuple[ReplicaRoute, ...] = ()
-    """Replicas that were replaced or are out of reach: they get no new requests, but finish their requests in
-    flight."""
+    """Replicas that were replaced or are no longer needed, or are out of reach: they get no new requests, but finish
+    their requests in flight."""
     since_s: float = 0
     """When it entered its state, in seconds of the Unix epoch."""
     total_instances: int = 1
@@ -169,23 +177,26 @@ class DeploymentRoute(msgspec.Struct, frozen=True):
     most: int = 1
     """The upper bound of ``wanted``; between the bounds, load decides."""
     shortage: str = ""
-    """Why it has fewer replicas than its load requires; empty if it has enough."""
+    """Why it has fewer replicas than its configuration or its load requires; in a cluster's gateway also why no
+    supervisor can be found. Empty if it has enough."""
     is_set_aside: bool = False
     """Whether an operator unloaded the deployment: the server counts as ready without it."""
     quarantine_s: float = 600
-    """Seconds for which a request that took two replicas down is refused."""
+    """Seconds for which a request that took two replicas down is refused; 0: it is never refused."""
     barred: dict[str, float] = {}
     """Names of API keys that are refused because their requests ended too many replicas, each with the time at which
     that ends, in seconds of the Unix epoch."""
     max_crashes: int = 10
-    """Number of lost replicas after which a key is refused."""
+    """Number of replicas lost within `CRASH_WINDOW_S` after which a key is refused."""
     generation: int = 0
-    """Grows with each load and reload. A load or reload lifts the quarantine and loads a language model's tokenizer and
-    chat template again."""
+    """Grows with each load and reload that replaces the replicas; a change of adapters or of traffic alone does not
+    count. With a new generation workers lift the quarantine, and load a language model's tokenizer and chat template
+    again."""
     cache: CacheShare | None = None
     """This worker's share of the answer cache; None: answers are not kept."""
     failure: str = ""
-    """The reason in words for clients, if a start has failed and no start has succeeded since."""
+    """The reason in words for clients: why a start failed, until a start succeeds; for a deployment without replicas,
+    which steps or versions are not READY. Otherwise empty: see `cause`."""
 
     @property
     def is_composite(self) -> bool:
@@ -225,7 +236,7 @@ class RoutingTable(msgspec.Struct, frozen=True, tag="table"):
     epoch: int = 0
     """Grows with each start of a supervisor."""
     version: int = 0
-    """Grows with each change within an epoch."""
+    """Grows with each publication within an epoch."""
 
     @property
     def age(self) -> tuple[int, int]:
@@ -236,7 +247,9 @@ class RoutingTable(msgspec.Struct, frozen=True, tag="table"):
 CRASH_WINDOW_S: Final = 300.0
 """Seconds within which losses of serving replicas count for ``max_crashes``."""
 RETRY_AFTER_S: Final = {State.LOADING: 5, State.FAILED: 60}
+"""``Retry-After`` in seconds, by the deployment's state."""
 RETRY_AFTER_UNLOADED_S: Final = 60
+"""``Retry-After`` in seconds for a deployment that an operator unloaded, in other states."""
 
 
 def check_key(route: DeploymentRoute, key: str) -> None:

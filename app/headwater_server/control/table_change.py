@@ -1,7 +1,8 @@
 """Changes from a routing table to the next. The supervisor sends them to workers that have the earlier table.
 
-A table has some 150 bytes for each replica. A change has only the replicas that were added, removed or changed. If any
-other field of a deployment changed, it also has all fields of the deployment except the replicas.
+A table has some 150 bytes for each replica. A change has only the replicas that were added, removed or changed; all
+replicas of a deployment if their order changed in another way. If any other field of a deployment changed, it also has
+all fields of the deployment except the replicas.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class ReplicaChange(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @classmethod
     def between(cls, before: Sequence[ReplicaRoute], after: Sequence[ReplicaRoute]) -> ReplicaChange:
-        """The change from the list ``before`` to the list ``after``."""
+        """The change from the list ``before`` to the list ``after``. If removing, changing and appending don't produce
+        the order of ``after``, all replicas are removed and appended."""
         if before is after:
             return NO_CHANGE
         had = {route.id: route for route in before}
@@ -64,13 +66,13 @@ class DeploymentChange(msgspec.Struct, frozen=True, omit_defaults=True):
 
     name: str
     route: DeploymentRoute | None = None
-    """The deployment without its replicas, if it is new or any of these fields changed; otherwise None."""
+    """The deployment without its replicas, if it is new or any field except the replicas changed; otherwise None."""
     replicas: ReplicaChange = NO_CHANGE
     retiring: ReplicaChange = NO_CHANGE
 
     @classmethod
     def between(cls, before: DeploymentRoute | None, after: DeploymentRoute) -> DeploymentChange:
-        """The change from a state of a deployment to the next."""
+        """The change from a state of a deployment to the next; ``before`` is None for a new deployment."""
         had = before or DeploymentRoute(after.name, after.state)
         rest = _without_replicas(after)
         return cls(
@@ -81,10 +83,10 @@ class DeploymentChange(msgspec.Struct, frozen=True, omit_defaults=True):
         )
 
     def applied(self, before: DeploymentRoute | None) -> DeploymentRoute:
-        """The deployment after the change.
+        """The deployment after the change; ``before`` is None for an unknown deployment.
 
         Raises:
-            ValueError: the deployment is unknown, and the change doesn't have all its fields.
+            ValueError: the deployment is unknown, and `route` is None.
         """
         rest = self.route or before
         if rest is None:
@@ -100,7 +102,7 @@ class DeploymentChange(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TableChange(msgspec.Struct, frozen=True, omit_defaults=True, tag="change"):
-    """The changes in the table. Unchanged deployments and replicas stay the same objects."""
+    """The changes in the table. ``draining`` and ``leaving`` have the values of the later table."""
 
     epoch: int
     """The epoch of both tables."""
@@ -111,8 +113,9 @@ class TableChange(msgspec.Struct, frozen=True, omit_defaults=True, tag="change")
     draining: bool = False
     leaving: bool = False
     names: tuple[str, ...] | None = None
-    """Names of all deployments in their order; None if the order did not change."""
+    """Names of all deployments in their order; None if neither names nor order changed."""
     deployments: tuple[DeploymentChange, ...] = ()
+    """Changes of new and changed deployments."""
 
     @classmethod
     def between(cls, before: RoutingTable, after: RoutingTable) -> TableChange:
@@ -135,7 +138,8 @@ class TableChange(msgspec.Struct, frozen=True, omit_defaults=True, tag="change")
         return (self.epoch, self.since) == table.age
 
     def applied(self, before: RoutingTable) -> RoutingTable:
-        """The table after the change. The change must follow the table ``before``.
+        """The table after the change. The change must follow the table ``before``. Unchanged deployments and replicas
+        stay the same objects.
 
         Raises:
             ValueError: the change refers to a deployment that the table doesn't have.

@@ -18,7 +18,7 @@ __all__ = ["changed_adapters", "fit"]
 
 def changed_adapters(before: Deployment, wanted: Deployment) -> tuple[dict[str, str], list[str]] | None:
     """The adapters to load (folders by name) and the names of adapters to unload. None if no adapter is added or
-    removed, or if another field of the deployment or the folder of an adapter changes."""
+    removed, or if another field of the deployment changes, or the folder of an adapter that stays."""
     is_more = before.with_adapters({}) != wanted.with_adapters({})
     if is_more or any(wanted.adapters.get(name, folder) != folder for name, folder in before.adapters.items()):
         return None
@@ -37,7 +37,8 @@ async def fit(replica: ReplicaHandle, adapters: Mapping[str, str], search: Seque
         timeout_s: seconds that a load or unload may take.
 
     Raises:
-        CallableFailed: an adapter's folder can't be used, or vLLM refused or did not answer.
+        CallableFailed: an adapter's folder can't be used, or vLLM refused or did not answer. Earlier loads and unloads
+            remain.
     """
     for name in [name for name, folder in replica.adapters.items() if adapters.get(name) != folder]:
         await _ask(replica, f"unload adapter `{name}`", "/v1/unload_lora_adapter", timeout_s, lora_name=name)

@@ -4,7 +4,7 @@ A replica is added when, at every tick for ``up_after_s``, rows have waited long
 the replicas computed nearly all the time. A replica is removed when the load of the last ``down_after_s`` would have
 fit on the remaining replicas, in either of two ways:
 
-- the remaining replicas would have computed for less than `LOW_UTILIZATION` of their time, and waits, assumed to grow
+- the remaining replicas would have computed for at most `LOW_UTILIZATION` of their time, and waits, assumed to grow
   in proportion as replicas get fewer, would have stayed below the target; or
 - there were never more requests at once than the remaining replicas compute at once, so no request would have waited.
   For example, a client that sends requests in sequence keeps a replica busy all the time, but needs no second replica.
@@ -30,7 +30,7 @@ __all__ = ["Autoscaler", "Demand", "ScalingPolicy"]
 
 TICK_S: Final = 0.5
 LOW_UTILIZATION: Final = 0.5
-"""A replica is removed if the remaining replicas would compute for less than this fraction of their time."""
+"""A replica may be removed if the remaining replicas would compute for at most this fraction of their time."""
 HIGH_UTILIZATION: Final = 0.9
 """A replica is added if all replicas compute for more than this fraction of their time, and rows wait."""
 CLEARLY_LESS: Final = 0.7
@@ -50,7 +50,7 @@ class Demand:
     wait_s: float = 0.0
     """Seconds of the longest observed wait of a row."""
     busy: float = 0.0
-    """Average number of replicas that were computing."""
+    """Average load, as a number of replicas that compute all they can at once."""
     peak: float = 0.0
     """Maximum of requests in flight at once, divided by the number that a replica computes at once."""
 
@@ -72,9 +72,10 @@ class ScalingPolicy:
         self._peak = 0.0
         self._last_s: float | None = None
         self._went_down: tuple[float, int] | None = None
-        """Time of the last step down, and the number of replicas after it."""
+        """Time of the last step down, and the number of replicas after it; None: the last step was not down."""
         self._too_few: tuple[int, float] | None = None
-        """A number of replicas that was too few, and `Demand.busy` at that time."""
+        """A number of replicas that was too few, and `Demand.busy` at that time; None: no number is known as too
+        few."""
 
     def wanted(self, now_s: float, demand: Demand, count: int, *, ready: int, bounds: ReplicaBounds) -> int:
         """The number of replicas that there should be: ``count``, or 1 more or less, and always within the bounds.
@@ -163,7 +164,7 @@ class Autoscaler:
         loads: gives each deployment's load over all gateway workers. If no worker has reported a deployment, its load
             is unknown, and it keeps its number of replicas.
         is_busy: whether a command is running on a deployment; such a deployment is not scaled.
-        host: runs the tasks.
+        host: runs the steps up and down, and says when the server stops.
         on_utilization: called at every tick with the fraction of its replicas' capacity that each deployment uses, 0 to
             1; only deployments with a ready replica are included.
         clock: in seconds; tests replace it.
@@ -187,6 +188,7 @@ class Autoscaler:
         self._policies: dict[str, tuple[object, ScalingPolicy]] = {}
         """Policies by deployment, each with the configuration that it was made for."""
         self._acting: dict[str, asyncio.Task[None]] = {}
+        """Steps up and down that are under way, by deployment."""
 
     async def run(self) -> None:
         """Decide at every tick until the server stops."""

@@ -10,7 +10,7 @@ While a version other than the default has a share of the requests, it is compar
   default's bucket: the version really is slower by that factor. In addition, the number of slow requests must be too
   large to be chance, given how many requests both percentiles come from.
 
-Nothing is decided before both versions have had ``min_requests``.
+Nothing is decided before both versions have had ``min_requests`` within these seconds.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class Comparison:
         self._samples: deque[tuple[float, Mapping[str, Tally]]] = deque()
 
     def verdict(self, now_s: float, tallies: Mapping[str, Tally]) -> tuple[str, str] | None:
-        """The version that is to lose its share, and the reason; None if every version keeps its share.
+        """The first version that is to lose its share, and the reason; None if every version keeps its share.
 
         Args:
             now_s: seconds on any steady clock.
-            tallies: the counts of each version so far.
+            tallies: the counts so far, by version.
         """
         self._samples.append((now_s, dict(tallies)))
         while self._samples[0][0] < now_s - WINDOW_S:
@@ -131,8 +131,8 @@ class Canaries:
 
     Args:
         composites: pipelines and deployments with versions, by name; the mapping may change.
-        tallies: the counts of each deployment, over all gateway workers.
-        is_busy: whether a command is running on a deployment; such a deployment is not compared.
+        tallies: the counts over all gateway workers, by `Tally.name`.
+        is_busy: whether a command is running on a deployment; its versions are not compared then.
         roll_back: called with the deployment, the version that is to lose its share, and the reason.
         host: says when the server stops.
         clock: in seconds; tests replace it.

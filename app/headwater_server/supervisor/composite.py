@@ -24,13 +24,13 @@ class Composite(Served, ABC):
     def __init__(self, name: str, config: Deployment) -> None:
         super().__init__(name, config, f"waiting for its {self.parts}")
         self.is_loaded = True
-        """Whether its state follows from its parts' states. If not, an operator's command has unloaded it or is
-        changing it."""
+        """Whether its state follows from its parts' states. If not, an operator's command has unloaded it, or is
+        loading or unloading it."""
 
     @property
     @abstractmethod
     def deployments(self) -> Mapping[str, str]:
-        """The names of its deployments, by part."""
+        """The names of its deployments, by step or version."""
 
     def hold(self, state: State, reason: str) -> None:
         """Enter a state until `release`, whatever the parts' states are."""
@@ -43,7 +43,8 @@ class Composite(Served, ABC):
         self.is_set_aside = False
 
     def enter(self, state: State, reason: str, failure: str = "") -> None:
-        """Enter a state. In READY a changed reason is logged too, since it names the parts that are not ready."""
+        """Enter a state, with ``failure`` for clients. In READY a changed reason is logged too, since it names the
+        parts that are not ready."""
         if state is self.state is State.READY and reason != self.reason:
             logger.warning("%s: still READY: %s", self.name, reason)
         if state is State.FAILED is not self.state:
@@ -57,4 +58,5 @@ class Composite(Served, ABC):
 
     @abstractmethod
     def update(self, deployments: Mapping[str, DeploymentRoute]) -> None:
-        """Update the state from the states of all deployments."""
+        """Update the state from the routes of all deployments with replicas, by name. While not `is_loaded`, nothing
+        changes."""

@@ -39,8 +39,8 @@ class Deployments:
         return name not in self._first.deployments
 
     def base_of(self, adapter: str) -> str | None:
-        """The deployment with an adapter of this name, in the present configuration or in the server's
-        configuration."""
+        """The name of the deployment with an adapter of this name, in the present configuration or in the server's
+        configuration; None: there is no such adapter."""
         for config in (self.config, self._first):
             for name, deployment in config.deployments.items():
                 if adapter in deployment.adapters and name in self.sets:
@@ -48,7 +48,8 @@ class Deployments:
         return None
 
     def with_adapter(self, name: str, adapter: str) -> Deployment:
-        """The deployment with an adapter added. The server's configuration names the adapter's folder."""
+        """The deployment with an adapter added. The adapter's folder is taken from the server's configuration, which
+        must name the adapter."""
         now = self.config.deployments[name]
         return now.with_adapters({**now.adapters, adapter: self._first.deployments[name].adapters[adapter]})
 
@@ -71,17 +72,19 @@ class Deployments:
         return self._first.deployments.get(name)
 
     def proposed(self, name: str, text: object, scripts: Scripts | None = None) -> Deployment:
-        """The configuration of a deployment, known or new, merged with a section in JSON. Nothing is changed.
+        """The configuration of a deployment: its section in the server's configuration, if it has a section there,
+        merged with a section in JSON. Nothing is changed.
 
         Args:
             name: the deployment's name.
             text: the section.
-            scripts: the scripts of the merged and of the known deployment; their fields are laid under the section.
-                None: the fields that the known deployment's scripts set stay.
+            scripts: the PyTriton scripts of the merged and of the server's deployment; the fields of the former take
+                the place of the fields of the latter, under the section. None: the fields that the server's
+                deployment's scripts set stay.
 
         Raises:
             Forbidden: the server's ``allow_load`` doesn't permit it.
-            BadRequest: the merged configuration is invalid.
+            BadRequest: the text or the merged configuration is invalid.
         """
         fields = parse_overlay(text)
         check_allowed(self._first, name, fields)
@@ -110,7 +113,7 @@ class Deployments:
     def adopt(self, name: str, config: Deployment) -> Callable[[], None]:
         """Change a deployment's configuration. Unless it `is_alike`, no replica of the deployment may run.
 
-        Returns a function that undoes the change, as long as no replica has run since.
+        Returns a function that undoes the change, bounds included, as long as no replica has run since.
         """
         before, composite = self.config.deployments.get(name), self.composites.get(name)
         sets = [(replica_set, replica_set.bounds) for replica_set in self.own_sets(name)]
@@ -157,7 +160,7 @@ class Deployments:
         del self.sets[replica_set.name]
 
     def made(self, name: str, config: Deployment) -> dict[str, ReplicaSet]:
-        """Make replica sets for a deployment, its versions or its steps."""
+        """Make replica sets for a deployment, its versions or its steps, by name. They are not added to `sets`."""
         part_of = name if config.is_composite else None
         return {
             set_name: ReplicaSet(
@@ -189,7 +192,7 @@ class Deployments:
         self._configure(name, None)
 
     def check_unneeded(self, name: str) -> None:
-        """Raise `Conflict` if a pipeline uses the added deployment as a step."""
+        """Raise `Conflict` if another deployment, a pipeline, uses the added deployment as a step."""
         for composite in self.composites.values():
             if composite.name != name and name in composite.deployments.values():
                 raise Conflict(f"model `{name}`: the pipeline `{composite.name}` has it as a step; unload that first")
@@ -223,8 +226,8 @@ def config_of(replicas: ReplicaSet, config: Deployment) -> Deployment:
 
 
 def _kind(deployment: Deployment) -> object:
-    """Properties that can't change while a deployment is served: its versions, a graph's steps, or how a model is
-    called."""
+    """Properties that can't change while a deployment is served: the names of its versions, a graph's steps, or for
+    other models whether they are language models, and whether vLLM computes them."""
     if deployment.versions:
         return tuple(deployment.versions)
     pipeline = deployment.pipeline

@@ -38,11 +38,12 @@ WORKER_END_TIMEOUT_S = 5.0
 
 
 class Backend(Protocol):
-    """Decides about deployments: the `Orchestrator` in this process, or a cluster's supervisor."""
+    """Decides about deployments: the `Orchestrator` in this process; or, in a gateway, an `Uplink` to a cluster's
+    supervisor."""
 
     @property
     def is_decided(self) -> bool:
-        """Whether the first start of every deployment has succeeded or failed."""
+        """Whether the outcome of every deployment's first start is known; `Front` then calls ``on_serving``."""
         ...
 
     @property
@@ -59,7 +60,7 @@ class Backend(Protocol):
         ...
 
     async def end(self, is_hurried: Callable[[], bool]) -> None:
-        """End everything that was started, at once if ``is_hurried`` returns true."""
+        """End everything that was started; at once when ``is_hurried`` returns true, which may change meanwhile."""
         ...
 
     def routes(self, workers: int) -> list[DeploymentRoute]:
@@ -84,8 +85,8 @@ class Front:
 
     Args:
         config: the configuration to serve.
-        on_serving: called once the first start of every deployment has succeeded or failed, with the base URL and each
-            deployment's name, signature and reason.
+        on_serving: called once, when `Backend.is_decided` holds, with the base URL and each deployment's name,
+            signature (None: it does not serve yet) and reason; without steps and versions.
         control: the control socket to the gateway workers.
         host: owns the processes; must call `on_change` when a deployment has changed.
         backend: decides about the deployments.
@@ -101,7 +102,7 @@ class Front:
     ) -> None:
         self.observer = Observer(None)
         self.is_hurried = False
-        """Whether another signal came while the server was stopping."""
+        """Whether another SIGTERM or SIGINT came while the server was stopping."""
         self._config = config
         self._on_serving = on_serving
         self._control = control
@@ -118,7 +119,8 @@ class Front:
         """Serve until SIGTERM, SIGINT or SIGHUP (ignored under `nohup`). Returns the exit status.
 
         Raises:
-            StartError: the address can't be bound, or the runtime folder can't be made.
+            StartError: the address can't be bound, a check of `preflight` found a problem, or the runtime folder can't
+                be made.
         """
         self._host.adopt_orphans()  # a process with PID 1 adopts orphans anyway
         loop = asyncio.get_running_loop()
@@ -224,7 +226,8 @@ class Front:
         return folder
 
     def on_change(self) -> None:
-        """Publish changed deployments to the workers."""
+        """Publish the deployments to the workers. Call ``on_serving`` if the time has come; stop the server if every
+        deployment has failed."""
         routes = self._publish()
         if not self._is_announced and self._backend.is_decided:
             self._is_announced = True

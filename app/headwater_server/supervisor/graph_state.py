@@ -25,6 +25,7 @@ class GraphState(Composite):
         super().__init__(name, config)
         assert config.pipeline is not None
         self.plan: Plan | None = None
+        """None until all steps have had a signature, and while the signatures don't fit together."""
         self._spec = config.pipeline.spec()
         self._is_open = False
         self._has_served = False
@@ -47,10 +48,11 @@ class GraphState(Composite):
     def update(self, deployments: Mapping[str, DeploymentRoute]) -> None:
         """See `Composite.update`.
 
-        The pipeline is READY while it can answer at least a single head: the head and all steps that it needs are
-        ready. The reason names steps that are not ready; requests that depend on such a step get its error. The
-        pipeline has FAILED if the steps' signatures don't fit together, or if so many steps have failed that no head
-        can ever be answered.
+        The pipeline is LOADING until each step has been ready once; FAILED if such a first start of a step has FAILED.
+        Then it is READY while it can answer at least a single head: the head and all steps that it needs are READY. The
+        reason names steps that are not READY; requests that depend on such a step get its error. Otherwise it is
+        UNAVAILABLE; or FAILED, if so many steps have FAILED that no head can be answered without them. If the steps'
+        signatures don't fit together, it has FAILED, but after it has served it is UNAVAILABLE.
         """
         if not self.is_loaded:
             return

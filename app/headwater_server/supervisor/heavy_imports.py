@@ -32,10 +32,11 @@ def heavy_imports(deployment: Deployment, search: Sequence[str]) -> list[str]:
     """The slow modules that replicas import, each as ``MODULE`` or ``MODULE:NAME``: modules of `HEAVY`, and for
     language models also modules of Headwater's engine.
 
-    Empty for models that import torch only after they have chosen a device: the choice depends on whether torch is
-    imported.
+    Empty for vLLM, and for models that import torch only after they have chosen a device: the choice depends on whether
+    torch is imported.
 
     Args:
+        deployment: a deployment with replicas.
         search: folders that come first on the replicas' ``sys.path``.
     """
     if deployment.is_vllm:
@@ -71,7 +72,7 @@ def _of_model(reference: str, options: Mapping[str, Any], search: Sequence[str])
 
 
 def _architecture(folder: Path) -> list[str]:
-    """The module of transformers that implements a folder's model."""
+    """The module of transformers that implements a folder's model, judged by its ``config.json``; empty if unknown."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         name = str(json.loads((folder / "config.json").read_text())["model_type"]).replace("-", "_")
         return [f"transformers.models.{name}.modeling_{name}"]

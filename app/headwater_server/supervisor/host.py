@@ -63,7 +63,7 @@ class Forks(Protocol):
         ...
 
     def fork_of(self, deployment: Deployment) -> Fork | None:
-        """A function that forks replicas of the deployment; None: they are started without forking."""
+        """A function that forks replicas of the deployment now; None: they are started without forking."""
         ...
 
 
@@ -102,6 +102,7 @@ class Host:
         self.forks: Forks | None = None
         """None: replicas are always started without forking."""
         self.stopping = asyncio.Event()
+        """Set once the server is to stop."""
         self.status = 0
         """The server's exit status."""
         self._user_paths = user_paths
@@ -109,11 +110,11 @@ class Host:
         self._children: dict[int, _Child] = {}
         """The followed children, by process id."""
         self._stopped: set[int] = set()
-        """Process ids of children that were stopped at the last poll."""
+        """Process ids of children that were stopped (SIGSTOP) at the last call of `stopped`."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_adopting = False
         self._cut_off: set[str] = set()
-        """Ids of replicas with missing files at the last poll."""
+        """Ids of replicas with missing files at the last call of `end_cut_off`."""
 
     @property
     def search(self) -> list[str]:
@@ -136,14 +137,14 @@ class Host:
             await asyncio.wait_for(self.stopping.wait(), timeout_s)
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run a task that `finish` waits for; if it fails, the server stops."""
+        """Run a task that `finish` waits for; if it fails, the server stops with status 1."""
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self.note_done)
         return task
 
     def note_done(self, task: asyncio.Task[None]) -> None:
-        """Stop the server if a task has failed."""
+        """Drop a task that is done, and stop the server if the task has failed."""
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.critical("the supervisor can't go on", exc_info=error)
@@ -160,7 +161,8 @@ class Host:
             await self.forks.wait(config)
 
     def launch(self, name: str, config: Deployment, on_progress: Callable[[str], None]) -> ReplicaHandle:
-        """Start a replica of a deployment; ``on_progress`` is called with each stage of its start.
+        """Start a replica of a deployment, and follow it to its end; ``on_progress`` is called with each stage of its
+        start. ``config`` names a single device.
 
         Raises:
             OSError: the machine lacks space, processes or file descriptors.
@@ -178,7 +180,8 @@ class Host:
         return replica
 
     def replacing(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """A context for starting replicas that are about to replace the deployment's present replicas."""
+        """A context for starting replicas that are about to replace the deployment's present replicas. It matters only
+        in a cluster; see `headwater_server.cluster.cluster_supervisor.ClusterHost`."""
         return contextlib.nullcontext()
 
     def follow(self, process: Child, role: str, replica: ReplicaProcess | None = None) -> asyncio.Future[int]:
@@ -197,7 +200,8 @@ class Host:
         self._is_adopting = True
 
     async def end_orphans(self) -> None:
-        """Kill the processes that killed guardians left behind, in any session, and all their descendants.
+        """Kill the processes that killed guardians left behind, in any session, and all their descendants; nothing
+        happens without `adopt_orphans`. Takes at most `ORPHANS_TIMEOUT_S`.
 
         Descendants become children of this process as their parents end.
         """
@@ -254,7 +258,7 @@ class Host:
             await asyncio.sleep(WATCH_EVERY_S)
 
     def end_cut_off(self) -> None:
-        """End replicas with a folder or socket missing at the last two polls: no new request reaches them."""
+        """End replicas with a folder or socket missing now and at the last call: no new request reaches them."""
         before, self._cut_off = self._cut_off, {replica.id for replica in self.replicas.values() if replica.is_cut_off}
         for id in before & self._cut_off:
             replica = self.replicas[id]
@@ -273,7 +277,8 @@ class Host:
 
 
 class Backoff:
-    """The pause before a process is started again. It doubles each time, from ``first_s`` to ``longest_s``."""
+    """The pause before a process is started again. It doubles each time, from ``first_s`` to ``longest_s``; it begins
+    anew after a process that lived longer than `STEADY_AFTER_S`."""
 
     def __init__(self, first_s: float = FIRST_BACKOFF_S, longest_s: float = LONGEST_BACKOFF_S) -> None:
         self._first_s = self._next_s = first_s

@@ -1,5 +1,5 @@
-"""Operators' commands on a running server's models: load, unload, reload, scale. Commands on the same model never
-overlap."""
+"""Operators' commands on a running server's models: load, unload, reload, scale, promote, rollback. Commands on the
+same model never overlap: a command is refused while another command changes the model."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ class Lifecycle:
 
         Args:
             command: the operator's command.
-            section: for a load or reload, the deployment's new configuration, which needs no permission.
+            section: for a load or reload, the deployment's new configuration, which needs no permission; None: the
+                command's ``config``, or the present configuration.
             why: the reason, for the log.
         """
         actions = {"load": self._load, "unload": self._unload, "reload": self._reload}
@@ -103,8 +104,8 @@ class Lifecycle:
         return _answered(command, content, retired)
 
     async def _proposed(self, name: str, text: object) -> Deployment:
-        """See `Deployments.proposed`. If the scripts differ from the scripts in the server's configuration, they are
-        run first, to see which fields they set."""
+        """See `Deployments.proposed`. If the PyTriton scripts that the merged section names differ from the scripts in
+        the server's configuration, all of them are run first, to see which fields they set."""
         proposed, original = self._deployments.proposed(name, text), self._deployments.first(name)
         if set(scripts_of(proposed)) == (set() if original is None else set(scripts_of(original))):
             return proposed
@@ -140,7 +141,7 @@ class Lifecycle:
         return CommandAnswer(command.id, 200, content)
 
     async def _answer_on_adapter(self, command: Command, base: str) -> CommandAnswer:
-        """Carry out a command on a LoRA adapter of a deployment."""
+        """Carry out a command on a LoRA adapter of the deployment ``base``: load and unload only."""
         name, action = command.model, command.action
         began = time.monotonic()
         try:
@@ -196,6 +197,11 @@ class Lifecycle:
 
     @contextlib.contextmanager
     def _alone(self, action: str, name: str, sets: list[ReplicaSet]) -> Iterator[None]:
+        """A context in which no other command on the model or these parts of it runs; notifies the host at its end.
+
+        Raises:
+            Conflict: another command is under way.
+        """
         names = dict.fromkeys((name, *(replica_set.name for replica_set in sets)))
         for model in names:
             if model in self._busy:
@@ -222,7 +228,8 @@ class Lifecycle:
         await self._start_with(name, config)
 
     async def _start_with(self, name: str, config: Deployment | None) -> None:
-        """Start the parts of a model that are not loaded, with another configuration if it is given."""
+        """Start the parts of a model that are not loaded, with another configuration if it is given. If there is no
+        capacity and no part runs, the configuration before is restored."""
         undo = self._deployments.adopt(name, config) if config is not None else None
         try:
             await self._start(name)
@@ -340,8 +347,9 @@ class Lifecycle:
         return sum(await asyncio.gather(*retiring), Retired())
 
     async def _reload_versions(self, name: str, wanted: Deployment) -> Retired:
-        """Start new and changed versions, or all versions if the configuration is unchanged; then end removed versions.
-        A version that keeps its replicas only gets its new share of the traffic."""
+        """Start replicas of new and changed versions, or of all versions if the configuration is unchanged; then end
+        removed versions and replaced replicas. A version that keeps its replicas only gets its new share of the
+        traffic."""
         now, sets = self._deployments.config.deployments[name], self._deployments.sets
         wanted_sets = self._deployments.made(name, wanted)
         fresh = {set_name: replica_set for set_name, replica_set in wanted_sets.items() if set_name not in sets}
@@ -371,7 +379,11 @@ class Lifecycle:
     async def _started(
         self, sets: list[ReplicaSet], wanted: Deployment
     ) -> list[tuple[ReplicaSet, list[ReplicaHandle]]]:
-        """Start replicas beside the serving replicas. If a start fails, all the new replicas are ended."""
+        """Start replicas beside the serving replicas. Returns the ready replicas of each set. If a start fails, all the
+        new replicas are ended, and its error is raised.
+
+        ``wanted`` is the configuration of the whole deployment, from which each set takes its part.
+        """
         outcomes = await asyncio.gather(
             *(replica_set.start_fresh(config_of(replica_set, wanted)) for replica_set in sets), return_exceptions=True
         )
@@ -388,8 +400,13 @@ class Lifecycle:
         return fresh
 
     async def _adapt(self, name: str, replica_set: ReplicaSet, config: Deployment) -> Retired | None:
-        """Load and unload adapters in serving replicas. Returns None if more than adapters changes, or if the replicas
-        can't load these adapters."""
+        """Load and unload adapters in serving replicas. Returns None, with nothing done, if more than adapters changes,
+        or if the replicas can't load these adapters: no replica is ready, or an adapter's rank is too large.
+
+        Raises:
+            CallableFailed: an adapter can't be found, or a replica did not load it. Adapters that were loaded before
+                serve on.
+        """
         changed = changed_adapters(replica_set.config, config)
         signature = replica_set.signature
         if changed is None or signature is None or signature.vllm is None:
@@ -453,7 +470,8 @@ def _answered(command: Command, content: dict[str, Any], retired: Retired | None
 
 
 def _raise_first(outcomes: list[Any], addition: str = "") -> None:
-    """Raise the first exception among gathered outcomes."""
+    """Raise the first exception among gathered outcomes, with ``addition`` at the end of a `HeadwaterError`'s message.
+    Returns if there is no exception."""
     for outcome in outcomes:
         if isinstance(outcome, HeadwaterError):
             raise outcome.again(outcome.message + addition)

@@ -3,8 +3,8 @@
 A starting replica reserves the largest of three sizes: the ``memory`` that its deployment declares; the largest size
 measured for any of the deployment's replicas; and the size of these replicas when they became ready, plus the bytes
 that the new replica allocates later. The replica may start only if its reservation fits beside everything else. While a
-deployment's size is unknown, its first replica reserves only the bytes that it allocates later, and the next replica
-waits until the first has been measured.
+deployment's size is neither declared nor measured, its first replica reserves only the bytes that it allocates later,
+and the next replica waits until the first has been measured.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ class MemoryRefusal:
     needed: int
     """Bytes that the replica would take there."""
     taken: int
-    """Bytes that are taken or reserved."""
+    """Bytes that replicas, and on a GPU all processes, have taken or reserved there."""
     limit: int
+    """Bytes that may be taken there."""
 
     def __str__(self) -> str:
         """The figures, for operators."""
@@ -43,12 +44,14 @@ class MemoryRefusal:
 class _Holding:
     deployment: str
     reserved: dict[str, int]
-    """Bytes by place. Once the replica is settled: the declared bytes, or its size at that time plus `later`, whichever
-    is larger."""
+    """Bytes by place. Once the replica is settled: the declared bytes; where it allocates `later`, its size at that
+    time plus `later`, if that is larger."""
     declared: dict[str, int]
+    """Bytes by place that the configuration declares; empty: it declares nothing."""
     later: dict[str, int] = field(default_factory=dict)
     """Bytes by place that the replica allocates after it is ready (its feature caches)."""
     measured: dict[str, int] = field(default_factory=dict)
+    """Bytes by place at the last measurement; empty: it has not been measured."""
     largest: tuple[int, int] = (0, 0)
     """Largest measured sizes: bytes of the machine, bytes of a GPU."""
     is_settled: bool = False
@@ -69,7 +72,8 @@ class MemoryBudget:
         self.limits = dict(limits)
         self._holdings: dict[Hashable, _Holding] = {}
         self._largest: dict[str, tuple[int, int]] = {}
-        """Largest measured sizes of a replica, by deployment: bytes of the machine, bytes of a GPU."""
+        """Largest measured sizes of a replica, by deployment: bytes of the machine, bytes of a GPU. Only deployments
+        with a settled replica have an entry."""
         self._ready: dict[str, tuple[int, int]] = {}
         """Largest sizes of a replica when it became ready, in the same form."""
         self._whole: dict[str, int] = {}
@@ -87,7 +91,8 @@ class MemoryBudget:
         return any(holding.deployment == deployment for holding in starting)
 
     def size(self, deployment: str, place: str, declared: int | None, later: int = 0) -> dict[str, int]:
-        """The expected bytes of a further replica that computes at ``place``, by place; empty if its size is unknown.
+        """The expected bytes of a further replica that computes at ``place``, by place; empty if its size is neither
+        known nor declared, and it allocates nothing later.
 
         ``declared`` is the number of bytes that the configuration declares for that place, ``later`` the number that
         the replica allocates there after it is ready.
@@ -103,8 +108,8 @@ class MemoryBudget:
     def take(
         self, holder: Hashable, deployment: str, place: str, declared: int | None, later: int = 0
     ) -> MemoryRefusal | None:
-        """Reserve memory for the replica that ``holder`` stands for. Returns None, or why there is not enough
-        memory."""
+        """Reserve memory for the replica that ``holder`` stands for; see `size` for the arguments. Returns None, or why
+        there is not enough memory; then nothing is reserved."""
         size = self.size(deployment, place, declared, later)
         # A replica of unknown size takes memory too, so it is not started where everything is taken.
         for where in (HOST, place):
@@ -117,7 +122,8 @@ class MemoryBudget:
         return None
 
     def note(self, holder: Hashable, measured: Footprint, *, is_ready: bool) -> None:
-        """Note the measured size of a replica. The first measurement after it is ready ends its reservation."""
+        """Note the measured size of a replica. The first measurement after it is ready settles the replica: see
+        `_Holding.reserved`. An unknown ``holder`` is ignored."""
         holding = self._holdings.get(holder)
         if holding is None:
             return
@@ -134,14 +140,15 @@ class MemoryBudget:
             self._largest[holding.deployment] = _larger(self._largest.get(holding.deployment, (0, 0)), holding.largest)
 
     def settle(self, holder: Hashable) -> None:
-        """Note that a replica has started. If it could not be measured, the deployment's next replicas no longer wait
-        for its size."""
+        """Note that a replica has started. If it could not be measured, it counts with its last measured size, perhaps
+        0, and the deployment's next replicas no longer wait for its size."""
         holding = self._holdings.get(holder)
         if holding is not None and not holding.is_settled:
             self.note(holder, holding.measured, is_ready=True)
 
     def move(self, holder: Hashable, place: str) -> None:
-        """Note that a replica computes at another place than the reserved place."""
+        """Note the place where a replica computes, perhaps not the reserved place: declared and later bytes count
+        there."""
         holding = self._holdings.get(holder)
         if holding is not None:
             declared, later = (max(sizes.values(), default=0) for sizes in (holding.declared, holding.later))
@@ -162,7 +169,7 @@ class MemoryBudget:
         self._ready.pop(deployment, None)
 
     def taken(self, place: str) -> int:
-        """Bytes taken or reserved at a place."""
+        """Bytes taken or reserved at a place, on a GPU by other processes, too."""
         ours = sum(holding.takes(place) for holding in self._holdings.values())
         coming = sum(
             max(0, holding.reserved.get(place, 0) - holding.measured.get(place, 0))

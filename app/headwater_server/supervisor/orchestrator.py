@@ -32,7 +32,7 @@ class Orchestrator:
     Args:
         config: the configuration to serve.
         host: starts replicas.
-        control: receives the gateway workers' loads.
+        control: has the gateway workers' loads and tallies.
         on_utilization: see `Autoscaler`.
         read: reads the configuration again, to reload changed deployments; None: nothing is watched.
         config_file: the file that the configuration is read from, if any.
@@ -99,7 +99,7 @@ class Orchestrator:
             replica.kill()
 
     def note_loss(self, loss: ReplicaLoss) -> None:
-        """Note that a gateway worker lost a replica, which has ended or may still end."""
+        """Pass the report to `ReplicaSet.note_loss`; a report on an unknown deployment is ignored."""
         if (replicas := self.sets.get(loss.model)) is not None:
             replicas.note_loss(loss)
 
@@ -109,13 +109,13 @@ class Orchestrator:
 
     @property
     def is_decided(self) -> bool:
-        """Whether the first start of every deployment has succeeded or failed."""
+        """See `ReplicaSet.is_decided`: whether it holds for every deployment with replicas."""
         return all(replica_set.is_decided for replica_set in self.sets.values())
 
     @property
     def failure(self) -> str:
         """Why no deployment serves any more: all have FAILED by themselves. Empty while a deployment serves or may
-        still start."""
+        still start; always empty if files are watched, since a changed file may repair a deployment."""
         if self._reloader is not None or not all(map(self._has_given_up, self.deployments.config.deployments)):
             return ""
         served = [self.sets.get(name) or self._composites[name] for name in self.deployments.config.deployments]
@@ -129,7 +129,7 @@ class Orchestrator:
         ]
 
     def problems(self) -> Iterable[Problem]:
-        """Problems of this machine that prevent replicas from running."""
+        """Problems of this machine that prevent replicas of the server's configuration from running."""
         deployments = self._config.all_deployments().values()
         # Triton itself would end with a mere bus error.
         return [*preflight.region_problems(deployments), *preflight.temporary_folder_problems(deployments)]
@@ -152,7 +152,8 @@ class Orchestrator:
         return sorted(routes, key=lambda route: (order[route.part_of or route.name], route.part_of is not None))
 
     def _has_given_up(self, name: str) -> bool:
-        """Whether a deployment has FAILED by itself, and no operator's command is about to change that."""
+        """Whether a deployment has FAILED by itself, is not tried again, and no operator's command is about to change
+        that."""
         if self._lifecycle.is_busy(name):
             return False
         composite = self._composites.get(name)

@@ -1,4 +1,5 @@
-"""Checks made before anything is started: addresses, folders, shared memory, security, tracing."""
+"""Checks made before anything is started: addresses, folders, open files, shared memory, security, tracing. A check
+returns a list of problems; empty: nothing is wrong."""
 
 from __future__ import annotations
 
@@ -49,13 +50,14 @@ UNIX_PATH_BYTES = 107
 """The longest path of a socket on Linux: ``sun_path`` less its closing zero."""
 INSTANCE_NAME_BYTES = len("/headwater--xxxxxxxx")
 REPLICA_SOCKET_BYTES = len("/r99999/c999")
-"""The longest path of a replica's socket (`headwater.wire.bridge.socket_path`)."""
+"""The longest path of a replica's socket (`headwater.wire.bridge.socket_path`) in the server's folder."""
 VLLM_SOCKET_BYTES = len("/r99999/xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx")
-"""The longest path of a socket of vLLM's processes."""
+"""The longest path of a socket of vLLM's processes in the server's folder."""
 
 
 LEAST_OPEN_FILES: Final = 256
-"""Triton has 70 files open without any request. Each connection, call and replica adds a few more."""
+"""Number of open files that each process must be allowed. Triton has 70 files open without any request; each
+connection, call and replica adds a few more."""
 VANISHED_AFTER_MS: Final = 120_000
 """A client counts as gone if data sent to it stays unacknowledged for this long."""
 
@@ -64,7 +66,7 @@ def open_listener(host: str, port: int) -> socket.socket:
     """Listen on a TCP address.
 
     Raises:
-        OSError: listening isn't possible; `socket.gaierror` if the address doesn't exist.
+        OSError: listening isn't possible; `socket.gaierror` if the host's name has no address.
         UnicodeError: the host is not a valid name.
     """
     family, kind, protocol, _, address = socket.getaddrinfo(
@@ -148,8 +150,8 @@ def temporary_folder_problems(deployments: Iterable[Deployment]) -> list[Problem
 
 
 def open_files_problems() -> list[Problem]:
-    """Check whether each process may open as many files as it needs. Raises the soft limit if only the soft limit is
-    too low."""
+    """Check whether each process may open `LEAST_OPEN_FILES`. Increases the soft limit of this process and its future
+    children if only that is too low."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < LEAST_OPEN_FILES:
         reason = f"a process may open {hard} files here; expected {LEAST_OPEN_FILES} at least, since Triton needs 70"
@@ -187,10 +189,11 @@ def tracing_problems(server: Server) -> list[Problem]:
 
 
 def shared_memory_bytes(deployment: Deployment, signature: Signature | None) -> int:
-    """Bytes that a deployment's replicas need in /dev/shm, with `ASSUMED_DIMENSION` for each dimension that varies.
+    """Bytes that a deployment's maximum number of replicas needs in /dev/shm, with `ASSUMED_DIMENSION` for each
+    dimension that varies.
 
-    Each replica has the Python backend's regions: 4 MiB per instance, and the tensors of its calls in flight. Replicas
-    of vLLM have no Triton.
+    Each replica has the Python backend's regions: 4 MiB per instance, and the tensors of its calls in flight, as far as
+    ``signature`` is known. Replicas of vLLM have no Triton, and need 0.
     """
     region = _region_bytes(deployment)
     if signature is not None and not deployment.is_vllm:
@@ -201,7 +204,7 @@ def shared_memory_bytes(deployment: Deployment, signature: Signature | None) -> 
 
 
 def shared_memory_problems(needed_bytes: int, free_bytes: int, total_bytes: int) -> list[Problem]:
-    """Check whether ``needed_bytes`` fit into the free part of /dev/shm."""
+    """Check whether ``needed_bytes`` fit into a /dev/shm with so many free bytes; ``total_bytes`` is its size."""
     if needed_bytes <= free_bytes:
         return []
     used = max(total_bytes - free_bytes, 0)
@@ -244,7 +247,8 @@ def free_shared_memory_problems(needed_bytes: int) -> list[Problem]:
 
 
 def needed_shared_memory_bytes(deployments: Mapping[str, Deployment], signatures: Mapping[str, Signature]) -> int:
-    """Bytes that the replicas of all deployments need in /dev/shm."""
+    """Bytes that the replicas of all deployments need in /dev/shm, with the maximum number of replicas; see
+    `shared_memory_bytes`. ``signatures`` may lack deployments: only their regions at start count."""
     return sum(shared_memory_bytes(deployment, signatures.get(name)) for name, deployment in deployments.items())
 
 
@@ -254,7 +258,7 @@ def _region_bytes(deployment: Deployment) -> int:
 
 
 def _holder(port: int) -> str:
-    """The process that listens on a TCP port, as an addition to a message; empty if this user may not see it."""
+    """The process that listens on a TCP port, as an addition to a message; empty if it can't be determined."""
     with contextlib.suppress(psutil.Error, OSError):  # a process that has just ended, or a /proc that cannot be read
         for connection in psutil.net_connections("tcp"):
             if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid is not None:

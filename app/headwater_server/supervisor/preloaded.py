@@ -29,7 +29,7 @@ __all__ = ["Preloaded", "Preloads"]
 logger = logging.getLogger("headwater")
 
 IMPORT_TIMEOUT_S: Final = 60.0
-"""Seconds that the first starts wait for the imports."""
+"""Seconds that the first starts wait for the imports at most; then they don't fork."""
 FORK_TIMEOUT_S: Final = 1.0
 """Seconds that the supervisor waits for a fork, which takes some 20 ms. A process that takes longer is replaced."""
 REASON_BYTES: Final = 64 * 1024
@@ -40,9 +40,10 @@ _PAD: Final = " " * 200
 
 
 class Preloaded:
-    """A process that forks replicas. It is started again when it ends.
+    """A process that forks replicas. It is started again when it ends, unless it could not fork.
 
     Args:
+        host: follows the process.
         interpreter: the Python of the models; None: Headwater's Python.
         environment: the environment of the models.
         modules: the modules to import.
@@ -52,7 +53,7 @@ class Preloaded:
         self, host: Host, interpreter: Path | None, environment: Mapping[str, str], modules: Sequence[str]
     ) -> None:
         self.decided: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done once it is first known whether the process can fork."""
+        """Done once it is first known whether the process can fork; `is_ready` says whether it can."""
         self._host = host
         self._interpreter = interpreter
         self._environment = environment
@@ -69,7 +70,8 @@ class Preloaded:
         return self._socket is not None
 
     async def run(self) -> None:
-        """Keep the process running until the server stops or the process reports that it can't fork."""
+        """Keep the process running until the server stops, or the process reports that it can't fork or ends before it
+        can."""
         backoff = Backoff()
         while not self._host.is_stopping:
             began_s = time.monotonic()
@@ -130,8 +132,8 @@ class Preloaded:
                 await ended
 
     def _python(self) -> str:
-        """The interpreter. For another Python, a folder with our package `headwater` is put on the path of its
-        environment."""
+        """The interpreter. For another Python, a folder with our package `headwater` is made on the first call and put
+        on the path in the process's environment."""
         if self._interpreter is None:
             return sys.executable
         if self._stage is None:

@@ -26,7 +26,7 @@ logger = logging.getLogger("headwater")
 
 
 class Reloader:
-    """Watches the configuration and the files of its deployments. If a reload fails, the replicas that served before go
+    """Watches the configuration and the files of its deployments. If a reload beside the old replicas fails, these go
     on serving.
 
     Args:
@@ -54,7 +54,7 @@ class Reloader:
         self._wanted: Mapping[str, Deployment] = deployments.config.deployments
         """The deployments as the configuration's file has them."""
         self._adopted = dict(self._wanted)
-        """The deployments as they were last loaded."""
+        """The deployments as a load or reload last succeeded with them, at first as the server started them."""
         self._since_s = time.time()
         """Earliest time at which the serving replicas may have read their files. Some files become known only after
         they have been imported."""

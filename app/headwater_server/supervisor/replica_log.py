@@ -11,7 +11,7 @@ from typing import Final
 __all__ = ["ReplicaLog"]
 
 QUIET_S: Final = 0.2
-"""A traceback is complete when no line follows within this time."""
+"""A traceback is complete at the latest this many seconds after its first line; later lines are separate records."""
 MAX_LINES: Final = 1000
 """Maximum number of lines of a record."""
 _FIRST: Final = re.compile(r"(  \+ Exception Group )?Traceback \(most recent call last\):$")

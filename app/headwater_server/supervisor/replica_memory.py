@@ -33,8 +33,10 @@ class Place:
     name: str
     """The deployment's name."""
     device: str
+    """A device from the deployment's `placements`, perhaps ``auto``."""
     replica: ReplicaHandle | None = None
     is_ready: bool = False
+    """Whether the replica is ready, so that its size is measured as the size of a ready replica."""
 
 
 class ReplicaMemory:
@@ -64,7 +66,8 @@ class ReplicaMemory:
 
     @classmethod
     def of(cls, server: Server) -> ReplicaMemory:
-        """Make a `ReplicaMemory` with the limits of this machine and of the configuration."""
+        """Make a `ReplicaMemory` with the limits of this machine and of the configuration. A ``memory_limit`` in bytes
+        is for the machine's memory, and GPUs get the default fraction; a fraction is for the machine and each GPU."""
         host = host_capacity()
         limit = server.memory_limit
         part = limit if isinstance(limit, float) else DEFAULT_MEMORY_PART
@@ -76,11 +79,11 @@ class ReplicaMemory:
         return cls(MemoryBudget(limits))
 
     async def reserve(self, name: str, config: Deployment, count: int) -> list[Place]:
-        """Reserve capacity for ``count`` replicas of a deployment: for all or not at all, but for a single replica
-        while their size is unknown.
+        """Reserve capacity for ``count`` replicas of a deployment: for all or not at all; but for a single replica
+        while their size is neither declared nor measured.
 
         Returns an empty list if this can't be decided yet, because their size is known only once an earlier replica has
-        started.
+        been measured.
 
         Args:
             name: the deployment's name.
@@ -120,12 +123,13 @@ class ReplicaMemory:
         return places
 
     def attach(self, place: Place, replica: ReplicaHandle) -> None:
-        """Note that a replica was started in a place. Its end releases the place."""
+        """Note that a replica was started in a place. When it has ended, the place is released."""
         place.replica = replica
         replica.exited.add_done_callback(lambda _: self.release(place))
 
     async def settle(self, name: str, config: Deployment, place: Place) -> MemoryRefusal | None:
-        """Measure a replica that is ready. Returns the figures if all replicas together now exceed the budget."""
+        """Measure the replica in a place, which is ready. Returns the figures if all replicas together now exceed the
+        budget at a place that it uses; otherwise None."""
         if place.replica is None:
             return None
         resolved = place.replica.facts.get("device", place.device)
@@ -148,14 +152,16 @@ class ReplicaMemory:
         self._devices.pop(name, None)
 
     def _where(self, name: str, config: Deployment, device: str) -> str:
-        """The budget's name for the memory of a device."""
+        """The budget's place for a device: a GPU's name, or `HOST`. For ``auto`` the device that an earlier replica
+        chose; before, the first GPU if there is a GPU."""
         if device == "auto":
             device = self._devices.get(name) or ("cuda:0" if len(self.budget.limits) > 1 else "cpu")
         visible = config.environment.get("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES"))
         return gpu_name(device, visible) or HOST
 
     async def _refresh(self, after_s: float) -> None:
-        """Measure all replicas, unless a measurement began after ``after_s``."""
+        """Measure all replicas, unless a measurement began after ``after_s`` (loop time). After an error the earlier
+        sizes stay."""
         if not self.budget.limits:
             return
         loop = asyncio.get_running_loop()

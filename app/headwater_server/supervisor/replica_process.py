@@ -38,17 +38,21 @@ logger = logging.getLogger("headwater")
 replica_logger = logging.getLogger(REPLICA_LOGGER)
 
 PIPES_TIMEOUT_S = 2.0
+"""Seconds that the pipes of a replica whose guardian was killed may stay open."""
 LAST_LINES_S = 0.1
-"""Seconds in which the last lines of a guardian are still read after its end."""
+"""Seconds after a guardian's end in which its last lines may still give the reason, before its death is the reason."""
 KILLED_TIMEOUT_S = 5.0
 """Seconds that the processes of an ended replica may take to be gone."""
 KILLED_POLL_S = 0.02
 LINE_LIMIT_BYTES = 16 * 1024 * 1024
+"""Limit of a line from a replica's pipes; see `_read_lines`."""
 GUARDIAN_LOST = "its guardian was killed"
 LOG_LINES = 200
 """Number of last log lines that are kept: a crash writes the stacks of all threads."""
 REPORTED_LINES = 10
+"""Number of log lines in `ReplicaProcess.account`."""
 REPORTED_CHARACTERS = 2000
+"""Limit of the characters of these lines together."""
 CRASH = "Fatal Python error"
 """Start of the output of `faulthandler`; the stack of the thread that crashed comes next."""
 IDLE_S = 2.0
@@ -61,7 +65,8 @@ priority the kernel lets other processes on the same cores stand still for secon
 
 
 class Forked:
-    """A child that another process forked, with the interface of `subprocess.Popen`."""
+    """A child that another process forked, with the part of `subprocess.Popen` that `Host` uses. `Host.reap` sets
+    ``returncode``."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -75,16 +80,19 @@ class Forked:
 
 Child = subprocess.Popen[bytes] | Forked
 Fork = Callable[[ForkRequest, Sequence[int]], int]
-"""Forks a guardian with its replica, and returns its process id; see `headwater_server.supervisor.preloaded`."""
+"""Forks a guardian with its replica, and returns the guardian's process id; see
+`headwater_server.supervisor.preloaded.Preloaded.fork`."""
 
 
 class ReplicaProcess:
     """Starts a replica on this machine and follows it to its end; see
     `headwater_server.supervisor.handle.ReplicaHandle`.
 
-    Everything happens in the supervisor's event loop.
+    Everything happens in the event loop of the supervisor, or of a cluster's agent.
 
     Args:
+        name: the deployment's name.
+        id: unique among all replicas, past replicas included.
         deployment: the configuration, with a single device.
         directory: the replica's folder; `start` makes it.
         user_paths: folders of the user's modules, for the replica's ``sys.path``.
@@ -117,7 +125,7 @@ class ReplicaProcess:
         self.ready: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self.ending = asyncio.Event()
         self.exited: asyncio.Future[None]
-        """Done when `follow` has returned; `headwater_server.supervisor.host.Host` sets it."""
+        """Done when `follow` has returned; the caller of `start` sets it."""
         self._name = name
         self._deployment = deployment
         self._user_paths = user_paths
@@ -127,7 +135,7 @@ class ReplicaProcess:
         """The last lines of its log."""
         self._cause = ""
         self._has_explained = False
-        """Whether the replica itself gave the reason."""
+        """Whether the replica, or its guardian, said why the start failed."""
         self._command_fd: int | None = None
         self._group = 0
         self._tasks: list[asyncio.Task[None]] = []
@@ -163,10 +171,11 @@ class ReplicaProcess:
         return True
 
     def start(self, fork: Fork | None = None) -> Child:
-        """Start the guardian, which starts the replica. The process that reaps the guardian must run `follow`.
+        """Start the guardian, which starts the replica, and return the guardian. The caller must reap the guardian and
+        run `follow`.
 
         Args:
-            fork: forks guardian and replica; if it can't, both are started without forking.
+            fork: forks guardian and replica; if it can't, or is None, both are started without forking.
 
         Raises:
             OSError: the machine lacks space, processes or file descriptors.
@@ -180,7 +189,8 @@ class ReplicaProcess:
 
     def _start(self, fork: Fork | None) -> Child:
         with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
-            # The guardian's ends of the pipes are closed here in any case, our ends only if the start fails.
+            # The guardian's ends of the pipes are closed here in any case. If the start fails, our ends are closed, and
+            # the folder is removed.
             self.directory.mkdir(mode=0o700)
             ours.callback(shutil.rmtree, self.directory, ignore_errors=True)
             (self.directory / "tmp").mkdir(mode=0o700)
@@ -235,11 +245,12 @@ class ReplicaProcess:
     async def follow(
         self, exited: asyncio.Future[int], end_orphans: Callable[[], Awaitable[None]] | None = None
     ) -> None:
-        """Wait until the guardian has exited, read its last lines, and sweep the replica if the guardian was killed.
+        """Wait until the guardian has exited, and read its last lines. If the guardian was killed, end the replica's
+        processes and sweep.
 
         Args:
             exited: the exit code of the guardian.
-            end_orphans: ends processes that a killed guardian left behind in other sessions.
+            end_orphans: ends processes that a killed guardian left behind in other sessions; None: they go on.
         """
         await exited
         # A guardian reports why it ends, unless it is killed. Its last lines are read before its death counts as the
@@ -385,7 +396,7 @@ class ReplicaProcess:
     async def _raise(self, guardian: int) -> None:
         """Raise the priority of guardian and replica in two steps: after `IDLE_S`, and when the replica is ready.
 
-        Until the replica is ready, the first step is repeated every `IDLE_S`, for processes that have started
+        Until the replica is ready or ends, the first step is repeated every `IDLE_S`, for processes that have started
         meanwhile.
         """
         if not may_raise_priority():
@@ -466,7 +477,7 @@ def changes_between(before: Mapping[str, str], after: Mapping[str, str]) -> dict
 
 
 def _nice() -> int:
-    """The priority of this process."""
+    """The nice value of this process."""
     return os.getpriority(os.PRIO_PROCESS, 0)
 
 
@@ -479,7 +490,8 @@ def _pipe(reader: contextlib.ExitStack, writer: contextlib.ExitStack) -> tuple[i
 
 
 async def _read_lines(fd: int, take: Callable[[str], None]) -> None:
-    """Call ``take`` with each line from a pipe until its other end is closed everywhere."""
+    """Call ``take`` with each line from a pipe until its other end is closed everywhere. Of a line longer than
+    `LINE_LIMIT_BYTES` only an end may arrive. Closes ``fd``."""
     reader = asyncio.StreamReader(limit=LINE_LIMIT_BYTES)
     loop = asyncio.get_running_loop()
     transport, _ = await loop.connect_read_pipe(

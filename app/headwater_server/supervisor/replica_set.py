@@ -29,8 +29,9 @@ __all__ = ["ReplicaSet"]
 logger = logging.getLogger("headwater")
 
 FAILED_STARTS_LIMIT: Final = 5
-"""Number of consecutive failed starts after which the deployment has failed. A start fails if the replica ends before
-it is ready; starts for which the machine lacks a resource don't count."""
+"""Number of consecutive failed starts after which a slot is given up. When the last slot is given up, the deployment
+has failed. A start fails if the replica ends before it is ready; starts for which the machine lacks a resource don't
+count."""
 GROW_RETRY_S: Final = 300.0
 """Seconds for which load adds no replica after a replica could not be started."""
 
@@ -43,19 +44,19 @@ class ReplicaSet(Served):
     ) -> None:
         super().__init__(name, config, "waiting to start")
         self.part_of = part_of
-        """The pipeline that it is a step of, or the deployment that it is a version of, if any."""
+        """The pipeline that defines it as a step, or the deployment that it is a version of; None: neither."""
         self.version = version
         """The name of the version; empty: it is not a version."""
         self.is_decided = False
-        """Whether its first start has succeeded or failed."""
+        """Whether its first start has succeeded or failed, or found no capacity, even if it is tried again."""
         self.has_given_up = False
-        """Whether it has FAILED by itself, not by an operator's command."""
+        """Whether it has FAILED by itself, not by an operator's command, and is not tried again."""
         self.bounds = config.replicas
         """The bounds of ``wanted``; an operator may have changed them."""
         self.wanted = self.bounds.min
         """How many replicas it should have now."""
         self.shortage = ""
-        """Why it has fewer replicas than its load requires; empty if it has enough."""
+        """Why it has fewer replicas than its configuration or its load requires; empty if it has enough."""
         self._trouble = ""
         """Why its last start failed, in words for operators, until a start succeeds; see `failure`."""
         self.host = host
@@ -63,15 +64,15 @@ class ReplicaSet(Served):
         self._slots: list[Slot] = []
         """Slots that serve are in the order in which they began to serve."""
         self._leaving: list[Slot] = []
-        """Released slots with replicas that are being ended."""
+        """Released slots with replicas that finish their requests in flight, or are being ended."""
         self._no_growth_before_s = float("-inf")
         self._crashes: dict[str, float] = {}
         """Recent losses of serving replicas that count against no API key: the time of each loss, by replica id."""
         self._key_losses = KeyLosses(CRASH_WINDOW_S)
         self.generation = host.first_generation
-        """Counts loads and reloads."""
+        """Counts loads and reloads that replace the replicas; see `DeploymentRoute.generation`."""
         self.adapter_loads: Counter[str] = Counter()
-        """How often each adapter was loaded into serving replicas."""
+        """How many commands have loaded each adapter into the serving replicas."""
 
     @property
     def ready(self) -> dict[str, ReplicaHandle]:
@@ -80,12 +81,12 @@ class ReplicaSet(Served):
 
     @property
     def is_loaded(self) -> bool:
-        """Whether it has replicas, or is trying to start them."""
+        """Whether it has slots, which keep replicas running. False while `load` starts the first replicas."""
         return bool(self._slots)
 
     @property
     def is_failing(self) -> bool:
-        """Whether it has no replica, and retries only after long pauses."""
+        """Whether it has no serving replica, and retries only after long pauses."""
         return bool(self._slots) and all(slot.is_slow for slot in self._slots)
 
     async def end_failing(self) -> None:
@@ -94,7 +95,8 @@ class ReplicaSet(Served):
             await self._end(self._let_go(self._slots))
 
     def configure(self, config: Deployment) -> None:
-        """Change the configuration. Running replicas keep the configuration that they were started with."""
+        """Change the configuration, and the bounds with it (see `_bounds_of`). Running replicas keep the configuration
+        that they were started with."""
         self.bounds = self._bounds_of(config)
         self.config = config
 
@@ -145,8 +147,8 @@ class ReplicaSet(Served):
     # Commands
 
     async def load(self) -> None:
-        """Start its replicas, with a single try for each; afterwards it is READY or FAILED. If the memory budget
-        doesn't allow them, its state stays. Raises as `ReplicaStarter.start_all`."""
+        """Start its replicas, with a single try for each. Afterwards it is READY, or after `CallableFailed` FAILED. If
+        the memory budget doesn't allow them, its state stays. Raises as `ReplicaStarter.start_all`."""
         before, failure = (self.state, self.reason, self.has_given_up), self.failure
         self.failure = self._trouble = ""
         try:
@@ -165,8 +167,8 @@ class ReplicaSet(Served):
         self.host.on_change()
 
     async def begin_unload(self, timeout_s: float) -> Drained:
-        """Refuse new requests, stop replacing replicas, and wait until nothing is in flight or ``timeout_s`` has
-        passed."""
+        """Refuse new requests, stop replacing replicas, and wait until nothing is in flight; after ``timeout_s`` end
+        the remaining requests."""
         for slot in self._slots:
             slot.release()
         self.is_set_aside = True
@@ -197,8 +199,8 @@ class ReplicaSet(Served):
             ) from error
 
     def switch(self, fresh: list[ReplicaHandle]) -> list[Slot]:
-        """Replace the replicas; this takes effect with the host's next `on_change`. Returns the slots of the old
-        replicas, for `retire`."""
+        """Replace the replicas; this takes effect with the host's next `on_change`. A new generation begins, in which
+        earlier crashes don't count and no key is barred. Returns the slots of the old replicas, for `retire`."""
         old = self._let_go(self._slots)
         self._crashes.clear()
         self._key_losses.lift()
@@ -209,7 +211,7 @@ class ReplicaSet(Served):
         return old
 
     async def retire(self, old: list[Slot]) -> Retired:
-        """Let replaced replicas finish their requests in flight, and end them."""
+        """Let replaced replicas finish their requests in flight, for at most ``drain_timeout_s``, and end them."""
         ids = list(_serving(old))
         drained = await self.host.drain(self.name, self.config.drain_timeout_s, ids) if ids else Drained()
         retired = await self._end(old)
@@ -228,8 +230,8 @@ class ReplicaSet(Served):
     # Scaling
 
     async def scale(self, bounds: ReplicaBounds) -> Retired | None:
-        """Change the bounds, and start or end replicas accordingly. Returns the result of ending replicas, if any were
-        ended.
+        """Change the bounds, and start or end replicas accordingly. Returns the result of ending replicas; None: no
+        replica was ended.
 
         Raises:
             Conflict: the deployment isn't loaded. Also raises as `ReplicaStarter.start_all`. After an error nothing has
@@ -245,7 +247,7 @@ class ReplicaSet(Served):
         return await self._shed(len(self._slots) - bounds.max)
 
     async def grow(self) -> None:
-        """Add a replica because the load requires it, if there is capacity."""
+        """Add a slot for a replica because the load requires it, if there is capacity. The slot starts the replica."""
         if time.monotonic() < self._no_growth_before_s:
             return
         try:
@@ -276,11 +278,11 @@ class ReplicaSet(Served):
 
     @property
     def is_scalable(self) -> bool:
-        """Whether load may change the number of replicas."""
+        """Whether load may now change the number of replicas, as far as the bounds permit."""
         return self.state is State.READY and not self.is_set_aside and not self.host.is_stopping
 
     def end_shortage(self) -> None:
-        """Note that the load requires no more replicas than there are."""
+        """Note that the load requires no more replicas than there are. If no replica is missing, the shortage ends."""
         if self.shortage and len(self._slots) >= self.wanted and not any(slot.is_slow for slot in self._slots):
             self.shortage = ""
             self.host.on_change()
@@ -291,17 +293,18 @@ class ReplicaSet(Served):
         return self.bounds if config.replicas == self.config.replicas else config.replicas
 
     def _within(self, bounds: ReplicaBounds) -> int:
+        """``wanted``, raised or lowered to the nearer bound."""
         return min(max(self.wanted, bounds.min), bounds.max)
 
     async def _shed(self, count: int) -> Retired | None:
-        """Retire ``count`` replicas, if it is more than 0."""
+        """Retire the ``count`` least needed replicas; returns None if it is not more than 0."""
         released = self._let_go(_least_needed(self._slots, count))
         self.wanted = len(self._slots)
         self.host.on_change()
         return await self.retire(released) if released else None
 
     def _let_go(self, slots: list[Slot]) -> list[Slot]:
-        """Release these slots, and return them."""
+        """Release these slots, move them to `_leaving`, and return them."""
         for slot in slots:
             slot.release()
         self._slots = [slot for slot in self._slots if slot not in slots]
@@ -329,7 +332,8 @@ class ReplicaSet(Served):
     # Replicas
 
     def note_no_capacity(self, slot: Slot, reason: str) -> None:
-        """Note that a slot has found no capacity and will try again."""
+        """Note that a slot has found no capacity. The slot tries again; but if only load required it, and a replica
+        serves, it is removed."""
         self._note_shortage(reason)
         if self.ready and len(self._slots) > self.bounds.min:  # only load required it, and may do so again
             self._slots.remove(slot)
@@ -338,7 +342,8 @@ class ReplicaSet(Served):
             self.host.on_change()
 
     def note_loss(self, loss: ReplicaLoss) -> None:
-        """Note that a gateway worker lost a replica, which has ended or may still end."""
+        """Note which API keys' requests a lost replica had, for `note_crash`. The replica has ended or may still
+        end."""
         if loss.convicted:
             self._key_losses.convict([loss.replica, loss.earlier], loss.convicted)
             if loss.earlier in self._crashes:  # at the time of that loss its request was not yet known
@@ -347,7 +352,8 @@ class ReplicaSet(Served):
             self._key_losses.note(loss.replica, loss.keys)
 
     def _charge(self, replica: str, at_s: float) -> bool:
-        """Count a lost replica against the API key of its requests. Returns whether there is such a key."""
+        """Count a lost replica against the API key of its requests. Returns False if its requests did not all have the
+        same key, or it had no requests: it then counts against the model."""
         if not (key := self._key_losses.charge(replica, at_s)):
             return False
         if key in self._barred():
@@ -363,13 +369,14 @@ class ReplicaSet(Served):
         return {key: epoch_s + until_s - now_s for key, until_s in barred.items()}
 
     def note_progress(self, text: str) -> None:
-        """Note that a replica has reached a stage of its start."""
+        """Note that a replica has reached a stage of its start; while LOADING, the stage becomes the state's reason."""
         if self.state is State.LOADING:
             after = f", trying again after: {self._trouble}" if self._trouble else ""
             self.set_state(State.LOADING, f"{text}{after}")
 
     def note_trouble(self, reason: str, cause: str) -> None:
-        """Note that a replica could not be started. Its slot tries again."""
+        """Note that a replica could not be started. Its slot tries again. ``reason`` is for operators, ``cause`` for
+        clients."""
         self.is_decided = True
         self._trouble, self.failure = reason, cause
         if not self.ready and self.state is not State.UNAVAILABLE:
@@ -388,7 +395,7 @@ class ReplicaSet(Served):
         self.set_state(State.READY, f"replica {replica.id} ready")
 
     def note_lost(self, slot: Slot, replica: ReplicaHandle) -> None:
-        """Note that a replica that served can no longer be used."""
+        """Note that a replica that served can no longer be used; without a serving replica the state is UNAVAILABLE."""
         if not self.ready:
             for sibling in self._slots:
                 sibling.hurry()
@@ -414,7 +421,8 @@ class ReplicaSet(Served):
             self.note_trouble(reason, replica.cause())
 
     def note_crash(self, slot: Slot, replica: ReplicaHandle) -> None:
-        """Note that a replica that served has ended. Its slot is about to start another replica."""
+        """Note that a replica that served has ended. Its slot is about to start another replica; after ``max_crashes``
+        losses within `CRASH_WINDOW_S` that count against no key, only slowly."""
         now_s = time.monotonic()
         if self._charge(replica.id, now_s):
             self.host.on_change()
@@ -444,7 +452,8 @@ class ReplicaSet(Served):
         self.set_state(State.FAILED, reason)
 
     def _give_up(self, slot: Slot, reason: str, shortage: str) -> None:
-        """Remove a slot. The remaining slots go on; when the last slot is removed, the deployment has failed."""
+        """Remove a slot. The remaining slots go on, with ``shortage`` noted; when the last slot is removed, the
+        deployment has failed for ``reason``."""
         self._slots.remove(slot)
         slot.release()
         if self._slots:

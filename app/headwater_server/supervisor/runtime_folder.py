@@ -38,10 +38,11 @@ class RuntimeFolder:
         return (there.st_dev, there.st_ino) != (ours.st_dev, ours.st_ino)
 
     def make_again(self) -> None:
-        """Make the folder again, empty, with the same path. After an error it still counts as lost.
+        """Make the folder again with the same path, empty except for its lock file. After an error it still counts as
+        lost.
 
         Raises:
-            OSError: the folder can't be made.
+            OSError: the folder can't be made, or another file has its path.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.mkdir(mode=0o700)
@@ -64,7 +65,8 @@ class RuntimeFolder:
 
 
 def _locked(folder: Path) -> int:
-    """Lock the folder itself: systemd-tmpfiles leaves everything in a locked folder alone."""
+    """Lock the folder itself: systemd-tmpfiles leaves everything in a locked folder alone. Returns the descriptor that
+    holds the lock."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     fcntl.flock(handle, fcntl.LOCK_EX)
     return handle

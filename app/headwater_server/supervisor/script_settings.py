@@ -38,7 +38,7 @@ class _Model(NamedTuple):
 
     run: _ScriptRun
     name: str
-    """The model's name in the script; empty if the script binds a single model."""
+    """The model's name in the script; empty: the first model that the script binds, normally its only model."""
 
 
 class Scripts:
@@ -60,14 +60,15 @@ class Scripts:
                 self._findings.update(zip(runs, pool.map(self._find, runs), strict=True))
 
     def finding(self, deployment: Deployment) -> dict[str, Any] | Problem:
-        """The fields of the `headwater.replica.bindings.ScriptFinding` of a deployment's script, or the problem that
-        prevented it."""
+        """The fields of the `headwater.replica.bindings.ScriptFinding` of a deployment's only script, or the problem
+        that prevented it."""
         self.run([deployment])
         (model,) = scripts_of(deployment)
         return self._findings[model.run]
 
     def warnings(self) -> list[str]:
-        """The warnings of all scripts, for example about settings that have no effect here; without duplicates."""
+        """The warnings of all scripts that were run, for example about settings that have no effect here; without
+        duplicates."""
         texts = {}
         for run, finding in self._findings.items():
             if not isinstance(finding, Problem):
@@ -93,8 +94,8 @@ class Scripts:
         return section if deployment.is_composite else laid_over(self._settings(deployment), section)
 
     def taken_out(self, deployment: Deployment) -> dict[str, Any]:
-        """A deployment's section without the fields that `laid_under` has added. The section of a composite is returned
-        as it is."""
+        """A deployment's section without the fields that have the values of its scripts: normally `laid_under` has
+        added these. The section of a composite is returned as it is."""
         self.run([deployment])
         section: dict[str, Any] = content(deployment)
         return section if deployment.is_composite else _without(section, self._settings(deployment))
@@ -135,7 +136,7 @@ class Scripts:
 
 
 def scripts_of(deployment: Deployment) -> Iterator[_Model]:
-    """The models of scripts that a deployment, its versions or its steps name."""
+    """The models of PyTriton scripts that a deployment, its versions or its steps name."""
     if deployment.versions:
         for name in deployment.versions:
             yield from scripts_of(deployment.version(name))

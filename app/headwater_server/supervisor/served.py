@@ -24,13 +24,14 @@ class Served:
         self.config = config
         self.state = State.LOADING
         self.reason = reason
+        """The reason for its state, in words for operators."""
         self.failure = ""
-        """The reason in words for clients, if a start has failed and no start has succeeded since."""
+        """See `DeploymentRoute.failure`."""
         self.since_s = time.time()
         """When it entered its state, in seconds of the Unix epoch."""
         self.signature: Signature | None = None
         self.is_set_aside = False
-        """Whether an operator unloaded it."""
+        """Whether an operator unloaded it; until it is READY or FAILED."""
 
     def route(self, workers: int) -> DeploymentRoute:
         """The route that each of ``workers`` gateway workers gets, with the worker's share of limited resources."""
@@ -49,7 +50,7 @@ class Served:
         )
 
     def enter(self, state: State, reason: str) -> None:
-        """Enter a state. Each change of the state is logged once."""
+        """Enter a state. A change of the state is logged; a change of the reason alone is not."""
         if state is not self.state:
             logger.info("%s: %s -> %s: %s", self.name, self.state.value, state.value, reason)
             self.since_s = time.time()

@@ -23,11 +23,11 @@ logger = logging.getLogger("headwater")
 
 SLOW_FIRST_S: Final = 30.0
 SLOW_LONGEST_S: Final = 480.0
-"""Shortest and longest pause before a restart, if a deployment has lost too many replicas."""
+"""Shortest and longest pause before a restart in a slot that `is_slow`, in seconds."""
 UNSERVED_PAUSE_S: Final = 2.0
 """The longest pause before a replica that served is replaced while no other replica serves. Slow pauses are longer."""
 PLACE_RETRY_S: Final = 2.0
-"""Seconds between tries to reserve memory for a replica."""
+"""Seconds until the next try to reserve memory for a replica after the memory budget refused it."""
 
 
 class Owner(Protocol):
@@ -39,6 +39,7 @@ class Owner(Protocol):
     host: Host
     starter: ReplicaStarter
     shortage: str
+    """See `headwater_server.supervisor.replica_set.ReplicaSet`; a slot that has found capacity empties it."""
 
     @property
     def ready(self) -> Mapping[str, ReplicaHandle]: ...
@@ -60,13 +61,14 @@ class Slot:
 
     def __init__(self, owner: Owner, replica: ReplicaHandle | None = None, place: Place | None = None) -> None:
         self.replica = replica
-        """The present replica, from its launch to its end."""
+        """The present replica, from its launch to its end; None in between."""
         self.serves = replica is not None
         """Whether requests go to the replica, or are still in flight there."""
         self.is_kept = True
         """Whether a replica that ends is replaced."""
         self.is_slow = False
-        """Whether the next start waits for a long pause, because too many replicas were lost."""
+        """Whether each next start waits for a long pause, because too many replicas were lost; until a replica
+        serves."""
         self._owner = owner
         self._place = place
         self._failed_starts = 0
@@ -109,7 +111,7 @@ class Slot:
                 await self._pause(min(pause_s, UNSERVED_PAUSE_S) if is_missed else pause_s)
 
     async def _reserve(self) -> bool:
-        """Wait until there is capacity for a replica. Returns False if the replica is no longer wanted."""
+        """Wait until capacity for a replica is reserved. Returns False if the replica is no longer wanted."""
         while self._place is None and self._is_wanted:
             retry_s = FIRST_MEASURED_RETRY_S
             try:
@@ -128,7 +130,8 @@ class Slot:
         return self._place is not None
 
     async def _start(self) -> None:
-        """Start a replica in the reserved capacity, unless the capacity was released."""
+        """Start a replica in the reserved capacity, unless the capacity was released. Returns when the replica serves,
+        or when its start has failed."""
         place, self._place = self._place, None
         owner = self._owner
         if place is None or owner.host.is_stopping:
@@ -160,7 +163,7 @@ class Slot:
         return True
 
     async def _see_end(self, replica: ReplicaHandle) -> None:
-        """Wait until a replica has ended, and notify the owner."""
+        """Wait until a replica has ended, and notify the owner, unless no replica is wanted here any more."""
         has_served = self.serves
         if has_served:
             await replica.ending.wait()

@@ -29,6 +29,7 @@ logger = logging.getLogger("headwater")
 REPLICA_END_TIMEOUT_S: Final = 20.0
 """Seconds that a replica and its guardian may take to end; then they are killed."""
 REPLICA_KILL_TIMEOUT_S: Final = 10.0
+"""Seconds that killed replicas may take to be gone; then they are no longer waited for."""
 LONG_START_S: Final = 60.0
 """A start that takes longer than this many seconds waits for something other than a core, so other starts no longer
 wait for it."""
@@ -42,13 +43,16 @@ class Retired:
 
     drained: Drained = field(default_factory=Drained)
     before: GroupUse = field(default_factory=GroupUse)
-    """Resources that the replicas' processes used before they were ended."""
+    """Resources that the replicas' processes used before they were ended; zeros if they could not be measured."""
     after: GroupUse = field(default_factory=GroupUse)
+    """Resources that they used afterwards; more than zero if processes remain."""
     leftovers: list[str] = field(default_factory=list)
+    """Descriptions of files and processes that remain of the replicas."""
     warnings: list[str] = field(default_factory=list)
+    """Reasons of replicas that ended otherwise than in order, and other troubles for the operator."""
 
     def report(self) -> dict[str, Any]:
-        """The fields of an operator's answer."""
+        """The fields of an operator's answer. ``freed.gpu_bytes`` is None if the use of GPU memory is unknown."""
         gpu_bytes = None
         if self.before.gpu_bytes is not None and self.after.gpu_bytes is not None:
             gpu_bytes = self.before.gpu_bytes - self.after.gpu_bytes
@@ -82,7 +86,8 @@ class ReplicaStarter:
 
     @contextlib.asynccontextmanager
     async def turn(self, config: Deployment) -> AsyncGenerator[None, None]:
-        """A context for starting a replica; it limits the number of simultaneous starts."""
+        """A context for starting a replica. It waits until the replica can be forked, if it is to be forked, and limits
+        the number of simultaneous starts, except starts that take longer than `LONG_START_S`."""
         await self._host.prepare(config)
         await self._host.start_slots.acquire()
         with contextlib.ExitStack() as held:
@@ -105,7 +110,8 @@ class ReplicaStarter:
         return replica
 
     async def await_ready(self, replica: ReplicaHandle, place: Place, config: Deployment) -> bool:
-        """Wait until a replica is ready, and measure it. Returns whether it became ready."""
+        """Wait until a replica is ready, and measure it. Returns whether it became ready. A replica that takes longer
+        than ``load_timeout_s`` to be placed, or then to be ready, is killed."""
         await replica.wait_for_place(config.load_timeout_s)
         if not replica.has_place and not replica.ending.is_set():
             replica.reason = f"no place for it within load_timeout_s = {config.load_timeout_s:g} s"
@@ -167,7 +173,7 @@ class ReplicaStarter:
         return fresh
 
     def lost(self, fresh: Collection[ReplicaHandle]) -> CallableFailed | None:
-        """The error if any of the replicas that were started together has ended since it was ready; otherwise None."""
+        """The error if a replica that was started together with others can no longer be used; otherwise None."""
         for replica in fresh:
             if replica.ending.is_set():
                 reason = replica.account() or "it ended"
@@ -196,7 +202,7 @@ class ReplicaStarter:
         return replica.account() or "ended before it was ready"
 
     async def end(self, replicas: Collection[ReplicaHandle]) -> Retired:
-        """End replicas, and check for leftovers."""
+        """End replicas, and check for leftovers. ``drained`` of the result is empty."""
         before = await _measure(replicas)
         await stop_or_kill(replicas)
         remains = await asyncio.gather(*(replica.remains() for replica in replicas))
@@ -216,8 +222,8 @@ async def _measure(replicas: Collection[ReplicaHandle]) -> GroupUse:
 
 
 async def stop_or_kill(replicas: Collection[ReplicaHandle]) -> None:
-    """Stop replicas, and kill replicas that take too long. Returns when they have ended, or when even killing them took
-    too long."""
+    """Stop replicas, and kill replicas that take longer than `REPLICA_END_TIMEOUT_S`. Returns when they have ended, or
+    `REPLICA_KILL_TIMEOUT_S` after they were killed."""
     if not replicas:
         return
     for replica in replicas:
@@ -230,7 +236,8 @@ async def stop_or_kill(replicas: Collection[ReplicaHandle]) -> None:
 
 
 def _own_python(deployment: Deployment, facts: Mapping[str, str]) -> str:
-    """For the log: the Python that a replica runs under, and its versions; empty for Headwater's Python."""
+    """For the log: the Python that a replica runs under, and versions of that Python and its packages; empty for
+    Headwater's Python."""
     if deployment.interpreter is None:
         return ""
     return f", under {deployment.interpreter}: " + ", ".join(

@@ -23,7 +23,7 @@ class VersionsState(Composite):
     def __init__(self, name: str, config: Deployment) -> None:
         super().__init__(name, config)
         self.before: Traffic | None = None
-        """The traffic before its last change; None: the traffic has not changed."""
+        """The traffic before its last change; None: the traffic has not changed since the server's start."""
         self.rolled_back = ""
         """Which rollback the last change of the traffic was, and why; empty if it was no rollback."""
 
@@ -99,8 +99,8 @@ class VersionsState(Composite):
         return self.config.with_traffic(Traffic.model_validate(fields))
 
     def update(self, deployments: Mapping[str, DeploymentRoute]) -> None:
-        """See `Composite.update`. The deployment is READY while its default version is READY. The reason names versions
-        that are not READY."""
+        """See `Composite.update`. The state is the state of the default version. In READY the reason names the versions
+        that are not READY. A reason begins with the rollback, if the last change of the traffic was a rollback."""
         if not self.is_loaded:
             return
         versions = {version: deployments[name] for version, name in self.deployments.items()}

@@ -33,7 +33,8 @@ logger = logging.getLogger("headwater")
 
 PING_EVERY_S: Final = 1.0
 TIMEOUT_S: Final = 10.0
-"""A worker that answers no ping for this many seconds is killed and replaced."""
+"""A worker that answers no ping for this many seconds, counted in pings every `PING_EVERY_S`, is killed and
+replaced."""
 
 
 class Workers:
@@ -57,8 +58,8 @@ class Workers:
             self._kept["kept_cluster_tls"] = KeptFiles(peer_files(config.cluster.tls), check_peer_files)
 
     def start(self, listener: socket.socket) -> None:
-        """Start the workers, which accept connections from the listener, and replace workers that end until the server
-        stops."""
+        """Have tasks start the workers, which accept connections from the listener, and replace workers that end, until
+        the server stops."""
         cluster = self._config.cluster
         settings = WorkerSettings(
             control=str(self._host.folder / "control"),
@@ -75,7 +76,7 @@ class Workers:
             kill(pid)
 
     def replace_those_without_files(self, *, all: bool = False) -> None:
-        """Replace workers with a removed file of counts, or all workers."""
+        """Have workers with a removed file of counts, or all workers, end (SIGTERM); they are then replaced."""
         for index, pid in self.pids.items():
             if (all or not self._observer.has_file(index)) and pid not in self._leaving:
                 self._leaving.add(pid)
@@ -127,7 +128,11 @@ class Workers:
     def _start(
         self, index: int, listener: socket.socket, settings: WorkerSettings, reason: FileIO
     ) -> subprocess.Popen[bytes]:
-        """Start a worker. If it ends by itself, it writes the reason to the file ``reason``."""
+        """Start a worker. If it ends by itself, it writes the reason to the file ``reason``.
+
+        Raises:
+            OSError: the process can't be started.
+        """
         reason.seek(0)
         reason.truncate()
         kept = {}
