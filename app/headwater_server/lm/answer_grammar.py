@@ -53,8 +53,8 @@ class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         """The answer's grammar; `None` if any text is allowed.
 
         Raises:
-            BadRequest: the schema is missing, too large, or too deep; or a schema is given with another type than
-                ``json_schema``.
+            BadRequest: `json_schema` is missing; its schema is too large, too deep, or has an object with too many
+                optional properties; or it is given with another type than ``json_schema``.
         """
         path = "response_format.json_schema"
         if self.json_schema is not None and self.type != "json_schema":
@@ -81,7 +81,8 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
         """The answer's grammar.
 
         Raises:
-            BadRequest: not exactly one field is given, or the field is too large or too deep.
+            BadRequest: not exactly one field is given (a false `json_object` doesn't count); or the field is too large
+                or too deep, has an object with too many optional properties, or too many beginnings of labels.
         """
         fields = [name for name in self.__struct_fields__ if getattr(self, name) not in (None, False)]
         if len(fields) != 1:
@@ -102,7 +103,7 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 def checked_grammar(
     response_format: ResponseFormat | None, structured_outputs: StructuredOutputs | None, limits: EngineLimits
 ) -> Grammar | None:
-    """The grammar that a request asks for.
+    """The grammar that a request asks for; `None` if any text is allowed.
 
     Raises:
         BadRequest: a field is wrong, both fields ask for a grammar, or the engine doesn't support this kind of grammar.
@@ -145,6 +146,7 @@ def check_optional(schema: object, path: str) -> None:
 
 
 def _schema_grammar(schema: dict[str, Any] | str, path: str) -> Grammar:
+    """The grammar of a JSON schema, which is given decoded or as text."""
     grammar = _grammar("json_schema", schema if isinstance(schema, str) else _text(schema), path)
     if isinstance(schema, str):
         with contextlib.suppress(msgspec.DecodeError, RecursionError):  # the engine reports the error in the text
@@ -155,11 +157,11 @@ def _schema_grammar(schema: dict[str, Any] | str, path: str) -> Grammar:
 
 
 def _choice(labels: Sequence[str], path: str) -> str:
-    """A grammar of these labels as a single terminal, since the engine can follow only about 200 alternatives of a
-    rule.
+    """The text of a Lark grammar of these labels as a single terminal, since the engine can follow only about 200
+    alternatives of a rule.
 
     Raises:
-        BadRequest: the labels have more than `MAX_BEGINNINGS` different beginnings.
+        BadRequest: the labels have more than `MAX_BEGINNINGS` different beginnings, counted in bytes of their JSON.
     """
     beginnings, before = 0, b""
     for label in sorted(_text(label).encode() for label in labels):

@@ -25,7 +25,8 @@ def call_grammar(
     is_single: bool,
     content: Grammar | None = None,
 ) -> Grammar:
-    """The grammar of an answer that calls one of the tools, or several unless `is_single` is set.
+    """The grammar of an answer that has a call of any of these tools, or several calls unless `is_single` is set; with
+    `content`, the answer may be JSON of this schema instead.
 
     Args:
         format: the format of calls.
@@ -35,7 +36,8 @@ def call_grammar(
         content: the JSON schema of an answer without calls; `None` if the answer must call a tool.
 
     Raises:
-        BadRequest: a schema is not JSON, too large, too deep, or has too many optional properties.
+        BadRequest: `content` is not JSON; or a tool's schema is too deep, or has an object with too many optional
+            properties; or the whole grammar is longer than `MAX_GRAMMAR`.
     """
 
     def mark(text: str) -> str:

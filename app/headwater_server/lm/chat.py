@@ -1,8 +1,9 @@
 """Requests and answers of ``POST /v1/chat/completions``.
 
 Source: OpenAI's API reference. Unsupported features are refused with an error that names the field, never silently
-ignored. `top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `stop_token_ids`, `ignore_eos`, `chat_template_kwargs`,
-`timeout_s`, `include_stop_str_in_output` and `skip_special_tokens` are extensions, most of which come from vLLM.
+ignored. `top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `stop_token_ids`, `ignore_eos`, `structured_outputs`,
+`chat_template_kwargs`, `timeout_s`, `include_stop_str_in_output`, `skip_special_tokens` and
+`stream_options.continuous_usage_stats` are extensions, most of which come from vLLM.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ class ChatAnswer(OpenAIAnswer):
 
 
 def _delta(part: CallPart, tools: ToolUse) -> dict[str, Any]:
-    """A part of a call in the form that streams send."""
+    """A part of a call in the form that streams send. The first part of a call gets a new id."""
     if not part.name:
         return {"index": part.number, "function": {"arguments": part.arguments}}
     function = {"name": part.name, "arguments": part.arguments}
@@ -128,7 +129,7 @@ def _finish(finder: CallFinder, finish: str | None) -> str | None:
 
 LEAST_CHAT_TOKENS: Final = 256
 """Lower bound of the default for an answer's maximum length in tokens, even if prompt and answer then exceed a
-sequence's share of the cache."""
+sequence's share of the cache. The default is lower only if fewer tokens fit into context and cache."""
 
 _RESERVED: Final = frozenset({"messages", "tools", "add_generation_prompt", "chat_template"})
 """Template variables that clients can't set."""
@@ -221,12 +222,16 @@ class ChatRequest(StreamFields, kw_only=True):
         self, text: LanguageText, limits: EngineLimits, grammar: Grammar | None
     ) -> tuple[list[dict[str, Any]], ToolUse | None, Grammar | None]:
         """The tools that the chat template gets, how the answers are searched for calls, and the grammar of the
-        answers.
+        answers. An empty list and `None` if the answers can't have calls; no grammar if any text is allowed.
 
         Args:
             text: the model's tokenizer and chat template.
             limits: the engine's limits.
             grammar: the grammar of answers without calls, if any.
+
+        Raises:
+            BadRequest: a tool or the choice is wrong, or the model doesn't support tools, this choice, or tools with
+                this grammar.
         """
         tools = checked_tools(self.tools)
         choice = checked_choice(self.tool_choice, tools)
@@ -250,12 +255,21 @@ class ChatRequest(StreamFields, kw_only=True):
         return tools, ToolUse(text.tool_format, choice.names, choice.is_required, is_single), grammar
 
     def _logprobs(self) -> int | None:
+        """The value of `Sampling.logprobs` that the request asks for.
+
+        Raises:
+            BadRequest: ``top_logprobs`` is set without ``logprobs``.
+        """
         if self.top_logprobs is not None and not self.logprobs:
             raise at("top_logprobs", None, 'expected it with "logprobs": true only; leave it out, or set that')
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def _max_tokens(self) -> tuple[str, int | None]:
-        """The path of the field that limits the answer's length, and its value."""
+        """The path of the field that limits the answer's length, and its value; `None` if the request sets no limit.
+
+        Raises:
+            BadRequest: both fields are set, with different values.
+        """
         new, old = self.max_completion_tokens, self.max_tokens
         path = "max_tokens" if new is None else "max_completion_tokens"
         if new is not None and old is not None and new != old:

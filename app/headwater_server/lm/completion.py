@@ -1,6 +1,7 @@
 """Requests and answers of ``POST /v1/completions``.
 
-Source: OpenAI's API reference; the extensions are the same as in `headwater_server.lm.chat`.
+Source: OpenAI's API reference; the extensions are the same as in `headwater_server.lm.chat`, without
+`chat_template_kwargs`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ __all__ = ["CompletionAnswer", "CompletionRequest"]
 
 
 class CompletionAnswer(OpenAIAnswer):
-    """The answer to a completions request, which may have several prompts."""
+    """The answer to a completions request, which may have several prompts. The choices of all prompts are numbered
+    consecutively."""
 
     id_prefix = "cmpl"
     kind = chunk_kind = "text_completion"
@@ -117,7 +119,11 @@ class CompletionRequest(StreamFields, kw_only=True):
         return plan(prompts, n, sampling, end, limits, self.timeout_s, grammar, prompt_logprobs)
 
     def _entries(self) -> list[tuple[str, str | list[Any]]]:
-        """The prompts, each with the path of its field."""
+        """The prompts, texts or arrays of token ids, each with the path of its field.
+
+        Raises:
+            BadRequest: the prompts are of different or unknown types, too many, or an empty array.
+        """
         prompt = self.prompt
         if isinstance(prompt, str):
             return [("prompt", prompt)]

@@ -50,17 +50,21 @@ __all__ = ["NOTHING", "Channel", "answers"]
 logger = logging.getLogger("headwater.lm")
 
 REMEMBERED_ENDS: Final = 256
-"""Number of ended sequences that a channel remembers, to detect events that arrive after a sequence's end."""
+"""Maximum number of ended sequences that a channel remembers, to detect events that arrive after a sequence's end.
+Cancelled sequences are not remembered: their late events are ignored."""
 LOAD_FRESH_S: Final = 1.0
 """Seconds that an engine's last reported load stays valid while the engine runs no sequence of this worker, and so
 reports nothing."""
 POST_BYTES: Final = 1 << 20
-"""Approximate maximum size of a post, so that a request with many sequences doesn't delay other requests. A single
-sequence may be larger: the context length limits its prompt, the vocabulary limits its stop tokens, and
-`headwater_server.codecs.faults.check_size` limits its biases."""
+"""Approximate maximum size in bytes of a post's prompts, stop tokens, biases and grammars, so that a request with many
+sequences doesn't delay other requests. A single sequence may be larger: the context length limits its prompt, the
+vocabulary limits its stop tokens, `headwater_server.codecs.faults.check_size` limits its biases, and
+`headwater.engine.MAX_GRAMMAR` limits its grammar."""
 POST_TIMEOUT_S: Final = 6.0
-"""Seconds to wait for the answer to a post. Later posts wait meanwhile."""
+"""Seconds to wait for the end of a post's call, which usually has no answer; then the channel ends. Later posts wait
+meanwhile."""
 _FIELD: Final = re.compile(r"([a-z][a-z0-9_.]*): ")
+"""The request's field at the beginning of the reason for a rejected sequence."""
 _HALF_DONE: Final = "internal error"
 """Beginning of the host's refusal of a post that the host may have handled in part."""
 _numbers = itertools.count()
@@ -79,7 +83,7 @@ def _request(message: Message, note: CallNote | None = None) -> FrameRequest:
 
 
 async def answers(client: FrameReplicaClient, message: Post) -> list[StepFrame]:
-    """Send a message, and return the frames that answer it.
+    """Send a message, and return the frames that answer it: an empty list, unless the replica refuses the message.
 
     Raises:
         HeadwaterError: as `FrameReplicaClient.frames`.
@@ -90,25 +94,27 @@ async def answers(client: FrameReplicaClient, message: Post) -> list[StepFrame]:
 
 
 NOTHING: Final = _request(Post(""))
-"""A request without effect: no channel has the empty name."""
+"""A request without effect: no channel has the empty name, so the replica refuses it."""
 
 
 class Channel:
     """A channel, from its first sequence to its end. An ended channel can't be reused.
 
-    A channel is used in a single event loop. Submits and cancels are collected until the loop's next iteration, and
-    while a post is in flight, so that a burst of requests becomes a single post.
+    A channel is used in a single event loop. Submits and cancels are collected until the replica has confirmed the
+    channel, until the loop's next iteration, and while a post is in flight, so that a burst of requests becomes a
+    single post.
 
-    When the channel ends because the replica ended or closed the channel, sequences that the replica never received are
-    restarted on another replica, and all other sequences fail. The answer to a post in flight decides which of the two
-    applies to the sequences in this post.
+    When the channel ends with `Unavailable` (the replica ended, closed the channel, or didn't answer a post in time),
+    requests with sequences that the replica never received are restarted, as `RequestRun.restart` describes; requests
+    with other sequences fail. The answer to a post in flight decides which of the two applies to the sequences in this
+    post. When the channel ends with another error, all its requests fail.
 
     Args:
         model: the deployment's name, for messages.
         client: the client of the replica.
         meter: the model's metrics.
         on_end: called with the reason when the channel has ended, before its sequences fail or are restarted.
-        post_timeout_s: seconds to wait for the answer to a post.
+        post_timeout_s: see `POST_TIMEOUT_S`.
     """
 
     def __init__(
@@ -151,13 +157,14 @@ class Channel:
 
     @property
     def load(self) -> Load:
-        """The engine's last reported load; an empty `Load` if the report is older than `LOAD_FRESH_S` and no sequence
-        is in flight."""
+        """The engine's last reported load, over all workers; an empty `Load` before the first report, and if the report
+        is older than `LOAD_FRESH_S` and no sequence is in flight."""
         return self._load if self._is_load_fresh else Load()
 
     @property
     def others(self) -> int:
-        """Number of sequences of other workers in the engine's last report; 0 under the same condition as in `load`."""
+        """Number of other workers' sequences: all sequences in the engine's last report, minus the sequences that this
+        channel had in flight then. 0 under the same conditions as in `load`."""
         return self._others if self._is_load_fresh else 0
 
     @property
@@ -166,12 +173,12 @@ class Channel:
 
     @property
     def sequences(self) -> int:
-        """The number of sequences in flight."""
+        """The number of sequences in flight, including sequences that were not sent yet."""
         return len(self._sequences)
 
     @property
     def has_answered(self) -> bool:
-        """Whether the replica sent a frame after the first, which opens the channel."""
+        """Whether the replica sent a frame after the first, which only confirms the channel."""
         return self._frames > 1
 
     @property
@@ -180,7 +187,7 @@ class Channel:
         return {slot.owner for slot in self._sequences.values()}
 
     def submit(self, slot: TokenSlot) -> None:
-        """Have the engine generate a sequence."""
+        """Have the engine generate a sequence. The first sequence opens the channel."""
         slot.channel = self
         slot.number = self._next_number
         self._next_number += 1
@@ -190,7 +197,8 @@ class Channel:
         self._post_soon()
 
     def cancel(self, slot: TokenSlot) -> None:
-        """Forget a sequence, and have the engine cancel it."""
+        """Forget a sequence, and have the engine cancel it if it was sent. No effect on a sequence that isn't in
+        flight."""
         if self._sequences.pop(slot.number, None) is None:
             return
         if self._unsent.pop(slot.number, None) is None:
@@ -200,7 +208,8 @@ class Channel:
             self._post_soon()
 
     def close(self, error: HeadwaterError) -> None:
-        """End the channel because of `error`. Its sequences fail or are restarted: see the class."""
+        """End the channel because of `error`. Its sequences fail or are restarted: see the class. No effect on an ended
+        channel."""
         if self.is_ended:
             return
         self.is_ended = True
@@ -223,8 +232,8 @@ class Channel:
         self._end_slots(slots, error)
 
     def _end_slots(self, slots: list[TokenSlot], error: HeadwaterError) -> None:
-        """Restart the sequences that the replica never received, and fail all other sequences. Called after the
-        channel's end."""
+        """Restart the requests whose sequences the replica never received, if `error` is `Unavailable`; fail the
+        requests of all other `slots`. Called after the channel's end."""
         unsent, self._unsent = self._unsent, {}
         is_gone = isinstance(error, Unavailable)
         had: HeadwaterError = error
@@ -239,7 +248,8 @@ class Channel:
                 slot.owner.fail(had.again())
 
     async def _guarded(self, work: Callable[[], Awaitable[HeadwaterError | None]]) -> None:
-        """Do the work, and end the channel with the error that the work returns or raises."""
+        """Do the work, and end the channel with the error that the work returns or raises. If the work returns None,
+        the channel stays open."""
         error: HeadwaterError | None
         try:
             error = await work()
@@ -275,10 +285,11 @@ class Channel:
         return Unavailable(f"model `{self._model}`: the replica {fault}", retry_after_s=RETRY_AFTER_LOST_S)
 
     def _take(self, frame: StepFrame) -> None:
-        """Pass each event to its sequence.
+        """Pass each event to its sequence, and note the engine's load. Does nothing with a frame that refuses the
+        channel.
 
         Raises:
-            ContractBroken: a frame was lost, or arrived twice.
+            ContractBroken: a frame was lost, or arrived twice. An event that is wrong only fails its request.
         """
         if frame.closed and not self._frames:  # the replica refused the channel, so the frame has no number in it
             return
@@ -352,12 +363,14 @@ class Channel:
         return kind(event.error or f"{model}: the engine gave no reason")
 
     def _share(self) -> float:
-        """This worker's share of the engine's sequences."""
+        """This worker's share of the engine's sequences, above 0 and at most 1; 1 if the engine has no sequence of this
+        worker."""
         sequence_count = len(self._sequences) - len(self._unsent)
         return sequence_count / max(sequence_count, self._load.active + self._load.waiting) if sequence_count else 1.0
 
     def _break(self, slot: TokenSlot, error: ContractBroken) -> None:
-        """Fail the request of a sequence that received an unexpected event. Other requests continue."""
+        """Fail the request of a sequence that received an unexpected event, and cancel its sequences. Other requests
+        continue."""
         self._meter.contract_violations.add()
         id = slot.owner.request_id
         logger.error("model %s, request %s: %s", self._model, id, error.message, extra={"request_id": id})
@@ -371,7 +384,7 @@ class Channel:
 
     def _post_soon(self) -> None:
         """Have a post sent in the next iteration of the event loop. If a post is in flight, the task that sent it
-        continues with the next post."""
+        continues with the next post. Before the first frame nothing is sent: that frame calls this method again."""
         if not self._is_post_due and self._posting is None and self._frames and not self.is_ended:
             self._is_post_due = True
             self._loop.call_soon(self._start_posting)
@@ -407,8 +420,8 @@ class Channel:
                 self._posted = {}
 
     def _next_message(self) -> Post:
-        """A post with all cancels, and with as many unsent sequences as fit into `POST_BYTES`. A sequence that is
-        larger by itself is posted alone."""
+        """A post with all cancels, and with as many unsent sequences as fit into `POST_BYTES`, in order and at least
+        one, if there is one. Values that several sequences share count once."""
         cancels, self._cancels, self._posted = self._cancels, [], {}
         submits: list[Submit] = []
         size_bytes, counted = 0, set[int]()

@@ -29,7 +29,7 @@ of its line."""
 
 
 def check_depth(kind: GrammarKind, text: str, path: str) -> None:
-    """Check a grammar's text. An invalid text passes: the library reports its error.
+    """Check the nesting depth of a grammar's text. An invalid text may pass: the library reports its error.
 
     Args:
         kind: see `Grammar.kind`.
@@ -53,8 +53,8 @@ def check_depth(kind: GrammarKind, text: str, path: str) -> None:
 
 
 def check_schema_depth(schema: object, path: str) -> None:
-    """Check a JSON schema. Each part of the schema is visited once, as in the library, regardless of the number of
-    references to it.
+    """Check the nesting depth of a JSON schema. Each part of the schema is visited once, as in the library, regardless
+    of the number of references to it.
 
     Args:
         schema: the schema, decoded.
@@ -82,7 +82,11 @@ def _check(depth: int, parts: str, path: str) -> None:
 
 def _check_json(text: str, begin: int, path: str) -> int:
     """Check the schema that starts at index `begin` of a text. Returns the index of its end, or `begin` if there is no
-    valid JSON."""
+    valid JSON.
+
+    Raises:
+        BadRequest: the nesting is too deep.
+    """
     try:
         schema, end = json.JSONDecoder().raw_decode(text, begin)
     except ValueError:
@@ -94,6 +98,7 @@ def _check_json(text: str, begin: int, path: str) -> int:
 
 
 def _check_lark(text: str, path: str) -> None:
+    """Check a grammar in Lark or GBNF: its parentheses, its JSON schemas, and the references from rule to rule."""
     rules: dict[str, list[str]] = {}
     name = ""
     depth = begin = 0

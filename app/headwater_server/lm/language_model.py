@@ -32,8 +32,8 @@ __all__ = ["LmDispatcher"]
 logger = logging.getLogger("headwater.lm")
 
 AVOID_S: Final = 1.0
-"""Seconds that a replica which ended a channel gets requests only if there is no other replica: it may refuse every
-request."""
+"""Seconds after the end of a replica's channel with `Unavailable`, in which the replica gets requests only if there is
+no other candidate: it may refuse every request."""
 
 LoadText = Callable[[LanguageModelSpec], "LanguageText"]
 
@@ -44,16 +44,19 @@ class EngineReplica(Replica):
 
     client: FrameReplicaClient
     channel: Channel | None = None
-    """The channel, opened by the first request."""
+    """The channel. None before the first request, and after the channel's end until the next request."""
     avoided_until_s: float = 0.0
+    """Loop time until which the replica gets requests only if there is no other candidate: see `AVOID_S`."""
 
     @property
     def sequences(self) -> int:
-        """Number of this worker's sequences on the replica plus, from the engine's last report, of other workers."""
+        """Number of this worker's sequences on the replica plus, from the engine's last report, of other workers; 0
+        without a channel."""
         return self.channel.sequences + self.channel.others if self.channel is not None else 0
 
     def close(self, reason: str) -> None:
-        """End the connection. All sequences in flight fail with `ReplicaLost`."""
+        """End the connection. Requests in flight fail with `ReplicaLost`, except requests that the replica never
+        received: they are restarted, if there is another replica."""
         if self.channel is not None:
             self.channel.close(ReplicaLost(reason, retry_after_s=RETRY_AFTER_LOST_S))
         self.client.close()
@@ -66,8 +69,8 @@ class LmDispatcher(TextDispatcher):
     Args:
         route: the deployment.
         connect: creates a replica's client.
-        load_text: loads a model's tokenizer and chat template.
-        on_lost: called with each replica that is lost.
+        load_text: loads a model's tokenizer and chat template; called in a thread. None: from the model's folder.
+        on_lost: called with the report of each replica that is lost.
     """
 
     def __init__(
@@ -83,14 +86,15 @@ class LmDispatcher(TextDispatcher):
         self._pool = ReplicaPool(route.name, self._open, on_lost=on_lost, keys_of=_keys_of)
         self._runs: set[RequestRun] = set()
         self._text_source: tuple[str, str | None, int] | None = None
-        """The folder and tool parser that tokenizer and chat template were loaded with, and the deployment's generation
-        at that time."""
+        """The folder and tool parser of the last load of tokenizer and chat template, and the deployment's generation
+        at that time; None before the first load."""
         self._text: asyncio.Task[LanguageText | Unavailable] | None = None
+        """The last load, which may still run; None before the first."""
         self.update(route)
 
     @property
     def in_flight(self) -> int:
-        """The number of requests in flight."""
+        """The number of requests that are not closed yet."""
         return len(self._runs)
 
     @property
@@ -121,7 +125,7 @@ class LmDispatcher(TextDispatcher):
         return [owner.fail for channel in held if channel is not None for owner in channel.owners]
 
     async def text(self) -> LanguageText:
-        """The model's tokenizer and chat template.
+        """The model's tokenizer and chat template. Waits while they are being loaded.
 
         Raises:
             Unavailable: the model's folder is not known yet, or tokenizer and chat template can't be loaded.
@@ -149,12 +153,14 @@ class LmDispatcher(TextDispatcher):
         Args:
             request_id: the request's id from the client, for `cancel`.
             specs: the sequences.
-            timeout_s: maximum duration of the whole request. The maximum time without a token is the deployment's
-                `timeout_s`.
-            cache_scope: the name of the request's API key. Only requests with the same scope share cached prefixes.
+            timeout_s: maximum duration of the whole request in seconds; None: no maximum. The maximum time without a
+                token is the deployment's `timeout_s`.
+            cache_scope: the name of the request's API key; empty without a key. Only requests with the same scope share
+                cached prefixes.
 
         Raises:
-            Unavailable: no replica is ready.
+            Unavailable: no replica can be reached, or new requests are refused, because the server is stopping or the
+                deployment is being unloaded.
             RateLimited: the API key's requests ended too many replicas.
         """
         self.check_ready()
@@ -190,10 +196,16 @@ class LmDispatcher(TextDispatcher):
         return EngineReplica(route, client)
 
     def _start(self, generation: int, run: RequestRun) -> None:
-        """Submit a request to the candidate with the fewest sequences. A replica that has just ended a channel is used
-        only if there is no other candidate. With many replicas, the pool offers only some of them as candidates.
+        """Submit a request to the candidate with the fewest sequences. A replica within `AVOID_S` is used only if there
+        is no other candidate. With many replicas, the pool offers only some of them as candidates.
 
-        The request's tokens are valid only for replicas of the deployment's ``generation``.
+        Args:
+            generation: the deployment's generation when the request was opened: the request's tokens are valid only for
+                replicas of this generation.
+            run: the request.
+
+        Raises:
+            Unavailable: the deployment was reloaded since, or no replica can be reached.
         """
         if generation != self.route.generation:
             raise Unavailable(f"model `{self.route.name}` was reloaded", retry_after_s=RETRY_AFTER_LOST_S)
@@ -219,8 +231,8 @@ class LmDispatcher(TextDispatcher):
     # Text
 
     def _prepare_text(self, spec: LanguageModelSpec, generation: int) -> None:
-        """Load tokenizer and chat template, unless they were loaded since the last reload. Load again after a
-        failure."""
+        """Start to load tokenizer and chat template, unless the last load, or the load that is running, was of the same
+        folder, tool parser and generation. Load again after a failure."""
         task = self._text
         has_failed = task is not None and task.done() and isinstance(task.result(), Unavailable)
         source = (spec.folder, spec.tool_parser, generation)
@@ -242,7 +254,7 @@ def _keys_of(replica: EngineReplica) -> set[str]:
 
 
 def _keys_of_channel(channel: Channel | None) -> set[str]:
-    """The names of the API keys with sequences in flight on the channel."""
+    """The names of the API keys with sequences in flight on the channel; "" for requests without a key."""
     return set() if channel is None else {run.cache_scope for run in channel.owners}
 
 

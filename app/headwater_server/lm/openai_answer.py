@@ -23,7 +23,8 @@ Event: TypeAlias = bytes | tuple[bytes, bytes]
 
 
 class AnswerForm(ABC):
-    """The answer to a request in the form of an API: whole, or as events."""
+    """The answer to a request in the form of an API: whole, or as the events of a stream. Each answer has an instance
+    of its form: `whole` is called once, or `begin`, `piece` and `end` are called in this order."""
 
     counts_usage = False
     """Whether `count` must be called before `begin` and before each `piece`."""
@@ -37,7 +38,7 @@ class AnswerForm(ABC):
         return ()
 
     def count(self, usage: Usage) -> None:
-        """Have the next events contain these numbers of tokens."""
+        """Have the next events contain these numbers of tokens. Called only if `counts_usage` is set."""
         raise NotImplementedError
 
     @abstractmethod
@@ -46,7 +47,12 @@ class AnswerForm(ABC):
 
     @abstractmethod
     def end(self, usage: Usage, error: HeadwaterError | None) -> Sequence[Event]:
-        """The events that end the stream, with or without an error."""
+        """The events that end the stream.
+
+        Args:
+            usage: the final numbers of tokens.
+            error: the error that ended the stream, perhaps before `begin`; None: the answer is complete.
+        """
 
 
 LEAST_LOGPROB: Final = -9999.0
@@ -61,8 +67,8 @@ class OpenAIAnswer(AnswerForm):
         choices: total number of choices of all prompts.
         texts: the texts of the tokenizer's ids.
         logprobs: whether the answer contains the tokens' log probabilities.
-        includes_usage: whether a stream's last chunk contains the numbers of tokens, and all other chunks contain null
-            instead.
+        includes_usage: whether a stream's last chunk contains the numbers of tokens. All other chunks then contain null
+            instead, unless `counts_usage` is set.
         counts_usage: whether every chunk contains the numbers of tokens so far.
     """
 
@@ -72,8 +78,10 @@ class OpenAIAnswer(AnswerForm):
     chunk_kind: ClassVar[str]
     """``object`` of a chunk."""
     opening: ClassVar[bytes] = b""
-    """Begins the object that contains a chunk's text. `closing` ends it."""
+    """Begins the object that contains a chunk's text. `closing` ends it. Both are empty if the choice itself contains
+    the text."""
     text_key: ClassVar[bytes]
+    """The key of a chunk's text, with a colon."""
     closing: ClassVar[bytes] = b""
 
     def __init__(
@@ -137,7 +145,8 @@ class OpenAIAnswer(AnswerForm):
 
     @abstractmethod
     def _events(self, place: int, piece: TextPiece) -> list[bytes]:
-        """The events for a piece that has log probabilities or a finish reason."""
+        """The events for a piece that has log probabilities or a finish reason; if a class overrides `piece`, perhaps
+        for other pieces, too."""
 
     @abstractmethod
     def _text_fields(self, place: int, text: TextPiece) -> dict[str, Any]:
@@ -146,11 +155,12 @@ class OpenAIAnswer(AnswerForm):
 
     @abstractmethod
     def _logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
-        """``logprobs`` of a choice."""
+        """``logprobs`` of a choice or chunk with these tokens."""
 
 
 def shown_logprob(logprob: float | None) -> float | None:
-    """A log probability that JSON can represent: `LEAST_LOGPROB` instead of minus infinity."""
+    """A log probability that JSON can represent: at least `LEAST_LOGPROB`, also for minus infinity. `None` stays
+    `None`."""
     return None if logprob is None else max(logprob, LEAST_LOGPROB)
 
 

@@ -47,17 +47,18 @@ class TokenSlot:
         self.prompt_tokens = len(spec.prompt)
         self.has_prompt_logprobs = spec.prompt_logprobs is not None
         self.channel: SequenceChannel | None = None
-        """The channel that the sequence was submitted on. `number` identifies the sequence within the channel."""
+        """The channel that the sequence was last submitted on. `number` identifies the sequence within the channel."""
         self.number = -1
         self.is_running = True
+        """Whether the sequence has neither ended nor been cancelled."""
         self.is_listed = False
         """Whether the sequence is in its owner's list of unread sequences. Used by the owner only."""
         self.count = 0
         """Number of tokens received."""
         self.heard_s = 0.0
-        """Loop time at which the last token was received."""
+        """Loop time at which the last token was received; 0 before the first."""
         self.finish: str | None = None
-        """``stop`` or ``length``, once the sequence has ended normally."""
+        """``stop`` or ``length``, once the sequence has ended normally; otherwise None."""
         self._spec: SequenceSpec | None = spec
         self._max_tokens = spec.max_tokens
         self._logprobs_wanted = spec.sampling.logprobs
@@ -70,7 +71,7 @@ class TokenSlot:
         """Number of the prompt's log probabilities that have not arrived yet."""
 
     def submit(self) -> Submit:
-        """The message that starts the sequence."""
+        """The message that starts the sequence. Must not be called after `forget_spec`."""
         spec = self._spec
         assert spec is not None
         return Submit(
@@ -79,14 +80,15 @@ class TokenSlot:
         )  # fmt: skip
 
     def forget_spec(self) -> None:
-        """Free the prompt: the replica has received it, so it is never sent again."""
+        """Free the prompt and the parameters: the replica has received them, so they are never sent again."""
         self._spec = None
 
     def take(self, event: SequenceEvent) -> None:
-        """Add an event's tokens, and its log probabilities of the prompt.
+        """Add an event's tokens, and its log probabilities of the prompt. The event's `finish` is left to the channel.
 
         Raises:
-            ContractBroken: the event doesn't continue the sequence. Nothing was added.
+            ContractBroken: the event doesn't continue the sequence, has too many tokens, or has a wrong number of
+                cached tokens or log probabilities. No token was added.
         """
         if event.index != self.count:
             did = "repeated tokens" if event.index < self.count else "left tokens out"
@@ -113,7 +115,7 @@ class TokenSlot:
         self.count = count
 
     def read(self) -> Tokens:
-        """Take all unread tokens."""
+        """Take all unread tokens, with the end if the sequence has ended."""
         news = Tokens(self._tokens, self._logprobs, self._tops, self.finish, self._cached, self._prompt)
         self._tokens, self._logprobs, self._tops, self._cached, self._prompt = [], None, None, 0, []
         return news
@@ -157,10 +159,12 @@ class RequestRun(Generation):
         meter: the model's metrics.
         start: submits all sequences to a replica; raises `Unavailable` if there is no replica.
         on_left: called once, when the request is closed or abandoned.
-        idle_s: maximum time in seconds without a token of any sequence, including time in the queue.
-        limit_s: maximum duration of the whole request in seconds.
-        trace: the trace of the request, if it is traced.
-        cache_scope: the name of the request's API key. Only requests with the same scope share cached prefixes.
+        idle_s: maximum time in seconds without any news of any sequence, including time in the queue. News are tokens,
+            log probabilities of the prompt and a sequence's end.
+        limit_s: maximum duration of the whole request in seconds; None: no maximum.
+        trace: the trace of the request, if it is traced. The first token is noted in it, and it ends with `close`.
+        cache_scope: the name of the request's API key; empty without a key. Only requests with the same scope share
+            cached prefixes.
     """
 
     def __init__(
@@ -188,12 +192,13 @@ class RequestRun(Generation):
         self._loop = asyncio.get_running_loop()
         self._running = len(self.slots)
         self._news: list[TokenSlot] = []
-        """Sequences with unread tokens or an unread end."""
+        """Sequences with unread tokens, unread log probabilities of the prompt or an unread end."""
         self._error: HeadwaterError | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._is_read = False
-        """Whether the reader has received any tokens."""
+        """Whether the reader has received any news."""
         self._is_left = False
+        """Whether the request was closed or abandoned."""
         self._is_restarted = False
         self._began_ns = time.perf_counter_ns()
         self._began_s = self._heard_s = self._loop.time()
@@ -204,17 +209,17 @@ class RequestRun(Generation):
 
     @property
     def is_running(self) -> bool:
-        """Whether any sequence has not ended yet."""
+        """Whether any sequence has neither ended nor been cancelled."""
         return self._running > 0
 
     def submit(self, channel: SequenceChannel) -> None:
-        """Submit, on this channel, all sequences that have not ended."""
+        """Submit, on this channel, all sequences that are still running."""
         for slot in self.slots:
             if slot.is_running:
                 channel.submit(slot)
 
     def abandon(self) -> None:
-        """Drop a request that never started. Metrics do not count it."""
+        """Drop a request that never started. Metrics and traces do not contain it."""
         self._is_left = True
         self._disarm()
         self._on_left(self)
@@ -223,7 +228,7 @@ class RequestRun(Generation):
 
     async def news(self) -> list[tuple[int, Tokens]]:
         """See `Generation.news`. If the request has failed, unread tokens are returned before the error is raised,
-        unless nothing has been read yet."""
+        unless nothing has been read yet. With the error, or the empty list, the request is closed."""
         while True:
             if self._error is not None and not (self._news and self._is_read):
                 self.close()
@@ -269,7 +274,7 @@ class RequestRun(Generation):
     # Called by the channel
 
     def note_tokens(self, slot: TokenSlot, now_s: float) -> None:
-        """Note that a sequence has unread tokens or an unread end."""
+        """Note that a sequence has unread tokens, unread log probabilities of the prompt or an unread end."""
         self._heard_s = now_s
         if not self._has_token and slot.count:
             self._has_token = True
@@ -290,7 +295,8 @@ class RequestRun(Generation):
         self.note_tokens(slot, now_s)
 
     def fail(self, error: HeadwaterError) -> None:
-        """Fail the request, because a sequence has failed."""
+        """Fail the request, and cancel its running sequences. No effect on a request that has failed, was closed or was
+        abandoned."""
         if self._error is not None or self._is_left:
             return
         self._error = error
@@ -298,8 +304,8 @@ class RequestRun(Generation):
         self._wake()
 
     def restart(self, error: HeadwaterError) -> None:
-        """Restart the request, because its channel ended before the replica received it. A request that was restarted
-        before, or has received tokens, fails with `error` instead."""
+        """Submit the request's running sequences again, because a channel ended before the replica received a sequence.
+        A request that was restarted before, has received tokens, or can't be submitted, fails with `error` instead."""
         if self._is_restarted or any(slot.count for slot in self.slots):
             self.fail(error)
             return
@@ -310,7 +316,7 @@ class RequestRun(Generation):
             self.fail(error)
 
     def cancel(self) -> int:
-        """Cancel the request. Returns the number of sequences that were still running."""
+        """Fail a running request with `Cancelled`. Returns the number of sequences that were still running."""
         running = self._running
         if running:
             self.fail(Cancelled("the request was cancelled"))

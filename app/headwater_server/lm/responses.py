@@ -97,7 +97,8 @@ class TextFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_
         """Convert it into ``response_format`` of a chat request.
 
         Raises:
-            BadRequest: a schema has no name, or a schema is given with another type than ``json_schema``.
+            BadRequest: the type is ``json_schema`` and there is no name, or a schema without a name is given with
+                another type. (A schema with a name and another type is refused by `ResponseFormat.grammar`.)
         """
         if self.type == "json_schema" and self.name is None:
             raise at("text.format.name", None, "expected a string, got none; add it")
@@ -238,8 +239,12 @@ class ResponsesRequest(StreamFields, kw_only=True):
                 raise at(path, None, f"expected at most {_MAX_LABEL} characters, got {len(value)}")
 
     def _conversation(self) -> tuple[list[Any], dict[str, str]]:
-        """The messages of the equivalent chat request, and a map from their field paths to the paths in this
-        request."""
+        """The messages of the equivalent chat request, and a map from field paths of the chat request to the paths in
+        this request: of the messages, and those in `_NAMES`.
+
+        Raises:
+            BadRequest: an item is wrong; its fields are checked only as far as the chat request can't check them.
+        """
         messages: list[Any] = []
         names = dict(_NAMES)
         if self.instructions is not None:
@@ -290,7 +295,7 @@ def _add_call(item: dict[str, Any], path: str, messages: list[Any], names: dict[
 
 
 def _chat_result(item: dict[str, Any], path: str) -> dict[str, Any]:
-    """Convert an item with a function's result into a chat message."""
+    """Convert an item with a function's result into a chat message. The chat request checks its content."""
     if not isinstance(item.get("call_id"), str):
         raise at(f"{path}.call_id", None, f"expected a string, got {shown(item.get('call_id'))}")
     return {**_rest(item), "role": "tool", "tool_call_id": item["call_id"], "content": _content(item, "output", path)}
@@ -333,8 +338,8 @@ def _chat_part(part: object, path: str) -> dict[str, Any]:
 
 
 def _from_text_format(spec: SequenceSpec) -> SequenceSpec:
-    """The sequence with `text.format` as the field of its grammar. The replica's error names this field if it refuses
-    the grammar."""
+    """The sequence with `text.format` in place of `response_format` as the field of its grammar. The replica's error
+    names this field if it refuses the grammar. Other sequences are returned unchanged."""
     if spec.grammar is None or not spec.grammar.field.startswith("response_format"):
         return spec
     return structs.replace(spec, grammar=structs.replace(spec.grammar, field="text.format"))

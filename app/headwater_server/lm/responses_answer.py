@@ -30,7 +30,8 @@ _Fields: TypeAlias = dict[str, Any]
 
 
 class ResponsesAnswer(AnswerForm):
-    """The answer to a request: a sequence of items. Each event of a stream has a name and a number.
+    """The answer to a `ResponsesRequest`: a sequence of items, each a message or a function call. Each event of a
+    stream has a name and a number.
 
     Args:
         repeated: the request fields that the answer repeats, including the model's name.
@@ -97,7 +98,7 @@ class ResponsesAnswer(AnswerForm):
         return [self._event(f"response.{name}", response=response) for name in ("created", "in_progress")]
 
     def _text(self, piece: TextPiece) -> list[Event]:
-        """Add text to the last item if it is a message, or else begin a message."""
+        """Add text to the last item if it is a message, or else begin a message. Returns the events for it."""
         events = []
         message = self._items[-1] if self._items else None
         if not isinstance(message, _Message):
@@ -113,20 +114,21 @@ class ResponsesAnswer(AnswerForm):
         return [*events, (_DELTA, _DELTA_EVENT % text)]
 
     def _open(self, item: _Message | _FunctionCallItem) -> list[Event]:
-        """End the previous item, and begin this item."""
+        """End the previous item, and begin this item. Returns the events for both."""
         events = self._close("completed") if self._items else []
         self._items.append(item)
         added = self._event("response.output_item.added", output_index=item.index, item=item.shown())
         return [*events, added, *[self._event(kind, **fields) for kind, fields in item.opening()]]
 
     def _close(self, status: str) -> list[Event]:
+        """End the last item. Returns the events for it."""
         item = self._items[-1]
         item.end(status)
         events = [self._event(kind, **fields) for kind, fields in item.closing()]
         return [*events, self._event("response.output_item.done", output_index=item.index, item=item.shown())]
 
     def _end_items(self) -> list[Event]:
-        """End the last item. An answer without items gets an empty message."""
+        """End the last item. An answer without items gets an empty message. Returns the events for it."""
         events = [] if self._items else self._open(_Message(0))
         return events + self._close(self._status)
 
@@ -224,7 +226,8 @@ class _FunctionCallItem(_OutputItem):
         self.arguments: list[str] = []
 
     def end(self, status: str) -> None:
-        """Set the status: a call with complete arguments is completed, even if the answer was cut after it."""
+        """Set the status, whatever ``status`` is: ``completed`` if the arguments are complete JSON, else
+        ``incomplete``."""
         try:
             orjson.loads("".join(self.arguments))
         except orjson.JSONDecodeError:

@@ -1,4 +1,5 @@
-"""The request fields of all text APIs for choosing tokens and ending the text."""
+"""The request fields for choosing tokens and ending the text, which all text APIs of Headwater's language models share.
+For a model that vLLM serves, only the generate extension uses them."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from headwater_server.lm.text.stop_strings import StopString, StopStrings
 __all__ = ["DEFAULT_TOKENS", "Flag", "SamplingFields", "StreamFields", "StreamOptions", "TextEnd", "checked_ids"]
 
 DEFAULT_TOKENS: Final = 16
-"""The default length of an answer, as in OpenAI's API."""
+"""The default maximum length in tokens of a completion or a generated text, as in OpenAI's completions API."""
 _DEFAULTS: Final = Sampling()
 _MAX_TOP_K: Final = 2**31 - 1
 _MAX_SECONDS: Final = 1_000_000
@@ -38,10 +39,15 @@ class TextEnd(NamedTuple):
     """Where a text ends, and which parts of it are omitted."""
 
     stops: tuple[str, ...]
+    """The text ends at the first of these strings."""
     stop_ids: frozenset[int]
+    """Tokens that end the text, in addition to the model's end-of-sequence tokens."""
     ignore_eos: bool
+    """Whether the model's end-of-sequence tokens don't end the text."""
     include_stop: bool
+    """Whether the text includes the token or string that ends it."""
     skip_special_tokens: bool
+    """Whether the text omits special tokens."""
 
 
 _Fields = TypeVar("_Fields", bound="SamplingFields")
@@ -50,8 +56,8 @@ _Fields = TypeVar("_Fields", bound="SamplingFields")
 class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The fields for choosing tokens and ending the text. Null means absent.
 
-    Decoding checks types and bounds; the methods check limits that depend on the model. The OpenAPI schema is generated
-    from the fields, too.
+    Decoding checks types and most bounds; the methods check biases, and limits that depend on the model. The OpenAPI
+    schema is generated from the fields, too.
     """
 
     temperature: Annotated[float, Meta(ge=0, le=2, description="0: the likeliest")] | None = None
@@ -131,7 +137,7 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class StreamFields(SamplingFields, kw_only=True):
-    """Further fields of the requests of OpenAI's APIs."""
+    """Further fields that the requests of OpenAI's chat, completions and responses APIs share."""
 
     model: str
     n: Annotated[int, Meta(ge=1, le=16, extra_json_schema={"default": 1})] | None = None
@@ -142,12 +148,12 @@ class StreamFields(SamplingFields, kw_only=True):
 
     @property
     def includes_usage(self) -> bool:
-        """Whether a stream's last chunk contains the numbers of tokens."""
+        """Whether a stream's last chunk contains the numbers of tokens. By default it doesn't."""
         return self.stream_options is not None and self.stream_options.include_usage is True
 
     @property
     def counts_usage(self) -> bool:
-        """Whether every chunk of a stream contains the numbers of tokens so far."""
+        """Whether every chunk of a stream contains the numbers of tokens so far. By default it doesn't."""
         return self.stream_options is not None and self.stream_options.continuous_usage_stats is True
 
     def check_stream(self) -> None:

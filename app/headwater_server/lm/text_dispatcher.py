@@ -31,7 +31,8 @@ class TextDispatcher(Dispatcher):
         self.meter = recorder().language_model(route.name)
         self._loop = asyncio.get_running_loop()
         self._waiting_since_s: float | None = None
-        """Loop time since which the engines' loads have shown waiting sequences; `None` while nothing waits."""
+        """Loop time of the call of `moment` since which every call has found waiting sequences; `None` if the last call
+        found no waiting sequence."""
 
     @property
     @abstractmethod
@@ -40,7 +41,7 @@ class TextDispatcher(Dispatcher):
 
     @abstractmethod
     def _loads(self) -> Iterable[Load]:
-        """The last known load of each engine, over all workers."""
+        """The last known load of each connected engine, over all workers."""
 
     @property
     def load(self) -> Load:
@@ -81,8 +82,8 @@ class TextDispatcher(Dispatcher):
         raise self._refusal()
 
     def _no_replica(self) -> Unavailable:
-        """The error for a request that no replica can take. The routing table may still list a replica that has
-        ended."""
+        """The error for a request that no replica can take: the deployment's state, or that its replica ended if the
+        routing table still lists a replica."""
         if not self.route.replicas:
             return unavailable(self.route)
         return Unavailable(f"model `{self.route.name}`: its replica ended", retry_after_s=RETRY_AFTER_LOST_S)

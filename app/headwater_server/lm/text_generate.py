@@ -33,7 +33,7 @@ __all__ = ["NO_DETAILS", "GenerateAnswer", "GenerateRequest"]
 
 
 class GenerateAnswer(AnswerForm):
-    """The answer to a text.
+    """The answer to a `GenerateRequest`: whole, or as events of a stream.
 
     Args:
         model: the model's name.
@@ -45,8 +45,8 @@ class GenerateAnswer(AnswerForm):
     def __init__(self, model: str, id: str = "", version: str = "1", *, in_one_event: bool = False) -> None:
         about = {"model_name": model, "model_version": version, **({"id": id} if id else {})}
         self.texts: TokenTexts | None = None
-        """Set if the answer has `details`: the texts of the tokenizer's ids. Pieces must then have log
-        probabilities."""
+        """The texts of the tokenizer's ids, which the caller sets if the answer has `details`; otherwise None. Pieces
+        must then have log probabilities."""
         self._head = orjson.dumps(about)[:-1]
         self._text_head = self._head + b',"text_output":'
         self._finish: str | None = None
@@ -82,7 +82,8 @@ class GenerateAnswer(AnswerForm):
             self._tokens += piece.logprobs
 
     def _details(self, *, is_stream: bool = False) -> bytes:
-        """The JSON of the field `details`. In a stream, it also has the last token separately."""
+        """The JSON of the field `details`, after a comma; empty if the answer has no `details`. In a stream, the field
+        also has the last token separately."""
         if self.texts is None:
             return b""
         tokens = [_token(entry, self.texts) for entry in self._tokens]
@@ -121,8 +122,8 @@ _EndId: TypeAlias = Annotated[int, Meta(ge=-1)]
 class BackendSampling(SamplingFields, kw_only=True):
     """Fields that Triton's backends for vLLM and TensorRT-LLM add, or name differently.
 
-    A field of an unsupported feature accepts only the value that doesn't request the feature, since clients send their
-    defaults.
+    A field of a feature that is unsupported, or that every answer has, accepts only the value that doesn't request the
+    feature, since clients send their defaults.
     """
 
     random_seed: Annotated[Seed | None, Meta(description="Another name of `seed`")] = None
@@ -194,7 +195,7 @@ class GenerateRequest(GenerateParameters, kw_only=True):
     parameters: GenerateParameters | None = None
 
     def answer_form(self, model: str, version: str = "1", *, streams: bool) -> GenerateAnswer:
-        """The form of the answer.
+        """The form of the answer, still without `GenerateAnswer.texts`.
 
         Args:
             model: the model's name.
@@ -285,7 +286,11 @@ def _listed(words: str | list[str] | None) -> list[str]:
 
 
 def _sampling(parameters: GenerateParameters, text: LanguageText, limits: EngineLimits) -> Sampling:
-    """How tokens are chosen. Forbidden words get a bias."""
+    """How tokens are chosen. Forbidden words get a bias, both without and, if this is one token, with a space before.
+
+    Raises:
+        BadRequest: a field is wrong or not supported, or a forbidden word is not one token.
+    """
     if parameters.details and "logprobs" not in limits.sampling:
         raise at("details", None, NO_DETAILS)
     sampling = parameters.sampling(limits, text.sampling, logprobs=0 if parameters.details else None)

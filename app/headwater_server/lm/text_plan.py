@@ -33,25 +33,27 @@ __all__ = [
 _TOKEN_CHARACTERS: Final = 256
 """An upper bound of the average number of characters per token, for any text that fits into a context."""
 _PROBE_CHARACTERS: Final = 8
-"""An upper bound of the average number of characters per token in most texts. For a longer text, first only a beginning
-of this length is encoded."""
+"""An upper bound of the average number of characters per token in most texts. Of a text with more characters than this
+times the allowed number of tokens, first only a beginning of that length is encoded."""
 _PROBE_GROWTH: Final = 4
-"""Factor by which the next beginning is longer, so that all beginnings together have at most a third of the text's
+"""Factor by which the next beginning is longer, so that all beginnings together have at most 4/3 of the text's
 characters."""
 _CUT_TOKENS: Final = 256
-"""An upper bound of the number of tokens that cutting a text adds to its beginning."""
+"""An upper bound of the number of tokens that cutting a text adds to its beginning, beyond an eighth of the allowed
+tokens."""
 
 
 class Prompt(NamedTuple):
-    """A prompt and the parameters of its answers."""
+    """A prompt, and the parameters of its answers that may differ among the prompts of a request."""
 
     ids: list[int]
     max_tokens: int
     """Maximum number of tokens of each answer."""
     prefix: str = ""
-    """Text to put before each answer."""
+    """Text to put before each answer: the prompt's text, if the client wants it repeated."""
     offsets: Sequence[int] = ()
-    """Offset of each token's text in the prefix; empty unless the answers include the prompt's log probabilities."""
+    """Offset in characters of each token's text in the prefix; empty unless the answers include the prompt's log
+    probabilities."""
 
 
 class TextPlan(NamedTuple):
@@ -67,6 +69,7 @@ class TextPlan(NamedTuple):
     prompt_tokens: int
     """Number of tokens of all prompts. Each prompt counts once."""
     timeout_s: float | None = None
+    """Maximum duration of the request in seconds; None: no maximum."""
     n: int = 1
     """Number of choices of each prompt."""
     tools: ToolUse | None = None
@@ -104,7 +107,8 @@ def plan(
     grammar: Grammar | None = None,
     prompt_logprobs: int | None = None,
 ) -> TextPlan:
-    """Make `n` sequences of each prompt. If a seed is set, they get the seeds ``seed``, ``seed + 1`` and so on.
+    """Make `n` sequences of each prompt. If a seed is set, the sequences of a prompt get the seeds ``seed``,
+    ``seed + 1`` and so on. The plan has no tools: the caller adds them.
 
     Raises:
         BadRequest: the engine can't hold this number of running and waiting sequences; or the minimum number of tokens
@@ -135,7 +139,7 @@ def check_size(field: str, text: str, limits: EngineLimits) -> None:
     """Refuse a text that is certainly too long. Counting its tokens would take seconds.
 
     Raises:
-        ContextTooLong: the text is longer than any text that fits.
+        ContextTooLong: the text has more than `_TOKEN_CHARACTERS` characters for each token of the context or cache.
     """
     bound, bound_name = _bound(limits)
     max_characters = bound * _TOKEN_CHARACTERS
@@ -146,8 +150,8 @@ def check_size(field: str, text: str, limits: EngineLimits) -> None:
 
 
 def bounded_ids(text: str, encode: Callable[[str], list[int]], max_tokens: int) -> list[int] | None:
-    """The token ids of a text; `None` if a beginning of the text already has certainly more than `max_tokens`
-    tokens.
+    """The token ids of a text; `None` if a beginning of the text already has certainly more than `max_tokens` tokens.
+    The returned ids may be more than `max_tokens`, too.
 
     A beginning has the same tokens as the whole text, except the last few, which the cut may change.
     """
@@ -160,10 +164,10 @@ def bounded_ids(text: str, encode: Callable[[str], list[int]], max_tokens: int) 
 
 
 def text_ids(field: str, text: str, encode: Callable[[str], list[int]], limits: EngineLimits) -> list[int]:
-    """The token ids of the text in this field of the request.
+    """The token ids of the text in this field of the request. The caller must check their number (`answer_tokens`).
 
     Raises:
-        BadRequest: the text is too long, or not Unicode text.
+        BadRequest: the text is certainly too long, or not Unicode text.
     """
     check_size(field, text, limits)
     ids = bounded_ids(text, encode, _bound(limits)[0])
@@ -173,7 +177,7 @@ def text_ids(field: str, text: str, encode: Callable[[str], list[int]], limits: 
 
 
 def check_count(field: str, count: int, limits: EngineLimits) -> None:
-    """Refuse a prompt of `count` tokens if no answer fits after it.
+    """Refuse a prompt of `count` tokens if not even an answer of one token fits into context and cache with it.
 
     Raises:
         ContextTooLong: no answer fits.
@@ -204,7 +208,8 @@ def answer_tokens(
         limits: the engine's limits.
 
     Raises:
-        BadRequest: the prompt is empty, has a token outside the vocabulary, or doesn't fit, alone or with its answer.
+        BadRequest: the prompt is empty, has a token outside the vocabulary, or doesn't fit, alone or with an answer of
+            `wanted` tokens.
     """
     if not ids:
         raise at(field, None, "expected at least one token, got none; begin the text with something")
@@ -225,6 +230,7 @@ def answer_tokens(
 
 
 def _bound(limits: EngineLimits) -> tuple[int, str]:
+    """The maximum number of tokens of a prompt and its answer together, and the name of this limit for messages."""
     if limits.cache_tokens < limits.context_length:
         return limits.cache_tokens, "this model's cache"
     return limits.context_length, "this model's maximum context length"

@@ -16,17 +16,19 @@ __all__ = ["TextPool"]
 SHORT_BYTES: Final = 64 * 1024
 """Maximum size of a short body, which takes about 0.1 s at most: a megabyte of text takes about a second."""
 MAX_WAITING_BYTES: Final = 64 << 20
-"""Maximum total size of the waiting bodies of a client."""
+"""Maximum total size of a client's waiting short bodies, and of its waiting long bodies. A single body may be
+larger."""
 _RETRY_AFTER_S: Final = 1
 
 _T = TypeVar("_T")
 
 
 class TextPool:
-    """Runs work that takes too long for the event loop, in threads of its own.
+    """Runs work that takes too long for the event loop in a pool of threads.
 
-    Short bodies and long bodies run in separate threads, so a long body never delays a short body. A single client
-    can't occupy all threads for long bodies, so it can't block the other clients' long prompts. Clients take turns.
+    Short bodies (up to `SHORT_BYTES`) and long bodies run in separate threads, so a short body never waits for a long
+    body. A single client can't occupy all threads for long bodies, so it can't block the other clients' long prompts.
+    Clients take turns.
 
     Args:
         cpus: number of CPUs, from which the numbers of threads follow; by default the CPUs that this process may use.
@@ -39,15 +41,15 @@ class TextPool:
         self._long = _TextLane("long-text", threads, threads - 1)
 
     async def run(self, work: Callable[[], _T], owner: str, size_bytes: int) -> _T:
-        """Do the work in a thread, and return its result.
+        """Do the work in a thread, and return its result, or raise its exception.
 
         Args:
             work: called once, unless the caller is cancelled before the work starts.
-            owner: the client.
+            owner: the client: the name of its API key, or its address.
             size_bytes: size of the request's body.
 
         Raises:
-            QueueFull: the waiting bodies of this client exceed `MAX_WAITING_BYTES`.
+            QueueFull: with this body, the waiting bodies of this client would exceed `MAX_WAITING_BYTES`.
         """
         lane = self._short if size_bytes <= SHORT_BYTES else self._long
         result: _T = await lane.run(_Work(work, owner, size_bytes, asyncio.get_running_loop().create_future()))
@@ -104,7 +106,8 @@ class _TextLane:
             done.add_done_callback(lambda done, work=work: self._end(work, done))  # type: ignore[misc]
 
     def _next(self) -> _Work | None:
-        """Take the next work of a client that may occupy another thread."""
+        """Take the next work of a client that may occupy another thread, without work of callers that were cancelled.
+        None: there is no such work."""
         for owner, works in list(self._waiting.items()):
             if self._running[owner] >= self._owner_threads:
                 continue

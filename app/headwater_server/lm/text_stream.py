@@ -19,16 +19,17 @@ __all__ = ["TextGeneration", "TextPiece", "TextStream", "TokenLogprob", "Usage"]
 
 
 class TokenLogprob(NamedTuple):
-    """A token of an answer, or of the prompt, with its log probability."""
+    """A token of an answer, or of the prompt if the answer repeats it, with its log probability."""
 
     token: int
     logprob: float | None
     """`None` for the prompt's first token."""
     top: tuple[tuple[int, float], ...]
-    """The most probable tokens at this position with their log probabilities, best first."""
+    """The most probable tokens at this position with their log probabilities, best first; empty if the request didn't
+    ask for them, and for the prompt's first token."""
     offset: int
-    """Offset in characters at which the token's text begins in the answer. If the token is only part of a character:
-    offset of this character."""
+    """Offset in characters at which the token's text begins in the answer, which begins with the stream's ``prefix``.
+    If the token is only part of a character: offset of this character."""
 
 
 class TextPiece(NamedTuple):
@@ -38,7 +39,7 @@ class TextPiece(NamedTuple):
     logprobs: Sequence[TokenLogprob] = ()
     """The tokens that begin in this piece; empty if the request didn't ask for log probabilities."""
     finish: str | None = None
-    """Set in the last piece: ``stop`` (a stop token or a stop string) or ``length``."""
+    """Set in the last piece: ``stop`` (a stop token or a stop string) or ``length``. None in earlier pieces."""
     is_cut: bool = False
     """Whether a stop string has ended the text."""
 
@@ -54,7 +55,7 @@ class TextStream:
     Args:
         texts: the texts of the tokenizer's ids.
         prompt: the prompt's token ids.
-        stops: strings that end the text; `None` without such strings.
+        stops: the strings that end the text; `None` if there are no such strings.
         min_tokens: a stop string that is complete within this number of tokens doesn't end the text.
         include_stop: whether the text includes the token or string that stops it.
         skip_special_tokens: whether the text omits special tokens.
@@ -88,21 +89,24 @@ class TextStream:
         self._prompt = prompt if offsets else ()
         self._offsets = offsets
         self._told = 0
-        """Number of the prompt's tokens that were returned in pieces."""
+        """Number of the prompt's tokens whose entries were returned in pieces."""
         self._held: deque[TokenLogprob] = deque()
-        """Entries of tokens in the held-back text."""
+        """Entries of tokens that begin in text that was not returned yet."""
         self._read = len(prefix)
-        """Number of characters so far, including held-back text."""
+        """Number of characters of the prefix and of the decoded text so far, including held-back text."""
         self._sent = 0
+        """Number of characters that were returned in pieces, including the prefix."""
         self.completion_tokens = 0
-        """Number of tokens, up to and including the token that stopped the text."""
+        """Number of generated tokens so far, up to and including the token that stopped the text."""
         self.finish: str | None = None
-        """The `TextPiece.finish` of the last piece, once the last piece was returned."""
+        """The `TextPiece.finish` of the last piece; None until the last piece was returned."""
         self._is_cut = False
         """Whether a stop string has ended the text."""
 
     def take(self, news: Tokens) -> TextPiece:
-        """The text that these tokens complete. After the last piece, pieces are empty."""
+        """The text that these tokens complete. The first piece begins with the prefix; if the prompt has log
+        probabilities, each part of the prefix comes with the entries of its tokens. After the last piece, pieces are
+        empty and without `finish`."""
         if self.finish is not None:
             return TextPiece("")
         is_plain = self._stops is None and not self._has_logprobs
@@ -125,6 +129,7 @@ class TextStream:
         return entries
 
     def _take_all(self, news: Tokens) -> str:
+        """Decode the tokens of a text without stop strings and log probabilities."""
         ids = news.tokens
         self.completion_tokens += len(ids)
         if news.finish is None:
@@ -135,7 +140,8 @@ class TextStream:
         return self._detokenizer.push(ids) + self._detokenizer.finish()
 
     def _take_each(self, news: Tokens) -> str:
-        """Like `_take_all`, but token by token, to find the token that completes a stop string."""
+        """Like `_take_all`, but token by token: to find the token that completes a stop string, and each token's
+        offset."""
         parts = []
         stop_at = len(news.tokens) - 1 if news.finish == "stop" and not self._include_stop else -1
         for n, token in enumerate(news.tokens):
@@ -162,7 +168,7 @@ class TextStream:
         return "".join(parts)
 
     def _search(self, text: str) -> str:
-        """Add decoded text, and return the text that can be sent."""
+        """Add decoded text, and return the text that can be sent. Ends the text if a stop string is found."""
         self._read += len(text)
         if self._stops is None:
             return text
@@ -178,8 +184,8 @@ class TextStream:
         self._is_cut = True
 
     def _released(self) -> list[TokenLogprob]:
-        """The held entries of tokens that begin in the text sent so far. At the end of a text that no stop string has
-        cut, all held entries."""
+        """Remove and return the held entries of tokens that begin in the text sent so far; at the end of a text that no
+        stop string has cut, all held entries."""
         held, is_whole = self._held, self.finish is not None and not self._is_cut
         released = []
         while held and (is_whole or held[0].offset < self._sent):  # the offsets are in ascending order
@@ -188,13 +194,13 @@ class TextStream:
 
 
 class Usage(NamedTuple):
-    """The numbers of tokens of a request."""
+    """The numbers of tokens of a request, over all its prompts and answers."""
 
     prompt_tokens: int
     """Tokens of all prompts. A prompt with several answers counts once."""
     completion_tokens: int
     cached_tokens: int = 0
-    """Tokens of the prompts that the prefix cache had."""
+    """Tokens of the prompts that the prefix cache had, counted once for prompts with several answers."""
 
     def as_json(self) -> dict[str, Any]:
         """The JSON of OpenAI's ``usage``."""
@@ -213,9 +219,8 @@ class TextGeneration:
         generation: the request in flight.
         streams: the text streams of the request's sequences, in order.
         prompt_tokens: number of tokens of all prompts.
-        spend: called with each number of newly used tokens, first with `prompt_tokens`.
-        n: number of consecutive streams with the same prompt. The usage counts the cached tokens of only the first of
-            them.
+        spend: called with each number of newly used tokens, first with `prompt_tokens`; the number may be 0.
+        n: number of consecutive streams with the same prompt. The usage counts only the first stream's cached tokens.
     """
 
     def __init__(
@@ -247,11 +252,11 @@ class TextGeneration:
         return self._streams[place].completion_tokens
 
     async def news(self) -> list[tuple[int, TextPiece]]:
-        """Wait for new text of any sequence. Returns index and piece of each such sequence; a piece may be empty.
-        Returns an empty list once all sequences have ended.
+        """Wait for new tokens of any sequence. Returns index and piece of each sequence with new tokens; a piece may be
+        empty. Returns an empty list once all sequences have ended.
 
         Raises:
-            HeadwaterError: the whole request failed.
+            HeadwaterError: the whole request failed, or a sequence ended without a reason (`ContractBroken`).
         """
         pieces = []
         for place, tokens in await self._generation.news():
@@ -272,10 +277,10 @@ class TextGeneration:
         return pieces
 
     async def whole(self) -> list[TextPiece]:
-        """The whole text of each sequence, in order.
+        """Wait for all sequences to end. Returns the whole text of each sequence, in order.
 
         Raises:
-            HeadwaterError: the whole request failed.
+            HeadwaterError: as `news`.
         """
         parts: list[list[TextPiece]] = [[] for _ in self._streams]
         while pieces := await self.news():

@@ -43,7 +43,7 @@ class _ModelFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class TokenizeRequest(_ModelFields, kw_only=True):
-    """The body of a request: a prompt, or the messages of a conversation."""
+    """The body of a request: either a prompt, or the messages of a conversation."""
 
     prompt: str | None = None
     messages: Messages | None = None
@@ -63,7 +63,7 @@ class TokenizeRequest(_ModelFields, kw_only=True):
         """The answer with the tokens, as JSON. Takes too long for the event loop.
 
         Raises:
-            BadRequest: a field is wrong.
+            BadRequest: a field is wrong, the text has too many tokens, or the model has no chat template for messages.
         """
         if (self.prompt is None) == (self.messages is None):
             got = "neither" if self.prompt is None else "both"
@@ -103,7 +103,7 @@ class DetokenizeRequest(_ModelFields, kw_only=True):
         """The answer with the tokens' text, including special tokens, as JSON. Takes too long for the event loop.
 
         Raises:
-            BadRequest: a token is outside the vocabulary.
+            BadRequest: a token is not an integer or is outside the vocabulary, or there are too many tokens.
         """
         max_tokens = max(limits.context_length, MAX_TOKENS)
         if len(self.tokens) > max_tokens:

@@ -25,7 +25,7 @@ MAX_TOOLS: Final = 128
 MAX_BYTES: Final = 256 << 10
 """Maximum size of all tools as JSON, which become part of the prompt."""
 MAX_DEPTH: Final = 64
-"""Maximum nesting depth of objects and arrays."""
+"""Maximum nesting depth of objects and arrays in ``tools``, with the array of tools as the first level."""
 
 NO_PARAMETERS: Final = {"type": "object", "properties": {}, "additionalProperties": False}
 """Default for a function that declares no parameters: an object without properties, as in OpenAI's API."""
@@ -76,16 +76,18 @@ class ToolChoice(NamedTuple):
     names: frozenset[str]
     """Names of the callable functions. Empty if the answer must be text."""
     is_required: bool = False
+    """Whether the answer must have a call."""
     is_single: bool = False
     """Whether the answer must not have more than one call."""
 
 
 def checked_tools(tools: object) -> list[dict[str, Any]]:
     """Check the tools, and convert them into the form that chat templates expect: each with ``parameters``, and without
-    ``strict``.
+    ``strict``. Returns an empty list for None.
 
     Raises:
-        BadRequest: a tool is wrong, or the tools are too many or too large; the error names the field.
+        BadRequest: a tool is wrong, or the tools are too many, too large or nested too deeply; the error names the
+            field.
     """
     if tools is None:
         return []
@@ -112,7 +114,7 @@ def checked_choice(choice: object, tools: list[dict[str, Any]]) -> ToolChoice:
     """The tools that the answer may, or must, call.
 
     Args:
-        choice: the request's ``tool_choice``.
+        choice: the request's ``tool_choice``; None means "auto".
         tools: the result of `checked_tools`.
 
     Raises:

@@ -12,12 +12,13 @@ __all__ = ["PrefixAffinity"]
 BLOCK_BYTES: Final = 512
 """Bytes of a block. Prompts are compared block by block."""
 MAX_BLOCKS: Final = 64
+"""Maximum number of blocks of a prompt that are compared, from its beginning."""
 MAX_KNOWN: Final = 50_000
-"""Number of prefixes remembered; the least recently used prefix is forgotten first."""
+"""Maximum number of prefixes remembered; the least recently used prefix is forgotten first."""
 
 
 class PrefixAffinity:
-    """Remembers which replica computed which prefixes of prompts."""
+    """Remembers which replica was chosen last for which prefixes of prompts."""
 
     def __init__(self) -> None:
         self._replicas: OrderedDict[bytes, str] = OrderedDict()
@@ -25,13 +26,16 @@ class PrefixAffinity:
     def choose(self, prompt: bytes, least_busy: str, requests: Callable[[str], int | None], factor: float) -> str:
         """Choose the replica for a prompt, and remember that this replica computes it.
 
+        The choice is the replica with the longest known prefix, unless it has too many requests; then, and without a
+        known prefix, it is the least busy replica. Returns the replica's id.
+
         Args:
-            prompt: the prompt's text.
+            prompt: the prompt's text, with everything else that must be equal for a shared prefix before it.
             least_busy: the least busy replica's id.
             requests: returns the number of requests in flight on the replica with this id; `None` if the replica can't
                 take another request.
             factor: a replica is chosen for its prefix only while it has at most this many times the requests of the
-                least busy replica.
+                least busy replica, which count as at least 1.
         """
         beginnings = _beginnings(prompt)
         max_requests = factor * max(requests(least_busy) or 0, 1)
@@ -50,7 +54,7 @@ class PrefixAffinity:
 
 
 def _beginnings(prompt: bytes) -> list[bytes]:
-    """The digest of each prefix of a prompt, shortest first."""
+    """The digest of each prefix of a prompt that consists of whole blocks, shortest first; at most `MAX_BLOCKS`."""
     digest = blake2b(digest_size=16)
     digests = []
     for start in range(0, min(len(prompt), MAX_BLOCKS * BLOCK_BYTES) - BLOCK_BYTES + 1, BLOCK_BYTES):

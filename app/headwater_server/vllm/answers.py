@@ -1,6 +1,7 @@
 """Relays vLLM's answers to the client: counts tokens, and removes fields that the client didn't ask for.
 
-An answer is either whole or a stream of server-sent events, which ends with the event ``[DONE]``.
+An answer is either whole or a stream of server-sent events. A stream ends with the event ``[DONE]``; in
+``/v1/responses``, with an event that has the whole response.
 """
 
 from __future__ import annotations
@@ -50,8 +51,9 @@ LOST: Final = "the replica ended while it had the request"
 _INDEX: Final = re.compile(rb'\[\{"index":(\d+)')
 """Beginning of a choice as vLLM writes it. The pattern finds the index without decoding the choice."""
 _ABORTED: Final = b'"finish_reason":"abort"'
-"""A generated text can't contain these bytes, because JSON escapes quotes."""
+"""Part of a choice that vLLM aborted. A generated text can't contain these bytes, because JSON escapes quotes."""
 _TOO_LONG: Final = ("maximum context length", "max_model_len", "maximum model length")
+"""Words in vLLM's message about a prompt that is too long, or too long with its answer."""
 
 
 class _Details(msgspec.Struct):
@@ -93,7 +95,8 @@ class _TextChoice(msgspec.Struct):
 
 
 class _RelayedChoice(msgspec.Struct, omit_defaults=True):
-    """The fields of a choice that the client gets: the fields of OpenAI's API, and vLLM's ``stop_reason``."""
+    """The fields of a whole answer's choice that the client gets: the fields of OpenAI's API, and vLLM's
+    ``stop_reason``. (The choices of a stream are relayed unchanged.)"""
 
     index: msgspec.Raw
     finish_reason: str | None
@@ -104,7 +107,7 @@ class _RelayedChoice(msgspec.Struct, omit_defaults=True):
 
 
 class _Whole(msgspec.Struct, omit_defaults=True):
-    """The fields of an answer that the client gets."""
+    """The fields of a whole answer of ``/v1/chat/completions`` or ``/v1/completions`` that the client gets."""
 
     id: msgspec.Raw
     object: msgspec.Raw
@@ -157,7 +160,12 @@ _refusals: Final = msgspec.json.Decoder(_RelayedRefusal)
 
 
 def refusal(status: int, body: bytes) -> HeadwaterError:
-    """The error for a request that vLLM refused."""
+    """The error for a request that vLLM refused, or failed to answer.
+
+    Args:
+        status: the HTTP status of vLLM's answer, other than 200.
+        body: the answer's body. If it can't be decoded, its beginning is the message.
+    """
     try:
         error = _refusals.decode(body).error
     except msgspec.MsgspecError:
@@ -179,7 +187,8 @@ def _refusal(status: int, error: _Error) -> HeadwaterError:
 
 
 def _failure(error: _Error) -> HeadwaterError:
-    """The exception for an error event within a stream."""
+    """The exception for an error event within a stream. An error without a status, or with 500, means that the engine
+    has ended."""
     status = error.code if isinstance(error.code, int) else 500
     return ReplicaLost(LOST, retry_after_s=RETRY_AFTER_LOST_S) if status == 500 else _refusal(status, error)
 
@@ -191,7 +200,8 @@ class EventReader:
         self._rest = b""
 
     def take(self, data: bytes) -> Iterator[tuple[bytes, bytes]]:
-        """The name and the data of each event that these bytes complete. The name is empty if the event has no name."""
+        """The name and the data of each event that these bytes complete. The name is empty if the event has no name.
+        Events without data, such as comments, are left out."""
         *blocks, self._rest = (self._rest + data if self._rest else data).split(b"\n\n")
         for block in blocks:
             if block.startswith(b"data: "):
@@ -208,7 +218,7 @@ class TokenCount:
     Args:
         meter: the model's metrics.
         spend: called with each number of newly used tokens, to charge the API key.
-        on_first: called at the first token.
+        on_first: called at the first token of a stream; never for a whole answer.
     """
 
     def __init__(
@@ -222,11 +232,11 @@ class TokenCount:
         self._on_first = on_first
         self._began_ns = time.perf_counter_ns()
         self._last_ns: dict[int, int] = {}
-        """Time of the last token, by index of the choice."""
+        """Time of the last token in nanoseconds of `time.perf_counter_ns`, by index of the choice."""
         self._completion: dict[int, int] = {}
         """Tokens so far, by index of the choice."""
         self._more = 0
-        """Tokens that vLLM reported only as a total over all choices."""
+        """Tokens that vLLM reported only as a total over all choices, beyond the tokens in `_completion`."""
         self._choices = 0
         self._prompt = self._cached = 0
 
@@ -236,7 +246,8 @@ class TokenCount:
         return Usage(self._prompt, sum(self._completion.values()) + self._more, self._cached)
 
     def choice(self, index: int, tokens: int) -> None:
-        """Note the number of tokens that a choice has so far."""
+        """Note the number of tokens that the choice with this index of a stream has so far. A number that isn't larger
+        than the last has no effect."""
         had = self._completion.get(index, 0)
         if tokens <= had:
             return
@@ -253,7 +264,8 @@ class TokenCount:
         self._add(tokens - had)
 
     def prompt(self, tokens: int, cached: int = 0) -> None:
-        """Note the number of tokens of all prompts, and how many of these tokens came from the prefix cache."""
+        """Note the number of tokens of all prompts together, and how many of these tokens came from the prefix cache.
+        Numbers that aren't larger than the last have no effect."""
         more, more_cached = tokens - self._prompt, cached - self._cached
         if more > 0:
             self._prompt = tokens
@@ -265,7 +277,15 @@ class TokenCount:
             self._meter.cached_prompt_tokens.add(more_cached)
 
     def total(self, prompt: int, completion: int, cached: int, choices: int) -> None:
-        """Note the final numbers over all choices. At the end of a stream `choices` may be 0."""
+        """Note the numbers over all choices at the answer's end; an embeddings request calls it after each of its
+        answers.
+
+        Args:
+            prompt: tokens of all prompts.
+            completion: generated tokens of all choices.
+            cached: tokens of the prompts that came from the prefix cache.
+            choices: number of choices; 0: the choices that `choice` was called for.
+        """
         self.prompt(prompt, cached)
         self._choices = choices
         more = completion - self.usage.completion_tokens
@@ -274,7 +294,7 @@ class TokenCount:
             self._add(more)
 
     def end(self) -> None:
-        """Note that the request was answered completely."""
+        """Note that the request was answered completely: count its sequences."""
         self._meter.sequences.add(max(self._choices, len(self._completion)))
 
     def _add(self, tokens: int) -> None:
@@ -287,10 +307,16 @@ class WholeAnswer(Protocol):
     """The form of a whole answer in its API."""
 
     count: TokenCount
+    """Counts the tokens of the answer; the methods call it."""
 
     @abstractmethod
     def whole(self, body: bytes) -> bytes:
-        """Convert vLLM's answer into the client's answer."""
+        """Convert vLLM's answer into the client's answer.
+
+        Raises:
+            ReplicaLost: vLLM aborted the request, because it is ending.
+            msgspec.MsgspecError: vLLM's answer is not of the expected form.
+        """
 
 
 class RelayedAnswer(WholeAnswer, Protocol):
@@ -298,15 +324,24 @@ class RelayedAnswer(WholeAnswer, Protocol):
 
     @abstractmethod
     def events(self, name: bytes, data: bytes) -> Sequence[Event]:
-        """Convert an event of vLLM into the client's events.
+        """Convert an event of vLLM into the client's events, perhaps no event.
+
+        Args:
+            name: the event's name; empty without a name.
+            data: the event's data, other than ``[DONE]``.
 
         Raises:
             HeadwaterError: the event says that the request failed.
+            msgspec.MsgspecError: the event is not of the expected form.
         """
 
     @abstractmethod
     def end(self, error: HeadwaterError | None) -> Sequence[Event]:
-        """The events that end the stream."""
+        """The events that end the stream.
+
+        Args:
+            error: the error that ended the stream; None: the answer is complete.
+        """
 
 
 class ChunkAnswer(RelayedAnswer):
@@ -386,11 +421,13 @@ class GenerateRelay(RelayedAnswer):
 
 
 class RelayedResponsesAnswer(RelayedAnswer):
-    """An answer of ``/v1/responses``. A stream has an event for each token."""
+    """An answer of ``/v1/responses``, which is relayed unchanged. Each event with a name that ends with ``.delta``
+    counts as a token; the last event has the number of tokens."""
 
     def __init__(self, count: TokenCount) -> None:
         self.count = count
         self._tokens = 0
+        """Number of events that count as a token."""
 
     def whole(self, body: bytes) -> bytes:
         self._count(_responses.decode(body))
@@ -423,7 +460,12 @@ class RelayedResponsesAnswer(RelayedAnswer):
 
 
 class EmbeddingsAnswer(WholeAnswer):
-    """An answer of ``/v1/embeddings``, collected from one or several answers of vLLM, in the order of the inputs."""
+    """An answer of ``/v1/embeddings``, collected from one or several answers of vLLM, in the order of the inputs.
+
+    Args:
+        model: the model's name in the answer.
+        count: counts the tokens.
+    """
 
     def __init__(self, model: str, count: TokenCount) -> None:
         self.count = count
@@ -435,6 +477,7 @@ class EmbeddingsAnswer(WholeAnswer):
 
         Raises:
             CallableFailed: an embedding has a number that is not finite.
+            msgspec.MsgspecError: vLLM's answer is not of the expected form.
         """
         answer = _embeddings.decode(body)
         for item in answer.data:

@@ -13,10 +13,13 @@ from headwater_server.transport.address import TOKEN_HEADER, UNSENT_HEADER, Clie
 __all__ = ["VllmAnswer", "VllmClient"]
 
 HIGH_BYTES: Final = 256 * 1024
-"""The client stops reading from a connection that has more unread bytes than this."""
+"""The client stops reading from a connection while more bytes than this have been received and not been read by
+`VllmAnswer.read`."""
 IDLE_S: Final = 2.0
-"""Seconds that an unused connection may be reused. vLLM closes it after 5 s, which may coincide with a new request."""
+"""Seconds after the end of an answer in which its connection may be reused. vLLM closes a connection after 5 s, which
+may coincide with a new request."""
 LOST: Final = "the replica ended while it had the request"
+"""The message of `ReplicaLost`."""
 
 
 class VllmClient:
@@ -24,8 +27,8 @@ class VllmClient:
 
     Args:
         address: where vLLM listens, or the replica's port in front of vLLM; see `headwater_server.transport.address`.
-        token: the secret token of the port.
-        tls: the cluster's certificates for mutual TLS.
+        token: the secret token of the port; not sent to a unix socket.
+        tls: the cluster's certificates for mutual TLS; not used for a unix socket.
     """
 
     def __init__(self, address: str, token: str = "", tls: ClientTls | None = None) -> None:
@@ -37,10 +40,10 @@ class VllmClient:
         self._is_closed = False
 
     async def connect(self) -> VllmAnswer:
-        """A connection for a request; the caller must close it.
+        """A connection for a single request: an unused connection, or else a new connection. The caller must close it.
 
         Raises:
-            ReplicaUnreachable: vLLM has ended.
+            ReplicaUnreachable: vLLM, or the port in front of it, can't be reached, or this client is closed.
         """
         now_s = asyncio.get_running_loop().time()
         while self._idle:
@@ -59,7 +62,7 @@ class VllmClient:
         """Send a GET request, and return the body of the answer.
 
         Raises:
-            ReplicaLost: vLLM ended, or answered with another status.
+            ReplicaLost: vLLM ended, can't be reached, or answered with another status than 200.
         """
         answer = await self.connect()
         try:
@@ -74,14 +77,15 @@ class VllmClient:
         return body
 
     def close(self) -> None:
-        """End all connections. Reads in flight raise `ReplicaLost`."""
+        """End all connections. Reads in flight raise `ReplicaLost`, and `connect` raises `ReplicaUnreachable`."""
         self._is_closed = True
         for answer in list(self._all):
             answer.abort()
 
 
 class VllmAnswer(asyncio.Protocol):
-    """An answer and its connection. The connection is reused once the answer is complete and closed.
+    """An answer and its connection. Once the answer is complete and closed, the connection, with this object, is reused
+    for another answer.
 
     Args:
         all: all connections of the client.
@@ -101,8 +105,11 @@ class VllmAnswer(asyncio.Protocol):
         self._has_head = self._is_complete = self._is_kept = self._is_unsent = False
         self._waiter: asyncio.Future[None] | None = None
         self.is_lost = False
+        """Whether the connection has ended."""
         self.idle_since_s = 0.0
+        """Loop time of the last `close` that kept the connection."""
         self.status = 0
+        """The answer's HTTP status, once `send` has returned."""
 
     async def send(self, method: str, path: str, body: bytes = b"", headers: str = "") -> None:
         """Send a request, and wait for the answer's status.
@@ -132,10 +139,10 @@ class VllmAnswer(asyncio.Protocol):
             )
 
     async def read(self) -> bytes:
-        """The next bytes of the body; empty at its end.
+        """The next bytes of the body, as many as have arrived; empty at its end.
 
         Raises:
-            ReplicaLost: vLLM ended before the end of the body.
+            ReplicaLost: vLLM ended before the end of the body, or `abort` was called.
         """
         while not self._pieces:
             if self._is_complete:
@@ -157,8 +164,8 @@ class VllmAnswer(asyncio.Protocol):
         return b"".join(pieces)
 
     def close(self) -> None:
-        """Release the answer, which must not be read afterwards. If vLLM still computes it, vLLM cancels the
-        request."""
+        """Release the answer, which must not be read afterwards. The connection of an incomplete answer is ended: vLLM
+        then cancels the request."""
         if self.is_lost:
             return
         if not self._is_complete or not self._is_kept:

@@ -19,20 +19,21 @@ from headwater_server.vllm.requests import PATHS, VllmRequest
 __all__ = ["Relay", "VllmReplica"]
 
 TRIES = 2
-"""Maximum number of times that a request is sent, as long as the client has received no part of the answer."""
+"""Maximum number of times that a request is sent: see `Relay`."""
 _ENDS = {b"response.completed", b"response.incomplete", b"response.failed"}
 """The last events of ``/v1/responses``."""
 
 
 @dataclass(slots=True, eq=False)
 class VllmReplica(Replica):
-    """A replica and its number of requests."""
+    """A replica and its number of requests in flight."""
 
     client: VllmClient
     requests: int = 0
     """Requests of this worker."""
     others: int = 0
-    """Requests of other workers, from the last sample."""
+    """Requests of other workers, from the last sample; 0 if there was no sample, or if samples are too old for a choice
+    (`headwater_server.vllm.vllm_model.MOST_SAMPLED`)."""
 
     @property
     def load(self) -> int:
@@ -41,10 +42,11 @@ class VllmReplica(Replica):
 
 
 class Relay:
-    """Relays a request to a replica, and the answer to the client.
+    """Relays a request to a replica, and the answer to the client. Either `whole` or `events` is called, once; it sends
+    the request.
 
-    If the replica's queue is full, or the replica is lost before the client has received any part of the answer, the
-    request is sent once more, if possible to another replica.
+    If the replica is lost before any part of the answer was converted for the client, the request is sent once more, if
+    possible to another replica; if the replica's queue is full, only to another replica.
 
     Args:
         request: the checked request.
@@ -53,9 +55,10 @@ class Relay:
         key: the name of the request's API key; empty without a key.
         choose: chooses a replica, if possible not the given replica, which has failed the request; raises `Unavailable`
             if there is no replica.
-        on_lost: called with a replica that is lost.
+        on_lost: called with a replica whose connection has ended or can't be made.
         on_left: called once, when the relay is closed.
-        idle_s: the longest wait for an event of a stream in seconds, including time in the queue.
+        idle_s: the longest wait for an event of a stream in seconds, including time in the queue. It doesn't apply to a
+            whole answer.
         trace: the trace of the request, if it is traced.
     """
 
@@ -77,7 +80,7 @@ class Relay:
         self.key = key
         self.trace = trace
         self.replica: VllmReplica | None = None
-        """The replica that has the request."""
+        """The replica that has the request; None before it is sent, and after it has ended."""
         self._request = request
         self._body = request.encoded(cache_scope)
         self._choose = choose
@@ -96,11 +99,12 @@ class Relay:
         """Whether the relay waits for vLLM, not for the client to read."""
         self._error: HeadwaterError | None = None
         self._failure = ""
+        """The type of the error that the last try ended with, for the trace; empty without an error."""
         self._is_left = False
         self._arm(self._began_s)
 
     async def whole(self, answer: WholeAnswer) -> bytes:
-        """The client's whole answer.
+        """Send the request, and return the client's whole answer. Closes the relay.
 
         Raises:
             HeadwaterError: the request failed.
@@ -121,7 +125,8 @@ class Relay:
             self._end(answer)
 
     async def events(self, answer: RelayedAnswer) -> AsyncGenerator[Event, None]:
-        """The client's events, without those that end the stream.
+        """Send the request, and yield the client's events, without the events of `RelayedAnswer.end`. Closes the relay
+        at the end.
 
         Raises:
             HeadwaterError: the request failed, possibly after some events.
@@ -155,7 +160,8 @@ class Relay:
             self._end(answer)
 
     def fail(self, error: HeadwaterError) -> None:
-        """End the request with an error."""
+        """End the request with an error, which `whole` or `events` then raises. No effect on a request that has ended
+        or failed."""
         if self._error is None and not self._is_left:
             self._error = error
             if self._answer is not None:
@@ -180,7 +186,13 @@ class Relay:
     # The replica
 
     async def _send(self) -> VllmAnswer:
-        """Send the request to a replica, and return the replica's answer."""
+        """Send the request to a replica, and return the replica's answer, which has the status 200 and was not read
+        yet.
+
+        Raises:
+            HeadwaterError: there is no replica, its queue is full, it is lost, it refused the request, or `fail` was
+                called.
+        """
         if self._error is not None:
             raise self._error.again()
         replica = self._choose(self._request, self._tried)
@@ -208,7 +220,11 @@ class Relay:
         return data
 
     def _is_sent_again(self, error: HeadwaterError, *, may_be: bool) -> bool:
-        """Whether to send the request again after an error.
+        """Leave the replica that has failed the request. Returns whether to send the request again.
+
+        Args:
+            error: the error of this try.
+            may_be: whether the request may still be sent again after this error.
 
         Raises:
             HeadwaterError: the error that `fail` ended the request with.

@@ -1,6 +1,7 @@
 """The request fields that clients may send to vLLM. Every field is listed here, since vLLM ignores unknown fields.
+(The route of ``/v1/embeddings`` has its own list.)
 
-vLLM itself checks the values. Source: OpenAI's API reference, and vLLM 0.32 for the extensions.
+vLLM itself checks most values. Source: OpenAI's API reference, and vLLM 0.32 for the extensions.
 """
 
 from __future__ import annotations
@@ -28,9 +29,11 @@ PATHS: Final[dict[Route, str]] = {
     "embeddings": "/v1/embeddings",
 }
 MAX_CHOICES: Final = 128
+"""Maximum of ``n``."""
 MAX_SEQUENCES: Final = 256
 """Maximum of prompts times choices."""
 MAX_SECONDS: Final = 1_000_000
+"""Maximum of ``timeout_s``."""
 
 _SAMPLING: Final = {
     "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed",
@@ -66,7 +69,7 @@ _REFUSED: Final = {
         ("audio", "function_call", "functions", "prediction", "verbosity", "web_search_options"), "it is not offered"
     ),
 }
-"""Fields of OpenAI's API that must be absent or false, each with the reason."""
+"""Fields of OpenAI's API that must be absent, null, false or empty, each with the reason."""
 _STREAM_OPTIONS: Final = {"include_usage", "continuous_usage_stats", "include_obfuscation"}
 _URL_KEYS: Final = frozenset({"url", "image_url", "video_url", "audio_url", "file_url"})
 
@@ -76,20 +79,24 @@ class VllmRequest(NamedTuple):
 
     route: Route
     body: dict[str, Any]
-    """The request's JSON without ``stream``, which ``/v1/embeddings`` doesn't accept."""
+    """The request's JSON, without the fields that `encoded` adds (such as ``stream``), and without fields that vLLM
+    doesn't get (such as ``timeout_s``)."""
     streams: bool
+    """Whether the answer is a stream."""
     includes_usage: bool = False
     """Whether the client asked for the token usage at the end of a stream."""
     counts_usage: bool = False
     """Whether the client asked for the token usage in every chunk."""
     timeout_s: float | None = None
-    """Maximum duration of the whole request in seconds."""
+    """Maximum duration of the whole request in seconds; None: no maximum."""
 
     def encoded(self, cache_scope: str) -> bytes:
-        """The body in JSON.
+        """The body that vLLM gets, in JSON. It asks vLLM to count the tokens in every event of a stream of chat or
+        completions, whether or not the client asked for that.
 
         Args:
-            cache_scope: scope of the prefix cache. Only requests with the same scope share cached prefixes.
+            cache_scope: scope of the prefix cache. Only requests with the same scope share cached prefixes; so do
+                requests with an empty scope.
 
         Raises:
             BadRequest: the body is nested too deeply.
@@ -110,28 +117,30 @@ class VllmRequest(NamedTuple):
 
     @property
     def model(self) -> str:
-        """The name of the deployment, or of an adapter."""
+        """The name of the deployment, or of an adapter; empty if the body has no ``model``."""
         return str(self.body.get("model", ""))
 
     @property
     def prompt(self) -> bytes:
-        """The parts of the prompt as JSON, in the order in which they are computed. Requests are compared by their
-        prefixes."""
+        """The parts of the prompt as JSON, in the order in which they are computed. `PrefixAffinity` compares requests
+        by the prefixes of this text."""
         parts = [self.body.get(name) for name in ("tools", "instructions", "messages", "prompt", "input")]
         return msgspec.json.encode([part for part in parts if part is not None])
 
 
 def fields_of(route: Route) -> list[str]:
-    """The names of all fields that a body may have."""
+    """The names of the fields that a body may have, sorted. ``store`` is in it, although it may only be false. Not for
+    ``embeddings``."""
     more = {"completions": {"best_of"}, "chat": {"modalities"}}.get(route, set[str]())
     return sorted(_FIELDS[route] | _LABELS | more | {"model", "stream", "timeout_s", "store"})
 
 
 def read_request(route: Route, body: dict[str, Any]) -> VllmRequest:
-    """Check the fields of a request.
+    """Check the fields of a request of chat, completions or responses.
 
     Raises:
-        BadRequest: a field is unknown, or requests an unsupported feature; the message names the field.
+        BadRequest: a field is unknown, requests an unsupported feature, or has a wrong value that the gateway would
+            otherwise use (`n`, `timeout_s`, `stream`, `stream_options`); the message names the field.
     """
     allowed = _FIELDS[route]
     kept: dict[str, Any] = {}
@@ -180,8 +189,13 @@ def read_request(route: Route, body: dict[str, Any]) -> VllmRequest:
 def from_generate(model: str, request: GenerateRequest, *, streams: bool) -> VllmRequest:
     """Convert a request of Triton's generate extension into a request for completions.
 
+    Args:
+        model: the name of the deployment, or of an adapter.
+        request: the request.
+        streams: whether the answer is a stream.
+
     Raises:
-        BadRequest: a field is wrong.
+        BadRequest: a parameter was given twice, or requests an unsupported feature (here also `details`).
     """
     parameters = request.merged()
     fields: dict[str, Any] = {name: getattr(parameters, name) for name in parameters.__struct_fields__}
@@ -237,7 +251,13 @@ def _seconds(value: object) -> float | None:
 
 
 def _urls(path: str, value: object) -> Iterator[tuple[str, str]]:
-    """The URLs in messages that would have to be fetched, each with the path of its field."""
+    """The URLs in messages or input items that would have to be fetched, because they are no ``data:`` URLs, each after
+    the path of its field.
+
+    Args:
+        path: the request's field.
+        value: the field's value.
+    """
     stack = [(path, value)]
     while stack:
         path, value = stack.pop()

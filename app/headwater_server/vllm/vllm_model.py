@@ -28,7 +28,8 @@ from headwater_server.vllm.requests import VllmRequest
 __all__ = ["VllmDispatcher"]
 
 SAMPLE_S: Final = 1.0
-"""Seconds between two reads of a replica's metrics, for up to `MOST_SAMPLED` replicas."""
+"""Approximate number of seconds between two reads of a replica's metrics, for up to `MOST_SAMPLED` replicas; also the
+maximum duration of a read."""
 MOST_SAMPLED: Final = 50
 """Maximum number of replicas sampled per `SAMPLE_S`. With more replicas all samples are older, and are used for gauges
 and scaling only: stale loads of other workers make a worse choice of replica than this worker's requests alone."""
@@ -44,7 +45,7 @@ class VllmDispatcher(TextDispatcher):
     Args:
         route: the deployment.
         tls: the cluster's certificates, for replicas on other machines.
-        on_lost: called with each replica that is lost.
+        on_lost: called with the report of each replica that is lost.
     """
 
     def __init__(
@@ -59,13 +60,13 @@ class VllmDispatcher(TextDispatcher):
         self._affinity = PrefixAffinity()
         self._relays: set[Relay] = set()
         self._sampled: dict[str, Load] = {}
-        """Each replica's last sampled load, by the replica's id."""
+        """Each connected replica's last sampled load, by the replica's id."""
         self.update(route)
         self._sampling = self._loop.create_task(self._sample())
 
     @property
     def in_flight(self) -> int:
-        """The number of requests in flight."""
+        """The number of requests that are not closed yet."""
         return len(self._relays)
 
     @property
@@ -94,7 +95,7 @@ class VllmDispatcher(TextDispatcher):
         ]
 
     def under_way_for(self, adapters: Collection[str]) -> list[Fail]:
-        """A function for each request in flight for these adapters, which fails the request."""
+        """For each running request for these adapters, the function that ends it."""
         return [relay.fail for relay in self._relays if relay.is_running and relay.model in adapters]
 
     def cancel(self, request_id: str) -> int:
@@ -121,16 +122,19 @@ class VllmDispatcher(TextDispatcher):
         return BadRequest(message, field="model")
 
     def open(self, request: VllmRequest, request_id: str, cache_scope: str = "") -> Relay:
-        """Begin a request. The caller must close the returned relay.
+        """Begin a request: its time starts now, but only the returned relay's methods send it. The caller must close
+        the relay.
 
         Args:
             request: the checked request.
             request_id: the request's id from the client, for `cancel`.
-            cache_scope: the name of the request's API key. Only requests with the same scope share cached prefixes.
+            cache_scope: the name of the request's API key; empty without a key. Only requests with the same scope, for
+                the same load of an adapter, share cached prefixes.
 
         Raises:
             Unavailable: no requests are accepted now.
             RateLimited: the API key's requests ended too many replicas.
+            BadRequest: the request's body is nested too deeply.
         """
         self.check_ready()
         check_key(self.route, cache_scope)
@@ -161,6 +165,12 @@ class VllmDispatcher(TextDispatcher):
         return {relay.key for relay in self._relays if relay.replica is replica}
 
     def _choose(self, request: VllmRequest, tried: VllmReplica | None) -> VllmReplica:
+        """The replica for a request: the least busy of the pool's candidates, or a replica that has computed a prefix
+        of the prompt. ``tried`` only if there is no other candidate.
+
+        Raises:
+            Unavailable: there is no replica.
+        """
         candidates = self._pool.candidates()
         candidates = [replica for replica in candidates if replica is not tried] or candidates
         if not candidates:
@@ -178,7 +188,7 @@ class VllmDispatcher(TextDispatcher):
         return self._pool.connected[self._affinity.choose(prompt, least_busy.route.id, load, factor)]
 
     async def _sample(self) -> None:
-        """Read the replicas' metrics repeatedly, until cancelled."""
+        """Read the replicas' metrics repeatedly, one replica after another, until cancelled."""
         while True:
             ids = list(self._pool.connected)
             pause_s = SAMPLE_S / min(max(1, len(ids)), MOST_SAMPLED)
@@ -199,6 +209,7 @@ class VllmDispatcher(TextDispatcher):
                 replica.others = max(0, load.active + load.waiting - replica.requests) if is_current else 0
 
     def _load(self, text: bytes) -> Load:
+        """The load in a replica's metrics. Metrics that are missing count as 0."""
         metrics = {name: float(value) for name, value in _METRIC.findall(text)}
         vllm = self.signature.vllm if self.signature is not None else None
         cache_used = metrics.get(b"kv_cache_usage_perc", 0.0) * (vllm.cache_tokens if vllm is not None else 0)

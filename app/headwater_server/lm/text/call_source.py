@@ -26,12 +26,15 @@ class NoCall(Exception):
 
 
 class CallSource:
-    """Text that may still grow, and the index up to which it has been read."""
+    """Text that may still grow, and the index up to which it has been read. The owner adds text, and may drop text that
+    has been read."""
 
     def __init__(self) -> None:
         self.text = ""
         self.place = 0
+        """The index up to which the text has been read."""
         self.is_done = False
+        """Whether the text is complete."""
 
     def wait(self) -> Reading[None]:
         """Wait for more text.
@@ -44,7 +47,7 @@ class CallSource:
         yield
 
     def skip_space(self) -> Reading[bool]:
-        """Skip whitespace. Returns whether any text follows."""
+        """Skip whitespace. Returns True once other text follows, and False if the text ends."""
         while True:
             match = _SPACES.match(self.text, self.place)
             assert match is not None  # the match may be empty
@@ -56,7 +59,7 @@ class CallSource:
             yield
 
     def accept(self, word: str) -> Reading[bool]:
-        """Read this word if it follows, after optional whitespace. Returns whether it followed."""
+        """Skip whitespace, and read this word if it follows. Returns whether it followed."""
         yield from self.skip_space()
         while not (is_next := self.text.startswith(word, self.place)):
             if self.is_done or not word.startswith(self.text[self.place :]):
@@ -66,7 +69,7 @@ class CallSource:
         return is_next
 
     def expect(self, *words: str) -> Reading[None]:
-        """Read any of these words, after optional whitespace.
+        """Skip whitespace, and read the first of these words that follows.
 
         Raises:
             NoCall: no such word follows.
@@ -77,8 +80,8 @@ class CallSource:
         raise NoCall
 
     def read_object(self, on_part: Callable[[str], None] | None = None) -> Reading[str]:
-        """Read a JSON object, after optional whitespace, and return its text up to the closing bracket. Only the
-        brackets are checked.
+        """Skip whitespace, read a JSON object, and return its text, including both brackets. Only the brackets and
+        quotes are counted: the text may be no valid JSON.
 
         Args:
             on_part: called with each part of the object's text as it arrives.

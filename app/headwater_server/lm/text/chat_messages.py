@@ -27,8 +27,8 @@ def checked_messages(messages: object, context_length: int) -> list[dict[str, An
         context_length: the model's context length in tokens. A message takes at least one token.
 
     Raises:
-        BadRequest: a message is wrong, or has a field that no model supports; the error names the field, such as
-            ``messages[0].content[1].type``.
+        BadRequest: there is no message, or more than `context_length`; or a message is wrong, or has a field that no
+            model supports. The error names the field, such as ``messages[0].content[1].type``.
     """
     if not isinstance(messages, list):
         raise _wrong("messages", "an array of messages", messages)
@@ -61,7 +61,8 @@ def _checked(message: object, path: str) -> dict[str, Any]:
 
 
 def _tool_calls(message: dict[str, Any], path: str) -> dict[str, Any]:
-    """Check the message's ``tool_calls``, if any, and return them as a field of the message."""
+    """Check the message's ``tool_call_id`` and ``tool_calls``, and return the calls as a field of the message: null for
+    an empty array, no field if the message has no such field."""
     if message.get("tool_call_id") is not None and not isinstance(message["tool_call_id"], str):
         raise _wrong(f"{path}.tool_call_id", "a string", message["tool_call_id"])
     calls = message.get("tool_calls")
@@ -93,8 +94,13 @@ def _tool_call(call: object, path: str) -> dict[str, Any]:
 
 
 def _decode_arguments(messages: list[dict[str, Any]]) -> None:
-    """Decode the arguments of all calls into objects. All arguments together have the same size limits as a request
-    body: they are JSON within strings, so the check of the body didn't count their values."""
+    """Decode the arguments of all calls into objects, in place. All arguments together have the same limits of keys,
+    objects, arrays and values as a request body: they are JSON within strings, so the check of the body didn't count
+    their values.
+
+    Raises:
+        BadRequest: arguments are not a JSON object, or all arguments together exceed a limit.
+    """
     functions = {
         f"messages[{n}].tool_calls[{number}].function.arguments": call["function"]
         for n, message in enumerate(messages)

@@ -55,7 +55,7 @@ class Detokenizer:
         self._prompt_rest = _decode(texts, skipped, tail)[len(final) :]
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text that these ids complete.
+        """The text that these ids complete. Ids that are not in the vocabulary have no text.
 
         Raises:
             OverflowError: an id below 0 or over 2³²-1.
@@ -81,8 +81,8 @@ class Detokenizer:
 
 
 def offsets_in(text: str, ids: Sequence[int], texts: TokenTexts) -> list[int]:
-    """The offset in `text` at which each token's text begins, as in `TokenTexts.begin_of`. Special tokens that don't
-    appear in `text` have no text."""
+    """The offset in characters at which the text of each token of `ids` begins in `text`, the text of these ids; see
+    `TokenTexts.begin_of`. Special tokens that don't appear in `text` have no text."""
     shown = frozenset(token for token in texts.special_ids.intersection(ids) if texts.shown(token)[0] in text)
     detokenizer = Detokenizer(texts, kept_ids=shown)
     offsets, read = [], 0
@@ -156,7 +156,8 @@ class _PieceText:
         self._is_first = True
         self._run = bytearray()
         self._held: tuple[int, bool] | None = None
-        """The last token, and whether it is also the first. Used for decoders that treat the last token specially."""
+        """The last token, and whether it is also the first. Used for decoders that treat the last token specially
+        (`TokenTexts.holds_last`); otherwise None."""
 
     def push(self, ids: Sequence[int]) -> str:
         out: list[str] = []

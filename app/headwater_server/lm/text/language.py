@@ -35,6 +35,7 @@ class LanguageText:
         sampling: Sampling = Sampling(),  # noqa: B008  it is immutable
     ) -> None:
         self.sampling = sampling
+        """Defaults for sampling fields that are absent from a request."""
         self.tokenizer = Tokenizer(folder)
         templates = self.tokenizer.chat_templates
         self.template = ChatTemplate(templates, self.tokenizer.special_tokens) if templates else None
@@ -58,16 +59,17 @@ class LanguageText:
         *,
         add_generation_prompt: bool = True,
     ) -> str:
-        """Render a conversation as text, up to the beginning of the model's answer.
+        """Render a conversation as text, including special tokens.
 
         Args:
             messages: the result of `headwater_server.lm.text.chat_messages.checked_messages`.
-            variables: further variables of the chat template.
+            variables: further variables of the chat template, such as ``enable_thinking``.
             tools: the result of `headwater_server.lm.tools.checked_tools`; `None` if the prompt must not mention tools.
             add_generation_prompt: whether the text ends with the beginning of the model's answer.
 
         Raises:
-            BadRequest: the model has no chat template, or the template refuses the messages.
+            BadRequest: the model has no chat template; or the template refuses the messages, can't render them, or
+                takes too long or writes too much.
         """
         if self.template is None:
             reason = "this model has no chat template; send its prompt as text to /v1/completions"
@@ -77,5 +79,9 @@ class LanguageText:
         )
 
     def encode_chat(self, text: str) -> list[int]:
-        """The token ids of a text from `chat_text`, which already includes the special tokens."""
+        """The token ids of a text from `chat_text`, which already includes the special tokens.
+
+        Raises:
+            BadRequest: the text isn't valid Unicode. The error names ``messages``.
+        """
         return self.tokenizer.encode(text, add_special_tokens=False, field="messages")

@@ -19,8 +19,9 @@ class StopAutomaton:
     """Stop strings as a trie with failure links. Immutable, so sequences and threads may share it.
 
     Each state is a number and stands for a beginning of a stop string; state 0 stands for the empty string. After each
-    character of a text, the automaton is in the state of the longest beginning that the text ends with. Time and memory
-    of the construction are linear in the total length of the stop strings.
+    character of a text, the automaton is in the state of the longest beginning that the text ends with. The memory is
+    linear in the total length of the stop strings, the time of the construction in their number times the length of the
+    longest.
 
     Args:
         stops: the stop strings. The index of a stop string is its rank.
@@ -32,8 +33,8 @@ class StopAutomaton:
     """For each state the rank of the longest stop string that a text in this state ends with; `None` without such a
     stop string."""
     open: Final[list[int]]
-    """For each state the state of the longest beginning at the text's end that may still become a (longer) stop
-    string."""
+    """For each state the state of the longest beginning at the text's end that may still become a (longer) stop string;
+    0 if there is no such beginning."""
     open_rank: Final[list[int]]
     """For each state the lowest rank of the longer stop strings that begin with it; the number of all stop strings if
     no longer stop string begins with it."""
@@ -61,7 +62,7 @@ class StopAutomaton:
         return next_state
 
     def _path(self, rank: int, stop: str) -> list[int]:
-        """Add a stop string; returns its states."""
+        """Add a stop string; returns the state after each of its characters."""
         path, state = [], 0
         for character in stop:
             self.open_rank[state] = min(self.open_rank[state], rank)

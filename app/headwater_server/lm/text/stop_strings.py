@@ -45,11 +45,13 @@ class StopFinder:
         self._read = 0
         """Number of characters so far."""
         self._first: tuple[int, int] | None = None
-        """Begin and rank of the first complete stop string so far."""
+        """Begin and rank of the first complete stop string so far; None without such a stop string."""
         self._found: str | None = None
+        """The stop string that has ended the text."""
 
     def push(self, text: str) -> Emitted:
-        """Add text. After a stop string was found, returns no more text."""
+        """Add text. Returns the text that can be sent; once a stop string is found, the rest of the text up to it.
+        After that, returns no more text."""
         if self._found is not None:
             return Emitted("", self._found)
         automaton, state = self._automaton, self._state

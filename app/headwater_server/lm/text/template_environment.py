@@ -35,7 +35,8 @@ class Refused(jinja2.TemplateError):
 
 
 class _TemplateBudget(threading.local):
-    """The limits of a rendering. Each thread has separate counters."""
+    """The limits of a rendering, which begins and ends with the ``with`` block. Each thread has separate counters. The
+    methods raise `BadRequest` if a limit is exceeded."""
 
     def __init__(self, max_characters: int, max_seconds: float) -> None:
         self._max_characters = max_characters
@@ -51,23 +52,32 @@ class _TemplateBudget(threading.local):
         self._until_s = 0.0
 
     def step(self) -> None:
+        """Check the time."""
         if self._until_s and time.thread_time() > self._until_s:
             expected = f"expected a conversation that renders within {self._max_seconds:g} s, got a longer one"
             raise at("messages", None, expected)
 
     def write(self, characters: int) -> None:
+        """Count written characters, and check all limits."""
         self.step()
         self._characters += characters
         self.check(self._characters)
 
     def check(self, characters: int) -> None:
+        """Check the length of a single value, in characters or elements."""
         if characters > self._max_characters:
             expected = f"expected a conversation of at most {self._max_characters} characters once rendered, got more"
             raise at("messages", None, expected)
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
-    """The environment of a chat template. Templates must be rendered within ``with environment.budget:``."""
+    """The environment of a chat template. Templates must be rendered within ``with environment.budget:``. A rendering
+    raises `BadRequest` if it exceeds a limit.
+
+    Args:
+        max_characters: maximum number of characters of a rendering, and of each value in it.
+        max_seconds: maximum CPU time of a rendering.
+    """
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
@@ -158,7 +168,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return result
 
     def _bounded(self, name: str, apply: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a filter so that a call is refused if its result could be too long."""
+        """Wrap a filter so that a call raises `BadRequest` if its result could be too long."""
 
         @functools.wraps(apply)
         def bounded(*args: Any, **named: Any) -> Any:

@@ -1,5 +1,5 @@
-"""Bounds of the length of a call's result in a chat template, computed before the call: in characters of a string, or
-elements of a list.
+"""Upper bounds of the growth of a call's result in a chat template, computed before the call: in characters of a
+string, or elements of a list.
 
 Loops and output are counted while a template runs, but a single call such as ``"".ljust(10 ** 10)`` would allocate its
 memory at once.
@@ -18,6 +18,7 @@ GROWING_FILTERS: Final = (
     "xmlattr",
 )  # fmt: skip
 ENDLESS: Final = 10**20
+"""A bound above every limit: the call must be refused."""
 _PADDING: Final = ("batch", "center", "ljust", "rjust", "slice", "zfill")
 _TAB: Final = 8
 _LINES: Final = 1024
@@ -29,13 +30,13 @@ _NUMBER: Final = re.compile(r"\d+", re.ASCII)
 
 
 def growth(name: str, text: str, args: Sequence[Any], named: Mapping[str, Any]) -> int:
-    """A bound on the number of characters or elements that a method of `str`, or a filter, adds to the size of its
-    arguments; 0 if it adds nothing.
+    """An upper bound of the number of characters or elements that a method of `str`, or a filter, adds to the size of
+    its arguments; 0 for a method or filter that adds nothing.
 
     Args:
         name: name of the method or filter; ``format`` also for `str.format_map` and the operator ``%``.
-        text: the string that the method or filter is called on, if any.
-        args, named: the arguments of the call.
+        text: the string that the method or filter is called on, for ``join`` the separator; empty for other values.
+        args, named: the other arguments of the call; for ``join`` the joined values come first.
     """
     values = [*args, *named.values()]
     largest = max((abs(value) for value in values if isinstance(value, int)), default=0)

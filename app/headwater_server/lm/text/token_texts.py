@@ -8,7 +8,7 @@ text back. By these steps, tokenizers fall into three families:
 - bytes: ``ByteLevel`` (GPT-2, Llama 3, Qwen) converts every token to bytes and decodes all bytes together as UTF-8;
 - byte fallback: ``ByteFallback`` (Llama 2, Gemma) does the same for each run of tokens like ``<0xE2>``. If a run isn't
   valid as a whole, each of its bytes becomes U+FFFD, even valid bytes;
-- neither: ``Metaspace`` (T5), ``WordPiece`` (BERT), ``BPEDecoder`` (GPT-1), or no decoder.
+- texts, with neither of these steps: ``Metaspace`` (T5), ``WordPiece`` (BERT), ``BPEDecoder`` (GPT-1), or no decoder.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Family = Literal["bytes", "byte_fallback", "texts"]
 
 _ONE_BY_ONE: Final = ("Replace", "Metaspace", "WordPiece", "BPEDecoder", "Strip")
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f+][0-9A-Fa-f])>\Z")
-"""Two hexadecimal digits as Rust parses them. Rust also accepts ``+A``."""
+"""A byte token. Its two hexadecimal digits are as Rust parses them: Rust also accepts ``+A``."""
 
 _NEIGHBOUR: Final = "\ue000"
 """A token that no step changes: a private-use character."""
@@ -70,15 +70,17 @@ class TokenTexts:
 
     family: Final[Family]
     strip: Final[tuple[str, int]]
-    """A character, and the maximum number of its occurrences to remove from the beginning of the text."""
+    """A character, and the maximum number of its occurrences to remove from the beginning of the text; empty and 0 if
+    none are removed."""
     holds_last: Final[bool]
     """Whether a token's text differs if it is the last token."""
     bytes_of: Final[Mapping[int, bytes]]
     """In the family "bytes": each id's bytes; empty for unknown ids."""
     pieces: Final[Mapping[int, str | int | None]]
-    """In the other families: each id's text if it isn't the first token, or its byte as an integer; `None` for unknown
-    ids."""
+    """In the other families: each id's text if it is neither the first nor the last token, or its byte as an integer;
+    `None` for unknown ids."""
     special_ids: Final[frozenset[int]]
+    """The ids of the special tokens."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, decoder: object, name: str = "tokenizer.json: decoder") -> None:
         self._tokenizer = tokenizer
@@ -106,7 +108,8 @@ class TokenTexts:
         return self._tokenizer.token_to_id(token)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of a token, including its leading space; empty for an id that is not in the vocabulary."""
+        """The bytes of a token that isn't the first, including its leading space; empty for an id that is not in the
+        vocabulary."""
         if self.family == "bytes":
             return self.bytes_of[token_id]
         piece = self.pieces[token_id]
@@ -184,7 +187,11 @@ _BYTE_OF: Final = _byte_level_alphabet()
 
 
 def _flat(decoder: object, name: str) -> list[_Step]:
-    """The steps of a decoder, without nesting."""
+    """The steps of a decoder, without nesting.
+
+    Raises:
+        ConfigError: the decoder is malformed, or has a step of an unknown type.
+    """
     if decoder is None:
         return []
     if not isinstance(decoder, dict) or not isinstance(decoder.get("type"), str):
@@ -202,8 +209,9 @@ def _flat(decoder: object, name: str) -> list[_Step]:
 
 
 def _split(steps: list[_Step]) -> tuple[list[_Step], str | None, list[_Step], list[_Step]]:
-    """Split a decoder's steps into four parts: steps that work on single tokens, the step that works on bytes, more
-    steps that work on single tokens, and the steps after fusing."""
+    """Split a decoder's steps into four parts: steps that work on single tokens, the type of the step that works on
+    bytes (`None` if there is no such step), more steps that work on single tokens, and the steps that get all tokens as
+    one text, with ``Fuse`` itself."""
     kinds = [step["type"] for step in steps]
     start = next((n for n, kind in enumerate(kinds) if kind not in _ONE_BY_ONE), len(kinds))
     joint = kinds[start] if start < len(kinds) and kinds[start] != "Fuse" else None
@@ -215,7 +223,11 @@ def _split(steps: list[_Step]) -> tuple[list[_Step], str | None, list[_Step], li
 
 
 def _check_order(head: Sequence[str], joint: str | None, body: Sequence[str], name: str) -> None:
-    """Refuse orders of steps that no tokenizer has, or that would need more state."""
+    """Refuse orders of steps that no tokenizer has, or that would need more state.
+
+    Raises:
+        ConfigError: the steps have such an order.
+    """
     if joint is not None and "BPEDecoder" in (*head, *body):
         raise ConfigError(f"{name}: expected BPEDecoder without {joint}, got both")
     if joint == "ByteLevel" and {"Metaspace", "WordPiece"} & set(head):
@@ -223,7 +235,12 @@ def _check_order(head: Sequence[str], joint: str | None, body: Sequence[str], na
 
 
 def _strip(rest: Sequence[_Step], name: str) -> tuple[str, int]:
-    """The character and count of the only step that may follow fusing: ``Strip`` of the text's beginning."""
+    """The character and count of the only step that may follow fusing: ``Strip`` of the text's beginning. An empty
+    string and 0 if no step follows.
+
+    Raises:
+        ConfigError: another step follows.
+    """
     strips = [step for step in rest if step["type"] != "Fuse"]
     if not strips:
         return "", 0

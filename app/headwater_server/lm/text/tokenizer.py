@@ -19,7 +19,7 @@ _NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad
 
 
 class _TokenizerFile(msgspec.Struct):
-    """The only part of ``tokenizer.json`` that this module reads itself. The library reads the file as a whole."""
+    """The only part of ``tokenizer.json`` that this module reads itself. The library also reads the file as a whole."""
 
     decoder: Any = None
 
@@ -42,7 +42,7 @@ class Tokenizer:
     """The texts of the model's ``bos_token``, ``eos_token``, ``unk_token``, ``pad_token`` and similar tokens, by these
     names."""
     chat_templates: Final[Mapping[str, str]]
-    """Jinja templates by name. If a model has only one template, its name is ``default``. Empty if the model has no
+    """Jinja templates by name. A template that has no name in the folder is ``default``. Empty if the model has no
     template."""
     texts: Final[TokenTexts]
     """The text that each id contributes to a decoded text."""
@@ -86,15 +86,23 @@ class Tokenizer:
 
 
 class _ConfiguredTokens(NamedTuple):
-    """The tokens that ``tokenizer_config.json`` adds to the tokens of ``tokenizer.json``."""
+    """The tokens that ``tokenizer_config.json``, or in older folders ``special_tokens_map.json``, declares."""
 
     added: dict[int, tokenizers.AddedToken]
+    """The tokens of ``added_tokens_decoder``, by their ids; without this setting, the added tokens of
+    ``tokenizer.json``."""
     named: dict[str, tokenizers.AddedToken | str]
+    """Tokens by names such as ``bos_token``."""
     extra: list[tokenizers.AddedToken | str]
+    """Further special tokens, without names."""
 
 
 def _load(path: Path) -> tuple[tokenizers.Tokenizer, object]:
-    """Load the library's tokenizer, and the decoder's JSON."""
+    """Load the library's tokenizer, and the decoder's JSON; None if the file has no decoder.
+
+    Raises:
+        ConfigError: the file is missing, unreadable or wrong.
+    """
     text = _text(path)
     if text is None:
         raise ConfigError(
@@ -112,7 +120,11 @@ def _load(path: Path) -> tuple[tokenizers.Tokenizer, object]:
 
 
 def _text(path: Path) -> str | None:
-    """A file's text; `None` if there is no such file."""
+    """A file's text; `None` if there is no such file.
+
+    Raises:
+        ConfigError: the file is unreadable, or not UTF-8.
+    """
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -122,7 +134,11 @@ def _text(path: Path) -> str | None:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    """A file's JSON object; an empty one if there is no such file."""
+    """A file's JSON object; empty if there is no such file.
+
+    Raises:
+        ConfigError: the file is unreadable, or not a JSON object.
+    """
     text = _text(path)
     if text is None:
         return {}
@@ -141,7 +157,7 @@ def _tokens(
     if (listed := config.get("added_tokens_decoder")) is not None:
         added = _listed(listed, f"{path}: added_tokens_decoder")
     else:
-        # Folders written by transformers before version 4.34.
+        # Folders written by transformers before version 4.34 have no `added_tokens_decoder`.
         merged |= {key: value for key, value in _object(folder / "special_tokens_map.json").items() if value}
     extra = merged.get("extra_special_tokens") or merged.get("additional_special_tokens") or []
     if isinstance(extra, dict):
@@ -185,7 +201,8 @@ def _token(value: object, name: str) -> tokenizers.AddedToken | str:
 
 
 def _add(tokenizer: tokenizers.Tokenizer, tokens: _ConfiguredTokens) -> None:
-    """Add the tokens in transformers' order, in which new tokens get new ids. Named tokens become special."""
+    """Add the tokens in transformers' order, in which new tokens get new ids. Named tokens, and tokens that are given
+    as texts only, become special."""
     ordered: list[tokenizers.AddedToken | str] = [token for _, token in sorted(tokens.added.items())]
     texts = {str(token) for token in (*ordered, *tokenizer.get_added_tokens_decoder().values())}
     for token in (*tokens.named.values(), *tokens.extra):
@@ -202,7 +219,11 @@ def _add(tokenizer: tokenizers.Tokenizer, tokens: _ConfiguredTokens) -> None:
 
 
 def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """The templates by name; files take precedence over the configuration."""
+    """The templates by name: of files, or, if there are no such files, of ``tokenizer_config.json``.
+
+    Raises:
+        ConfigError: a file is unreadable, or the configuration is wrong.
+    """
     files = {path.stem: _text(path) for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     files["default"] = _text(folder / "chat_template.jinja") or files.get("default")
     templates = {name: text for name, text in files.items() if text is not None}

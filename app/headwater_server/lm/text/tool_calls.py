@@ -7,9 +7,9 @@ Each model writes calls in the format that it was trained on. This module reads 
   ``<|python_tag|>``; further calls follow after ``;``;
 - ``mistral``: ``[TOOL_CALLS][{"name": "f", "arguments": {...}}, ...]``, in later models ``[TOOL_CALLS]f[ARGS]{...}``.
 
-Text outside of calls is the answer's content, including text that only looks like a call. A model's reasoning,
-``<think>...</think>`` (``[THINK]...[/THINK]`` in some Mistral models), is content, too. It is separated before the
-search for calls, because a call within the reasoning is only a thought.
+Text outside of calls is the answer's content, including text that only looks like a call; but see
+`ToolUse.is_constrained`. A model's reasoning, ``<think>...</think>`` (``[THINK]...[/THINK]`` in some Mistral models),
+is content, too. It is separated before the search for calls, because a call within the reasoning is only a thought.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ _MAX_HEAD: Final = 256
 """Maximum number of characters between ``[TOOL_CALLS]`` and the arguments."""
 
 _HEAD: Final = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*(?:\w+\s*)?)?(?:\[ARGS\]\s*)?", re.ASCII)
+"""The text between ``[TOOL_CALLS]`` and the arguments, with the function's name as its group."""
 
 
 class CallFormat(NamedTuple):
@@ -41,11 +42,11 @@ class CallFormat(NamedTuple):
     opening: str
     """The mark before one or more calls, anywhere in the answer. Often a special token."""
     call_marks: tuple[str, ...]
-    """Marks of calls that may be special tokens. The text must not omit them."""
+    """Marks of calls that may be special tokens, including the opening."""
     is_bare: bool = False
     """Whether a call at the answer's beginning may lack the opening."""
     has_names: bool = False
-    """Whether each call consists of the opening, the function's name and an object of arguments."""
+    """Whether the template writes each call as the opening, the function's name and an object of arguments."""
     reasoning: tuple[str, str] = ("<think>", "</think>")
     """The marks before and after the model's reasoning."""
 
@@ -67,11 +68,12 @@ FORMATS: Final[Mapping[ToolParser, CallFormat]] = {
 
 
 def call_format(template: str, parser: ToolParser | None = None) -> CallFormat | None:
-    """The format in which a chat template writes calls; `None` if it doesn't use any supported format.
+    """The format in which a chat template writes calls; `None` if no name is configured, and the template doesn't use
+    any supported format.
 
     Args:
-        template: the template's source.
-        parser: the name of the format, if it is configured.
+        template: the source of the template, or of all the model's templates.
+        parser: the configured name of the format; `None` to detect it.
     """
     if parser == "mistral" or (parser is None and "[TOOL_CALLS]" in template):
         mistral = FORMATS["mistral"]._replace(has_names="[ARGS]" in template)
@@ -126,7 +128,8 @@ class CallFinder:
     division of content and calls into parts.
 
     Whitespace around calls is not content, unless text follows. The parts of a call are returned once the call is
-    complete and known to be valid, or as the text arrives if a grammar guarantees a valid call.
+    complete and known to be valid, or as the text arrives if a grammar guarantees a valid call. Usage: `push` for each
+    text, then `finish`; or only `read`.
     """
 
     def __init__(self, use: ToolUse) -> None:
@@ -137,7 +140,7 @@ class CallFinder:
 
     @property
     def has_calls(self) -> bool:
-        """Whether the answer has had a call so far."""
+        """Whether the answer has had a valid call so far."""
         return self._out.calls > 0
 
     def push(self, text: str) -> list[str | CallPart]:
@@ -201,7 +204,7 @@ class _ParsedOutput:
 
 
 class _CallObject(msgspec.Struct):
-    """The JSON object of a call."""
+    """The JSON object of a call. Only one of `arguments` and `parameters` is used: `arguments` if it is not empty."""
 
     name: str
     arguments: msgspec.Raw = msgspec.Raw()
@@ -209,7 +212,8 @@ class _CallObject(msgspec.Struct):
 
 
 class _Reader:
-    """Parses an answer in a given format."""
+    """Parses an answer in a given format. The methods that read calls raise `NoCall` if the text is no valid call.
+    Calls that were read before stay in the output."""
 
     def __init__(self, source: CallSource, out: _ParsedOutput, use: ToolUse) -> None:
         self._source = source
@@ -292,7 +296,8 @@ class _Reader:
         self._may_be_bare = may_be_bare
 
     def _pass_on(self, *marks: str) -> None:
-        """Add the unread text as content, except an end of the text that may be the beginning of a mark."""
+        """Add the unread text as content, except an end of the text that may be the beginning of a mark. Drops the text
+        that was read from the source."""
         source = self._source
         rest = source.text[source.place :]
         held = 0 if source.is_done else max(_overlap(rest, mark) for mark in marks)
@@ -309,7 +314,8 @@ class _Reader:
             yield from self._call()
 
     def _call(self, closing: str = "") -> Reading[None]:
-        """Read a call that is a single object."""
+        """Read a call that is a single object, and the mark `closing` after it. If the text ends before the end of this
+        mark, the call is valid, too."""
         source = self._source
         if self._use.is_constrained:
             name = yield from self._constrained_name()
@@ -344,7 +350,8 @@ class _Reader:
         return name
 
     def _stream_arguments(self, name: str) -> Reading[None]:
-        """Add a call to the output while its arguments are being read."""
+        """Add a call to the output while its arguments are being read. A call whose text ends early, or is nested too
+        deeply, stays in the output, incomplete."""
         source = self._source
         if name not in self._use.names or not (yield from source.skip_space()) or source.text[source.place] != "{":
             raise NoCall
@@ -355,7 +362,8 @@ class _Reader:
             self._begin = source.place
 
     def _named_call(self) -> Reading[None]:
-        """Read a call as Mistral's later models write it: a function's name, and an object of arguments."""
+        """Read a call as Mistral's later models write it: a function's name, and an object of arguments. A single
+        object with name and arguments is a call, too."""
         source = self._source
         yield from source.skip_space()
         if source.text.startswith("{", source.place):
@@ -378,7 +386,7 @@ class _Reader:
         """Add a complete call to the output.
 
         Raises:
-            NoCall: there is no such function, or the arguments are not a JSON object.
+            NoCall: this function may not be called, or the arguments are not a JSON object.
         """
         try:
             is_sound = name in self._use.names and isinstance(orjson.loads(arguments), dict)
