@@ -15,7 +15,8 @@ __all__ = ["Cluster", "placement_of"]
 
 
 class Cluster(Section):
-    """Where replicas run. It is read separately from `Config`, which is the same for one machine and for many."""
+    """The cluster whose nodes run the replicas. It is read separately from the other sections of a `Config`, which are
+    the same for one machine and for many."""
 
     engine: Literal["ray"]
     address: Annotated[str, Field(min_length=1)] = "auto"
@@ -24,7 +25,8 @@ class Cluster(Section):
     """The address that replicas' ports listen on, on every node. Default: with ``tls`` each node's address in Ray;
     without it 127.0.0.1, which only gateways on the same machine reach."""
     tls: Annotated[Path, AfterValidator(Path.expanduser), AfterValidator(Path.absolute)] | None = None
-    """The folder with ``ca.crt``, ``tls.crt`` and ``tls.key``; the same path on every node."""
+    """The folder with ``ca.crt``, ``tls.crt`` and ``tls.key``, by which gateways, supervisors and replicas' ports prove
+    to each other that they belong to the cluster; the same path on every node. Default: no TLS."""
 
     def _faults(self) -> Iterator[str]:
         if self.tls is None and self.host is not None and not _is_loopback(self.host):
@@ -38,8 +40,8 @@ def placement_of(device: str | tuple[str, ...] | NodePlacement, gpus: int) -> No
     """The placement that a deployment's ``device`` means in a cluster.
 
     Args:
-        device: the field's value.
-        gpus: the number of GPUs that a replica is spread over, if it computes on GPUs.
+        device: the field's value; ``auto`` means a CPU here.
+        gpus: the number of GPUs that a replica is spread over, if ``device`` is ``cuda``.
 
     Raises:
         ValueError: the field names GPUs of a machine, but in a cluster Ray chooses the GPUs.

@@ -13,13 +13,14 @@ __all__ = ["config_content", "content"]
 
 
 def config_content(config: Config) -> dict[str, Any]:
-    """The content of a whole configuration, its section ``cluster`` included."""
+    """The fields set in a whole configuration, its section ``cluster`` included, as plain values."""
     sections: dict[str, Any] = content(config)
     return sections if config.cluster is None else {**sections, "cluster": content(config.cluster)}
 
 
 def content(value: Any) -> Any:
-    """The fields set in a section, as plain values."""
+    """A value as a YAML file would hold it: of a section, the fields that are set; text for a path; a list for a tuple.
+    Numbers, text, booleans and None stay as they are."""
     if isinstance(value, BaseModel):  # not `model_dump`: pydantic gets it wrong for a field with a plain validator
         return {name: content(item) for name, item in value if name in value.model_fields_set}
     if isinstance(value, dict):

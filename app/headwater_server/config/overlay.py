@@ -15,9 +15,11 @@ __all__ = ["CODE_FIELDS", "FIELD", "MAX_CONFIG_BYTES", "check_allowed", "lay_ove
 FIELD: Final = "parameters.config"
 """The field of a request's body that contains the section."""
 MAX_CONFIG_BYTES: Final = 256 * 1024
+"""The most characters of the section's text."""
 MAX_DEPTH: Final = 32
+"""The most levels of nested objects and lists in the section."""
 MAX_KEYS: Final = 1000
-"""The most fields on all levels, without the content of ``options``: the schema needs 0.3 ms to check a field."""
+"""The most fields on all levels, without the content of ``options``: the schema may need 0.3 ms to check a field."""
 MAX_MESSAGE_CHARACTERS: Final = 2000
 """The most characters of an error message, which would otherwise name every invalid field that the client sent."""
 CODE_FIELDS: Final = frozenset({"model", "pipeline", "options", "versions", "environment", "python"})
@@ -25,10 +27,10 @@ CODE_FIELDS: Final = frozenset({"model", "pipeline", "options", "versions", "env
 
 
 def parse_overlay(text: object) -> dict[str, Any]:
-    """Parse the text of a deployment's section.
+    """Parse the JSON text of a deployment's section. Names and values of fields are not checked yet.
 
     Raises:
-        BadRequest: the text isn't such a section.
+        BadRequest: the text is no JSON object, or is too large.
     """
     if not isinstance(text, str):
         raise _wrong(f"expected a deployment's section as JSON text, got {_kind(text)}")
@@ -51,6 +53,8 @@ def check_allowed(config: Config, name: str, fields: dict[str, Any]) -> None:
 
     Args:
         config: the configuration that the server was started with.
+        name: the deployment's name.
+        fields: the fields, as `parse_overlay` returned them.
 
     Raises:
         Forbidden: the fields are not permitted.
@@ -82,14 +86,16 @@ def check_allowed(config: Config, name: str, fields: dict[str, Any]) -> None:
 def lay_over(
     first: Config, now: Config, name: str, fields: dict[str, Any], base: dict[str, Any] | None = None
 ) -> Config:
-    """The configuration with these fields merged into a deployment's section.
+    """The configuration with these fields merged into a deployment's section; its section ``security`` is left out.
 
-    Sections are merged, other values replaced; null restores a field's default.
+    They are merged as in `laid_over`; null in the JSON is None there, and restores a field's default.
 
     Args:
         first: the configuration that the server was started with. The fields are merged into its section of the
             deployment, if there is such a section.
-        now: the present configuration, for all other deployments.
+        now: the present configuration, for ``server`` and all other deployments.
+        name: the deployment's name.
+        fields: the fields.
         base: a section to merge the fields into, instead of the section in ``first``.
 
     Raises:

@@ -32,15 +32,16 @@ class Step(Section):
     """The name of another deployment; the step shares its replicas (placement ``graph`` only)."""
     options: dict[str, Any] = Field(default_factory=dict)
     inputs: dict[str, str] = Field(default_factory=dict)
-    """Sources of inputs by input: ``STEP.OUTPUT``, or ``input.NAME`` for an input of the pipeline. Inputs that are not
-    listed are matched by name."""
+    """The source of each input, by the input's name: ``STEP.OUTPUT``, or ``input.NAME`` for an input of the pipeline.
+    Inputs that are not listed are matched by name."""
     timeout_s: sections.PositiveSeconds | None = None
-    """A head's deadline in seconds, counted from the same moment as the request's deadline."""
+    """A head's deadline in seconds, counted from the same moment as the request's deadline. Default: only the request
+    has a deadline."""
     on_error: Literal["fail", "omit"] = "fail"
     """Whether a head's failure fails the request, or omits the head's outputs and reports it."""
 
-    # These fields apply to a step with `model` in placement `graph`; `cache` applies in both placements. Their defaults
-    # are the settings of the pipeline's deployment.
+    # These fields apply to a step with `model` in placement `graph`; `cache` applies in both placements. A field that
+    # is None has the value of the pipeline's deployment. The variables of `environment` are laid over the deployment's.
     batching: sections.Batching | None = None
     replicas: sections.Replicas | None = None
     scaling: sections.Scaling | None = None
@@ -67,7 +68,7 @@ class Step(Section):
             yield f"{', '.join(names)}: expected in the deployment `{self.deployment}`, not in the step"
 
     def own_settings(self) -> dict[str, Any]:
-        """The step's settings for its replicas."""
+        """The step's settings for its replicas: the fields that are set, without `_STEP_FIELDS`."""
         return {name: value for name, value in self if name not in _STEP_FIELDS and value is not None}
 
 
@@ -95,11 +96,12 @@ class Pipeline(Section):
     trunk: Step | None = None
     """The step that takes the pipeline's inputs."""
     steps: Annotated[dict[str, Step], Field(min_length=1)] | None = None
+    """All steps by name, in place of ``trunk``."""
     heads: dict[str, Step] | tuple[str, ...]
     """With ``trunk``: the steps that read the trunk's outputs. With ``steps``: the names of the steps that return
     outputs to clients."""
     embedding: EmbeddingMap | None = None
-    """Set it to serve the pipeline at ``/v1/embeddings`` too."""
+    """Set it to serve the pipeline at ``/v1/embeddings`` too; default: it isn't served there."""
 
     @field_validator("heads", mode="plain")
     @classmethod

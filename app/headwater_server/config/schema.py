@@ -38,7 +38,8 @@ __all__ = [
 
 ENVIRONMENT_PREFIX = "HEADWATER_"
 PLACEHOLDER: Final = "none:None"
-"""The model of a placeholder deployment. A `Config` must have a deployment, so it stands in if there are none."""
+"""The model of a placeholder deployment. A `Config` must have a deployment, so `InvalidConfig.rest` has the placeholder
+if no deployment is valid."""
 
 _FLAG = re.compile(r'(?:"[^"]+"|[^".]+)(?:\.(?:"[^"]+"|[^".]+))*\Z')
 _FLAG_PART = re.compile(r'"[^"]+"|[^".]+')
@@ -75,37 +76,43 @@ class Deployment(Section):
     model: sections.ModelReference | None = None
     """``module:Class`` of an `headwater.Model`, ``module:function``, a kind and a path such as ``onnx:PATH``
     (`headwater.reference.PATH_KINDS`), ``lm:PATH`` or ``lm:PACKAGE:PATH`` of a language model's folder, ``vllm:PATH``
-    or ``vllm:PACKAGE:PATH`` of a folder that vLLM computes. Set either ``model`` or ``pipeline``."""
+    or ``vllm:PACKAGE:PATH`` of a folder that vLLM computes. Set either ``model`` or ``pipeline``; with ``versions``, in
+    each version."""
     pipeline: Pipeline | None = None
     options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the class's constructor or of a language model's engine; for a function, its tensors; for
-    vLLM, the fields of `VllmOptions`."""
+    """Keyword arguments of the class's constructor or of a language model's engine; for a function, declarations of its
+    tensors (``inputs``, ``outputs``, ``arrays``); for vLLM, the fields of `VllmOptions`."""
     versions: sections.Versions = Field(default_factory=dict)
-    """Versions by name, each with fields that are laid over the deployment's fields; each version has its replicas."""
+    """Versions by name, each with fields that are laid over the deployment's fields; each version has separate
+    replicas. Empty: the deployment has no versions."""
     traffic: sections.Traffic | None = None
     """The share of requests that each version answers, such as ``{"1": 0.95, "2": 0.05}``, and the other fields of
     `sections.Traffic`. Default: the first version answers all requests."""
     batching: sections.Batching = Field(default_factory=sections.Batching)
     timeout_s: sections.PositiveSeconds = 30
-    """A request's deadline in seconds, queueing included; a request may ask for a shorter deadline."""
+    """A request's deadline in seconds, queueing included; a request may ask for a shorter deadline. Of a stream or a
+    generated text: the most seconds until the first piece, and between two pieces."""
     replicas: sections.Replicas = ReplicaBounds(min=1, max=1)
     """A number, or ``{min, max}`` to scale with load; see ``scaling``."""
     scaling: sections.Scaling = Field(default_factory=sections.Scaling)
     device: sections.Device = "auto"
-    """``cpu``, ``cuda``, ``cuda:N``, or ``auto``, the first GPU if the machine has a GPU; or several devices over which
-    replicas are placed, such as ``[cuda:0, cuda:1]``; or a `sections.NodePlacement` in a cluster."""
+    """``cpu``, ``cuda``, ``cuda:N``, or ``auto``, the first GPU if the machine has a GPU, else the CPU; or several
+    devices over which replicas are placed, such as ``[cuda:0, cuda:1]``; or a `sections.NodePlacement` in a cluster."""
     memory: sections.MemorySize | None = None
-    """The most bytes that a replica uses of its device's memory; default: measured on the replicas."""
+    """The most bytes that a replica is expected to use of its device's memory: they are reserved when it starts, and
+    not enforced. Default: as measured on the deployment's replicas."""
     instances: sections.Instances = 1
     """Threads in each replica that compute at once; they share a copy of the model, which must be thread-safe."""
     threads: sections.Threads | None = None
-    """Threads of torch and its math libraries; default: the machine's cores."""
+    """Threads of torch, math libraries and tokenizers in each replica; default: the CPUs that Headwater may use, within
+    a container's quota."""
     environment: sections.Environment = Field(default_factory=dict)
-    """Environment variables of the replica, in addition to the supervisor's environment."""
+    """Environment variables of the replica, laid over the supervisor's environment."""
     warmup_batch_sizes: sections.WarmupBatchSizes | None = None
     """Batch sizes to warm up; default: powers of two up to ``max_batch_size``. Empty: no warm-up."""
     load_timeout_s: sections.PositiveSeconds = 600
-    """Seconds that a replica may take from its start to ready."""
+    """Seconds that a replica may take from its start to ready; in a cluster, also the seconds that it may wait for a
+    place before its start."""
     max_compute_s: sections.PositiveSeconds | None = None
     """Seconds that a call of the user's code, or a step of a stream, may take before the replica counts as hanging and
     is replaced. Default: no limit."""
@@ -123,7 +130,7 @@ class Deployment(Section):
     the old replicas have ended, if the memory holds only one set of replicas."""
     python: sections.PythonPath | None = None
     """The Python interpreter that runs the model; it needs msgspec and numpy, or vLLM. ``own`` is the interpreter that
-    runs Headwater. Default: `Config.python`."""
+    runs Headwater. Default: `Config.python`; a deployment that vLLM computes has no default."""
 
     def _faults(self) -> Iterator[str]:
         if self.versions:
@@ -201,7 +208,8 @@ class Deployment(Section):
 
     @property
     def shared_traffic(self) -> sections.Traffic:
-        """``traffic`` with defaults filled in: a share for each version, and the name of the default version."""
+        """``traffic`` with defaults filled in: a share for each version, and the name of the default version. The
+        deployment must have versions."""
         first = next(iter(self.versions))
         return (self.traffic or sections.Traffic.model_validate({first: 1.0})).of(self.versions)
 
@@ -218,7 +226,8 @@ class Deployment(Section):
 
     @property
     def interpreter(self) -> Path | None:
-        """The Python interpreter that runs the model; None for the interpreter that runs Headwater."""
+        """The Python interpreter that runs the model; None for the interpreter that runs Headwater, also if ``python``
+        isn't set."""
         return None if self.python == sections.OWN_PYTHON else self.python
 
     @property
@@ -238,7 +247,7 @@ class Deployment(Section):
 
     @property
     def adapters(self) -> dict[str, str]:
-        """Folders of LoRA adapters for vLLM, by the names that they are served under."""
+        """Folders of LoRA adapters for vLLM, by the names that they are served under; empty without vLLM."""
         return dict(self.options.get("adapters") or {}) if self.is_vllm else {}
 
     def with_adapters(self, adapters: Mapping[str, str]) -> Deployment:
@@ -254,22 +263,25 @@ class Deployment(Section):
 
     @property
     def placements(self) -> tuple[str, ...]:
-        """The devices that the replicas may be placed on."""
+        """The devices that the replicas may be placed on, such as ``auto`` or ``cuda:1``; for a `NodePlacement` only
+        ``cuda`` or ``cpu``."""
         if isinstance(self.device, sections.NodePlacement):
             return ("cuda" if self.device.gpus else "cpu",)
         return (self.device,) if isinstance(self.device, str) else self.device
 
     def on(self, device: str) -> Deployment:
-        """A copy pinned to one of the devices in `placements`."""
+        """A copy pinned to one of the devices in `placements`; the deployment itself if nodes of a cluster are its
+        ``device``."""
         return self if isinstance(self.device, sections.NodePlacement) else self.model_copy(update={"device": device})
 
     @property
     def node_placement(self) -> sections.NodePlacement:
-        """The resources that a replica takes of a cluster's node; raises the errors of `placement_of`."""
+        """The resources that a replica takes of a cluster's node; raises the `ValueError` of `placement_of`."""
         return placement_of(self.device, self.checked_options["tensor_parallel_size"] if self.is_vllm else 1)
 
     def step(self, name: str) -> Deployment:
-        """The deployment of a step that has a ``model``, for a pipeline in placement ``graph``."""
+        """The deployment of a step that has a ``model``, for a pipeline in placement ``graph``: the step's settings are
+        laid over the pipeline's settings, except ``cache``, which isn't inherited."""
         assert self.pipeline is not None
         step = self.pipeline.all_steps()[name]
         settings = {"cache": None, **step.own_settings()}
@@ -283,7 +295,8 @@ class Deployment(Section):
 
     @property
     def feature_bytes(self) -> int:
-        """The most bytes of steps' outputs that a replica keeps in the caches of its steps."""
+        """The most bytes of steps' outputs that a replica of a fused pipeline keeps in the caches of its steps; 0 for
+        other deployments."""
         if self.pipeline is None or self.is_graph:
             return 0
         return sum(step.cache.max_bytes for step in self.pipeline.all_steps().values() if step.cache is not None)
@@ -321,9 +334,11 @@ class Server(Section):
     max_body_bytes: Annotated[int, Field(ge=1_000)] = 64 * 1024 * 1024
     """The most bytes of a request's body, before and after decompression."""
     max_queue_size: Annotated[int, Field(ge=1)] = 8192
-    """Rows that may wait in all deployments together; each deployment is guaranteed an equal part."""
+    """Rows that may wait in all deployments together, without language models; each deployment is guaranteed an equal
+    part."""
     max_queue_bytes: Annotated[int, Field(ge=1_000)] = 1024 * 1024 * 1024
-    """Bytes of waiting requests' tensors in all deployments together; each deployment is guaranteed an equal part."""
+    """Bytes of waiting requests' tensors in all deployments together, without language models; each deployment is
+    guaranteed an equal part."""
     client_timeout_s: sections.PositiveSeconds = 30
     """Seconds that a client may keep the server waiting, before it is cut off: for a request's head, for its body, and
     while a stream waits for a client that doesn't read."""
@@ -338,7 +353,7 @@ class Server(Section):
     access_log: sections.AccessLogging = True
     """Whether to log each request; ``full``: with error messages, which may quote data of a client or a callable."""
     log_format: sections.LogFormat = "auto"
-    """``human``, ``json``, or ``auto``: text on a terminal, JSON otherwise."""
+    """``human``: text; ``json``: a JSON object per line; ``auto``: text on a terminal, JSON otherwise."""
     tracing: sections.TracingSection | None = None
     """Sends a trace of each request to an OpenTelemetry collector; needs the extra ``otel``."""
     pages: Annotated[tuple[Literal["ui", "metrics"], ...], Field(max_length=2)] = ("ui", "metrics")
@@ -365,7 +380,7 @@ class Config(Section):
 
     @property
     def cluster(self) -> Cluster | None:
-        """The section ``cluster``; None if replicas run on this machine."""
+        """The section ``cluster``; None if there is no such section: replicas run on this machine."""
         return self._cluster
 
     def with_cluster(self, cluster: Cluster | None) -> Config:
@@ -454,7 +469,7 @@ class Config(Section):
                 yield f"{where}: a language model can't be a step, got the deployment `{step.deployment}`"
 
     def all_deployments(self) -> dict[str, Deployment]:
-        """All deployments that have replicas, by name; see `Deployment.with_replicas`."""
+        """All deployments that have replicas, by name, with versions and steps; see `Deployment.with_replicas`."""
         deployments: dict[str, Deployment] = {}
         for name, deployment in self.deployments.items():
             deployments.update(deployment.with_replicas(name))
@@ -483,10 +498,10 @@ class _UniqueKeys(yaml.SafeLoader):
 
 
 def load_config(path: Path, *, environment: Mapping[str, str] | None = None, flags: Mapping[str, Any]) -> Config:
-    """Read a YAML file, overridden by the environment and the flags.
+    """Read a YAML file, overridden by the environment and the flags; see `read_config` for both.
 
     Raises:
-        ConfigError: the file can't be read, or a field is invalid.
+        ConfigError: the file can't be read, or is not valid YAML, or a field is invalid (`InvalidConfig`).
     """
     return read_config(read_yaml(path), source=str(path), environment=environment, flags=flags)
 
@@ -494,7 +509,8 @@ def load_config(path: Path, *, environment: Mapping[str, str] | None = None, fla
 def load_what(argument: str, *, flags: Mapping[str, Any]) -> tuple[Config, tuple[str, ...]]:
     """Read the configuration that a command's argument names: a YAML file, or a model such as ``my.models:Scale``.
 
-    Returns the configuration, and the folders of the user's modules. Raises the errors of `load_config`.
+    Returns the configuration, and the folders of the user's modules: the working folder, and the file's folder. Raises
+    the errors of `load_config`.
     """
     here = os.getcwd()
     if is_model_reference(argument):
@@ -508,7 +524,8 @@ def load_what(argument: str, *, flags: Mapping[str, Any]) -> tuple[Config, tuple
 
 
 def _instead(path: Path) -> str:
-    """A hint on how to name a model, if its file or folder was given in place of a configuration; else empty."""
+    """A hint on how to name a model, if its file or folder was given in place of a configuration; empty if the path
+    doesn't look like a model."""
     if path.is_dir():
         return f"write hf:{path} for a Hugging Face folder, lm:{path} if it has a language model"
     if path.suffix == ".py":
@@ -523,7 +540,8 @@ def is_model_reference(argument: str) -> bool:
 
 
 def _name(model: str) -> str:
-    """The name under which a single model is served."""
+    """The name under which a single model is served: of its folder, of its file without suffix, or of its class in
+    lower case."""
     last = model.rpartition(":")[2]
     if is_language_model(model):
         return Path(last).absolute().name
@@ -534,10 +552,10 @@ def _name(model: str) -> str:
 
 
 def read_yaml(path: Path) -> Any:
-    """The content of a YAML file.
+    """The content of a YAML file: mappings, lists and scalars; None if it is empty.
 
     Raises:
-        ConfigError: the file can't be read, or is not valid YAML.
+        ConfigError: the file can't be read, is not valid YAML, has a key twice, or has too many aliases of aliases.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -586,7 +604,11 @@ def _check_expanded(content: Any, limit: int, where: str) -> None:
 
 
 def _expanded_size(value: Any, sizes: dict[int, int]) -> int:
-    """A lower bound of a value's characters when written without aliases; ``sizes`` caches sizes by identity."""
+    """A lower bound of a value's characters when written without aliases; ``sizes`` caches sizes by identity.
+
+    Raises:
+        RecursionError: the value contains itself.
+    """
     if isinstance(value, str):
         return 1 + len(value)
     if not isinstance(value, (dict, list)):
@@ -616,7 +638,8 @@ def read_config(
             `Unparsed` values are parsed as YAML.
 
     Raises:
-        ConfigError: a field is invalid; the message says the field, the expected and the actual value.
+        ConfigError: a variable or flag can't be applied.
+        InvalidConfig: fields are invalid; the message says each field, the expected and the actual value.
     """
     if not isinstance(content, dict):
         raise ConfigError(f"{source}: expected a mapping with `deployments`, got {type(content).__name__}")
@@ -687,7 +710,7 @@ class InvalidConfig(ConfigError):
 
 def _without_faults(tree: dict[str, Any], error: ValidationError) -> Config | None:
     """The configuration without invalid deployments and without invalid fields of other sections; None if it is still
-    invalid."""
+    invalid. Removes them from ``tree``."""
     for detail in error.errors(include_url=False):
         section, *below = detail["loc"] or ("deployments",)
         fault = detail.get("ctx", {}).get("error")
@@ -709,7 +732,11 @@ def _copy(value: Any) -> Any:
 
 
 def _set(tree: dict[str, Any], path: list[str], value: object, *, where: str) -> tuple[str, ...]:
-    """Set a nested field. Returns the field's path, with the keys as the tree spells them."""
+    """Set a nested field. Returns the field's path, with the keys as the tree spells them.
+
+    Raises:
+        ConfigError: a part of the path is ambiguous (`_match`), or names a value that is no section.
+    """
     matched = []
     for part in path[:-1]:
         part = _match(tree, part, where=where)
@@ -731,6 +758,9 @@ def _match(tree: Mapping[str, Any], part: str, *, where: str) -> str:
     A quoted part is taken literally. An unquoted part refers to the key that is equal to it, else equal when case is
     ignored, else equal with underscores for all characters except letters and digits. If no key matches, the result is
     the part in lower case.
+
+    Raises:
+        ConfigError: several keys match.
     """
     if part.startswith('"'):
         return part[1:-1]

@@ -71,18 +71,18 @@ class Section(BaseModel):
         return self
 
     def _faults(self) -> Iterable[str]:
-        """Messages about fields that contradict each other."""
+        """Messages about fields that contradict each other; empty if there is no contradiction."""
         return ()
 
 
 def given(section: Section) -> dict[str, Any]:
-    """The fields set in a section; nested sections stay objects."""
+    """The fields set in a section, without fields that were left out; nested sections stay objects."""
     return {name: value for name, value in section if name in section.model_fields_set}
 
 
 def laid_over(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """``base`` with the fields of ``over`` laid over it: sections are merged, other values are replaced, and None
-    restores a field's default."""
+    """A copy of ``base`` with the fields of ``over`` laid over it: each `Section` and plain mapping is merged, on all
+    levels; other values, such as a `Value` or a `Cache`, are replaced; and None restores a field's default."""
     merged = dict(base)
     for name, value in over.items():
         before = merged.get(name)
@@ -98,7 +98,7 @@ def laid_over(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Faults(ValueError):
-    """Several faults of a section; the exception's arguments are messages.
+    """Faults of a section; the exception's arguments are messages.
 
     Args:
         messages: a message for each fault.
@@ -115,7 +115,11 @@ class Faults(ValueError):
 
 
 def _check_model_reference(value: str) -> str:
-    """Check that a text is a valid reference to a model."""
+    """Return a reference to a model unchanged.
+
+    Raises:
+        ValueError: it has none of the forms of a reference.
+    """
     kind, path = kind_and_path(value)
     if is_language_model(value):
         parse_reference(value)
@@ -137,11 +141,13 @@ class Value(BaseModel):
 
 
 class NodePlacement(Value):
-    """The resources that a replica takes of a cluster's node, and which nodes are suitable."""
+    """A deployment's ``device`` in a cluster: the resources that a replica takes of a node, and which nodes are
+    suitable."""
 
     gpus: Annotated[float, Field(ge=0, le=64)] = 0
-    """GPUs: a fraction below 1 shares a GPU; above 1 it must be a whole number."""
+    """GPUs: a fraction below 1 shares a GPU; above 1 it must be a whole number; 0: the replica computes on CPUs."""
     cpus: Annotated[float, Field(ge=0, le=1024)] = 1
+    """CPUs that Ray reserves for the replica."""
     labels: dict[str, str] = {}
     """Labels that a node must have; Ray's label selectors, such as ``in(a,b)`` and ``!a``, may be values."""
     pack: bool = False
@@ -183,7 +189,11 @@ _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 def _parse_size(value: object) -> object:
-    """Parse ``4GiB`` and ``500MB`` to bytes."""
+    """Parse a text such as ``4GiB`` or ``500MB`` to bytes; other values are returned unchanged.
+
+    Raises:
+        ValueError: the text is no size.
+    """
     if not isinstance(value, str):
         return value
     match = _SIZE.match(value.strip())
@@ -209,7 +219,11 @@ def _read_access_log(value: object) -> bool | Literal["full"]:
 
 
 def _parse_replicas(value: object) -> object:
-    """Turn ``3`` into ``{min: 3, max: 3}``."""
+    """Turn ``3`` into ``{min: 3, max: 3}``; bounds are returned unchanged.
+
+    Raises:
+        ValueError: the value is neither a permitted number nor bounds.
+    """
     if isinstance(value, int) and not isinstance(value, bool):
         if not 1 <= value <= MAX_REPLICAS:
             raise ValueError(f"expected 1 to {MAX_REPLICAS}, or {{min: 1, max: 3}}")
@@ -255,9 +269,10 @@ class Batching(Section):
     max_batch_size: PositiveInt = 32
     """The most rows in one call to the model."""
     max_queue_delay_ms: Annotated[float, Field(ge=0, le=60_000)] = 0
-    """Milliseconds that rows may wait for more rows while a replica is idle."""
+    """Milliseconds that rows may wait for more rows while a replica is idle; a full batch leaves at once."""
     max_queue_size: PositiveInt = 1024
-    """Rows that may wait; more are refused with 429."""
+    """Rows that may wait. Beyond that, a request is refused with 429, or takes the place of waiting requests of
+    priority classes that exceed their shares; then these are refused."""
     priority_weights: Annotated[_Weights, Field(min_length=1)] | None = None
     """Weights of priority classes, by priority: while all classes have rows waiting, they get rows in proportion to
     their weights. A priority without a weight belongs to the next less urgent class, or to the last class if there is
@@ -266,7 +281,8 @@ class Batching(Section):
     """The fraction of a batch that may be padding, for models that pad texts to the longest: only rows of similar
     length then share a batch. Measured in bytes of BYTES inputs. Default: rows are batched in order, of any lengths."""
     max_in_flight: PositiveInt = 2
-    """Calls that a replica may have at once: it computes a call while further calls and answers travel."""
+    """Calls that a replica may have at once: it computes a call while further calls and answers travel. If it isn't
+    set, it is ``instances`` + 1 where that is more."""
 
 
 class Cache(BaseModel):
@@ -275,7 +291,7 @@ class Cache(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     max_bytes: MemorySize
-    """The most bytes of all answers, bookkeeping included; the least recently used answers are evicted first."""
+    """The most bytes of all kept answers, bookkeeping included; the least recently used answers are evicted first."""
     ttl_s: PositiveSeconds | None = None
     """Seconds for which an answer is used; default: until a reload."""
     per_key: bool = False
@@ -341,7 +357,7 @@ class RollbackRule(Value):
     p99: Annotated[float, Field(ge=1)] = 2
     """The greatest permitted ratio of the version's 99th percentile of latency to the default version's."""
     min_requests: PositiveInt = 200
-    """Requests that each of both versions must have had within the window."""
+    """Requests that each of both versions must have had within the last minute before they are compared."""
 
 
 class Traffic(Value):
@@ -354,16 +370,17 @@ class Traffic(Value):
     """The version that other versions are compared with, and that answers in place of a version that isn't ready.
     Default: the first version with the greatest share."""
     sticky: Annotated[str, Field(pattern=r"^([A-Za-z0-9-]{1,100})?$")] = ""
-    """Name of a request header: requests with the same value of this header get the same version."""
+    """Name of a request header: requests with the same value of this header get the same version. Empty, or for a
+    request without the header: its id decides."""
     rollback: RollbackRule | None = None
     """When versions other than the default lose their shares; default: never automatically."""
     shadow: str = ""
     """A version without a share that gets copies of the requests that other versions answered. Its answers are compared
-    with the answers of those versions, and sent to no client."""
+    with the answers of those versions, and sent to no client. Empty: no copies are made."""
 
     @property
     def shares(self) -> dict[str, float]:
-        """The shares that the configuration gives."""
+        """The shares that the configuration gives, as fractions by version; versions that it omits have no share."""
         return dict(self.__pydantic_extra__)
 
     @model_validator(mode="before")
@@ -387,7 +404,8 @@ class Traffic(Value):
         return self
 
     def of(self, versions: Collection[str]) -> Traffic:
-        """A copy that has a share for each of these versions, in their order, and names the default version."""
+        """A copy that has a share for each of these versions, in their order, 0 for an omitted version; and that names
+        the default version."""
         shares = {version: self.shares.get(version, 0.0) for version in versions}
         default = self.default or max(shares, key=shares.__getitem__)
         return Traffic.model_validate({**self.settings, **shares, "default": default})
@@ -413,7 +431,8 @@ class Scaling(Section):
     """When a deployment with ``replicas: {min, max}`` gains or loses a replica."""
 
     queue_wait_ms: Annotated[float, Field(gt=0, le=3_600_000)] = 100
-    """Milliseconds that rows should wait at most, in addition to ``max_queue_delay_ms``."""
+    """Milliseconds that rows should wait at most, in addition to ``max_queue_delay_ms``; longer waits count as too much
+    load."""
     up_after_s: PositiveSeconds = 5
     """Seconds for which the load must be too high before a replica is added."""
     down_after_s: PositiveSeconds = 60
@@ -431,8 +450,8 @@ def _check_origin(value: str) -> str:
 
 
 OwnPath = Annotated[Path, AfterValidator(Path.expanduser), AfterValidator(Path.absolute)]
-"""A path that is made absolute. A relative path is relative to the folder where Headwater was started, but gateway
-workers run in another folder."""
+"""A path that is made absolute when the configuration is read. A relative path is relative to the folder where
+Headwater was started; gateway workers run in another folder."""
 Origin = Annotated[str, AfterValidator(_check_origin)]
 
 
@@ -443,7 +462,8 @@ class SecuritySection(Section):
     """The file with API keys; see `headwater_server.security.keys`. Without it, and without HEADWATER_KEYS in the
     environment, anyone who can reach the server may infer."""
     cors_origins: tuple[Origin, ...] = ()
-    """Origins of web pages that may send requests from scripts; ``*``: all. Default: only pages of this server."""
+    """Origins of web pages that may send requests from scripts; ``*``: all origins. Default: only pages of this server.
+    """
 
 
 class Tls(Value):

@@ -35,16 +35,16 @@ class VllmOptions(Section):
     max_model_len: PositiveInt | None = None
     """The most tokens of a prompt and its answer together; default: the model's limit."""
     max_num_seqs: Annotated[int, Field(ge=1, le=4096)] = 256
-    """Sequences computed together."""
+    """The most sequences computed together."""
     max_num_batched_tokens: PositiveInt | None = None
-    """Tokens computed in one step; default: vLLM's."""
+    """The most tokens computed in one step; default: vLLM's."""
     max_num_queued_reqs: Annotated[int, Field(ge=1, le=100_000)] = 1024
     """Sequences (of an embedding model: inputs) that a replica may have, computed and waiting together; further
     requests are refused with 429."""
     gpu_memory_utilization: _Fraction | None = None
     """The fraction of a GPU's memory that one replica takes; default: vLLM's, 0.92."""
     kv_cache_gib: Annotated[int, Field(ge=1, le=4096)] | None = None
-    """On the CPU: memory of the key/value cache in GiB; default: 1."""
+    """On the CPU: memory of the key/value cache in GiB; default: VLLM_CPU_KVCACHE_SPACE in ``environment``, else 1."""
     kv_cache_dtype: _Word | None = None
     """Data type of the cache, such as ``fp8``; default: the model's."""
     dtype: Literal["auto", "half", "float16", "bfloat16", "float", "float32"] = "auto"
@@ -52,7 +52,7 @@ class VllmOptions(Section):
     quantization: _Word | None = None
     """How the weights are quantized; default: read from the model's folder."""
     tensor_parallel_size: Annotated[int, Field(ge=1, le=64)] = 1
-    """GPUs that a replica is spread over, starting with its ``device``."""
+    """The number of GPUs that a replica is spread over, starting with its ``device``."""
     enforce_eager: bool = False
     """Whether to compute without CUDA graphs, which saves memory and start-up time."""
     enable_prefix_caching: bool | None = None
@@ -75,14 +75,15 @@ class VllmOptions(Section):
     chat_template: Annotated[Path, AfterValidator(Path.expanduser), AfterValidator(Path.absolute)] | None = None
     """The file with the chat template; default: the model's."""
     tool_call_parser: _Word | None = None
-    """vLLM's parser for the model's tool calls, such as ``hermes``; default: tools only if named or required."""
+    """vLLM's parser for the model's tool calls, such as ``hermes``; default: the model calls a tool only if the request
+    names a tool or requires a call."""
     reasoning_parser: _Word | None = None
-    """vLLM's parser for the model's reasoning, such as ``deepseek_r1``."""
+    """vLLM's parser for the model's reasoning, such as ``deepseek_r1``; default: reasoning is a part of the text."""
     max_step_s: PositiveSeconds = 60
     """Seconds that the engine may go without progress while it has requests, before the replica is replaced."""
     prefix_affinity: Annotated[float, Field(ge=0, le=100)] = 2
-    """With several replicas: a request goes to the replica that had its prefix, if that replica has at most this many
-    times the requests of the least busy replica; 0: always to the least busy replica."""
+    """With several replicas: a request for text goes to the replica that had its prefix, if that replica has at most
+    this many times the requests of the least busy replica; else, or if this is 0, to the least busy replica."""
 
     def _faults(self) -> Iterator[str]:
         if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
@@ -102,6 +103,7 @@ FORBIDDEN = {
     "enable_lora": "name `adapters` instead",
     "lora_modules": "name `adapters` instead",
 }
+"""The reason, or the option to use instead, for each flag of vLLM that a configuration may not set."""
 
 
 def option_faults(options: Mapping[str, Any]) -> Iterator[str]:

@@ -22,7 +22,8 @@ GAVE_WAY: Final = "; the request gave way to one whose class or model has less t
 
 
 class DrainRate:
-    """Rows per second that leave a queue while further rows wait: the throughput of all replicas together.
+    """Rows per second that leave a queue while further rows wait: the rows that all replicas together take from this
+    worker.
 
     Time in which the queue is empty doesn't count, because then arrivals limit the rate and not the replicas.
     """
@@ -74,11 +75,17 @@ class QueueBudget:
         return self.max_rows // count, self.max_bytes // count
 
     def drop_copies(self) -> bool:
-        """Remove shadow copies from all queues. Returns whether there were any."""
+        """Fail the shadow copies that wait in all queues. Returns whether there were any."""
         return sum([member.drop_copies() for member in self.members]) > 0
 
     def reclaim(self, member: Admission[Any], rows: int, held_bytes: int) -> None:
-        """Remove items of other deployments that exceed their shares, until a request of this deployment fits."""
+        """Fail waiting requests of other deployments that exceed their shares, until a request fits.
+
+        Args:
+            member: the admission of the request's deployment.
+            rows: rows of the request.
+            held_bytes: bytes of the request's tensors.
+        """
         share_rows, share_bytes = self.share()
         waiting = self.waiting
         admissions = [admission for admission in self.members if admission is not member]
@@ -108,7 +115,7 @@ class Admission(Generic[T]):
         self.queue: BatchQueue[T] = BatchQueue(1, total=budget.waiting)
         self.rate = DrainRate()
         self.limit = 1
-        """Rows of the deployment that may wait."""
+        """Rows of the deployment that may wait in this worker; the dispatcher sets it."""
         self._copies: list[T] = []
         """Items of shadow copies; some have already left the queue."""
         budget.members.append(self)
@@ -119,7 +126,8 @@ class Admission(Generic[T]):
             self._budget.members.remove(self)
 
     def check(self, rows: int, held_bytes: int, priority: int) -> None:
-        """Refuse a request that does not fit, after removing waiting requests that exceed their shares.
+        """Refuse a request that does not fit. To make it fit, shadow copies are removed from all queues, and then
+        waiting requests fail whose class or deployment exceeds its share.
 
         Args:
             rows: rows of the request.
@@ -166,7 +174,7 @@ class Admission(Generic[T]):
         self._copies = [*(copy for copy in self._copies if copy.alive), item]
 
     def drop_copies(self) -> bool:
-        """Remove the shadow copies that wait. Returns whether there were any."""
+        """Fail the shadow copies that wait in this queue. Returns whether there were any."""
         copies, self._copies = [item for item in self._copies if item.alive], []
         self.displace(copies, None)
         return bool(copies)
@@ -242,10 +250,11 @@ class FinishRate:
         self._finished_s.append(now_s)
 
     def wait_s(self, waiting: int, now_s: float, share: float = 1.0) -> int:
-        """Seconds until ``waiting`` more sequences have ended, as a whole number from 1 to 60.
+        """Seconds until ``waiting`` more sequences have ended, as a whole number from 1 to 60; 1 if fewer than two
+        recent finishes are recorded.
 
         Args:
-            waiting: the number of sequences that must end first.
+            waiting: the number of sequences that must end first, recorded here or not.
             now_s: the loop's time.
             share: the fraction of all sequences whose ends are recorded here.
         """

@@ -23,6 +23,7 @@ class _KeptAnswer(NamedTuple):
     outputs: Outputs
     size_bytes: int
     ends_s: float
+    """Monotonic time from which the answer isn't used any more; infinite without ``ttl_s``."""
 
 
 class AnswerCache:
@@ -35,7 +36,7 @@ class AnswerCache:
 
     def __init__(self, share: CacheShare, meter: CacheMeter) -> None:
         self.size_bytes = 0
-        """Bytes of all entries, bookkeeping included."""
+        """Bytes of all entries, an upper bound of their bookkeeping included."""
         self._share = share
         self._meter = meter
         self._entries: OrderedDict[bytes, _KeptAnswer] = OrderedDict()
@@ -43,7 +44,8 @@ class AnswerCache:
         self._secret = secrets.token_bytes(hashlib.blake2b.MAX_KEY_SIZE)
 
     def limit(self, share: CacheShare) -> None:
-        """Adopt another share."""
+        """Adopt another share: evict answers that no longer fit, or all answers if ``per_key`` changes. Kept answers
+        keep their ``ttl_s``."""
         if share.per_key != self._share.per_key:
             self.clear()
         self._share = share
@@ -72,7 +74,8 @@ class AnswerCache:
         return digest.digest()
 
     def get(self, key: bytes) -> Outputs | None:
-        """The outputs that are kept under a key; None if there are none. The caller must not change them."""
+        """The outputs that are kept under a key; None if no outputs are kept, or they have expired. The caller must not
+        change them."""
         entry = self._entries.get(key)
         if entry is None:
             return None
@@ -83,8 +86,8 @@ class AnswerCache:
         return entry.outputs
 
     def put(self, key: bytes, outputs: Outputs) -> None:
-        """Keep outputs, unless they are larger than the whole cache. Their data is copied if it is part of a larger
-        piece of memory."""
+        """Keep outputs, unless they are larger than the whole cache. Data in a memoryview is copied, since it may be
+        part of a larger piece of memory. Outputs that were kept under the key before are dropped."""
         self._drop(key)
         size_bytes = ENTRY_BYTES + sum(
             [TENSOR_BYTES + len(name) + len(tensor.data) for name, tensor in outputs.items()]

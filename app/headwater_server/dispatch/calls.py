@@ -27,9 +27,12 @@ logger = logging.getLogger("headwater.dispatch")
 
 
 class Calls:
-    """Makes calls. An error in a call fails the rows that the call has not answered.
+    """Makes calls. An error in a call fails the rows that the call has not answered, with these exceptions:
 
-    ``losses`` takes the rows of a lost replica. ``on_unsent`` is called with rows that never reached their replica.
+    - ``losses`` takes the rows of a lost replica;
+    - ``on_unsent`` is called with each part that never reached its replica;
+    - if a call of several parts was too large for shared memory, and the model is idempotent, each part is retried
+      alone.
     """
 
     def __init__(self, name: str, meter: DeploymentMeter, losses: Losses, on_unsent: Callable[[Part], None]) -> None:
@@ -38,7 +41,7 @@ class Calls:
         self._losses = losses
         self._on_unsent = on_unsent
         self.on_end: Callable[[], None] = lambda: None
-        """Called after each call."""
+        """Called after each call, also after a call that failed."""
         self.on_change: Callable[[ReplicaCalls], None] = lambda replica: None
         """Called with a replica when its number of calls or its report has changed."""
         self.keep_apart = False
@@ -49,7 +52,7 @@ class Calls:
         self._remote = RemoteSegments(self._segments)
 
     def start(self, replica: ReplicaCalls, batch: list[Part], gathered_ns: int) -> None:
-        """Call a replica.
+        """Begin a call of a replica, in a new task.
 
         Args:
             replica: the replica.
@@ -75,7 +78,7 @@ class Calls:
 
     async def _call(self, replica: ReplicaCalls, parts: list[Part], rows: int, rows_offset: int) -> None:
         """Make a call. ``rows_offset`` plus the replica's ``started_rows`` when the call ends is the number of this
-        worker's rows that the replica had during the call."""
+        worker's rows that the replica had at any time during the call."""
         try:
             if replica.route.grpc_address:
                 held = await self._answer_in_frames(replica, parts, rows)
@@ -117,7 +120,8 @@ class Calls:
             self.on_end()
 
     async def _answer_whole(self, replica: ReplicaCalls, parts: list[Part], rows: int) -> int:
-        """Call a model that answers its batch whole. Returns the rows that the replica had during the call."""
+        """Call a model that answers its batch whole. Returns the rows of all workers that the replica had during the
+        call."""
         client = cast(ReplicaClient, replica.client)
         started_ns = time.perf_counter_ns()
         signature = parts[0].pending.signature
@@ -154,7 +158,8 @@ class Calls:
         return held
 
     async def _answer_in_frames(self, replica: ReplicaCalls, parts: list[Part], rows: int) -> int:
-        """Call a pipeline or a model that streams. Returns the rows that the replica had at the end of the call."""
+        """Call a fused pipeline, or a model that streams or whose calls are coroutines. Returns the rows of all workers
+        that the replica had, by its last report; 0 if it was not called, because the client had left."""
         pending = parts[0].pending
         is_stream = pending.signature.streams
         if is_stream and pending.collector.is_done:  # the client has just left
@@ -180,7 +185,8 @@ class Calls:
         return call.held_rows
 
     async def _read(self, replica: ReplicaCalls, call: FrameCall, pending: Pending, rows: int) -> None:
-        """Pass a call's frames to its requests, until no request wants more."""
+        """Pass a call's frames to its requests, until no request wants more, or the replica can't open the segment
+        (`FrameCall.unshared`)."""
         client = cast(FrameReplicaClient, replica.client)
         is_stream = pending.signature.streams
         if is_stream:

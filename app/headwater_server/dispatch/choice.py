@@ -37,7 +37,7 @@ class Choice:
         self._loop = asyncio.get_running_loop()
         self._max_in_flight = self._instances = 1
         self._without: ReplicaCalls | None = None
-        """An eligible replica held out of the bags: it is kept for retries."""
+        """The replica that is held out of the bags, because `best` must not choose it."""
         self._free = Bag[ReplicaCalls]()
         """Replicas without calls whose last answer reported no rows of other workers."""
         self._shared = Bag[ReplicaCalls]()
@@ -88,7 +88,8 @@ class Choice:
         return best
 
     def least(self) -> ReplicaCalls | None:
-        """The least loaded replica, without calls if possible, even if it may have no further call."""
+        """The least loaded replica, without calls if possible, even if it may have no further call; None if no replica
+        is eligible."""
         if len(self._replicas) > FEW:
             self._keep_out(None)
             return self._lighter(self._free, self._shared, self._partly, self._busy, self._full)
@@ -96,7 +97,8 @@ class Choice:
         return min(eligible, key=lambda replica: (replica.calls, replica.rows), default=None)
 
     def weight(self, replica: ReplicaCalls) -> tuple[bool, int]:
-        """A replica's expected load: whether all instances are busy, and the number of rows."""
+        """A replica's expected load: whether this worker's calls keep all instances busy, and the number of rows, with
+        the rows of other workers if the report of them is fresh."""
         rows = replica.rows
         if replica.others and self._loop.time() < replica.heard_s + REPORT_FRESH_S:
             rows += replica.others

@@ -17,10 +17,12 @@ WHOLE: Final = ""
 """The name of the only head of a model without heads."""
 
 PIECES_LIMIT: Final = 16
-"""Pieces of a stream that may wait for their reader; then no more are requested from the replica."""
+"""Pieces of a stream that may wait for their reader; then the worker takes no further frames of the stream from the
+connection."""
 
 PIECES_LIMIT_BYTES: Final = 1024 * 1024
-"""Bytes of a stream's pieces that may wait for their reader; a larger piece waits alone."""
+"""Bytes of a stream's pieces that may wait for their reader, estimated by the size of the last frame; a larger piece
+waits alone."""
 
 PLAIN: Final = {WHOLE: HeadSpec(WHOLE, ())}
 """The heads of a model without heads."""
@@ -38,7 +40,8 @@ class Collector:
 
     Args:
         heads: the wanted heads.
-        is_stream: whether pieces are read as they arrive; then a head's failure is a piece and doesn't end the request.
+        is_stream: whether pieces are read as they arrive; then the failure of a pipeline's head is a piece and doesn't
+            end the request.
         meter: counts results and failures of a pipeline's heads.
     """
 
@@ -61,9 +64,9 @@ class Collector:
         self.heads = heads
         self.is_stream = is_stream
         self.undecided = dict(heads)
-        """Heads that will send more outputs."""
+        """Heads without last outputs or an error so far; empty after `close`."""
         self.future: asyncio.Future[None] = self.loop.create_future()
-        """Done once all heads have answered, or the request has failed as a whole."""
+        """Done once all heads have answered, or the request has failed as a whole; cancelled by `close`."""
 
     @property
     def is_done(self) -> bool:
@@ -85,12 +88,17 @@ class Collector:
 
     @property
     def failed(self) -> bool:
-        """Whether the request ended with an error. A cancelled request has not failed."""
+        """Whether the request failed as a whole, or all its heads failed. A cancelled request has not failed."""
         ended = self.future.done() and not self.future.cancelled()
         return ended and not self.succeeded and not isinstance(self.error, Cancelled)
 
     def decide(self, head: str, outputs: Outputs | None = None, error: HeadwaterError | None = None) -> None:
-        """Take a head's last outputs, or its error; later calls for the head are ignored."""
+        """Take a head's last outputs, or its error; later calls for the head are ignored. At the end of a stream
+        neither is given.
+
+        The error of a model without heads fails the request as a whole. So does the error of a head with
+        ``on_error: fail``, unless `is_stream`.
+        """
         spec = self.undecided.pop(head, None)
         if spec is None or self.future.done():
             return
@@ -113,7 +121,7 @@ class Collector:
             self._append(HeadAnswer(head, outputs, None, self._took_ms()))
 
     def fail(self, error: HeadwaterError) -> None:
-        """Fail the request as a whole."""
+        """Fail the request as a whole, unless it has ended."""
         if not self.is_done:
             if self._meter is not None:
                 for head in self.undecided:

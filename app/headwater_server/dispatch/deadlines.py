@@ -11,7 +11,7 @@ from headwater_server.errors import DeadlineExceeded
 __all__ = ["Deadlines"]
 
 TIMER_RESOLUTION_S = 0.001
-"""uvloop counts timers in whole milliseconds."""
+"""The resolution of uvloop's timers in seconds: they count whole milliseconds."""
 
 
 class Deadlines:
@@ -23,7 +23,8 @@ class Deadlines:
         timeout_us: the client's timeout in microseconds; 0 if the client set no timeout.
         where: returns the request's present state for messages, such as "while it was computed".
         is_idle_limit: whether the request's deadline starts anew with each piece of its stream.
-        on_head: called with a head when the head's deadline or the request's passes.
+        on_head: called with a head when the head's deadline passes, and with each undecided head when the request's
+            deadline passes. It isn't called if a stream stops after its first piece.
     """
 
     __slots__ = (
@@ -59,13 +60,14 @@ class Deadlines:
                 self._timers.append(self._loop.call_later(head.timeout_s, expire))
 
     def left_s(self, head: str) -> float:
-        """Seconds until the earlier of the head's deadline and the request's; 0 if that deadline has passed."""
+        """Seconds until the earlier of the head's deadline and the request's; 0 if that deadline has passed. Pieces of
+        a stream are not considered."""
         limit_s = self._collector.heads[head].timeout_s
         until_s = self._timeout_s if limit_s is None else min(limit_s, self._timeout_s)
         return max(0.0, self._start_s + until_s - self._loop.time())
 
     def note_piece(self) -> None:
-        """Record that a piece of the stream arrived, or that its reader caught up."""
+        """Record that a piece of the answer arrived, or that a stream's reader caught up."""
         self._piece_s = self._loop.time()
         self._is_held = False
 

@@ -27,6 +27,7 @@ from headwater_server.telemetry.recorder import recorder
 __all__ = ["Dispatcher", "Fail", "TensorDispatcher", "drain"]
 
 POLL_S: Final = 0.02
+"""Seconds between the checks of `drain`."""
 
 Fail = Callable[[HeadwaterError], None]
 """Ends one request with an error."""
@@ -42,7 +43,7 @@ class Dispatcher(Protocol):
 
     @property
     def signature(self) -> Signature | None:
-        """The model's signature, once known."""
+        """The model's signature; None until a replica has been ready."""
         return self.route.signature
 
     @property
@@ -58,7 +59,7 @@ class Dispatcher(Protocol):
         self.route = route
 
     def close(self) -> None:
-        """End all calls; their requests are answered with `ReplicaLost`."""
+        """End all calls; the requests that have not been answered fail with `ReplicaLost`."""
         self.route = msgspec.structs.replace(self.route, replicas=(), retiring=())
 
     def under_way(self, replicas: Collection[str] | None) -> list[Fail]:
@@ -66,11 +67,12 @@ class Dispatcher(Protocol):
 
         Args:
             replicas: only requests that replicas with these ids have; None for all requests, including queued requests.
+                A deployment without replicas ignores it.
         """
         ...
 
     def moment(self) -> Moment:
-        """The replicas' present load from this worker."""
+        """The replicas' present load from this worker; zeros for a deployment without replicas."""
         return Moment()
 
     def gauges(self) -> dict[Gauge, int]:
@@ -98,7 +100,7 @@ class Dispatcher(Protocol):
         return route.signature
 
     def check_whole(self) -> None:
-        """Check that the model answers a request with one result.
+        """Check that the model answers a request with a single result of tensors.
 
         Raises:
             Unavailable: no requests are accepted now.
@@ -117,10 +119,17 @@ class Dispatcher(Protocol):
 
         Raises:
             Unavailable: no replica is ready, or the replica that had the request ended.
+            RateLimited: the API key's requests ended too many replicas.
+            Quarantined: the same request took two replicas down.
             QueueFull: the queue is full.
+            SharedMemoryFull: /dev/shm has no capacity for the request's tensors.
             DeadlineExceeded: the deadline passed; rows not yet sent are never computed.
-            BadRequest: the callable reported that the rows are wrong, or the model takes no tensors.
-            CallableFailed: the callable raised, or broke its declaration.
+            Cancelled: a client cancelled the request by its id.
+            BadRequest: the callable reported that the rows are wrong, the request has more rows than may ever wait, or
+                the model takes no tensors.
+            BodyTooLarge: the request has more bytes than may ever wait.
+            CallableFailed: the callable raised, or broke its declaration; `OutOfMemory` if the device's memory is too
+                small.
         """
         ...
 
@@ -162,7 +171,7 @@ class TensorDispatcher(Dispatcher, Generic[R]):
         self._waiting: set[Waiter] = set()
         self._flights: Flights | None = None
         self.shadow: Shadow | None = None
-        """Receives copies of the requests that this dispatcher computes."""
+        """Receives copies of the requests that this dispatcher computes; None: no copies are sent."""
         self._adopt_cache()
 
     @abstractmethod
@@ -171,7 +180,7 @@ class TensorDispatcher(Dispatcher, Generic[R]):
 
     @abstractmethod
     def _end(self, run: R) -> None:
-        """Remove a request that was answered, that failed, or whose client left."""
+        """Remove a request that was answered, failed, or lost its client, and stop computing it."""
 
     @property
     def in_flight(self) -> int:
@@ -204,7 +213,8 @@ class TensorDispatcher(Dispatcher, Generic[R]):
         return self.route.generation, self.route.signature
 
     def _adopt_cache(self) -> None:
-        """Create, resize or remove the cache of answers to match the route."""
+        """Create, resize or remove the cache of answers to match the route; clear it if an operator unloaded the
+        deployment."""
         share = self.route.cache
         if share is None:
             self._flights = None
@@ -279,7 +289,8 @@ class TensorDispatcher(Dispatcher, Generic[R]):
 
 
 async def drain(under_way: Callable[[], list[Fail]], timeout_s: float, error: HeadwaterError) -> Drained:
-    """Wait until requests in flight are answered; after ``timeout_s`` fail the remaining requests with ``error``."""
+    """Wait until requests in flight are answered; after ``timeout_s`` fail the remaining requests with ``error``.
+    Returns the numbers of requests that were answered and that were failed."""
     loop = asyncio.get_running_loop()
     deadline_s = loop.time() + timeout_s
     before = len(under_way())

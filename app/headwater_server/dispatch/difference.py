@@ -21,12 +21,13 @@ class Difference(NamedTuple):
     """How two values of an output differ."""
 
     greatest: float | None
-    """The greatest absolute difference of two elements, infinite if only one element is finite; None if there are no
-    numbers to compare."""
+    """The greatest absolute difference of two elements, infinite if only one element is finite; None for texts, and if
+    the outputs differ in form."""
     rows: int = 0
-    """Rows that disagree."""
+    """Rows that disagree; 0 for numbers without labels, of which only the difference counts."""
     kind: Literal["value", "form"] = "value"
-    """Kind of disagreement: ``value``, in the greatest label or the text; ``form``, in shape or datatype."""
+    """Kind of disagreement: ``value``, in the label with the greatest number or in the text; ``form``, in shape or
+    datatype, or because the other version omitted the output. With ``form``, all rows disagree."""
 
 
 def difference(

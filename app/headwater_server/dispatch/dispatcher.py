@@ -35,10 +35,12 @@ class ModelDispatcher(TensorDispatcher[Pending]):
 
     Args:
         route: the deployment.
-        connect: makes a replica's client; tests and other engines replace it.
+        connect: makes a replica's client.
         on_quarantined: called with the fingerprint of a request that took two replicas down.
-        budget: limits the rows and bytes that wait in all deployments together; None if there is a single deployment.
-        on_lost: called with the report of each lost replica, and again once it is known which request ended it.
+        budget: limits the rows and bytes that wait in all deployments together. Default: a `QueueBudget` with default
+            limits, for this deployment alone.
+        on_lost: called with the report of each lost replica, and again once a request with an API key has taken two
+            replicas down.
     """
 
     def __init__(
@@ -238,13 +240,14 @@ class ModelDispatcher(TensorDispatcher[Pending]):
             self._admission.add_copy(part)
 
     def _displace(self, part: Part, error: QueueFull) -> None:
-        """Fail a waiting request because its place in the queue goes to a request that has priority over it."""
+        """Fail a waiting request, so that another request fits in the queues."""
         for sibling in part.pending.parts:
             self._queue.remove(sibling)
         part.pending.collector.fail(error)
 
     def _cut_waiting(self) -> None:
-        """Cut waiting parts that are larger than the present batch size."""
+        """Cut parts in the queue that are larger than the present batch size. A part that waits to be retried is cut
+        when it leaves."""
         for pending in self._requests:
             for part in list(pending.parts):
                 if part.alive and part.rows > self._queue.max_batch_size:
@@ -253,7 +256,8 @@ class ModelDispatcher(TensorDispatcher[Pending]):
                         self._push(piece)
 
     def _fitting(self, part: Part) -> list[Part]:
-        """Cut a part, which must be in no queue, into pieces of at most the present batch size."""
+        """Cut a part, which must be in no queue, into pieces of at most the present batch size. A part of a stream that
+        is too large fails; then the list is empty."""
         size = self._queue.max_batch_size
         if part.rows <= size:
             return [part]
@@ -270,8 +274,8 @@ class ModelDispatcher(TensorDispatcher[Pending]):
         )
 
     def _take_back(self, part: Part) -> None:
-        """Queue rows again that never reached their replica. They wait for the next routing table if no replica is
-        eligible now."""
+        """Queue rows again that never reached their replica, unless their request has ended. They fail if the routing
+        table has no replica, and wait for the next routing table if no replica of the table is eligible now."""
         if not self.route.replicas:  # the table already says that no replica is left
             part.fail(unavailable(self.route))
         elif not part.pending.collector.is_done:

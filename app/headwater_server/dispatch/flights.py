@@ -45,7 +45,7 @@ class Waiter:
         )
 
     def decide(self, turn: Literal["take", "compute", "alone"], outputs: Outputs | None = None) -> None:
-        """End the wait."""
+        """End the wait, unless it has ended; ``outputs`` are the shared answer."""
         if not self.collector.is_done:
             self.turn = turn
             self.collector.decide(WHOLE, outputs or {})
@@ -86,10 +86,11 @@ class _Flight:
 class Flights:
     """Answers one deployment's requests from the cache, from a computation in flight, or by a new computation.
 
-    If the client of a computed request leaves or its deadline passes, the next waiting request is computed. If the
-    computation fails otherwise, each waiting request is computed separately, as without a cache: they share a batch,
-    and the failure of the model or its replica may not repeat. A request that is more urgent than the requests being
-    computed, while those still wait in the queue, is computed too; the first answer goes to all waiting requests.
+    If a computed request is cancelled, loses its client or its place in the queue, or passes its deadline, the most
+    urgent waiting request is computed. If the computation fails otherwise, or heads are omitted from the answer, each
+    waiting request is computed separately, as without a cache: they may share a batch, and the failure of the model or
+    its replica may not repeat. A request that is more urgent than all requests being computed, while these still wait
+    in the queue, is computed too; the first answer goes to all waiting requests.
 
     Args:
         cache: the answers that are kept.
@@ -116,12 +117,13 @@ class Flights:
         self._flights: dict[bytes, _Flight] = {}
 
     def clear(self) -> None:
-        """Forget all answers, including the answers of computations in flight."""
+        """Forget all answers. The answers of computations in flight go to the requests that wait for them, and are not
+        kept."""
         self.cache.clear()
         self._flights = {}
 
     async def answer(self, request: InferRequest, timeout_s: float, compute: Callable[[], Awaitable[Answer]]) -> Answer:
-        """Answer a request.
+        """Answer a request. The returned answer says in ``cache`` where it is from.
 
         Args:
             request: the request.
@@ -129,7 +131,8 @@ class Flights:
             compute: computes the answer.
 
         Raises:
-            HeadwaterError: the errors of ``compute``; `DeadlineExceeded` while it waits for an identical request.
+            HeadwaterError: the errors of ``compute``; `DeadlineExceeded` or `Cancelled` while it waits for an identical
+                request.
         """
         if held_bytes(request.inputs) < THREAD_BYTES:
             key = self.cache.key(request)

@@ -51,7 +51,8 @@ class FrameCall:
         self.lost: HeadwaterError | None = None
         """Set once the replica has reported that it can't continue."""
         self.unshared = ""
-        """Why the replica can't open the segment with the inputs; it then has computed nothing."""
+        """Why the replica can't open the segment with the inputs; it then has computed nothing. Empty: the replica
+        didn't report that."""
         self._has_heads = bool(signature.heads)
         self._unanswered = set[str]().union(*self._asked)
         names = [head.name for head in signature.heads] or [WHOLE]
@@ -71,7 +72,7 @@ class FrameCall:
             note.left_s = {head or signature.name: left_s for head, left_s in self._left_s().items()}
         self._started_ns = time.perf_counter_ns()
         self.compute_ns = 0
-        """Nanoseconds in the callable so far."""
+        """Nanoseconds in the callables of all steps so far."""
         self.held_rows = 0
         """Rows of all gateway workers that the replica had, by its last report."""
 
@@ -81,7 +82,8 @@ class FrameCall:
         self.request.note.shared.path = path
 
     def _patience_s(self) -> float:
-        """Seconds that a head's answer may wait for the other heads; 0 if a request can use it before they answer.
+        """Seconds that a head's answer may wait for the other heads; 0 if a request can use it before they answer, if
+        the parts await different heads, or if the model has no heads.
 
         At most half of the time until the earliest deadline, so that a late head is noticed before the deadline.
         """

@@ -61,7 +61,7 @@ class GraphDispatcher(TensorDispatcher["_GraphRun"]):
 
     @property
     def version(self) -> Hashable:
-        """See `TensorDispatcher.version`: the versions of all steps."""
+        """See `TensorDispatcher.version`: the pipeline's signature, and the generation and signature of each step."""
         steps = self.route.plan.steps if self.route.plan is not None else ()
         dispatchers = (self._find(step.spec.deployment or f"{self.route.name}.{step.name}") for step in steps)
         return self.route.signature, *(
@@ -69,7 +69,8 @@ class GraphDispatcher(TensorDispatcher["_GraphRun"]):
         )
 
     def check_ready(self, *, is_step: bool = False) -> Signature:
-        """See `Dispatcher.check_ready`: requests are accepted while enough steps accept requests."""
+        """See `Dispatcher.check_ready`: requests are accepted while the steps that can be reached suffice to answer at
+        least a single head."""
         if self.is_draining and not is_step:
             raise Unavailable("the server is stopping", retry_after_s=RETRY_AFTER_LOST_S)
         route = self.route
@@ -154,7 +155,11 @@ class _GraphRun:
         self.collector.decide(step, error=error.again())
 
     async def _step(self, step: PlannedStep) -> Outputs:
-        """Call a step as soon as its inputs are available."""
+        """Call a step as soon as its inputs are available, and return its outputs.
+
+        Raises:
+            HeadwaterError: the step failed, or a step that it depends on.
+        """
         tasks = self._tasks  # `end` may replace it
         for parent in step.parents:
             # `asyncio.wait` doesn't cancel the parent's task when this step is cancelled: other steps may need it.
@@ -179,8 +184,12 @@ class _GraphRun:
             raise error.again(f"step `{step.name}`: {error.message}") from error
 
     def _made(self, step: PlannedStep, wire: Wire) -> Outputs:
-        """A parent's outputs. A parent's failure fails this step too; if the parent's output doesn't match its
-        declaration, the error names this step's input."""
+        """The outputs of the step that ``wire`` comes from.
+
+        Raises:
+            HeadwaterError: that step failed. If its output for this wire doesn't match its declaration, the error names
+                the input of ``step``.
+        """
         try:
             return self._tasks[wire.step].result()
         except HeadwaterError as error:

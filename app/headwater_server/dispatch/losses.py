@@ -42,7 +42,8 @@ def fingerprint(request: InferRequest) -> bytes:
 
 
 def keys_of(replica: ReplicaCalls, unsent: list[Part] | None = None) -> set[str]:
-    """Names of the API keys that sent the requests of a replica's calls, without a batch that never reached it."""
+    """Names of the API keys that sent the requests of a replica's calls in flight, without the batch ``unsent``, which
+    never reached it; "" for a request without a key."""
     return {part.pending.request.owner for batch in replica.batches.values() if batch is not unsent for part in batch}
 
 
@@ -123,6 +124,7 @@ class Retries:
         self._is_alone = False
         """Whether that replica computes a retry now."""
         self._is_others_turn = False
+        """Whether that replica gets a batch of other requests before the next retry, if such requests wait."""
 
     def __bool__(self) -> bool:
         """Whether a part waits, or a replica is set aside."""
@@ -130,7 +132,7 @@ class Retries:
 
     @property
     def rows(self) -> int:
-        """Rows waiting."""
+        """Rows that wait, without the rows of requests that have ended."""
         return sum(part.rows for part in self._waiting if not part.pending.collector.is_done)
 
     def push(self, part: Part) -> None:
@@ -161,7 +163,11 @@ class Retries:
     def next(
         self, find_replica: Callable[[], ReplicaCalls | None], *, has_others: bool
     ) -> tuple[ReplicaCalls, Part] | None:  # fmt: skip
-        """The part to be computed now, and its replica. Sets a replica aside if none is set aside.
+        """Take the part to be computed now. Sets a replica aside if necessary, and releases it once no part waits or is
+        computed.
+
+        Returns the replica that is set aside, and the part; None if no part waits, no replica is eligible, the replica
+        has a call, or it is the turn of other requests.
 
         Args:
             find_replica: finds the least loaded eligible replica, without calls if possible.
@@ -212,8 +218,8 @@ class Retries:
 class Losses:
     """Retries or fails the rows of one deployment's lost replicas.
 
-    When a request took two replicas down, ``on_quarantined`` is called with its fingerprint, and ``on_lost`` with a
-    report that names its API key.
+    When a request took two replicas down, ``on_quarantined`` is called with its fingerprint, and, if it was sent with
+    an API key, ``on_lost`` with a report that names the key.
     """
 
     def __init__(
@@ -235,7 +241,7 @@ class Losses:
         self.retries = Retries()
         self.quarantine = Quarantine(0)
         self.is_closed = False
-        """Whether replicas are lost because the worker ends."""
+        """Whether replicas are lost because the deployment's dispatcher is closed."""
 
     def lose(self, replica: ReplicaCalls, unsent: list[Part] | None = None) -> None:
         """Give a lost replica no new calls; the batch ``unsent`` never reached it."""
@@ -251,7 +257,8 @@ class Losses:
     def take(self, part: Part, replica: ReplicaCalls, error: ReplicaLost) -> None:
         """Retry a lost replica's rows on another replica, once and alone, for the heads that have not answered.
 
-        Rows that can't be retried fail with ``error``.
+        Rows that can't be retried fail with ``error``. Rows that have lost a second replica fail once it is known
+        whether their request is to blame (`judge`), within `LOST_RETRY_S`.
         """
         pending = part.pending
         if pending.collector.is_done or part.awaited.isdisjoint(pending.collector.undecided):
@@ -305,13 +312,14 @@ class Losses:
             part.fail(ReplicaLost(text, retry_after_s=RETRY_AFTER_LOST_S))
 
     def close(self) -> None:
-        """Stop retries, because the worker ends and closes all replicas."""
+        """Stop retries, because the deployment's dispatcher is about to close all connections. Requests that have lost
+        a second replica fail now."""
         self.is_closed = True
         for replica in list(self._accused):
             self._acquit(replica)
 
     def examine(self, request: InferRequest, max_rows: int) -> bytes:
-        """The fingerprint of a new request if it must be computed alone, else empty.
+        """The fingerprint of a new request if it must be computed alone, because it is a suspect; else empty.
 
         Raises:
             Quarantined: the same request took two replicas down.

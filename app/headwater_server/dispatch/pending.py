@@ -45,7 +45,8 @@ class Pending:
         self.stream: tuple[FrameReplicaClient, str] | None = None
         """The client that receives the stream, and the stream's name in that client; None after the last frame."""
         self.queue_ns = 0
-        """Nanoseconds from arrival to the start of the last call."""
+        """Nanoseconds from arrival to the start of the last call that was answered, or whose answer has begun; 0
+        before."""
         self.compute_ns = 0
         """Nanoseconds in the callable during the last call, so far."""
         self.gathered_ns = 0
@@ -54,7 +55,8 @@ class Pending:
         """The part of ``queue_ns`` in which a replica was free, but the batch waited for more rows."""
         self.trace: ModelTrace | None = None
         self.fingerprint = b""
-        """Set once the request is suspected of having ended a replica."""
+        """The request's hash (`headwater_server.dispatch.losses.fingerprint`) once it is suspected of having ended a
+        replica; empty before."""
         self._results: dict[str, dict[Part, Outputs]] = {}
         """By head, the outputs of the parts that are answered; used only if the request has several parts."""
 
@@ -80,7 +82,8 @@ class Pending:
         return max(0, time.perf_counter_ns() - self.arrived_ns - self.queue_ns - self.compute_ns)
 
     def join(self, part: Part, head: str, outputs: Outputs) -> None:
-        """Take a head's outputs for a part; the outputs of the last missing part complete the head."""
+        """Take a head's outputs for a part; the outputs of the last missing part complete the head. The head fails if
+        the parts' outputs can't be joined."""
         whole = outputs
         if len(self.parts) > 1:
             results = self._results.setdefault(head, {})
@@ -119,7 +122,8 @@ class Part(Item):
         start: the index of the first row in the request.
         inputs: the rows' tensors.
         awaited: the heads that haven't answered these rows.
-        losses: the number of replicas that were lost while they had these rows.
+        losses: the number of replicas that were lost while they had these rows; it starts at 1 if the request was a
+            suspect when it arrived (`headwater_server.dispatch.losses.Quarantine`).
     """
 
     __slots__ = ("awaited", "inputs", "is_retry", "losses", "lost_with", "pending", "start")
@@ -142,7 +146,8 @@ class Part(Item):
         self.awaited = awaited
         self.losses = losses
         self.lost_with = ""
-        """Id of the first replica that was lost with these rows; empty if it is not known."""
+        """Id of the first replica that was lost with these rows; empty before, and if the request was a suspect when it
+        arrived."""
         self.is_retry = False
         """Whether it waits in `headwater_server.dispatch.losses.Retries`."""
 
@@ -191,7 +196,7 @@ class Part(Item):
 
 
 def held_bytes(inputs: dict[str, RawTensor]) -> int:
-    """The size of these tensors' data."""
+    """The size of these tensors' data in bytes."""
     return sum([len(tensor.data) for tensor in inputs.values()])
 
 
@@ -200,7 +205,8 @@ def hand_out(
 ) -> None:
     """Cut a head's outputs by rows, and give each part its rows.
 
-    A part whose rows report that the replica can't continue (`replica_loss`) gets no outputs: the caller retries it.
+    A part gets the error of its first failed row in place of outputs. If that row reports that the replica can't
+    continue (`headwater.wire.report.Status.BROKEN`), the part gets nothing: the caller retries it.
 
     Args:
         parts: the parts that the outputs' rows belong to, in the order of the rows.

@@ -29,14 +29,18 @@ GOOD_PART: Final = 4
 """A busy replica gets no call with fewer rows than ``max_batch_size`` divided by this number."""
 
 GOOD_ROWS: Final = 8
-"""A busy replica gets no call with fewer rows than this, so that small batches are filled."""
+"""A busy replica gets no call with fewer rows than this, so that small batches are filled; a full batch suffices if
+``max_batch_size`` is less."""
 
 
 class BatchingPolicy:
     """Decides when waiting rows become a call, and to which replica.
 
-    If a replica is idle, rows leave at once; otherwise they gather until a call returns. ``fitting`` cuts a part, which
-    must be in no queue, into pieces of at most the present batch size.
+    If a replica has an idle instance, rows leave at once; with ``max_queue_delay_ms``, they leave after this delay or
+    as a full batch. Otherwise they gather until a call returns, or until enough rows wait for a call in advance
+    (`_worth_a_call`). Rows of streams leave as soon as a replica may have another call.
+
+    ``fitting`` cuts a part, which must be in no queue, into pieces of at most the present batch size.
     """
 
     def __init__(
@@ -77,7 +81,8 @@ class BatchingPolicy:
             self._delay = None
 
     def schedule(self) -> None:
-        """Dispatch at the end of this turn of the event loop, so that requests that arrived together leave together."""
+        """Dispatch in the next turn of the event loop, so that requests that arrived together leave together. Nothing
+        happens if no rows wait."""
         if not self._is_due and (self._queue.rows or self._retries):
             self._is_due = True
             self._loop.call_soon(self._dispatch)
@@ -123,7 +128,8 @@ class BatchingPolicy:
         self.clock.stop()
 
     def _choose(self) -> ReplicaCalls | None:
-        """The least loaded replica that may have another call; replicas with an idle instance come first."""
+        """The least loaded replica that may have another call; replicas with an idle instance come first. None: every
+        replica is full."""
         aside, choice = self._retries.aside, self._choice
         best = choice.best(aside)
         if aside is None or not aside.is_eligible or not self._retries.admits(aside):
@@ -131,7 +137,8 @@ class BatchingPolicy:
         return aside if best is None or choice.weight(aside) < choice.weight(best) else best
 
     def _worth_a_call(self, replica: ReplicaCalls) -> int:
-        """The rows that make a call to a busy replica worthwhile: as many as it has, and a good part of a batch.
+        """The rows that make a call to a busy replica worthwhile: as many as it has, and a good part of a batch, but at
+        most a full batch.
 
         Suppose that as many connections as a batch has rows send requests without pause. Then half of the rows are
         computed while the answers and next requests of the other half travel. If calls waited for full batches,
@@ -141,7 +148,8 @@ class BatchingPolicy:
         return min(full, max(full // GOOD_PART, GOOD_ROWS, replica.rows))
 
     def _delay_is_over(self) -> bool:
-        """Whether the oldest rows have waited ``max_queue_delay_ms`` or fill a batch; if not, sets a timer for that."""
+        """Whether the oldest rows have waited ``max_queue_delay_ms``, or a full batch waits; if not, sets a timer that
+        dispatches when the delay is over."""
         left_s = self._queue.oldest_s() + self.route.max_queue_delay_ms / 1000 - self._loop.time()
         if left_s < TIMER_RESOLUTION_S or self._queue.next_has(self._queue.max_batch_size):
             return True
@@ -178,12 +186,13 @@ class GatherClock:
             self._since_ns = 0
 
     def read_ns(self) -> int:
-        """Read the clock."""
+        """Nanoseconds for which the clock has run so far."""
         return self._total_ns + (time.perf_counter_ns() - self._since_ns if self._since_ns else 0)
 
 
 def length_class(inputs: Mapping[str, RawTensor], max_padding: float) -> int:
-    """The length class of a request's rows: by the BYTES elements of the longest row; 0 if no input varies in length.
+    """The length class of a request's rows: by the bytes of the longest row, added up over the BYTES inputs; 0 if there
+    is no BYTES input.
 
     A length includes the four bytes in front of each element. A model pads by tokens, which are unknown in the gateway;
     texts of the same kind have similar numbers of bytes per token.

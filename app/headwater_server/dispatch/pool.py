@@ -22,17 +22,18 @@ __all__ = ["FEW", "Connect", "Replica", "ReplicaCalls", "ReplicaPool", "connect"
 logger = logging.getLogger("headwater.dispatch")
 
 FEW: Final = 8
-"""Up to this number of replicas, a choice compares them all."""
+"""Up to this number of replicas, a choice compares them all; `ReplicaPool.candidates` returns at most this number."""
 
 LOST_RETRY_S = 2.0
-"""Seconds within which a replica that ended is removed from the routing table."""
+"""Seconds after which a lost replica that is still in the routing table is tried again. The supervisor should remove a
+replica that ended within this time."""
 
 Connect = Callable[[str, ReplicaRoute], ReplicaClient | FrameReplicaClient]
 """Makes the client of a replica, from the deployment's name and the replica's route."""
 
 
 def connect(name: str, route: ReplicaRoute, tls: ClientTls | None = None) -> ReplicaClient | FrameReplicaClient:
-    """The client for a replica's protocol.
+    """The client for a replica's protocol: frames if the route has an address for gRPC, else whole answers over HTTP.
 
     Args:
         name: the deployment's name.
@@ -63,9 +64,10 @@ class Replica:
     is_retiring: bool = False
     """Whether it gets no new calls and finishes the calls that it has: it was replaced, or is out of reach for now."""
     is_lost: bool = False
-    """Whether it failed as a whole: it gets no new calls, and the supervisor will remove it from the table."""
+    """Whether it failed as a whole, or its connection was closed: it gets no new calls. If it stays in the table, the
+    pool tries it again."""
     losses: int = 0
-    """Times that it was lost in a row, without an answer in between."""
+    """Times that this worker lost it in a row, without an answer in between."""
 
     @property
     def is_eligible(self) -> bool:
@@ -73,17 +75,23 @@ class Replica:
         return not self.is_lost and not self.is_retiring
 
     def close(self, reason: str) -> None:
-        """Close the connection, which ends all calls."""
+        """Close the connection, which ends all calls.
+
+        Args:
+            reason: the reason in words, for subclasses; it isn't used here.
+        """
         self.client.close()
 
 
 @dataclass(slots=True, eq=False)
 class ReplicaCalls(Replica):
-    """A replica and its calls in flight."""
+    """A replica and this worker's calls to it that are in flight."""
 
     client: ReplicaClient | FrameReplicaClient
     calls: int = 0
+    """The number of calls in flight."""
     rows: int = 0
+    """Rows of the calls in flight."""
     started_rows: int = 0
     """Rows of all calls that were ever started."""
     others: int = 0
@@ -93,7 +101,8 @@ class ReplicaCalls(Replica):
     batches: dict[int, list[Part]] = field(default_factory=dict)
     """Batches of the calls in flight, by the identity of their lists."""
     is_sharing: bool = True
-    """Whether it can open memory segments of this worker or, if it is remote, of its port."""
+    """Whether it gets large tensors in memory segments of this worker or, if it is remote, of its port; False once it
+    could not open a segment."""
     is_remote: bool = False
     """Whether it is on another machine and is reached through its port."""
 
@@ -113,7 +122,7 @@ class ReplicaPool(Generic[R]):
         on_back: called when a lost replica becomes eligible again.
         on_change: called with each new replica and with each replica that became eligible or ineligible.
         chance: returns random numbers from 0 to below 1; tests replace it.
-        on_lost: called with the report of each lost replica.
+        on_lost: called with the report of each replica that was lost, or that left the table while it had requests.
         keys_of: returns the names of the API keys that sent a replica's requests; "" for a request without a key.
     """
 
@@ -142,7 +151,8 @@ class ReplicaPool(Generic[R]):
         self._loop = asyncio.get_running_loop()
 
     def update(self, route: DeploymentRoute) -> None:
-        """Connect to a route's new replicas, and close the connections to replicas that the route no longer has."""
+        """Connect to a route's new replicas, close the connections to replicas that the route no longer has, and note
+        which replicas are retiring."""
         table = route.replicas, route.retiring
         if table[0] is self._table[0] and table[1] is self._table[1]:  # most changes concern another deployment
             return
@@ -179,13 +189,15 @@ class ReplicaPool(Generic[R]):
         return self._eligible
 
     def candidates(self) -> list[R]:
-        """Replicas that may get new calls: all if there are few, else a random sample that may repeat a replica."""
+        """Replicas that may get new calls: all if there are at most `FEW`, else `FEW` random replicas, of which some
+        may be the same."""
         if len(self._eligible) <= FEW:
             return list(self._eligible)
         return [self._eligible.draw(self._chance) for _ in range(FEW)]
 
     def lose(self, replica: R, keys: set[str] | None = None) -> None:
-        """Give a replica no new calls; if it is still in the table after `LOST_RETRY_S`, try it again.
+        """Give a replica no new calls, and report it; if it is still in the table after `LOST_RETRY_S`, try it again.
+        Nothing happens if it is lost already.
 
         Args:
             replica: the replica.

@@ -3,7 +3,7 @@
 Priority classes are ordered by start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996), with rows in place of
 bits: each class has a virtual time, which advances by its rows divided by its weight, and the class with the earliest
 virtual time is next. A class without waiting rows saves up no credit: when rows arrive, it starts at the present
-virtual time. Within a class, items leave in order of arrival.
+virtual time at the earliest. Within a class, the items of a key leave in order of arrival.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ LAST_PRIORITY = 10
 DEFAULT_WEIGHTS: Mapping[int, int] = MappingProxyType(
     {priority: 2 ** (LAST_PRIORITY - priority) for priority in range(1, LAST_PRIORITY + 1)}
 )
-"""By priority: each priority has twice the weight of the next less urgent priority."""
+"""The weight of each priority from 1 to 10: twice the weight of the next less urgent priority."""
 REMOVED_LIMIT = 16
+"""Removed items that a queue may keep in memory, even if more items are removed than wait."""
 
 
 class Item:
@@ -34,7 +35,8 @@ class Item:
         key: only rows with equal keys may share a batch.
         rows: the number of rows, at most the queue's ``max_batch_size``.
         arrived_s: the time of arrival, on any steady clock.
-        priority: 1 is the most urgent; 0 stands for the default.
+        priority: 1 is the most urgent, 10 the least urgent, and a greater number counts as 10; 0 stands for the
+            default.
         held_bytes: bytes of the rows' data, which stay in memory while the rows wait.
     """
 
@@ -57,7 +59,7 @@ T = TypeVar("T", bound=Item)
 
 @dataclass
 class Waiting:
-    """Rows and bytes that wait in several queues together."""
+    """Rows, and bytes of their data, that wait in several queues together."""
 
     rows: int = 0
     held_bytes: int = 0
@@ -83,7 +85,8 @@ class _PriorityClass(Generic[T]):
         """Items in order of arrival; some have already left the queue."""
 
     def pass_over(self) -> None:
-        """Drop items at the front that have already left the queue."""
+        """Drop items at the front that have already left the queue. If there were such items, the first item now starts
+        at `next_start`."""
         arrivals = self.arrivals
         while arrivals and not arrivals[0].alive:
             arrivals.popleft()
@@ -141,6 +144,7 @@ class BatchQueue(Generic[T]):
         self._virtual = 0.0
         """The present virtual time: the earliest start of a waiting item, or `_latest` while the queue is empty."""
         self._latest = 0.0
+        """The latest ``next_start`` of the classes that ran out of items."""
         self._items = 0
         """Items waiting."""
         self._removed = 0
@@ -197,7 +201,8 @@ class BatchQueue(Generic[T]):
         return True
 
     def pop(self) -> list[T]:
-        """Take the next batch: the first item in order, and further items that may share its batch."""
+        """Take the next batch: the first item in order, and further items that may share its batch. Returns an empty
+        list if no item waits."""
         active = self._active
         if not active:
             return []
@@ -256,7 +261,7 @@ class BatchQueue(Generic[T]):
         return items
 
     def reweigh(self, weights: Mapping[int, int]) -> None:
-        """Change classes and weights; items keep their order within a class."""
+        """Change classes and weights; items keep their order within a class, and virtual time starts again at 0."""
         items = self.drain()
         self.weights = weights
         self._classes = _classes(weights)
@@ -266,7 +271,12 @@ class BatchQueue(Generic[T]):
             self.push(item)
 
     def next_has(self, rows: int) -> bool:
-        """Whether the next batch would have this number of rows, at most ``max_batch_size``."""
+        """Whether at least ``rows`` rows wait with the key of the next batch. The batch may still get fewer rows, if
+        items don't fill it exactly.
+
+        Args:
+            rows: from 1 to ``max_batch_size``.
+        """
         if self.rows < rows:
             return False
         next_class = self._active[0] if len(self._active) == 1 else min(self._active, key=_start)
@@ -274,7 +284,7 @@ class BatchQueue(Generic[T]):
         return self._lanes[next_class.arrivals[0].key].rows >= rows
 
     def oldest_s(self) -> float:
-        """The time at which the oldest item arrived; the queue must not be empty."""
+        """The earliest ``arrived_s`` of the first items of all classes; the queue must not be empty."""
         for priority_class in self._active:
             priority_class.pass_over()
         return min(priority_class.arrivals[0].arrived_s for priority_class in self._active)
@@ -316,8 +326,8 @@ class BatchQueue(Generic[T]):
         return items if missing <= 0 else None
 
     def last_to_go(self, rows: int, held_bytes: int) -> list[T]:
-        """The youngest items of the least urgent classes that together have this number of rows and bytes, or all items
-        if the queue has less."""
+        """The youngest items of the least urgent classes that together have at least this number of rows and of bytes,
+        or all items if the queue has less. The items stay in the queue."""
         items: list[T] = []
         for priority_class in reversed(self._active):
             for item in reversed(priority_class.arrivals):
@@ -365,7 +375,8 @@ class BatchQueue(Generic[T]):
                 lane.queues[priority_class] = deque(item for item in queue if item.alive)
 
     def _take_next(self, queue: deque[T]) -> list[T]:
-        """Take items in order until the next item doesn't fit: small items never overtake a large item."""
+        """Take a batch of the items of one class and key, in order, until the next item doesn't fit: small items never
+        overtake a large item."""
         free = self.max_batch_size
         taken = []
         while free and queue:
@@ -405,7 +416,8 @@ class BatchQueue(Generic[T]):
 
 
 def _classes(weights: Mapping[int, int]) -> list[_PriorityClass[T]]:
-    """The class of each priority; priorities without a weight share a class with a priority that has a weight."""
+    """The class of each priority, by index. A priority without a weight gets the class of the next less urgent priority
+    that has a weight, or the least urgent class. Index 0 is unused."""
     by_priority: dict[int, _PriorityClass[T]] = {
         priority: _PriorityClass(priority, weight) for priority, weight in weights.items()
     }
@@ -417,7 +429,8 @@ def _classes(weights: Mapping[int, int]) -> list[_PriorityClass[T]]:
 
 
 def _put_back(queue: deque[T], item: T) -> None:
-    """Insert an item at its former place, which is near the beginning, since it has been taken before."""
+    """Insert an item at its former place, unless the queue still has it. The place is near the beginning, since the
+    item has been taken before."""
     for index, queued_item in enumerate(queue):
         if queued_item.place >= item.place:
             if queued_item is not item:

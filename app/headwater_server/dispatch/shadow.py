@@ -49,11 +49,11 @@ class Target(Protocol):
         ...
 
     def check_ready(self) -> Signature:
-        """The signature; raises `Unavailable`."""
+        """The signature; raises `Unavailable` if no requests are accepted now."""
         ...
 
     async def compute(self, request: InferRequest) -> Answer:
-        """Answer a request; raises `HeadwaterError`."""
+        """Answer a request, never from a cache; raises `HeadwaterError`."""
         ...
 
 
@@ -71,7 +71,7 @@ class Shadow:
         self._meter = recorder().shadow(name)
         self._tasks: set[asyncio.Task[None]] = set()
         self.held_bytes = 0
-        """Bytes that the copies in flight hold."""
+        """Bytes that the copies in flight hold; see `HELD_LIMIT_BYTES`."""
 
     @property
     def in_flight(self) -> int:
@@ -81,7 +81,8 @@ class Shadow:
     def offer(
         self, request: InferRequest, answer: Answer, signature: Signature, took_s: float, *, is_crowded: bool
     ) -> None:
-        """Send a copy of a request, if there is capacity for one.
+        """Send a copy of a request. It is dropped instead if there is no capacity for it, or if the shadow is not ready
+        or takes other requests than the version that answered.
 
         Args:
             request: the request.
@@ -134,7 +135,7 @@ class Shadow:
         task.add_done_callback(end)
 
     def drop(self, reason: ShadowDrop) -> None:
-        """Count a request that is not copied, or a copy that is given up."""
+        """Count a request that is not copied, or a copy that is given up, by the reason."""
         self._meter.dropped(reason).add()
 
     def cancel(self) -> None:
@@ -179,7 +180,7 @@ class Shadow:
 
 
 def _takes_the_same(signature: Signature, other_signature: Signature) -> bool:
-    """Whether a version with the other signature accepts the same requests."""
+    """Whether versions with these signatures accept the same requests; False if the first version streams."""
     if signature.streams or (signature.inputs, signature.parameters) != (
         other_signature.inputs,
         other_signature.parameters,

@@ -23,7 +23,7 @@ class VersionsDispatcher(Dispatcher):
 
     Args:
         route: the deployment.
-        find: finds a deployment's dispatcher by its name.
+        find: finds a deployment's dispatcher by its name; returns None if there is no such deployment.
     """
 
     def __init__(self, route: DeploymentRoute, find: Callable[[str], Dispatcher | None]) -> None:
@@ -45,7 +45,8 @@ class VersionsDispatcher(Dispatcher):
             self.shadow.cancel()
 
     def shadow_of(self, version: str) -> Shadow | None:
-        """The shadow that receives copies of a version's requests; None for the shadow version itself."""
+        """The shadow that receives copies of a version's requests; None for the shadow version itself, and if there is
+        no shadow."""
         return None if version == self.traffic.shadow else self.shadow
 
     def _adopt_shadow(self) -> None:
@@ -84,10 +85,10 @@ class VersionsDispatcher(Dispatcher):
         return self.route.signature
 
     def chosen(self, key: str) -> str:
-        """The version for a request.
+        """The version for a request: chosen by the shares, or the default version if the chosen version isn't ready.
 
         Args:
-            key: requests with the same key get the same version as long as that version's share isn't reduced.
+            key: requests with the same key get the same version while the shares stay the same; see `version_for`.
 
         Raises:
             Unavailable: no requests are accepted now.
@@ -119,8 +120,8 @@ class VersionsDispatcher(Dispatcher):
 def version_for(key: str, shares: dict[str, float]) -> str:
     """The version whose part of the interval [0, 1) contains the key's hash.
 
-    The parts are in the order of the versions. With two versions, a key that is on the second version stays on it while
-    the second version's share grows.
+    The parts are in the order of ``shares``, and as long as the shares. With two versions, a key that is on a version
+    stays on it while that version's share grows.
     """
     at = int.from_bytes(blake2b(key.encode(), digest_size=_DIGEST_BYTES).digest(), "big") / 2 ** (8 * _DIGEST_BYTES)
     having = [version for version, share in shares.items() if share]

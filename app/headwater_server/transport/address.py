@@ -22,6 +22,7 @@ UNSENT_HEADER: Final = b"headwater-unsent"
 """Header in an answer of a replica's port: the replica did not receive the request, so another replica should get
 it."""
 CONNECT_TIMEOUT_S: Final = 3.0
+"""Seconds to wait for a TCP connection, and for its TLS handshake."""
 KEEP_ALIVE_S: Final = (10, 5, 3)
 """Probes of a quiet TCP connection: seconds until the first probe, seconds between probes, and the number of unanswered
 probes that end the connection."""
@@ -48,12 +49,12 @@ P = TypeVar("P", bound=asyncio.BaseProtocol)
 
 
 def is_local(address: str) -> bool:
-    """Whether an address is a unix socket's."""
+    """Whether an address is a unix socket's; else it is ``HOST:PORT``."""
     return address.startswith(LOCAL)
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """Split ``HOST:PORT``; an IPv6 host is in brackets.
+    """Split ``HOST:PORT``. An IPv6 host is in brackets, which are removed.
 
     Raises:
         ValueError: the address is not of this form.
@@ -73,7 +74,9 @@ async def dial(address: str, make: Callable[[], P], tls: ClientTls | None = None
         tls: the cluster's TLS, used for ``HOST:PORT``; None: plain text.
 
     Raises:
-        ReplicaUnreachable: nobody listens at the address, or the listener's certificate can't be trusted.
+        ReplicaUnreachable: nobody listens at the address, no connection was made within `CONNECT_TIMEOUT_S`, or the
+            listener's certificate can't be trusted.
+        ValueError: the address has neither form.
     """
     loop = asyncio.get_running_loop()
     try:

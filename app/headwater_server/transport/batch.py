@@ -81,8 +81,14 @@ def encode_inputs(
 ) -> tuple[FrameRequest, Segment | RemoteSegment | None]:
     """Encode rows that may share a call: their shapes, optional inputs and per-batch parameters are equal.
 
+    Args:
+        signature: the model's signature.
+        batch: the rows.
+        segments: source of the segment for large tensors; None: all tensors go inline.
+
     Returns:
-        The request, whose note has no fields for heads and streams yet; and the segment for large tensors, if any.
+        The request, with a note that has no fields for heads and streams yet; and the segment for large tensors, None
+        if the call has no segment.
     """
     first, tensors, _ = batch[0]
     rows = sum([count for _, _, count in batch])
@@ -124,7 +130,8 @@ def encode_nothing(signature: Signature) -> FrameRequest:
 def _share(
     signature: Signature, inputs: list[_Encoded], segments: _Source, note: CallNote
 ) -> Segment | RemoteSegment | None:
-    """Move the large inputs into a segment, and leave placeholders in their place."""
+    """Move the large inputs into a segment, leave placeholders in their place, and note the segment's location. Returns
+    the segment; None if neither inputs nor outputs are large, or no segment can be created."""
     large: dict[int, int] = {}
     for place, (_, datatype, _, pieces) in enumerate(inputs):
         if datatype != "BYTES" and (size := sum(map(len, pieces))) >= SHARED_FROM_BYTES:
@@ -148,7 +155,17 @@ def _zeros(spec: TensorSpec, shape: list[int]) -> tuple[str, list[int], list[byt
 
 
 def sliced(signature: Signature, tensors: Outputs, reports: Sequence[RowReport], rows: int) -> dict[str, SlicedTensor]:
-    """Prepare a batch's outputs to be cut by rows; empty outputs get their true shape back."""
+    """Prepare a batch's outputs to be cut by rows; outputs without elements get their true shape back.
+
+    Args:
+        signature: the model's signature.
+        tensors: the outputs as they arrived, by name; an output that no request wanted may be absent.
+        reports: a report for each row; the report of a row that succeeded has the true shapes.
+        rows: the batch's rows.
+
+    Raises:
+        CallableFailed: an output has another number of rows.
+    """
     true_shapes: dict[str, list[int]] = {}
     for report in reports:
         if report.status is Status.OK and report.message:
@@ -190,5 +207,5 @@ def row_error(reports: Sequence[RowReport], first_row: int, rows: int) -> Headwa
 
 
 def replica_loss(reports: Iterable[RowReport]) -> HeadwaterError | None:
-    """A `ReplicaLost` if a row's report says that the replica's device failed; else None."""
+    """A `ReplicaLost` if a row's report says that the replica can't continue (`Status.BROKEN`); else None."""
     return row_error([report for report in reports if report.status is Status.BROKEN], 0, 1)

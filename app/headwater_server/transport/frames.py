@@ -103,9 +103,9 @@ class FrameClient:
         self._is_connected = False
         self._is_ended = False
         self._nothing = FrameRequest([], CallNote())
-        """A no-op request: even a message that only cancels a stream must have inputs."""
+        """A no-op request: even a message that only cancels a stream must have inputs. Without inputs until `open`."""
         self._stream_channel: StreamChannel | None = None
-        """The channel that carries streams, while it is open."""
+        """The channel that carries streams, while it is open; None: the next stream opens a channel."""
         self._channel_name = ""
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._write())]
         self._closing: asyncio.Task[None] | None = None

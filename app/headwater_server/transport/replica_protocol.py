@@ -21,7 +21,7 @@ class FrameRequest(msgspec.Struct):
     inputs: list[tuple[str, str, list[int], list[bytes | memoryview]]]
     """Inputs: name, datatype, shape with the batch axis, and bytes in pieces."""
     note: CallNote
-    """Content of the hidden parameter."""
+    """Content of the hidden parameter `headwater.wire.report.HEADWATER`."""
 
 
 class ReplicaClient(Protocol):
@@ -43,12 +43,13 @@ class ReplicaClient(Protocol):
         Raises:
             ReplicaUnreachable: the replica was gone before it received the call.
             ReplicaLost: the replica ended before it answered.
-            CallableFailed: the replica answered with an error.
+            SharedMemoryFull: /dev/shm of the replica's machine has no capacity for the call's tensors.
+            CallableFailed: the replica answered with another error.
         """
         ...
 
     def close(self) -> None:
-        """End all connections; calls in flight raise `ReplicaLost`."""
+        """End all connections; calls in flight raise `ReplicaLost`, later calls `ReplicaUnreachable`."""
         ...
 
 
@@ -56,10 +57,10 @@ class FrameReplicaClient(Protocol):
     """Calls a replica that answers in frames (`headwater.wire.frame`)."""
 
     def open(self, nothing: FrameRequest, *, streams: bool = False) -> None:
-        """Connect early, so that the first call doesn't have to. Call this once, before any other method.
+        """Connect early, so that the first call doesn't have to. Call this at most once, before any other method.
 
         Args:
-            nothing: a no-op request; its answer is dropped, even if it is an error.
+            nothing: a no-op request; its answer is dropped, even if it is an error. Its inputs are kept for `cancel`.
             streams: whether calls will be streams. The replica then ends the streams of an earlier client of this
                 process.
         """
@@ -74,14 +75,15 @@ class FrameReplicaClient(Protocol):
         Raises:
             ReplicaUnreachable: the replica was gone before it received the call.
             ReplicaLost: the replica ended before its answer was complete.
-            CallableFailed: the replica answered with an error.
+            SharedMemoryFull: /dev/shm of the replica's machine has no capacity for the call's tensors.
+            CallableFailed: the replica answered with another error.
         """
         ...
 
     def placed(self, segment: RemoteSegment) -> contextlib.AbstractAsyncContextManager[str]:
         """Send a segment to the replica's machine, and yield its path there.
 
-        The path is valid until the block ends. If the block raises, the segment's memory is never used again.
+        The path is valid until the block ends. If the block raises, the file is never used for another call.
 
         Raises:
             HeadwaterError: the same errors as of `frames`.
@@ -89,9 +91,11 @@ class FrameReplicaClient(Protocol):
         ...
 
     def cancel(self, name: str) -> None:
-        """Ask the replica to end a stream; the stream's further frames are dropped."""
+        """Ask the replica to end a stream, and return at once. Frames that are on their way still arrive. Nothing
+        happens if there is no such stream."""
         ...
 
     def close(self) -> None:
-        """End all calls; calls in flight raise `ReplicaLost`."""
+        """End all calls: calls in flight raise `ReplicaLost`, calls that were not sent yet and later calls
+        `ReplicaUnreachable`."""
         ...

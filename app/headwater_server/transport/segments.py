@@ -39,12 +39,13 @@ __all__ = [
 ]
 
 SMALLEST_BYTES: Final = 256 * 1024
+"""Smallest file of a segment, in bytes. Larger files have a power of two of bytes."""
 KEPT_BYTES: Final = 64 * 1024 * 1024
-"""Limit of the bytes in unused segments that a deployment keeps."""
+"""The most bytes of unused files that a pool (`SegmentFiles`) keeps."""
 LARGEST_REMOTE_BYTES: Final = 1024 * 1024 * 1024
 """Largest segment that a replica's port creates, in bytes."""
 KEPT_FOR_S: Final = 10.0
-"""Seconds that an unused segment is kept."""
+"""Seconds since its last use began for which an unused file is kept at least; it is dropped within twice this time."""
 SLACK_BYTES: Final = 1024
 """Bytes for the alignment of outputs."""
 _NO_ANSWER_BYTES: Final = 4
@@ -61,10 +62,14 @@ class SegmentFile:
         os.ftruncate(fd, size_bytes)
         self.map = mmap.mmap(fd, size_bytes)
         self.path = f"/proc/{os.getpid()}/fd/{fd}"
+        """The path at which a replica opens the file."""
         self.used_s = 0.0
+        """Monotonic time at which the last call that used the file took it."""
         self.is_spoiled = False
+        """Whether a replica may still write to the file after its call failed: then no other call may use it."""
         self.use: weakref.ref[Any] | None = None
-        """Reference to the array over the file's memory while a call uses it. Its callback returns the file."""
+        """Reference to the array over the file's memory while a call uses it; None while the file is unused. Its
+        callback returns the file to the pool."""
 
 
 class Segment:
@@ -91,7 +96,11 @@ class Segment:
         return SharedCall(self._file.path, len(self._memory), self._inputs, self._end)
 
     def outputs(self, signature: Signature) -> dict[str, RawTensor]:
-        """The outputs that the replica left in the segment: views, by name."""
+        """The outputs that the replica left in the segment: views, by name. Small outputs are not among them.
+
+        Raises:
+            msgspec.DecodeError: the segment holds no valid answer.
+        """
         return _views(signature, self._memory, self._end, 0)
 
     def spoil(self) -> None:
@@ -112,7 +121,7 @@ class RemoteSegment:
         self.pieces: list[bytes | memoryview] = []
         """The inputs' bytes, uncopied, with padding that aligns each input."""
         self.answer = memoryview(b"")
-        """Bytes that the replica left in the file behind the inputs; set by the client."""
+        """Bytes that the replica left in the file behind the inputs; set by the client. Empty: it left no bytes."""
         self._inputs: dict[str, tuple[int, list[int]]] = {}
         self.inputs_bytes = 0
         """Total length of `pieces`."""
@@ -158,8 +167,8 @@ def _views(signature: Signature, memory: memoryview, answer_at: int, first: int)
 
 
 class SegmentFiles:
-    """A pool of files for segments. An unused file is kept for `KEPT_FOR_S`, since each page of a new file costs
-    time."""
+    """A pool of files for segments. Unused files are kept for a while (`KEPT_FOR_S`, `KEPT_BYTES`), since each page of
+    a new file costs time."""
 
     def __init__(self) -> None:
         self._free: list[SegmentFile] = []
@@ -193,14 +202,15 @@ class SegmentFiles:
         return smallest
 
     def _give_back(self, file: SegmentFile) -> None:
-        """Return a file to the pool, since its last view is gone. Called in the thread that dropped the view."""
+        """Return a file to the pool, since its last view is gone; drop it if it is spoiled or the pool is full. Called
+        in the thread that dropped the view."""
         file.use = None
         self._used.discard(file)
         if not file.is_spoiled and sum([spare.size_bytes for spare in self._free]) + file.size_bytes <= KEPT_BYTES:
             self._free.append(file)
 
     def _trim(self) -> None:
-        """Drop files that were unused for `KEPT_FOR_S`."""
+        """Drop the unused files whose last use began at least `KEPT_FOR_S` ago."""
         self._timer = None
         old_s = time.monotonic() - KEPT_FOR_S
         for file in [spare for spare in self._free if spare.used_s < old_s]:
@@ -215,6 +225,7 @@ class Segments:
     def __init__(self) -> None:
         self._files = SegmentFiles()
         self._row_bytes = 0
+        """Estimated bytes of large outputs per row."""
 
     def needed(self, inputs_bytes: int, rows: int) -> int:
         """The size of a call's segment in bytes; 0 if neither its inputs nor its expected outputs are large.
@@ -229,7 +240,8 @@ class Segments:
         return inputs_bytes + ANSWER_HEAD_BYTES + answer_bytes + SLACK_BYTES
 
     def take(self, inputs_bytes: int, rows: int) -> Segment | None:
-        """A segment for a call. None: the call doesn't need a segment (see `needed`), or no segment can be created."""
+        """A segment for a call; the arguments are those of `needed`. None: the call doesn't need a segment, or no
+        segment can be created."""
         size_bytes = self.needed(inputs_bytes, rows)
         if not size_bytes:
             return None
@@ -239,7 +251,12 @@ class Segments:
             return None
 
     def note_answer(self, outputs: Iterable[RawTensor], rows: int) -> None:
-        """Record the size of a call's outputs; the next segment gets space for as many."""
+        """Record the size of a call's large outputs, from which the space for the next call's outputs is estimated.
+
+        Args:
+            outputs: all outputs of the call.
+            rows: the call's rows.
+        """
         shared_bytes = sum(aligned(len(output.data)) for output in outputs if len(output.data) >= SHARED_FROM_BYTES)
         # The estimate decays, so that a single large answer doesn't reserve memory forever.
         self._row_bytes = max(-(-shared_bytes // rows), self._row_bytes - self._row_bytes // 64 - 1, 0)

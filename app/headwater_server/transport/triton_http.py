@@ -126,7 +126,7 @@ class TritonClient:
         asyncio.get_running_loop().call_later(KEPT_FOR_S, self._drop, connection, connection.placed)
 
     def _drop(self, connection: _TritonConnection, placed: int) -> None:
-        """Close a connection, unless it has placed another segment since."""
+        """Close a connection, unless it is in use or has placed another segment since."""
         if connection.placed == placed and connection in self._idle:
             self._idle.remove(connection)
             connection.close()
@@ -171,7 +171,12 @@ class _TritonConnection(asyncio.Protocol):
         self.reusable = True
 
     async def exchange(self, pieces: Sequence[bytes | memoryview]) -> tuple[int, int, bytes]:
-        """Send a request. Returns the answer's status, the length of its JSON part (0: all) and its body."""
+        """Send a request. Returns the answer's status, the length of its JSON part (0: the whole body) and its body.
+
+        Raises:
+            ReplicaUnreachable: the connection ended before the request was sent.
+            ReplicaLost: the connection ended before the answer was complete.
+        """
         if self._transport is None or self.lost:
             raise ReplicaUnreachable("the replica ended")
         self._waiter = asyncio.get_running_loop().create_future()
@@ -241,7 +246,8 @@ def _tensors(body: bytes, json_length: int) -> dict[str, RawTensor]:
 
 
 def refusal(reason: str) -> HeadwaterError:
-    """The error for a call that Triton refused. A traceback may follow the reason's first line."""
+    """The error for a call that Triton refused: `ReplicaLost`, `ReplicaUnreachable`, `SharedMemoryFull`, or
+    `CallableFailed` with the first line of Triton's reason. A traceback may follow that line."""
     first_line = reason.splitlines()[0][:500] if reason else "no reason given"
     if is_process_lost(first_line):  # Triton noticed this before the guardian did
         return ReplicaLost("the replica ended while it had the request")
