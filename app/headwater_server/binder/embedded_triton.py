@@ -3,7 +3,8 @@
 Differences from `pytriton.triton.Triton`, with reasons:
 
 - HTTP, gRPC and metrics listen on unix sockets in the replica's folder (0700), so no other user can reach them.
-  PyTriton's clients can't connect to such an address, so the wait that uses such a client is replaced here.
+  PyTriton's clients can't connect to such an address, so `EmbeddedTriton.wait` is called instead of PyTriton's
+  `connect`.
 - Triton loads models from a local model store when it starts, rather than through its load API: no temporary
   ``/tmp/folder*`` per model stays behind, and nothing polls at intervals of a second.
 - Triton completes no configuration: PyTriton's configuration is complete, and Triton would start another Python process
@@ -53,11 +54,11 @@ OUTPUT_FILE = "triton.out"
 STUCK_S = 10.0
 """Time without progress after which Triton counts as stuck: it waits for a thread that it could not start."""
 STUCK_CPU_NS = 10_000_000
-"""Maximum CPU time of threads that only wait, within `STUCK_S`."""
+"""Maximum CPU time that all threads together take within `STUCK_S` if they only wait."""
 LOOK_EVERY_S = 0.5
 REPORTED_LINES = 15
 """Maximum number of log lines that an error quotes when Triton did not start."""
-# `health` is missing: it is polled without the token, by PyTriton as well as here, and discloses nothing.
+# `health` is missing: `EmbeddedTriton.wait` polls it without the token, and it discloses nothing.
 _RESTRICTED = [
     "metadata", "inference", "shared-memory", "model-config", "model-repository", "statistics", "trace", "logging",
 ]  # fmt: skip
@@ -123,7 +124,7 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton has no type anno
 
         Args:
             signature: the model's declared inputs and outputs.
-            instances: number of instances; each gets a thread. A framed model has one instance.
+            instances: number of instances, each of which computes a call at a time. A framed model has one instance.
             is_language_model: whether the model takes control messages in place of the signature's inputs.
         """
         inputs, outputs = [_tensor(spec) for spec in signature.inputs], [_tensor(spec) for spec in signature.outputs]
@@ -144,7 +145,8 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton has no type anno
         )
 
     def command(self) -> tuple[list[str], dict[str, str]]:
-        """The command line and environment of a Triton that serves the bound model, for `os.execve`."""
+        """The command line and environment of a Triton that serves the bound model, for `os.execve`. Writes Triton's
+        configuration, and sets LD_LIBRARY_PATH of this process."""
         os.environ["LD_LIBRARY_PATH"] = library_path(os.environ)
         self._initialize_server()
         server = self._triton_server
@@ -160,7 +162,7 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton has no type anno
 
         Raises:
             ReplicaError: Triton ended or was not ready in time; the message includes the relevant lines of its log.
-            Shortage: the machine lacks what Triton needs.
+            Shortage: the machine lacks a resource that Triton needs, by its log or by its standstill (`Progress`).
         """
         deadline = time.monotonic() + timeout_s
         progress = Progress(pid)
@@ -220,8 +222,8 @@ class Progress:
         self._ran_ns = -STUCK_CPU_NS
 
     def is_stuck(self, now_s: float) -> bool:
-        """Whether all threads of Triton and its stubs have slept for `STUCK_S`. Waiting for a CPU or a disk is not
-        sleep."""
+        """Whether all threads of Triton and its stubs have slept for `STUCK_S`, and computed for less than
+        `STUCK_CPU_NS` meanwhile. Waiting for a CPU or a disk is not sleep. Call it often, with the monotonic time."""
         if now_s < self._next_look_s:
             return False
         self._next_look_s = now_s + LOOK_EVERY_S
@@ -234,7 +236,8 @@ class Progress:
 
 
 def _ran_ns(pid: int) -> int | None:
-    """CPU time of a process and its children; None if any of their threads doesn't sleep, or if they can't be read."""
+    """CPU time in nanoseconds of a process and its children together; None if any of their threads doesn't sleep, or if
+    they can't be read."""
     total_ns = 0
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or (int(entry.name) != pid and _stat(int(entry.name)).split()[1:2] != [str(pid)]):
@@ -276,7 +279,8 @@ def _not_started(why: str, lines: Sequence[str]) -> ReplicaError:
 
 
 def telling_lines(lines: Sequence[str]) -> list[str]:
-    """The lines of Triton's log that say why it did not start: its errors, or else its last lines.
+    """The lines of Triton's log that say why it did not start, at most `REPORTED_LINES`: its first errors, or else its
+    last lines.
 
     After an error Triton still prints tables of its settings, so the errors are not at the end.
     """

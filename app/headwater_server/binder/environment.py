@@ -37,7 +37,7 @@ def library_path(environ: Mapping[str, str]) -> str:
     PyTriton's stub loads ``libpython3.x.so.1.0`` by name. The folders that may have this interpreter's library come
     before the present value, so that a system library of another patch version doesn't take precedence: ``LIBDIR``;
     ``lib`` of the base installation, in case Python was moved after it was built; and ``lib`` of this environment,
-    where `make offline` puts the library.
+    where the installer that `make offline` builds puts it.
     """
     folders = [sysconfig.get_config_var("LIBDIR"), f"{sys.base_prefix}/lib", f"{sys.prefix}/lib"]
     # An empty element would mean the current folder.
@@ -56,7 +56,7 @@ def require() -> None:
     """Check, in a few milliseconds and without starting a process, that Triton can run here.
 
     Raises:
-        EnvironmentUnfit: Triton can't run; the message says why and how to fix it.
+        EnvironmentUnfit: Triton can't run; the message has the first problem and its fix.
     """
     for problem in problems():
         raise EnvironmentUnfit(str(problem))
@@ -80,7 +80,8 @@ def problems(*, deep: bool = False, path: str | None = None) -> list[Problem]:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of the packages and libraries that Triton needs, by name; None where missing or unknown."""
+    """Versions of the packages that Triton needs, and the path of the libpython that PyTriton's stub would load, by
+    name; None where missing or unknown."""
     stub = _stub()
     return {
         "python": f"{platform.python_version()} ({sys.executable})",
@@ -92,7 +93,7 @@ def versions() -> dict[str, str | None]:
 
 
 def _stub() -> Path | None:
-    """PyTriton's stub for this version of Python."""
+    """PyTriton's stub for this version of Python; None if there is none."""
     folder = package_folder("pytriton")
     if folder is None:
         return None
@@ -196,7 +197,8 @@ def _missing_libpython(path: str) -> Problem:
 
 
 def _libpython_of(stub: Path, path: str) -> str | None:
-    """The file of libpython that the stub would load; the loader resolves it without running the stub."""
+    """The file of libpython that the stub would load; the loader resolves it without running the stub. None if the
+    loader finds none."""
     _, output = run_command([str(stub)], {"LD_LIBRARY_PATH": path, "LD_TRACE_LOADED_OBJECTS": "1"})
     match = re.search(rf"{re.escape(_LIBPYTHON)} => (/.+) \(0x", output)
     return match.group(1) if match else None

@@ -1,6 +1,6 @@
 """Keeps PyTriton from importing its clients, which takes half the time of importing PyTriton.
 
-PyTriton's `Triton` uses a client only in methods that `headwater_server.binder.embedded_triton` replaces.
+PyTriton's `Triton` uses a client only to connect to Triton and to stop it, which Headwater never has it do.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["leave_out_clients"]
 
 
 def leave_out_clients() -> None:
-    """Put empty modules in place of ``pytriton.client`` and ``tritonclient.http``.
+    """Put modules whose clients are None in place of ``pytriton.client`` and ``tritonclient.http``.
 
     Call it before either of them is imported. The submodules of ``pytriton.client``, such as PyTriton's parser of
     addresses and its exceptions, can still be imported.

@@ -85,11 +85,11 @@ def _is_permanent(report: RowReport) -> bool:
 def _call_over_http(
     signature: Signature, triton: EmbeddedTriton, spec: ReplicaSpec, inputs: Sequence[Input], rows: int
 ) -> list[RowReport]:
-    """Call a model that is not framed (`Signature.is_framed`), with large tensors in shared memory, and return its
-    report.
+    """Call a model that is not framed (`Signature.is_framed`), with large tensors in shared memory, and return the
+    report of each row.
 
     Raises:
-        ReplicaError: there was no answer.
+        ReplicaError: there was no answer, or Triton answered with an error.
     """
     with contextlib.ExitStack() as stack:
         connection = stack.enter_context(contextlib.closing(UnixConnection(triton.http_socket, spec.load_timeout_s)))
@@ -129,8 +129,8 @@ def _said(error: str) -> str:
 def _share(
     stack: contextlib.ExitStack, signature: Signature, inputs: Sequence[Input], rows: int
 ) -> SharedCall | None:  # fmt: skip
-    """Write the large inputs to shared memory, as a gateway does. Returns None if neither the inputs nor the answer
-    have large tensors."""
+    """Write the large inputs to shared memory, as a gateway does, and leave space for the answer. Returns None if
+    neither an input nor the whole answer is large (`SHARED_FROM_BYTES`)."""
     large = [tensor for tensor in inputs if tensor[0].datatype != "BYTES" and len(tensor[1]) >= SHARED_FROM_BYTES]
     answer_bytes = batch_bytes(signature.outputs, rows)
     if not large and answer_bytes < SHARED_FROM_BYTES:
@@ -159,10 +159,10 @@ def _stand_in(tensor: TensorSpec, rows: int) -> Input:
 def _call_over_grpc(
     signature: Signature, triton: EmbeddedTriton, spec: ReplicaSpec, inputs: Sequence[Input], rows: int
 ) -> list[RowReport]:
-    """Call a pipeline or a streaming model, and return the reports of the rows that failed.
+    """Call a framed model (`Signature.is_framed`), and return the reports of the rows that failed.
 
     Raises:
-        ReplicaError: there was no answer.
+        ReplicaError: there was no answer, or Triton answered with an error.
     """
     name = f"warm-up-{rows}"
     request = service_pb2.ModelInferRequest(model_name=signature.name, id=name)
@@ -184,7 +184,8 @@ def _call_over_grpc(
 def grpc_outputs(
     triton: EmbeddedTriton, spec: ReplicaSpec, requests: Iterator[Any], subject: str
 ) -> Generator[bytes, None, None]:
-    """Send requests over one gRPC stream, and yield the bytes of each output in the answers.
+    """Send requests over one gRPC stream, and yield the bytes of each output in the answers. The whole stream may take
+    ``spec.load_timeout_s``.
 
     Raises:
         ReplicaError: Triton answered with an error or not at all; the message begins with `subject`.

@@ -24,7 +24,9 @@ __all__ = ["counts", "submits", "warm_up"]
 
 CHANNEL: Final = "warm-up"
 PROMPT_LENGTHS: Final = (5, 24, 1, 60)
+"""Numbers of tokens of the prompts, which take turns."""
 MAX_TOKENS: Final = 4
+"""Maximum number of tokens to generate of each sequence."""
 MOST: Final = 256
 """Maximum number of sequences generated together by default."""
 
@@ -35,10 +37,11 @@ def warm_up(
     """Generate a few tokens greedily, with different numbers of concurrent sequences; each sequence must finish.
 
     The numbers of sequences are `warmup_batch_sizes`; by default, powers of two up to the number that the engine
-    computes together, and up to `MOST`. Numbers above the cache's capacity are lowered to it.
+    computes together, and that number, but at most `MOST`. Numbers above what the engine computes together, or its
+    cache holds, are lowered to that. An empty `warmup_batch_sizes`: no warm-up.
 
     Raises:
-        ReplicaError: there was no answer, or a sequence failed.
+        ReplicaError: there was no answer, the channel ended, or a sequence failed.
     """
     assert signature.language_model is not None
     limits = signature.language_model.limits
@@ -53,7 +56,7 @@ def warm_up(
 
 
 def counts(limits: EngineLimits, wanted: Sequence[int] | None) -> list[int]:
-    """The number of concurrent sequences in each run. ``wanted`` None: powers of two."""
+    """The number of concurrent sequences in each run; see `warm_up`. ``wanted`` None: the default."""
     shortest = min(1 + MAX_TOKENS, limits.context_length)
     max_count = max(min(limits.max_sequences, limits.cache_tokens // shortest), 1)
     if wanted is None:
@@ -62,7 +65,8 @@ def counts(limits: EngineLimits, wanted: Sequence[int] | None) -> list[int]:
 
 
 def submits(count: int, limits: EngineLimits, numbers: Iterator[int]) -> list[Submit]:
-    """Make sequences of different lengths that together stay within the engine's limits."""
+    """Make ``count`` sequences of different lengths that together stay within the engine's limits, with the next
+    ``numbers``."""
     longest = min(limits.context_length, limits.cache_tokens // count)
     sequences = []
     for length in itertools.islice(itertools.cycle(PROMPT_LENGTHS), count):

@@ -16,7 +16,14 @@ from headwater_server.codecs.infer_request import example_body
 def print_what_is_served(
     url: str, served: list[tuple[str, Signature | None, str]], *, asks_for_keys: bool = False
 ) -> None:
-    """Print the served models, each with a command to paste."""
+    """Print the served models, each with a command to paste.
+
+    Args:
+        url: the server's base.
+        served: the name of each deployment, its signature, and, if the signature is None, the reason why it isn't
+            served.
+        asks_for_keys: whether the server has API keys; then the text says how to add a key to the commands.
+    """
     if any(signature is not None for _, signature, _ in served):
         print(f"\nHeadwater serves at {url}   (docs: {url}/docs)\n")
     else:
@@ -55,7 +62,7 @@ def print_what_is_served(
 
 
 def log_what_is_served(url: str, served: list[tuple[str, Signature | None, str]]) -> None:
-    """Log the served models, for logs in JSON."""
+    """Log the served models, for logs in JSON. Arguments as for `print_what_is_served`."""
     logger = logging.getLogger("headwater")
     for name, signature, reason in served:
         if signature is None:

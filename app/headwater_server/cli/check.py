@@ -55,7 +55,7 @@ def check(
         source: a YAML file or a model, as for `load_with_scripts`; None: check only the server's settings, from
             environment and flags.
         as_json: print ``{"ok", "versions", "python", "machine", "deployments", "problems"}`` rather than text.
-        flags: override the file, as in `load_config`.
+        flags: fields that override the file, by dotted path, as in `load_config`.
         loads: also load the models and call them, one deployment after the other. Models that vLLM computes are not
             loaded.
         python: the value of ``--python``.
@@ -274,7 +274,7 @@ def _places(name: str, pipeline: Pipeline) -> dict[str, str]:
 
 
 def model_request(name: str, deployment: Deployment, path: Sequence[str]) -> dict[str, Any]:
-    """The fields of an `headwater.replica.probe.ProbeRequest`; the first folder of ``path`` is the working folder."""
+    """The fields of a `headwater.replica.probe.ProbeRequest`; the first folder of ``path`` is the working folder."""
     return {
         "name": name,
         "model": deployment.model or "",

@@ -18,7 +18,7 @@ ACTIVE = ("VIRTUAL_ENV", "CONDA_PREFIX")
 
 
 class DefaultPython(NamedTuple):
-    """The interpreter, and the reason for choosing it."""
+    """The default interpreter, and the reason for choosing it."""
 
     path: Path
     """The interpreter's path; `OWN_PYTHON` for Headwater's Python."""
@@ -33,9 +33,10 @@ class DefaultPython(NamedTuple):
 def default_python(config: Config, option: str | None, folder: Path, environ: Mapping[str, str]) -> DefaultPython:
     """Choose the Python of the deployments that name no Python.
 
-    It is the first of these that exists: the configuration's ``python``; the option ``--python``; the Python of the
-    active environment; the Python of ``.venv`` beside the configuration, unless Headwater is installed in it;
-    Headwater's Python. On a cluster, the active environment and ``.venv`` are not considered.
+    It is the first of these that is given or, for ``.venv``, exists: the configuration's ``python``; the option
+    ``--python``; the Python of the active environment; the Python of ``.venv`` beside the configuration, unless
+    Headwater is installed in it; Headwater's Python. On a cluster, the active environment and ``.venv`` are not
+    considered.
 
     Args:
         config: the configuration.

@@ -24,7 +24,8 @@ TIMEOUT_S: Final = 8.0
 
 
 def default_url(environment: Mapping[str, str] = os.environ) -> str:
-    """The URL of the server in the same container, on the port that the environment sets."""
+    """The URL of the server in the same container, on the port that the environment sets (default: 8000); ``https`` if
+    the environment sets a certificate."""
     scheme = "https" if "HEADWATER_SERVER__TLS__CERTIFICATE" in environment else "http"
     return f"{scheme}://127.0.0.1:{environment.get('HEADWATER_SERVER__PORT', '8000')}"
 

@@ -1,4 +1,4 @@
-"""The command line ``headwater``: ``serve``, ``check``, and the commands for a running server.
+"""The command line ``headwater``: parses its arguments, and runs a command.
 
 Each command imports its modules when it runs: all imports together take several times as long as most commands.
 """
@@ -32,7 +32,12 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command and exit with its status."""
+    """Run a command and exit with its status: 1 if the command raised one of Headwater's errors, which is printed to
+    standard error; 2 for wrong arguments.
+
+    Args:
+        arguments: the words after ``headwater``; None: the arguments of this process.
+    """
     complete()
     parser = _parser()
     options = parser.parse_args(arguments)
@@ -275,7 +280,11 @@ def _command(options: argparse.Namespace) -> int:
 
 
 def _section(file_or_json: str) -> str:
-    """A deployment's section as JSON text, from JSON or from a YAML or JSON file."""
+    """A deployment's section as JSON text, from JSON (taken as it is) or from a YAML or JSON file.
+
+    Raises:
+        ConfigError: the file can't be read, or has values that JSON can't represent.
+    """
     if file_or_json.lstrip().startswith("{"):
         return file_or_json
     from headwater_server.config.schema import read_yaml

@@ -135,10 +135,11 @@ def add_python_option(command: argparse.ArgumentParser) -> None:
 
 
 def config_flags(options: argparse.Namespace) -> dict[str, Any]:
-    """The fields of the configuration that the command line sets, by dotted path.
+    """The fields of the configuration that the command line sets, by dotted path: by ``--set``, and by ``--host``,
+    ``--port`` and ``--workers`` if the command has them.
 
     Raises:
-        ConfigError: a value of ``--set`` is wrong.
+        ConfigError: a value of ``--set`` has no ``=``.
     """
     from headwater_server.config.schema import Unparsed
 
@@ -155,7 +156,8 @@ def config_flags(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def check_writable(option: str, path: Path | None) -> None:
-    """Check that a file can be written, before a measurement of minutes produces its content.
+    """Check that a file can be written, before a measurement of minutes produces its content; do nothing if ``path`` is
+    None.
 
     `write_file` creates missing folders.
 

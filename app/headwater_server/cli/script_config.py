@@ -25,24 +25,26 @@ class LoadedConfig(NamedTuple):
 
     config: Config
     user_paths: tuple[str, ...]
+    """Folders of the user's modules; the first is the working folder."""
     warnings: list[str]
-    """Settings of the scripts that Headwater ignores."""
+    """Warnings about the scripts, for example about settings that Headwater ignores."""
     python: DefaultPython
 
 
 def load_with_scripts(source: str, *, flags: Mapping[str, Any], python: str | None = None) -> LoadedConfig:
     """Read the configuration or model that a command names, as `headwater_server.config.schema.load_what` does, and run
-    its PyTriton scripts.
+    its PyTriton scripts, each in a separate process.
 
     ``pytriton:SCRIPT`` alone becomes a deployment for each model that the script binds.
 
     Args:
         source: a YAML file or a model.
-        flags: override the file.
+        flags: fields that override the file, by dotted path.
         python: the value of ``--python``; see `default_python`.
 
     Raises:
-        ConfigError: a field is invalid, the only script can't be served, or a user's module is named ``headwater``.
+        ConfigError: a field is invalid, the script that ``source`` names can't be served, or a user's module is named
+            ``headwater``.
     """
     kind, path = kind_and_path(source) if is_model_reference(source) else ("", "")
     if kind == KIND:
@@ -97,7 +99,11 @@ def _refuse_own_name(config: Config, paths: tuple[str, ...]) -> None:
 
 
 def _content(scripts: Scripts, alone: Deployment, path: str) -> dict[str, Any]:
-    """The content of a configuration with all models of a script, or with only the model that ``path`` names."""
+    """The content of a configuration with all models of a script, or with only the model that ``path`` names.
+
+    Raises:
+        ConfigError: the script can't be run, or can't be served.
+    """
     script, name = script_and_name(path)
     finding = scripts.finding(alone)
     if isinstance(finding, Problem):

@@ -33,7 +33,7 @@ __all__ = [
 
 CONNECT_TIMEOUT_S: Final = 5.0
 ANSWER_TIMEOUT_S: Final = 30.0
-"""Timeout of a query. A command has no timeout."""
+"""Timeout of a query. A command has no timeout once it is connected."""
 KEY_VARIABLE: Final = "HEADWATER_KEY"
 LOOPBACK_NAMES: Final = ("127.0.0.1", "localhost", "::1")
 MIB: Final = 1024 * 1024
@@ -83,8 +83,11 @@ class ServerClient:
         url: the server's base, such as ``http://127.0.0.1:8000``.
         transport: a transport of httpx that tests pass.
         environment: may have an API key in HEADWATER_KEY.
-        key: an API key that takes precedence; empty: no key.
+        key: an API key that takes precedence; empty: no key; None: the key in the environment, if there is one.
         option: the option of the command line that names the server; quoted in messages.
+
+    Raises:
+        CommandError: the key in the environment has characters that no key has.
     """
 
     def __init__(
@@ -106,7 +109,7 @@ class ServerClient:
         """All models with their states.
 
         Raises:
-            CommandError: the server can't be reached, or isn't Headwater.
+            CommandError: the server refused, can't be reached, or isn't Headwater.
         """
         index = self._ask("GET", "/v2/repository/index")
         if not isinstance(index, list):
@@ -114,10 +117,11 @@ class ServerClient:
         return index
 
     def command(self, action: str, model: str, config: str | None = None) -> dict[str, Any]:
-        """Load, unload or reload a model, without a timeout. Returns the server's answer.
+        """Load, unload or reload a model, without a timeout. Returns the server's answer, which has the model's new
+        state; see `command_line`.
 
         Args:
-            action: the command.
+            action: ``load``, ``unload`` or ``reload``.
             model: the deployment.
             config: for load and reload, a deployment's section as JSON.
 
@@ -191,7 +195,7 @@ class ServerClient:
         """A model's inputs, outputs and heads.
 
         Raises:
-            CommandError: there is no such model, it isn't ready, or see `about`.
+            CommandError: there is no such model, it isn't ready, the answer is no metadata, or see `about`.
         """
         path = f"/v2/models/{quote(model, safe='')}"
         status, content = self.get(path)
@@ -299,7 +303,7 @@ def status_table(index: Sequence[Mapping[str, Any]]) -> str:
 
 
 def command_line(action: str, answer: Mapping[str, Any]) -> str:
-    """The result of a command in one line."""
+    """The result of a command in one line, from the server's answer to it."""
     if "traffic" in answer:
         shares = ", ".join(f"{100 * share:g} % to {version}" for version, share in answer["traffic"].items())
         return f"{answer['name']}: {action} done: {shares}; default {answer['default']}"
@@ -349,7 +353,8 @@ def _versions(index: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def _replicas(model: Mapping[str, Any]) -> str:
-    """The numbers of ready and wanted replicas, and the bounds of scaling if they differ."""
+    """The numbers of ready and wanted replicas, and the bounds of scaling if they differ; empty if the entry has no
+    replicas."""
     counts = model.get("replicas")
     if counts is None:
         return ""

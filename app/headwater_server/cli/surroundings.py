@@ -13,7 +13,8 @@ __all__ = ["complete", "require_folders"]
 
 
 def complete() -> None:
-    """Open standard streams that are closed, set the variable PATH if it is missing, and make PYTHONPATH absolute.
+    """Open standard streams that are closed, to /dev/null; set the variable PATH if it is missing; and make PYTHONPATH
+    absolute.
 
     If a standard stream were closed, the next opened file would get its number, and output would be written to that
     file. PyTriton and shells fail without PATH. PYTHONPATH must be absolute because the processes that import models

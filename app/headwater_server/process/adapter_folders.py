@@ -23,6 +23,7 @@ class Adapter(NamedTuple):
 
     folder: Path
     rank: int
+    """The highest rank of its layers."""
 
 
 def find_adapters(adapters: Mapping[str, str], search: Sequence[str]) -> dict[str, Adapter]:
@@ -33,7 +34,8 @@ def find_adapters(adapters: Mapping[str, str], search: Sequence[str]) -> dict[st
         search: folders in which a relative path is looked for, after the working folder.
 
     Raises:
-        LoadError: a folder is missing, or vLLM could not load it.
+        LoadError: a folder is missing, or vLLM could not load it: it has no LoRA adapter with safetensors, or a rank
+            above 512.
     """
     return {name: _adapter(f"adapters.{name}", folder, search) for name, folder in adapters.items()}
 
@@ -57,7 +59,8 @@ def _adapter(title: str, path: str, search: Sequence[str]) -> Adapter:
 
 
 def lora_rank(options: Mapping[str, Any], adapters: Mapping[str, Adapter]) -> int:
-    """The maximum rank of adapters for a vLLM that starts with these adapters; 0 if it takes no adapters.
+    """The value of ``--max-lora-rank`` for a vLLM that starts with these adapters: ``max_lora_rank`` of the options, or
+    else the lowest of `RANKS` that suffices. 0 if there are no adapters, and ``max_loras`` allows none later.
 
     Raises:
         LoadError: an adapter's rank is higher than the options allow.

@@ -13,10 +13,10 @@ Answer = TypeVar("Answer")
 
 
 def gpu_name(device: str, visible: str | None) -> str | None:
-    """The name under which the memory budget knows a device (``cpu``, ``cuda``, ``cuda:N``); None if the device is no
-    GPU, or if the GPU is not visible.
+    """The name under which the memory budget knows a device (``cpu``, ``cuda``, ``cuda:N``): ``GPU`` and NVML's index.
+    None if the device is no GPU, or if the GPU is not visible or unknown to NVML.
 
-    ``visible`` is the replica's ``CUDA_VISIBLE_DEVICES``.
+    ``visible`` is the replica's ``CUDA_VISIBLE_DEVICES``; None if it is not set.
     """
     if not device.startswith("cuda"):
         return None
@@ -33,12 +33,12 @@ def gpu_name(device: str, visible: str | None) -> str | None:
 
 
 def gpu_capacities() -> dict[str, int]:
-    """The total memory of each GPU in bytes, by the GPU's name."""
+    """The total memory of each GPU in bytes, by the GPU's name; empty if NVML fails."""
     return _each_gpu(lambda nvml, gpu: int(nvml.nvmlDeviceGetMemoryInfo(gpu).total)) or {}
 
 
 def gpus_used() -> dict[str, int]:
-    """The used memory of each GPU in bytes, over all processes, by the GPU's name."""
+    """The used memory of each GPU in bytes, over all processes, by the GPU's name; empty if NVML fails."""
     return _each_gpu(lambda nvml, gpu: int(nvml.nvmlDeviceGetMemoryInfo(gpu).used)) or {}
 
 
@@ -52,8 +52,8 @@ def gpu_processes() -> dict[str, dict[int, int]] | None:
 
 
 def gpu_utilization(seconds: float) -> dict[int, float]:
-    """The fraction of the last ``seconds``, 0 to 1, in which a kernel of a process ran: by process id, summed over
-    GPUs.
+    """The fraction of the last ``seconds`` in which a kernel of a process ran, 0 to 1 per GPU: by process id, summed
+    over GPUs.
 
     Processes without NVML samples are left out. The result is empty if NVML fails or the GPU doesn't support it.
     """

@@ -3,8 +3,9 @@
 Run as ``python -m headwater_server.process.guardian NAME FOLDER STATUS_FD COMMAND_FD NICE -- ARGUMENTS...``, where NICE
 is the priority with which the replica's session begins. With a process id in place of ``-- ARGUMENTS...``, the replica
 is a child that is already running (`headwater.replica.preloaded`). The supervisor holds the other end of the command
-pipe. When it writes ``stop\\n``, the guardian ends the replica gracefully (SIGTERM first); when it closes the pipe or
-dies, the guardian ends the replica at once. When the guardian has ended, nothing of the replica remains.
+pipe. When it writes ``stop\\n``, the guardian ends the replica gracefully (SIGTERM first) if it is ready, or else at
+once; when it closes the pipe or dies, the guardian ends the replica at once. When the guardian has ended, nothing of
+the replica remains, except for files that it reports as leftovers.
 
 It imports only the standard library, so that the additional process per replica costs little.
 """
@@ -44,16 +45,19 @@ READY_FILE: Final = "ready"
 """File that the replica creates in its folder when it is ready."""
 PR_SET_CHILD_SUBREAPER: Final = 36
 CHECK_INTERVAL_S: Final = 0.5
+"""Maximum time between two checks of the replica's processes."""
 FULL_CHECK_EVERY: Final = 8
 """Every how many checks the guardian searches for new processes, which costs more than checking the known processes."""
 UNLOAD_TIMEOUT_S: Final = 10.0
+"""Time in which the host must end after SIGTERM; then its group is killed."""
 SUSPECT_S: Final = 0.25
-"""A process of the group that stays in a bad state for this long counts as ended or stopped, even if Triton still
-answers "ready". A debugger stops a process for a shorter time."""
+"""Time for which the host or a process of `VITAL` must stay in one of `BAD_STATES` before the replica is ended, even if
+Triton still answers "ready". A debugger stops a process for a shorter time."""
 
 
 class CallWatch:
-    """Watchdog over the calls of the user's code; reads the watchdog file in a replica's folder."""
+    """Watchdog over the calls of the user's code; reads the watchdog file in a replica's folder, which has the limit of
+    a call's time and the start times of the calls in progress."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / WATCHDOG_FILE
@@ -63,9 +67,10 @@ class CallWatch:
         """Whether a call was in progress at the last check."""
 
     def look(self, now_ns: int) -> str | None:
-        """Return why the replica hangs; None if it doesn't. ``now_ns`` is a time of the monotonic clock.
+        """Return why the replica hangs; None if it doesn't, or if its calls have no limit. ``now_ns`` is a time of the
+        monotonic clock.
 
-        A call must be late at two checks: a single late check may be due to a pause of the machine.
+        A call must be late at two checks in succession: a single late check may be due to a pause of the machine.
         """
         slots = array("q")
         with contextlib.suppress(OSError):  # vLLM's host has no such file
@@ -90,13 +95,14 @@ class _ReplicaChild:
         self.returncode: int | None = None
 
     def poll(self, flags: int = os.WNOHANG) -> int | None:
-        """The child's exit status; None while it runs."""
+        """The child's exit status, as for `wait`; None while it runs."""
         if self.returncode is None and (ended := os.waitpid(self.pid, flags))[0]:
             self.returncode = os.waitstatus_to_exitcode(ended[1])
         return self.returncode
 
     def wait(self) -> int | None:
-        """Wait until the child has ended."""
+        """Wait until the child has ended. Returns its exit status; negative: minus the number of the signal that killed
+        it."""
         return self.poll(0)
 
     def send_signal(self, number: int) -> None:
@@ -108,7 +114,8 @@ class _ReplicaChild:
 VITAL: Final = ("tritonserver", "triton_python_b", "VLLM::")
 """Prefixes of the names of processes that a replica depends on: Triton and its stubs, vLLM's engine and its workers."""
 BAD_STATES: Final = {"T": "is stopped", "t": "is stopped", "Z": "has ended", "X": "has ended", "": "has ended"}
-"""Process states that a process doesn't leave by itself, in words."""
+"""States that a process doesn't leave by itself, as in proc(5), with their descriptions. The empty state: there is no
+such process any more."""
 
 
 class Guardian:
@@ -133,17 +140,18 @@ class Guardian:
         self._journal = Journal(directory)
         self._members: dict[int, str] = {}
         self._suspects: dict[int, float] = {}
-        """Members in a bad state by process id, with the time since when."""
+        """Members in one of `BAD_STATES`: the monotonic time of the check that found the state first, by process id."""
         self._watchdog = CallWatch(directory)
         self._probe = Probe(directory)
         self._next_look_s = 0.0
-        """Time of the next check of the calls; wake-ups in between may come at any rate."""
+        """Earliest monotonic time of the next check of the calls; wake-ups in between may come at any rate."""
         self._checks = 0
         self._host: subprocess.Popen[bytes] | _ReplicaChild
 
     def run(self) -> int:
-        """Guard until the replica has ended and is swept. Returns the host's exit status."""
-        # The guardian adopts the group's orphans, so that it can wait until the last of them is gone.
+        """Guard until the replica has ended and is swept. Returns the host's exit status: 128 plus the signal's
+        number if a signal killed it, 1 if it couldn't be started."""
+        # The guardian adopts the replica's orphans, so that it can wait until the last of them is gone.
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
         wakeup_read, wakeup_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
@@ -216,7 +224,7 @@ class Guardian:
     def _inspect(self) -> str | None:
         """Inspect the group's processes and calls. Returns a problem that persists; None if there is no such
         problem."""
-        # While it starts, Triton runs and ends a stub to inspect the model. The replica itself reports a failed start.
+        # Until the replica is ready, only its segments are noted: the replica itself reports a failed start.
         if not (self._members or (self._directory / READY_FILE).exists()):
             self._checks += 1
             if self._checks % FULL_CHECK_EVERY == 1:
@@ -248,7 +256,8 @@ class Guardian:
         return None
 
     def _states(self) -> dict[int, tuple[str, str]]:
-        """Name and state of the group's members; see `FULL_CHECK_EVERY`."""
+        """Name and state of the group's members, by process id. Most calls check only the known members; see
+        `FULL_CHECK_EVERY`."""
         self._checks += 1
         if self._checks % FULL_CHECK_EVERY != 1 and len(self._members) > 1:
             return {
@@ -297,7 +306,7 @@ def _describe_exit(returncode: int) -> str:
 
 
 def _group_states(group: int) -> dict[int, tuple[str, str]]:
-    """Name and state of every process of a group."""
+    """Name and state of every process of a group, by process id."""
     return {pid: (stat.name, stat.state) for pid, stat in process_stats() if stat.group == group}
 
 

@@ -38,7 +38,7 @@ ASK_TIMEOUT_S: Final = 30.0
 NEEDED: Final = {"numpy": (1, 22), "msgspec": (0, 14)}
 """Packages that a replica imports (each has a module of the same name), with the oldest versions that work."""
 TRY: Final = f"-c 'import {', '.join(NEEDED)}'"
-"""Interpreter arguments that show an operator why an interpreter can't run a model."""
+"""Arguments with which an operator runs an interpreter, to see why it can't run a model."""
 CONFUSING: Final = ("PYTHONHOME", "VIRTUAL_ENV")
 """Environment variables that refer to the Python that runs Headwater."""
 NOEXEC_FIX: Final = "mount the disk without noexec, or"
@@ -59,15 +59,19 @@ class InterpreterError(StartError):
 
 
 def stage_package(folder: Path) -> Path:
-    """Create a folder that has only a link to this installation's `headwater`; return it, for `foreign_environment`."""
+    """Create a folder that has only a link to this installation's `headwater`; return it, for `foreign_environment`.
+
+    Raises:
+        OSError: the folder exists already, or can't be created.
+    """
     folder.mkdir()
     (folder / "headwater").symlink_to(Path(headwater.__file__).resolve().parent)
     return folder
 
 
 def foreign_environment(environ: Mapping[str, str], stage: Path) -> dict[str, str]:
-    """An environment for another Python: without variables meant for Headwater's Python, and with this installation's
-    `headwater` on its path."""
+    """An environment for another Python: without variables meant for Headwater's Python, and with ``stage`` (see
+    `stage_package`) first in PYTHONPATH, from which the folders of this Python's packages are removed."""
     environment = {name: value for name, value in environ.items() if name not in CONFUSING}
     ours = {sysconfig.get_path(name) for name in ("purelib", "platlib")}
     entries = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry and entry not in ours]
@@ -87,7 +91,7 @@ def find_interpreter(path: str | Path, environ: Mapping[str, str]) -> str:
 
     Raises:
         InterpreterError: the interpreter is missing, is not a 64-bit CPython 3.10 or newer, doesn't answer, or a
-            package that every model needs is missing or can't be imported.
+            package that every model needs is missing, too old, or can't be imported.
     """
     absolute = os.path.abspath(path)
     report = ask_interpreter(absolute, environ, _QUESTION)

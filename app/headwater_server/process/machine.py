@@ -29,7 +29,8 @@ UNLIMITED_BYTES: Final = 1 << 60
 
 
 def cpu_count(root: Path = Path("/")) -> int:
-    """The CPUs that this process may run on, or its cgroup's quota of CPU time, rounded up, whichever is less.
+    """The number of CPUs that this process may run on, or its cgroups' quota of CPU time, rounded up, whichever is
+    less.
 
     A quota of 1.5 CPUs counts as 2: a single thread could not use it up. ``root`` is the folder with ``proc`` and
     ``sys``.
@@ -47,7 +48,7 @@ def cpu_count(root: Path = Path("/")) -> int:
 
 
 def host_capacity(root: Path = Path("/")) -> int | None:
-    """The machine's memory or the limit of this process's cgroup in bytes, whichever is less; None if unknown.
+    """The machine's memory or the limit of this process's cgroups in bytes, whichever is less; None if unknown.
 
     ``root`` is the folder with ``proc`` and ``sys``.
     """
@@ -84,7 +85,8 @@ def _cgroup_files(root: Path, controller: str, name_v2: str, name_v1: str) -> It
 
 
 def measure_groups_by_place(groups: Collection[int]) -> dict[int, dict[str, int]]:
-    """The memory of each of these process groups, by place.
+    """The memory of each of these process groups in bytes, by place (`HOST` or a GPU's name). A group without processes
+    has 0 in `HOST`.
 
     The machine's memory is the proportional set size (PSS), in which each shared page counts once over all processes.
     Where the kernel doesn't report the PSS, it is the resident set size.

@@ -20,7 +20,8 @@ from headwater_server.process.interpreter import find_interpreter, foreign_envir
 __all__ = ["PROCESS_TIMEOUT_S", "ModelSide", "last_line"]
 
 PROCESS_TIMEOUT_S = 300.0
-"""Timeout for importing the models; torch can take minutes on a cold disk."""
+"""Timeout of a module that `ModelSide.run` runs. It may import the models, and torch can take minutes on a cold
+disk."""
 
 
 class ModelSide(contextlib.ExitStack):
@@ -53,8 +54,9 @@ class ModelSide(contextlib.ExitStack):
         self._variables = variables
 
     def run(self, module: str, stdin: bytes = b"") -> tuple[int | None, list[bytes], str]:
-        """Run a module. Returns the exit status (None: timed out), the lines of stdout that are JSON objects, and
-        stderr. Other lines on stdout are ignored: the interpreter's ``sitecustomize`` may print them."""
+        """Run a module with ``stdin``. Returns the exit status (None: it took more than `PROCESS_TIMEOUT_S`), the lines
+        of stdout that begin as JSON objects do, and stderr. Other lines on stdout are ignored: the interpreter's
+        ``sitecustomize`` may print them."""
         try:
             ended = subprocess.run(
                 [self.python, "-m", module],
@@ -70,12 +72,13 @@ class ModelSide(contextlib.ExitStack):
         return ended.returncode, _objects(ended.stdout), ended.stderr.decode(errors="replace")
 
     def report(self) -> tuple[dict[str, str | None], list[Problem]]:
-        """The versions of the packages that models use under this Python, and the problems if they can't be read."""
+        """The versions of the packages that models use under this Python, by name, and a problem if they can't be
+        read."""
         return self._ask("headwater.environment")
 
     def triton_report(self) -> tuple[dict[str, str | None], list[Problem]]:
-        """The versions of the packages that Triton needs, and the problems that keep Triton from running. Call it only
-        if ``python`` is Headwater's Python."""
+        """The versions of the packages that Triton needs, by name, and the problems that keep Triton from running. Call
+        it only if ``python`` is Headwater's Python."""
         report, problems = self._ask("headwater_server.binder.environment")
         return report.get("versions", {}), problems or [Problem(**problem) for problem in report["problems"]]
 
@@ -93,5 +96,5 @@ def _objects(output: bytes) -> list[bytes]:
 
 
 def last_line(text: str) -> str:
-    """The last line that isn't blank; in a traceback, this is the exception."""
+    """The last line that isn't blank; in a traceback, this is the exception. ``no message`` if all lines are blank."""
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "no message")

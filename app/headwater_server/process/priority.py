@@ -18,10 +18,11 @@ CPU."""
 CAP_SYS_NICE: Final = 23
 SESSION_TRIES: Final = 5
 SESSION_WAIT_S: Final = 0.1
+"""Time for which the kernel, when it has set a session's priority, refuses to set another."""
 
 
 def may_raise_priority() -> bool:
-    """Whether this process may raise a lowered priority back to its normal value; otherwise no priority is lowered.
+    """Whether this process may raise a lowered priority back to its present value; if not, callers lower no priority.
 
     A start is mostly imports, which take seconds of a core and would slow down requests on a busy machine. Raising a
     priority takes ``CAP_SYS_NICE`` or a sufficient limit on ``nice``.
@@ -36,13 +37,14 @@ def may_raise_priority() -> bool:
 
 
 def set_priority(pids: Iterable[int], nice: int, *, is_idle: bool = False) -> None:
-    """Set the priority of all threads of these processes; processes and threads that have ended are skipped.
+    """Set the priority and scheduling policy of all threads of these processes. Threads that have ended, or that this
+    process may not change, are skipped.
 
     Args:
         nice: a value of `nice`.
-        is_idle: whether the threads run only where no other thread of their session would (``SCHED_IDLE``). The kernel
-            counts a CPU with only such threads as idle: it sends a thread that wakes up there, and the thread doesn't
-            wait.
+        is_idle: whether the threads run only where no other thread of their session would (``SCHED_IDLE``); otherwise
+            they get this process's policy. The kernel counts a CPU with only such threads as idle: it sends a thread
+            that wakes up there, and that thread doesn't wait.
     """
     policy, parameter = os.sched_getscheduler(0), os.sched_getparam(0)
     if is_idle:
@@ -62,7 +64,7 @@ def set_session_priority(pid: int, nice: int, tries: int = SESSION_TRIES) -> Non
 
     Where the kernel groups sessions for scheduling (``autogroup``), threads compete only with threads of their session.
     All users other than root together may set a session's priority once in 0.1 s: if the kernel refuses for that
-    reason, this function waits between its tries.
+    reason, this function waits between its tries, and gives up after the last.
     """
     for tries_left in reversed(range(tries)):
         try:

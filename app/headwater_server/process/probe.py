@@ -86,7 +86,11 @@ class Probe:
             self._socket = None
 
     def _exchange(self, connection: socket.socket) -> bytes:
-        """Continue to connect and to send, and return the beginning of the answer."""
+        """Continue to connect and to send. Returns the beginning of the answer; empty if the connection was closed.
+
+        Raises:
+            OSError: the call failed, or can't continue yet (`BlockingIOError`).
+        """
         if not self._is_connected:
             connection.connect(str(self._directory / HTTP_SOCKET))
             self._is_connected = True

@@ -21,6 +21,7 @@ class ProcessUse(NamedTuple):
     threads: int
     resident_bytes: int
     cpu_s: float
+    """CPU time since its start, of user and system."""
     started_s: float
     """Start time in seconds of the Unix epoch."""
     open_fds: int
@@ -36,7 +37,8 @@ class GroupUse:
     gpu_bytes: int | None = None
     """GPU memory in bytes; None if NVML fails."""
     gpu_utilization: float = 0
-    """The fraction of `UTILIZATION_S` in which a kernel of these processes ran, summed over the GPUs."""
+    """The fraction of the last `UTILIZATION_S` in which a kernel of these processes ran, summed over processes and
+    GPUs; 0 if unknown."""
 
     def __add__(self, other: GroupUse) -> GroupUse:
         """The sum of both. If the GPU memory of either is unknown, the other value is the sum."""
@@ -51,6 +53,7 @@ class GroupUse:
 
 
 UTILIZATION_S: Final = 5.0
+"""Seconds before now in which `group_uses` measures the use of GPUs."""
 _ENDED: Final = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 """States of a process that has ended; the kernel reports "dead" for a moment before the process disappears."""
 

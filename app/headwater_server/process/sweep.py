@@ -37,22 +37,26 @@ SHARED_MEMORY = Path("/dev/shm")
 BACKEND_FOLDERS = Path("/tmp")
 """Folder in which Triton's Python backend creates its ``python_env_*``, regardless of TMPDIR."""
 STRAYS_TIMEOUT_S = 5.0
+"""Time after which `_end_strays` gives up on processes that don't end when they are killed."""
 TRACKERS_TIMEOUT_S = 1.25
 """Time in which the resource trackers of Python's `multiprocessing` must remove the segments of killed processes."""
 POLL_S = 0.02
 _JOURNAL = "journal.json"
 _LOCK = "lock"
 _SEGMENT = re.compile(rb"/dev/shm/(psm_[0-9a-z_]+|sem\.mp-[0-9a-z_]+|headwater-[^ /\n]+)")
+"""Matches the names that Python's multiprocessing and Triton's Python backend give to segments and semaphores."""
 
 
 class Journal:
     """Records, in a replica's folder, the segments to sweep when the replica ends. A later start of the server can
-    sweep from the same record."""
+    sweep from the same record. A new object begins with the record in the folder, if there is one."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / _JOURNAL
         self.host_pid = 0
+        """Process id of the replica's host, which leads the replica's process group; 0: not recorded."""
         self.segments: set[str] = set()
+        """Names of files in /dev/shm."""
         self._is_behind = False
         """Whether the file is out of date."""
         with contextlib.suppress(OSError, ValueError):
@@ -89,7 +93,8 @@ def segments_mapped_by(pids: Iterable[int]) -> set[str]:
 
 
 def kill_group(group: int) -> set[str]:
-    """Kill a process group. Returns the segments that its processes had mapped; see `segments_mapped_by`."""
+    """Kill a process group. Returns the names of the segments that its processes had mapped; see
+    `segments_mapped_by`."""
     members = [pid for pid, stat in process_stats() if stat.group == group]
     segments = segments_mapped_by(members)
     _kill(members)
@@ -99,10 +104,11 @@ def kill_group(group: int) -> set[str]:
 
 
 def sweep_replica(directory: Path, more_segments: Iterable[str] = ()) -> list[str]:
-    """Remove a replica's folder and its segments: the segments in the journal, and ``more_segments``. The replica's
+    """Remove a replica's folder, empty folders of Triton's Python backend, and the replica's segments: the segments in
+    the journal, the segments named after its host, and ``more_segments`` (names of files in /dev/shm). The replica's
     processes must have ended.
 
-    Returns descriptions of the files that could not be removed.
+    Returns descriptions of the segments and the folder that could not be removed; empty if all were removed.
     """
     journal = Journal(directory)
     segments = {SHARED_MEMORY / name for name in (*journal.segments, *more_segments)}
@@ -146,7 +152,7 @@ def process_stat(pid: int) -> ProcessStat | None:
 
 
 def process_stats() -> Iterator[tuple[int, ProcessStat]]:
-    """All processes, by process id."""
+    """The id and the state of each process of the machine."""
     for entry in os.listdir("/proc"):
         if entry.isdigit() and (stat := process_stat(int(entry))) is not None:
             yield int(entry), stat
@@ -244,8 +250,8 @@ def _backend_folders(directory: Path) -> list[Path]:
 
 
 def make_instance_folder(parent: Path | None) -> tuple[Path, int]:
-    """Create this server's folder (0700) and lock it. Returns the folder and the descriptor of the lock, which the
-    process holds until it ends.
+    """Create this server's folder (0700) and lock it. Returns the folder and the lock's descriptor; see
+    `lock_instance_folder`.
 
     The folder is created in ``parent``; None: the system's folder for temporary files.
     """
@@ -256,15 +262,19 @@ def make_instance_folder(parent: Path | None) -> tuple[Path, int]:
 
 
 def lock_instance_folder(folder: Path) -> int:
-    """Lock a server's folder, so that no `sweep_stale` removes it. Returns the descriptor of the lock, which the
-    process holds until it ends."""
+    """Lock a server's folder, so that no `sweep_stale` removes it. Returns the descriptor of the lock, which is held
+    until it is closed, or the process ends."""
     lock = os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
     return lock
 
 
 def sweep_stale(parent: Path | None) -> list[Path]:
-    """Sweep the folders of servers that ended without sweeping. Returns these folders."""
+    """Sweep the folders of this user's servers that ended without sweeping, and end the processes that remain of their
+    replicas. Returns these folders.
+
+    For ``parent`` see `make_instance_folder`.
+    """
     folders = []
     for folder in sorted(Path(parent or tempfile.gettempdir()).glob(f"headwater-{os.getuid()}-*")):
         try:

@@ -46,6 +46,7 @@ __all__ = ["EngineProgress", "main"]
 
 PR_SET_PDEATHSIG: Final = 1
 READY_FILE: Final = "ready"
+"""File that the host creates in the replica's folder when vLLM is ready, as every replica does."""
 SOCKET: Final = "h"
 """The name of vLLM's socket in the replica's folder."""
 POLL_S: Final = 0.25
@@ -60,12 +61,13 @@ MISSED: Final = 6
 """Consecutive checks without progress after which the engine counts as hung: 6 to 7 intervals after the last
 progress."""
 EXIT_S: Final = 2.0
-"""Time to wait for the end of a server whose engine has failed, and for the rest of its output."""
+"""Time to wait for the end of a server whose engine has failed, and then for the rest of its output."""
 RECENT_S: Final = 30.0
 """Age beyond which an error in vLLM's output is not taken as the reason of its end."""
 USAGE_ERROR: Final = 2
 """Exit status of a program that rejects its arguments."""
 ERROR_CHARACTERS: Final = 500
+"""Maximum length of an error from vLLM's output, and of an answer that an error quotes."""
 _METRIC: Final = re.compile(rb"\nvllm:([a-z_]+)(?:\{[^}\n]*\})? ([0-9.e+-]+)")
 _COUNTED: Final = frozenset(
     {
@@ -76,16 +78,18 @@ _COUNTED: Final = frozenset(
 """Metrics that the engine updates after each step. The cache usage is among them because the tokens of a long prompt
 are counted only when the whole prompt has been read, while the cache fills during the reading."""
 _BLOCKS: Final = re.compile(rb"\nvllm:cache_config_info\{([^\n]*)\}")
+"""The labels of the metric that has the cache's number of blocks and the tokens of a block."""
 _PREFIX: Final = re.compile(r"\([\w-]+ pid=\d+\) (?:[A-Z]+ \S+ \S+ \[[^\]]*\] )?")
 """Prefix of the lines that vLLM's processes write. Lines of a traceback of the API server itself have no prefix."""
 _ERROR: Final = re.compile(r"(?:\S+: error: |(?:\w+\.)*(?=\w*(?:Error|Exception)(?:: |$)))(.+)")
-"""The last line of a traceback, or an error message of `argparse`."""
+"""The last line of a traceback, or an error message of `argparse`. The group is the exception's class, without modules,
+and its message; of `argparse` only the message."""
 _REFUSED: Final = ("ValidationError", "ValueError", "KeyError")
-"""Errors that the API server itself raises about its arguments or the model's folder."""
+"""Classes of the errors that the API server itself raises about its arguments or the model's folder."""
 
 
 class EngineProgress:
-    """Decides whether an engine makes progress: its counters must change between two checks. When no counter has
+    """Decides whether an engine makes progress: its counters must change within `MISSED` checks. When no counter has
     changed, the host sends a probe request before the next check, so that the counters of a working engine change.
 
     Checks are counted instead of time, so that a pause of the whole machine doesn't end a replica.
@@ -93,7 +97,7 @@ class EngineProgress:
 
     def __init__(self) -> None:
         self.missed = 0
-        """Checks since the last progress."""
+        """Consecutive checks at which no counter had changed."""
         self._counted: tuple[float, ...] | None = None
 
     def look(self, counted: tuple[float, ...]) -> bool:
@@ -104,7 +108,7 @@ class EngineProgress:
 
 
 class VllmOutput:
-    """The output of vLLM: copied to the log, and searched for the error that ended vLLM.
+    """The output of vLLM: copied to stdout, which is the replica's log, and searched for the error that ended vLLM.
 
     Args:
         stream: vLLM's output; a thread reads it to its end.
@@ -122,13 +126,15 @@ class VllmOutput:
         self._thread.start()
 
     def error(self) -> str:
-        """The latest error on one line, class and message; empty if vLLM wrote no error in the last `RECENT_S`."""
+        """The latest error on one line, class and message (see `_ERROR`), cut at `ERROR_CHARACTERS`; empty if vLLM
+        wrote no error in the last `RECENT_S`. Waits up to `EXIT_S` for the end of the output."""
         self._thread.join(EXIT_S)  # the stream stays open until all of vLLM's processes have ended
         return self._error[:ERROR_CHARACTERS] if time.monotonic() - self._noted_s < RECENT_S else ""
 
     @property
     def is_refusal(self) -> bool:
-        """Whether the API server rejected its arguments or the model: another start would fail in the same way."""
+        """Whether the latest error is the API server's rejection of its arguments or of the model (`_REFUSED`), so that
+        another start would fail in the same way. False for errors of `argparse`, which have status `USAGE_ERROR`."""
         return self._is_servers and self._error.startswith(_REFUSED)
 
     def _read(self) -> None:
@@ -156,6 +162,7 @@ class Failed(Exception):
         self.error = error
         """The error message from vLLM's output; empty if there is none."""
         self.is_permanent = is_permanent
+        """Whether another start would fail in the same way."""
 
 
 class VllmHost:
@@ -188,11 +195,14 @@ class VllmHost:
             os.write(self._status_fd, msgspec.json.encode(status) + b"\n")
 
     def run(self, python: str) -> None:
-        """Serve until SIGTERM.
+        """Serve until SIGTERM. A SIGTERM before vLLM is ready ends the process at once, with status 0.
+
+        Args:
+            python: path of the interpreter that has vLLM.
 
         Raises:
             InterpreterError: the interpreter has no usable vLLM.
-            LoadError: vLLM can't serve the model's folder or its adapters, or the device is wrong.
+            LoadError: a folder is missing, vLLM can't serve the model or its adapters, or the device is wrong.
             Failed: vLLM ended, or does not answer as expected.
         """
         signal.signal(signal.SIGTERM, self._on_sigterm)
@@ -248,7 +258,12 @@ class VllmHost:
         self.report(ReplicaStatus("progress", f"starting vLLM {install.version}"))
 
     def _await_health(self) -> None:
-        """Wait until vLLM answers; `load_timeout_s` of the deployment bounds it."""
+        """Wait until vLLM reports that it is healthy. The supervisor bounds the wait by the deployment's
+        `load_timeout_s`.
+
+        Raises:
+            Failed: vLLM has ended.
+        """
         while True:
             self._check_alive("before it was ready")
             with contextlib.suppress(OSError, http.client.HTTPException):
@@ -258,7 +273,13 @@ class VllmHost:
 
     def _warm_up(self) -> None:
         """Send requests like the clients' requests. The routes that vLLM serves show whether the model generates text
-        or gives embeddings."""
+        or gives embeddings.
+
+        Raises:
+            LoadError: vLLM serves neither route for this model.
+            Failed: vLLM answered with an error.
+            OSError, http.client.HTTPException: vLLM didn't answer.
+        """
         status, answer = self._generate(WARMUP_TIMEOUT_S, max_tokens=2)
         if status == 404:
             status, answer = self._embed(WARMUP_TIMEOUT_S)
@@ -330,7 +351,7 @@ class VllmHost:
                 self._answered += 1
 
     def _count(self, timeout_s: float) -> None:
-        """Query the engine's counters; without an answer the last values are kept."""
+        """Query the engine's counters; without an answer, the values of the last query stay."""
         with contextlib.suppress(OSError, http.client.HTTPException):
             text = self._ask("GET", "/metrics", timeout_s=min(ASK_TIMEOUT_S, timeout_s))[1]
             self._counted = tuple(float(value) for name, value in _METRIC.findall(b"\n" + text) if name in _COUNTED)
@@ -344,7 +365,8 @@ class VllmHost:
             raise Failed(f"vLLM's server {how} {when}", error, is_permanent=is_permanent)
 
     def _failed(self, reason: str) -> Failed:
-        """The error to raise when vLLM fails a request, or ends because its engine has failed."""
+        """The error to raise when a request of the warm-up fails. Waits up to `EXIT_S` for vLLM's end: if its engine
+        has failed, vLLM ends, and the reason is in its output."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._server.wait(EXIT_S)
         return Failed(reason, self._output.error())
@@ -365,7 +387,7 @@ class VllmHost:
 def main() -> None:
     """Entry point; see the module's docstring."""
     python, _, folder, status_fd = sys.argv[1:]
-    # End with the guardian: if the guardian is killed, no other process would end this process group.
+    # End with the guardian, even if the guardian is killed.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     directory = Path(folder)
     spec = msgspec.json.decode((directory / "spec.json").read_bytes(), type=ReplicaSpec)

@@ -26,9 +26,10 @@ __all__ = [
 OURS: Final = frozenset({"kv_cache_gib", "max_step_s", "prefix_affinity", "adapters", "max_loras", "max_lora_rank"})
 """Options that are not flags of vLLM, or flags that depend on the adapters."""
 KEPT_ADAPTERS: Final = 32
-"""Minimum number of adapters that vLLM keeps in memory. It reads further adapters from their folders again at each use,
-and ends if such a folder is gone."""
+"""Number of adapters that vLLM may keep in the machine's memory; ``max_loras`` if that is more. It reads further
+adapters from their folders again at each use, and ends if such a folder is gone."""
 INSTALL_CPU: Final = "make vllm-env"
+"""Command that installs vLLM's build for CPUs."""
 LOG_STATS_S: Final = 86_400
 """Interval at which vLLM logs its throughput. vLLM's default is 10 s, which is useless beside the gateway's metrics;
 with logging switched off, vLLM would count nothing."""
@@ -57,7 +58,7 @@ class VllmInstall(NamedTuple):
     """A vLLM that is installed for an interpreter."""
 
     python: str
-    """The interpreter, absolute; links are not resolved."""
+    """The interpreter's absolute path; links are not resolved."""
     version: str
     is_cpu: bool
     """Whether it is the build for CPUs."""
@@ -83,7 +84,7 @@ def find_vllm(python: str | Path, environ: Mapping[str, str]) -> VllmInstall:
 
 
 def context_length(folder: Path) -> int | None:
-    """The maximum number of tokens in a model's ``config.json``; None if the file doesn't name it.
+    """The maximum length of a sequence in tokens, from a model's ``config.json``; None if the file doesn't name it.
 
     Raises:
         LoadError: the folder has no readable ``config.json``.
@@ -142,7 +143,8 @@ def folder_problem(folder: Path, options: Mapping[str, Any], install: VllmInstal
 def device_problem(
     device: str, environ: Mapping[str, str], options: Mapping[str, Any], install: VllmInstall
 ) -> Problem | None:
-    """Why a vLLM can't compute on a device; None if it can, as far as is known without a start.
+    """Why a vLLM can't compute on a device: its build is for other devices, or too few GPUs are visible. None if it
+    can, as far as is known without a start.
 
     Args:
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
@@ -182,6 +184,8 @@ class _LocalConnection(http.client.HTTPConnection):
 def ask_vllm(path: Path, method: str, url: str, body: str | None, timeout_s: float) -> tuple[int, bytes]:
     """Status and body of vLLM's answer to a request on its unix socket.
 
+    Each operation of the socket may take ``timeout_s``. The body of the request is JSON; None: no body.
+
     Raises:
         OSError, http.client.HTTPException: vLLM didn't answer.
     """
@@ -213,7 +217,7 @@ def serve_command(
         adapters: LoRA adapters that vLLM serves from the start, by served name.
 
     Raises:
-        LoadError: see `lora_rank`.
+        LoadError: an adapter's rank is higher than the options allow.
     """
     flags: list[str] = []
     for option, value in options.items():
@@ -252,7 +256,8 @@ def serve_environment(
     """The environment of a vLLM: without variables meant for Headwater's Python.
 
     Args:
-        environ: the replica's environment. Its settings of caches, logging and compilation take precedence.
+        environ: the replica's environment. Its settings of caches, logging and compilation take precedence over the
+            defaults made here.
         directory: the replica's folder, for sockets.
         device: the device, for which `device_problem` returned None. ``cuda`` and ``cuda:N`` select
             ``tensor_parallel_size`` GPUs.

@@ -15,6 +15,7 @@ import msgspec
 __all__ = ["LONGEST_REASON", "EventParser", "Fault", "Sample", "TokenReader", "answer_fault", "failed_status"]
 
 LONGEST_REASON: Final = 160
+"""Maximum length of a fault's reason."""
 _ID: Final = re.compile(r"[0-9a-f]{16,}")
 _UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
@@ -27,7 +28,7 @@ class Fault(NamedTuple):
     answer; ``timeout``: no complete answer in time; ``bad answer``: status 200, but the answer violates the protocol;
     ``stream``: an error among the events of a stream."""
     status: int | None
-    """The status of the answer, or of the error event in a stream."""
+    """The status of the answer, or of the error event in a stream; None if it has no status."""
     reason: str
 
     def __str__(self) -> str:
@@ -57,8 +58,8 @@ _answer: Final = msgspec.json.Decoder(_InferAnswer)
 
 
 def answer_fault(body: bytes, json_length: int | None) -> Fault | None:
-    """The fault of an inference answer. The tensors are not decoded, since decoding would cost as much as the request
-    itself.
+    """The fault of an inference answer with status 200; None if it has no fault. The tensors are not decoded, since
+    decoding would cost as much as the request itself.
 
     Args:
         body: the answer.
@@ -152,7 +153,7 @@ class TokenReader:
         self.is_done = False
         """Whether the stream's last event has come."""
         self.times_s: list[float] = []
-        """The arrival of each event with text or with a result."""
+        """The times at which events with text or with a result arrived."""
         self.reported_tokens: int | None = None
         """The number of tokens that the server reports; None if it reports no number."""
         self._finish_reason: str | None = None

@@ -112,10 +112,10 @@ def bench(plan: LoadPlan) -> int:
     """Measure, print the tables, and write the files.
 
     Returns:
-        The exit status: 0, or 1 if a figure is unreliable.
+        The exit status: 0, or 1 if requests failed, a run had no answer, or the bench ended early.
 
     Raises:
-        CommandError: nothing could be measured.
+        CommandError: nothing could be measured, or a file can't be written.
     """
     if plan.html is not None:
         check_plots()

@@ -12,7 +12,9 @@ from headwater_server.cli.option_values import add_report_options, listed, numbe
 __all__ = ["add_bench_command"]
 
 MOST_CONNECTIONS: Final = 20_000
+"""Maximum value of ``--connections`` and ``--max-connections``."""
 MOST_PROCESSES: Final = 64
+"""Maximum value of ``--processes``."""
 POSITIVE: Final = number(lambda value: value > 0, "a number above 0")
 NOT_NEGATIVE: Final = number(lambda value: value >= 0, "a number 0 or more")
 

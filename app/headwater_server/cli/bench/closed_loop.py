@@ -16,8 +16,11 @@ __all__ = ["GONE_AFTER_S", "STOPPED", "Stop", "closed_loop", "until_gone"]
 GONE_AFTER_S: Final = 2.0
 """Time without a successful connection after which the server counts as gone, and the run ends."""
 STOPPED: Final = "stopped by hand"
+"""The reason in `Outcomes.ended` of a run that a `Stop` ended."""
 RETRY_S: Final = 0.05
+"""Pause after a failed attempt to connect."""
 WATCH_S: Final = 0.05
+"""Interval at which late requests are expired, and at which a stop or the loss of the server is noticed."""
 
 
 class Stop(Protocol):
@@ -35,10 +38,10 @@ class Stop(Protocol):
 async def closed_loop(job: Job, stop: Stop | None = None) -> Outcomes:
     """Put closed-loop load on a server.
 
-    Requests sent in the warm-up don't count. Requests sent in the ``job.seconds`` after it count, and all of these are
-    awaited. A rate is the sum of the connections' rates, each measured from its first request to its last answer, so
-    that answers pending at the end introduce no bias. Latency is measured on good answers, from writing the request to
-    the answer's last byte; the time to connect doesn't count.
+    Requests sent in the warm-up don't count. Requests sent in the ``job.seconds`` after it count, and are awaited
+    unless the run ends early. A rate is the sum of the connections' rates, each measured from its first request to its
+    last answer, so that answers pending at the end introduce no bias. Latency is measured on good answers, from writing
+    the request to the answer's last byte; the time to connect doesn't count.
 
     The server's faults raise no exception: see `Outcomes.errors`, and `Outcomes.ended` for a server that is gone.
 
@@ -94,7 +97,8 @@ async def until_gone(
 ) -> None:
     """Wait for a run's tasks, and expire late requests. Cancel the tasks when the run is stopped or the server is gone.
 
-    Sets ``outcomes.ended`` and ``outcomes.cpu_share``, and closes the dialler.
+    Sets ``outcomes.ended`` and ``outcomes.cpu_share``, and closes the dialler. Raises the exception of a task, if a
+    task has raised.
     """
     cpu_s, since_s = time.thread_time(), time.perf_counter()
     whole = asyncio.gather(*tasks, return_exceptions=True)

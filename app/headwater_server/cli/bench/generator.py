@@ -25,7 +25,7 @@ from headwater_server.errors import CommandError
 __all__ = ["Generator", "generator"]
 
 START_S: Final = 0.3
-"""Seconds from now at which several processes start together."""
+"""Time that several processes get to receive their jobs, before they begin together."""
 _child_stop: Stop | None = None
 
 

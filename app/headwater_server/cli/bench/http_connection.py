@@ -48,7 +48,9 @@ class Connection(asyncio.Protocol):
         self._now_s = 0.0
         self._expires_s = 0.0
         self.lost = False
+        """Whether the connection can no longer be used."""
         self.idle_since_s = 0.0
+        """When the last request ended, by `time.perf_counter`; 0 before the first."""
 
     def ask(self, request: bytes, mode: str, expires_s: float) -> asyncio.Future[Sample]:
         """Send a request; the connection must not be `lost`, and no other request may be pending.
@@ -56,7 +58,7 @@ class Connection(asyncio.Protocol):
         Args:
             request: the whole HTTP request, encoded.
             mode: a key of `headwater_server.cli.bench.job.PATHS`.
-            expires_s: the time from which `expire` fails the request.
+            expires_s: the time of `time.perf_counter` from which `expire` fails the request.
 
         Returns:
             A future that resolves to a sample, with the answer's times or the fault.
@@ -160,12 +162,13 @@ class Dialler:
         self.failing_since_s: float | None = None
         """Time since which connecting has failed; None if the last attempt succeeded."""
         self.last_reason = ""
+        """Why the last failed attempt failed; empty if no attempt failed."""
 
     async def dial(self) -> Connection:
         """Open a connection.
 
         Raises:
-            ConnectFailed: connecting failed.
+            ConnectFailed: connecting failed, or took more than `CONNECT_TIMEOUT_S`.
         """
         loop = asyncio.get_running_loop()
         try:

@@ -66,7 +66,7 @@ class RequestSet:
 
 
 class Load(NamedTuple):
-    """The amount of load. One of the fields is 0."""
+    """The amount of load. Exactly one of the fields is 0."""
 
     connections: int = 0
     """Number of connections of a closed loop."""
@@ -95,13 +95,14 @@ class Job:
     """Maximum number of connections of an open loop. When all are busy, a request waits, and its latency still counts
     from its due time."""
     seed: int = 0
+    """Seed of the arrivals of an open loop."""
     limits: Limits = field(default_factory=Limits)
     begin_s: float = 0.0
     """Time of `time.perf_counter` at which the warm-up begins, so that several processes begin together; 0: at once."""
 
     def parts(self, count: int, begin_s: float) -> list[Job]:
-        """Split the job into jobs for ``count`` processes, or for fewer if there are fewer connections than
-        processes."""
+        """Split the job into jobs for ``count`` processes, or for fewer if there are fewer connections than processes.
+        All begin at ``begin_s``."""
         connections, rate = self.load
         total_connections = connections or self.max_connections
         count = min(count, total_connections)

@@ -67,18 +67,21 @@ class Outcomes:
     per_token_s: array[float] = field(default_factory=_floats)
     """TPOT: for each stream with two tokens or more, (last - first) / (tokens - 1)."""
     errors: Counter[Fault] = field(default_factory=Counter)
+    """Number of requests without a good answer, by fault."""
     met: int = 0
     """Good answers that met all limits."""
     tokens: int = 0
+    """Tokens of good answers; see `TokenReader.tokens`."""
     endings: Counter[str] = field(default_factory=Counter)
-    """Good answers of chats, by `TokenReader.ending`."""
+    """Good answers of streams, by `TokenReader.ending`, which is meaningful for chats only."""
     requests_per_s: float = 0.0
     """Good answers per second."""
     met_per_s: float = 0.0
     """Goodput: good answers per second that met all limits."""
     tokens_per_s: float = 0.0
     elapsed_s: float = 0.0
-    """Seconds from the first request that counts to the last answer."""
+    """Seconds by which the counts were divided for the rates (see `closed_loop` and `open_loop`); of several
+    connections or processes, the maximum."""
     lateness_s: array[float] = field(default_factory=_floats)
     """Open loop: the delay with which each answered request was sent, for any reason."""
     behind_s: array[float] = field(default_factory=_floats)
@@ -86,7 +89,7 @@ class Outcomes:
     waited: int = 0
     """Open loop: requests that had to wait for a free connection."""
     cpu_share: float = 0.0
-    """The fraction of a core that the generator used; with several processes, the maximum."""
+    """The fraction of a core that the generator's thread used; with several processes, the maximum."""
     ended: str = ""
     """Why the run ended early; empty if it did not."""
 
@@ -111,7 +114,7 @@ class Outcomes:
         return self.failures / self.requests if self.requests else 0.0
 
     def latency_ms(self, percent: float) -> float:
-        """A percentile of the latency, for example 50 for the median.
+        """A percentile of the latency in milliseconds; ``percent`` is 50 for the median.
 
         Raises:
             ValueError: there was no good answer.
@@ -152,7 +155,7 @@ class Outcomes:
         self.errors[fault] += count
 
     def set_rates(self, elapsed_s: float) -> None:
-        """Derive the rates from the counts, once all requests are counted."""
+        """Divide the counts by ``elapsed_s``, which is above 0, once all requests are counted."""
         self.elapsed_s = elapsed_s
         self.requests_per_s = self.answers / elapsed_s
         self.met_per_s = self.met / elapsed_s
@@ -160,7 +163,8 @@ class Outcomes:
 
 
 def merged(parts: Iterable[Outcomes]) -> Outcomes:
-    """Merge the outcomes of several connections or processes that sent requests at the same time."""
+    """Merge the outcomes of several connections or processes that sent requests at the same time: their rates are
+    added."""
     whole = Outcomes()
     for part in parts:
         for times in ("latencies_s", "first_token_s", "gaps_s", "per_token_s", "lateness_s", "behind_s"):

@@ -45,11 +45,13 @@ class LoadPoint:
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """The options of a bench."""
+    """The options of a bench, as `headwater_server.cli.bench.bench_options` describes them."""
 
     url: str
     model: str | None
+    """The model's name; None: the server's only model."""
     mode: str
+    """A key of `headwater_server.cli.bench.job.PATHS`."""
     loads: Sequence[Load]
     arrivals: str
     max_connections: int
@@ -67,6 +69,7 @@ class LoadPlan:
     slo: dict[str, float]
     """Limits by name, in milliseconds."""
     key: str
+    """An API key; empty: no key is sent."""
     json: Path | None
     html: Path | None
 
@@ -88,7 +91,7 @@ def points_of(plan: LoadPlan, server: ServerClient, model: str) -> list[LoadPoin
     """The points to measure, with their requests.
 
     Raises:
-        CommandError: the plan doesn't fit the model.
+        CommandError: the plan doesn't fit the model, a file can't be read, or the server doesn't answer.
     """
     metadata = None
     if plan.mode in ("infer", "stream"):
@@ -135,7 +138,8 @@ async def check_answers(points: Sequence[LoadPoint]) -> None:
     Other errors, such as status 500, are ignored here: the load counts them.
 
     Raises:
-        CommandError: the server refuses the request itself, or can't be reached.
+        CommandError: the server refuses the request itself (`REFUSALS`), its answer violates the protocol, or it can't
+            be reached.
     """
     for target in dict.fromkeys(point.target for point in points):
         dialler = Dialler(target.url)

@@ -20,10 +20,11 @@ from headwater_server.errors import CommandError
 __all__ = ["Body", "Wishes", "infer_bodies", "read_bodies", "read_schema", "read_tools", "stream_bodies"]
 
 VARIETY: Final = 16
-"""Number of different bodies, which are sent in turn."""
+"""Number of random bodies to make, which are sent in turn. Fewer remain if bodies are large, or equal."""
 MOST_BYTES: Final = 64 * 1024 * 1024
-"""Maximum size of all bodies together; if bodies are large, fewer are made."""
+"""Approximate maximum size of all random bodies of unary requests together; if bodies are large, fewer are made."""
 VARYING_DIM: Final = 16
+"""Size of a dimension that varies, unless the wishes have a shape."""
 SENTENCES: Final = (
     "Rivers begin here.",
     "The train to the coast leaves at a quarter past seven, unless it rains.",
@@ -54,14 +55,18 @@ class Wishes:
     """Properties of requests that the model's metadata doesn't determine."""
 
     rows: int = 1
+    """Rows per unary request."""
     shapes: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """The complete shape of a row, by input."""
     binary: bool = False
-    """Whether tensors are sent and received as bytes."""
+    """Whether tensors of unary requests are sent and received as bytes."""
     seed: int = 0
     prompts: Sequence[str] = ()
+    """Prompts of text streams; empty: `SENTENCES`."""
     max_tokens: int = 64
+    """Maximum number of tokens per answer."""
     ignores_eos: bool = False
+    """Whether answers have ``max_tokens`` in any case."""
     chat_fields: Mapping[str, Any] = field(default_factory=dict)
     """Further fields of chat requests."""
 
@@ -69,7 +74,8 @@ class Wishes:
 def infer_bodies(metadata: Metadata, heads: Sequence[str] | None, wishes: Wishes) -> tuple[Body, ...]:
     """Bodies of unary requests with random values: floats below 1, integers below 100, and sentences.
 
-    Optional inputs are left out unless ``wishes.shapes`` has their shape.
+    Optional inputs are left out unless ``wishes.shapes`` has their shape. ``heads`` None: all. Tensors are bytes, even
+    without ``wishes.binary``, if one of the model's datatypes has no JSON form.
 
     Raises:
         CommandError: the wishes contradict the model's metadata.

@@ -26,8 +26,11 @@ BUSY_SHARE: Final = 0.9
 BEHIND_S: Final = 0.005
 """Delay from which a request counts as sent late by the generator itself."""
 LATE_S: Final = 0.001
+"""Delay from which the report counts a request as sent late, for any reason."""
 LATE_SHARE: Final = 0.01
+"""Fraction of requests later than `BEHIND_S` from which a warning is given."""
 KEPT_UP: Final = 0.95
+"""Fraction of the wanted rate below which a warning is given."""
 _RATES: Final = ("requests_per_s", "goodput_per_s", "tokens_per_s", "error_share")
 _PARSED: Final = {"schema": "json", "tools": "calls"}
 """The `TokenReader.ending` that satisfies each constraint."""
@@ -40,12 +43,12 @@ class Results:
     plan: LoadPlan
     model: str
     server: tuple[str, str]
-    """The server's name and version."""
+    """The server's name and version; empty if it doesn't report them."""
     points: Sequence[LoadPoint]
     started: str
     """Start time of the bench in ISO 8601, UTC."""
     runs: list[list[Outcomes]]
-    """The outcomes for each point, in the order of the repeats."""
+    """The outcomes for each point, in the order of the repeats. Runs without requests are left out."""
     ended: str = ""
     """Why the bench ended early; empty if it did not."""
 
@@ -110,8 +113,8 @@ class Results:
         }
 
     def _ratio(self, point: LoadPoint, runs: Sequence[Outcomes]) -> dict[str, float] | None:
-        """Tokens/s divided by the tokens/s of the same load without the constraint, in the same repeat; None if the
-        load without the constraint was not measured."""
+        """Tokens/s divided by the tokens/s of the same load without the constraint, in the same repeat: median, minimum
+        and maximum over the repeats. None if this load has no constraint, or was not measured without it."""
         if point.constraint in (None, "none"):
             return None
         for other_point, other_runs in zip(self.points, self.runs, strict=True):

@@ -14,13 +14,14 @@ if TYPE_CHECKING:
 __all__ = ["OF_REQUESTS", "OF_RUNS", "Limits", "read_limits", "request_limits"]
 
 OF_REQUESTS: Final = ("latency_ms", "ttft_ms", "itl_ms", "tpot_ms")
-"""Limits for each request."""
+"""Names of the limits for each request, in the order of the fields of `Limits`."""
 OF_RUNS: Final = {"p50_ms": "p50", "p90_ms": "p90", "p99_ms": "p99", "p999_ms": "p99.9"}
-"""Limits for a whole run: percentiles of its latency."""
+"""Limits for a whole run: the percentile of its latency, by the limit's name."""
 
 
 class Limits(NamedTuple):
-    """The limits for a request, in seconds; None: no limit."""
+    """The limits for a request, in seconds; None: no limit. They limit its latency, the time to its first event with
+    text (TTFT), each gap between such events (ITL), and the average time of a token after the first (TPOT)."""
 
     latency_s: float | None = None
     ttft_s: float | None = None
@@ -28,7 +29,8 @@ class Limits(NamedTuple):
     tpot_s: float | None = None
 
     def are_met(self, sample: Sample, begin_s: float) -> bool:
-        """Whether a request, which must have a good answer, met all limits.
+        """Whether a request, which must have a good answer, met all limits. An answer without text meets the limits on
+        tokens.
 
         Args:
             sample: the request.
@@ -59,5 +61,5 @@ def read_limits(text: str) -> dict[str, float]:
 
 
 def request_limits(slo: Mapping[str, float]) -> Limits:
-    """The limits for single requests."""
+    """The limits for single requests, from limits in milliseconds by name."""
     return Limits(*(slo[name] / 1000 if name in slo else None for name in OF_REQUESTS))

@@ -28,7 +28,7 @@ class CacheShape:
     """The values that determine the size of a language model's cache."""
 
     token_bytes: int
-    """Bytes for each token of each sequence."""
+    """Bytes for each token of a sequence."""
     context_length: int
     """Maximum number of tokens of a prompt and its answer."""
     cache_tokens: int | None = None
@@ -63,6 +63,7 @@ def cache_shape(deployment: Deployment, search: Sequence[str]) -> CacheShape | N
 
     Raises:
         LoadError: the model's folder doesn't exist.
+        OSError, ValueError: the folder has no readable ``config.json``.
     """
     options = deployment.options
     if options.get("engine") is not None:

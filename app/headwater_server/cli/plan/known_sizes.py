@@ -17,10 +17,13 @@ from headwater_server.process.machine import size_text
 __all__ = ["known_sizes_text", "largest_batches", "model_of_sizes", "read_sizes"]
 
 NAMES: Final = ("weights", "process", "row", "instance")
-"""Names of the sizes: the weights of a copy of the model; a replica without weights (such as libraries and a GPU's
-context); the memory that each row of a batch adds; the memory that each further instance adds besides its rows."""
+"""Names of the sizes in ``--from-sizes``: the weights of a copy of the model; a replica without weights (such as
+libraries and a GPU's context); the memory that each row of a batch adds; the memory that each further instance adds
+besides its rows."""
 MOST_ROWS: Final = 1024
+"""The largest batch that is considered."""
 MOST_REPLICAS: Final = 64
+"""The largest number of replicas that is considered."""
 SEVERAL: Final = 4
 """Number of cores to assume, since the machine's cores are unknown; bounds the replicas of a profile with several."""
 
@@ -41,14 +44,15 @@ def read_sizes(text: str) -> dict[str, int]:
 
 
 def model_of_sizes(sizes: Mapping[str, int]) -> MemoryModel:
-    """The model of memory with these terms. All terms count for the same kind of memory."""
+    """The model of memory with these terms, in bytes. All terms count as the machine's memory, even if they are a
+    GPU's."""
     terms = ReplicaTerms(sizes["weights"] + sizes.get("process", 0), sizes.get("instance", 0), sizes.get("row", 0))
     return MemoryModel(server=0, files=0, host=terms)
 
 
 def largest_batches(model: MemoryModel, budget: Budget, instances: Sequence[int]) -> Iterator[Point]:
-    """For each number of replicas and instances, the largest batch that fits, as a power of two. Combinations with
-    which no batch fits are left out."""
+    """For each number of replicas up to `MOST_REPLICAS` and each of ``instances``, the largest batch that fits: a power
+    of two, at most `MOST_ROWS`. Combinations with which no batch fits are left out."""
     for replicas in range(1, MOST_REPLICAS + 1):
         fitted = False
         for each in instances:
@@ -65,7 +69,8 @@ def largest_batches(model: MemoryModel, budget: Budget, instances: Sequence[int]
 def known_sizes_text(
     sizes: Mapping[str, int], memory: int, headroom: float, instances: Sequence[int]
 ) -> tuple[str, bool]:
-    """A text about the sizes that fit, and whether any size fits."""
+    """A text about the sizes that fit into ``memory`` bytes, of which the fraction ``headroom`` stays free; and whether
+    any size fits."""
     model = model_of_sizes(sizes)
     budget = Budget(round(memory * (1 - headroom)))
     lines = [

@@ -25,10 +25,11 @@ __all__ = ["PlanServer", "serve_point"]
 PR_SET_PDEATHSIG: Final = 1
 POLL_S: Final = 0.05
 STOP_TIMEOUT_S: Final = 60.0
+"""Time in which the server must end after SIGTERM; then it is killed."""
 
 
 class PlanServer(NamedTuple):
-    """A running server whose replicas are all ready."""
+    """A running server; all its replicas were ready once."""
 
     pid: int
     """The supervisor's process id."""

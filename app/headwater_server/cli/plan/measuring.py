@@ -48,9 +48,10 @@ class Measured:
 
     point: Point
     host_bytes: int
-    """Peak of the machine's memory that all processes took together under load."""
+    """Memory of the machine that all processes took together: the sum of their peaks under load (`ServerMemory`)."""
     server_bytes: int
-    """The part of ``host_bytes`` that belongs to the supervisor and the gateway workers."""
+    """The part of ``host_bytes`` that belongs to no replica, but to the supervisor, its gateway workers, and the
+    processes that fork replicas."""
     shared_files_bytes: int
     """The part of ``host_bytes`` that is pages of files, which all processes share."""
     replica_bytes: int
@@ -62,12 +63,14 @@ class Measured:
     p50_ms: float
     p99_ms: float
     connections: int
+    """Number of connections of the load."""
     device_bytes: int = 0
-    """GPU memory of all replicas together."""
+    """GPU memory of all replicas together, at the end of the load."""
     device: str = "cpu"
     """The device on which the model computed, such as ``cuda:0``."""
     cache_bytes: int = 0
-    """The part of a replica's memory that is the filled key/value cache."""
+    """The computed part of a replica's memory that is the filled key/value cache; 0 if there is none, or if its size is
+    unknown."""
     mean_rows: float | None = None
     """Average number of rows in a call; None for a language model."""
     generator_cpu_share: float = 0.0
@@ -103,8 +106,9 @@ class Measured:
 
 
 def combined(rounds: Sequence[Measured]) -> Measured:
-    """Combine the rounds at one size: the maximum of the memory figures, the medians of rate and latencies, and the
-    rate of each round."""
+    """Combine the rounds at one size, of which there is at least one: the memory figures of the round that took the
+    most of the machine's memory, the maximum of GPU memory, the medians of rate and latencies, and the rate of each
+    round."""
     if len(rounds) == 1:
         return rounds[0]
     mean_rows = [measurement.mean_rows for measurement in rounds if measurement.mean_rows is not None]
@@ -132,7 +136,8 @@ def measure_point(subject: Subject, point: Point) -> Measured:
 
 
 def serving_fields(config: Config, name: str, section: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields, by dotted path, with which a configuration serves only this deployment, with this section."""
+    """The fields, by dotted path, with which a configuration serves only this deployment, with this section. The memory
+    limit is `WHOLE_MACHINE`, unless the configuration sets it in bytes."""
     server = config.server.model_dump(mode="json", exclude_unset=True)
     fields = {f"server.{field}": value for field, value in server.items()}
     fields["deployments"] = {name: section}
@@ -151,7 +156,7 @@ def measure_server_under_load(subject: Subject, point: Point, source: str, field
         fields: fields that override the configuration, by dotted path.
 
     Raises:
-        CommandError: see `measure_point`.
+        CommandError: the server doesn't start, or requests fail; the message has the reason.
     """
     used_before = sum(gpus_used().values())
     with serve_point(source, fields, subject.deployment.load_timeout_s + 60) as server:
@@ -229,7 +234,8 @@ class Weights:
 
 
 def weigh_deployment(name: str, deployment: Deployment, path: Sequence[str]) -> Weights:
-    """Load a model, a language model or a fused pipeline in a process, and measure the size of its weights.
+    """Load a model, a language model or a fused pipeline in a process, and measure the size of its weights. If
+    that fails, `Weights.how` says why.
 
     Args:
         name: the deployment's name.

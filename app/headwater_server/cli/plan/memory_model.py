@@ -46,8 +46,8 @@ def check_fitting() -> None:
 
 
 def fit_non_negative(features: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
-    """Coefficients with the least sum of squared relative errors. A column that depends linearly on earlier columns
-    gets 0.
+    """Non-negative coefficients, one for each column, with the least sum of squared relative errors. A column that
+    depends linearly on earlier columns gets 0.
 
     Args:
         features: a row for each value, with few columns, the most important one first.
@@ -69,7 +69,7 @@ def fit_non_negative(features: Sequence[Sequence[float]], values: Sequence[float
 
 
 class Need(NamedTuple):
-    """Bytes of the machine's and of the device's memory."""
+    """Bytes of the machine's and of the device's memory that all processes need together."""
 
     host: int
     device: int
@@ -77,7 +77,8 @@ class Need(NamedTuple):
 
 @dataclass(frozen=True)
 class ReplicaTerms:
-    """Bytes that a replica takes, of the machine's or of the device's memory."""
+    """Bytes that a replica takes, of the machine's or of the device's memory, without a key/value cache; for the fields
+    see this module's docstring."""
 
     fixed: float = 0.0
     instance: float = 0.0
@@ -102,6 +103,7 @@ class MemoryModel:
     """Peak of the machine's memory that a replica takes until it is ready."""
     cache: CacheSize = lambda rows: 0
     caches_on_device: bool = False
+    """Whether the cache takes the device's memory rather than the machine's."""
 
     def at(self, point: Point) -> Need:
         """Memory that all processes take together under load."""

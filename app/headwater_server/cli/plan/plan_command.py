@@ -36,11 +36,12 @@ CHECKS: Final = 2
 
 
 def run(options: argparse.Namespace) -> int:
-    """Make a plan, and report it. Returns the exit status.
+    """Make a plan, and report it. Returns the exit status; see `exit_status`.
 
     Raises:
         ConfigError: the configuration is wrong.
-        CommandError: an option is wrong.
+        CommandError: an option is wrong, a file can't be written, or the plan was stopped before it measured anything.
+        InterpreterError: the Python of a deployment that vLLM computes has no usable vLLM.
     """
     if options.from_sizes is not None:
         return _from_sizes(options)
@@ -135,7 +136,8 @@ def _budget(options: argparse.Namespace, subject: Subject, capacity: int | None)
 
 
 def exit_status(plan: Plan) -> int:
-    """Return 0, 1 or `NOT_HELD`; if it is not 0, print the reasons to standard error."""
+    """Return 0; 1 if nothing fits, a size could not be run, or the plan is not complete; or `NOT_HELD` if figures
+    differ too much. If it is not 0, print the reasons to standard error."""
     failures, doubts = [], []
     if plan.ended:
         failures.append(f"the plan is not complete: {plan.ended}")

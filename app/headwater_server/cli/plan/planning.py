@@ -55,21 +55,26 @@ class Plan:
     sweep: list[Trial] = field(default_factory=list)
     """The sizes that the models are fitted to."""
     predictor: Predictor | None = None
+    """The fitted models; None if no size was measured yet."""
     held_out: float | None = None
     """The largest error of the predicted memory of a size that was left out of the fit; see `held_out_error`."""
     checks: list[Trial] = field(default_factory=list)
     """The sizes, other than the profiles' sizes, that were predicted first and then run."""
     profiles: list[Profile] = field(default_factory=list)
     ended: str = ""
-    """Why the plan is not complete; empty if it is complete."""
+    """Why the plan was ended before it was complete; otherwise empty."""
 
     def run(self, points: Sequence[Point], *, checks: bool, rounds: int) -> None:
-        """Make the plan. Ctrl-C ends it with the results so far.
+        """Make the plan. Ctrl-C, or a smallest size that can't be measured, ends it with the results so far; see
+        `ended`.
 
         Args:
             points: the sizes to measure, the smallest first.
             checks: whether to run sizes that were not measured, to compare them with their predictions.
             rounds: how often to run each profile; may be 0.
+
+        Raises:
+            CommandError: a profile's file can't be written.
         """
         with self._ending():
             run_sweep(self.sweep, points, self._measure, self.capacity, self._report)
@@ -95,7 +100,8 @@ class Plan:
         return measured_of(self.sweep)
 
     def size_rows(self) -> list[SizeRow]:
-        """Predictions for sizes up to the largest measured size, the smallest first; empty if no size was measured."""
+        """Predictions for the measured numbers of rows and instances, with 1 to the largest measured number of
+        replicas, the smallest size first; empty if no size was measured."""
         if self.predictor is None:
             return []
         measured = {measurement.point for measurement in self.measured}

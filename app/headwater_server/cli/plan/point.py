@@ -42,7 +42,7 @@ def takes_instances(deployment: Deployment) -> bool:
 
 def threads_of(deployment: Deployment, point: Point, cores: int) -> int:
     """Number of torch threads in each call: ``threads`` of the deployment's section, or the cores divided by the number
-    of concurrent calls."""
+    of concurrent calls, at least 1."""
     return deployment.threads or max(1, cores // point.calls)
 
 

@@ -93,7 +93,7 @@ class ThroughputModel:
     """Call times by pair of instances and replicas."""
 
     def rows_per_s(self, point: Point) -> float:
-        """Rows per second if all calls are kept full."""
+        """Rows (of a language model: tokens) per second if all calls are kept full."""
         call_times = self.times.get((point.instances, point.replicas))
         if call_times is not None:
             return call_times.rows_per_s(point.rows)

@@ -2,7 +2,8 @@
 
 The kernel's proportional share (PSS) of a page depends on the other processes that map it, so a server would look
 smaller while an unrelated process uses the same library. Here, anonymous pages count for their process, and pages of
-files count once for all processes that map them. On a machine that runs nothing else, the sum is the server's PSS.
+files count once for all processes that map them. On a machine that runs nothing else, the sum is the server's PSS,
+except that pages which a process has shared with its parent since it was forked count for both.
 
 Source: proc_pid_smaps(5), proc_pid_status(5), proc_pid_clear_refs(5).
 """
@@ -28,6 +29,7 @@ __all__ = [
 ]
 
 SHARED_MEMORY: Final = ("/dev/shm/", "/memfd:", "/dev/zero", "/SYSV")
+"""Beginnings of the paths of mappings that are shared memory."""
 RESET_PEAK: Final = "5"
 """Value that resets VmHWM, the peak of the resident memory, when written to ``clear_refs``."""
 
@@ -37,7 +39,7 @@ class ProcessMemory:
     """Memory of a process, in bytes."""
 
     anonymous: int
-    """Peak of the anonymous pages since the mark."""
+    """Peak of the anonymous pages since the mark, or since the process's start if there is no mark."""
     files: Mapping[str, int] = field(default_factory=dict)
     """Resident pages of each file by path, shared memory included."""
 
@@ -47,11 +49,12 @@ class ServerMemory:
     """Memory of a server, in bytes."""
 
     server: int
-    """Memory of the supervisor and the gateway workers."""
+    """Anonymous memory of the supervisor and of its children that guard no replica: gateway workers, and processes that
+    fork replicas."""
     replicas: tuple[int, ...]
-    """Memory of each replica's processes and its guardian, without pages that other replicas share."""
+    """Memory of each replica's processes and its guardian, without the pages that ``files`` counts."""
     files: int
-    """Pages of files, mostly libraries, that any process maps."""
+    """Pages of files outside the runtime folder, mostly libraries, that any process maps; each file counts once."""
 
     @property
     def host(self) -> int:
@@ -60,13 +63,13 @@ class ServerMemory:
 
 
 def descendants(pid: int) -> list[int]:
-    """The running processes among a process and its descendants, by process id."""
+    """The ids of a process and of its running descendants."""
     return [descendant for branch in _branches(pid).values() for descendant in branch]
 
 
 def _branches(pid: int) -> dict[int, list[int]]:
     """Groups of process ids: a process alone under its own id, and each child with its descendants under the child's
-    id."""
+    id, without processes that have ended."""
     branches = {pid: [pid]}
     with contextlib.suppress(psutil.NoSuchProcess):
         for child in psutil.Process(pid).children():
@@ -83,7 +86,7 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def mark_peaks(pids: Collection[int]) -> None:
-    """Reset the memory peaks of these processes."""
+    """Reset the memory peaks of these processes: a later peak counts from now."""
     for pid in pids:
         with contextlib.suppress(OSError):  # ended, or unsupported: the peak then counts from its start
             Path(f"/proc/{pid}/clear_refs").write_text(RESET_PEAK)
@@ -137,7 +140,8 @@ def _is_guardian(pid: int) -> bool:
 
 
 def process_memory(pid: int) -> ProcessMemory | None:
-    """Measure a process; None if it has ended. Pages of a private mapping that were written are anonymous."""
+    """Measure a process; None if it has ended, or can't be read. Pages of a private mapping that were written are
+    anonymous."""
     try:
         mappings = psutil.Process(pid).memory_maps(grouped=False)
         status = Path(f"/proc/{pid}/status").read_text(errors="replace")

@@ -25,9 +25,13 @@ PROFILES: Final = {
     "throughput": "the size with the highest measured rate",
     "balanced": "small batches, in two replicas where these are allowed, with a few instances each",
 }
+"""The profiles' descriptions, by name."""
 SMALL_ROWS: Final = (8, 4)
+"""Batch sizes that ``memory-lean`` may have, the preferred size first."""
 BALANCED_ROWS: Final = (4, 2, 1)
+"""Batch sizes that ``balanced`` may have, the preferred size first."""
 MOST_REPLICAS: Final = 8
+"""Maximum number of replicas of ``memory-lean``."""
 WORTH: Final = 1.03
 """Ratio of two rates from which the higher rate counts as faster. Below it, the size that takes less memory is
 preferred."""
@@ -40,6 +44,7 @@ class Budget:
     """Bytes of memory that may be taken, without the headroom that is kept free."""
 
     host: int
+    """Bytes of the machine's memory."""
     device: int | None = None
     """Bytes of GPU memory; None if no GPU is used."""
 
@@ -65,6 +70,7 @@ class Profile:
     trial: Trial | None = None
     """The prediction, and the figures or error from running the file; None if the profile is left out."""
     file: Path | None = None
+    """The file of its configuration; None if the profile is left out."""
 
 
 def recommend(
@@ -74,7 +80,7 @@ def recommend(
 
     Args:
         model: the model that predicts the memory.
-        rates: rows per second at the measured sizes.
+        rates: rows or tokens per second at the measured sizes.
         budget: the memory into which each profile must fit.
         largest: the maximum numbers of rows, instances and replicas.
         cores: number of cores of the machine.

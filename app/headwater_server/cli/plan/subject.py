@@ -37,6 +37,7 @@ class Subject:
     name: str
     """The deployment's name."""
     cores: int
+    """Number of CPUs, which concurrent calls share."""
     seconds: float
     """Duration of the load at each size, in seconds."""
     tokens: int
@@ -62,26 +63,28 @@ class Subject:
         return "tokens/s" if self.is_language_model else "rows/s"
 
     def filled_cache(self, rows: int) -> int:
-        """Bytes of the key/value cache that this load fills with ``rows`` concurrent sequences."""
+        """Bytes of the key/value cache that this load fills with ``rows`` concurrent sequences; 0 if the cache is
+        None."""
         if self.cache is None:
             return 0
         return self.cache.size(rows, min(self.tokens + PROMPT_TOKENS, self.cache.context_length))
 
     def largest_cache(self, rows: int) -> int:
-        """Bytes of a full key/value cache with ``rows`` concurrent sequences."""
+        """Bytes of a full key/value cache with ``rows`` concurrent sequences; 0 if the cache is None."""
         return 0 if self.cache is None else self.cache.most(rows)
 
     def connections(self, point: Point) -> int:
-        """The number of connections, each with one row in flight, that keeps every call full."""
+        """The number of connections, each with one row in flight, that keeps every call full; at most
+        `MOST_CONNECTIONS`."""
         if self.is_language_model:
             return min(point.rows * point.replicas, MOST_CONNECTIONS)
         return min(2 * point.rows * point.calls, MOST_CONNECTIONS)
 
     def target(self, url: str) -> RequestSet:
-        """The requests to a server of the deployment; each has a single row.
+        """The requests to a server of the deployment. Each has a single row, unless the bodies of ``input`` have more.
 
         Raises:
-            CommandError: no request can be made.
+            CommandError: the file with the bodies is wrong, or the server doesn't give the model's metadata.
         """
         kind = "completions" if self.is_language_model else "infer"
         if self.input is not None:

@@ -15,13 +15,14 @@ from headwater_server.errors import CommandError
 __all__ = ["MEMORY_TOLERANCE", "Trial", "TrialComparison"]
 
 MEMORY_TOLERANCE: Final = 0.10
-"""Maximum relative error of a prediction of memory."""
+"""Maximum relative error of a prediction of memory; for a rate see `RATE_TOLERANCE`."""
 
 
 class TrialComparison(NamedTuple):
     """A figure that was predicted before it was measured."""
 
     what: str
+    """``host memory``, ``device memory`` (both in bytes) or ``rate``."""
     predicted: float
     measured: float
 
@@ -82,7 +83,7 @@ class Trial:
 
     @property
     def comparisons(self) -> list[TrialComparison]:
-        """The predicted figures beside the measured ones."""
+        """The predicted figures beside the measured figures; empty if either are missing."""
         predicted, measured = self.predicted, self.measured
         if predicted is None or measured is None:
             return []

@@ -27,10 +27,11 @@ from headwater_server.process.vllm_program import find_vllm
 __all__ = ["NOT_HELD", "Started", "plan_vllm", "propose"]
 
 NOT_HELD: Final = 3
-"""Exit status: everything was run, but figures differ too much between rounds, or from the prediction."""
+"""Exit status: everything was run, but the figures did not hold: they differ too much between rounds, or from the
+prediction, or vLLM's options don't fit."""
 GIB: Final = 1024**3
 TOLERANCE: Final = 0.1
-"""Maximum relative difference from a predicted size."""
+"""Fraction by which the memory of the second start may exceed the memory that may be taken."""
 
 
 class Started(NamedTuple):
@@ -41,7 +42,7 @@ class Started(NamedTuple):
     context_length: int
     """Maximum number of tokens of a prompt and its answer together."""
     host_bytes: int
-    """Bytes of the machine's memory that the replica takes."""
+    """Bytes of the machine's memory that the replica takes, the server's libraries and other files included."""
 
     def text(self) -> str:
         """The figures on one line."""
@@ -49,10 +50,13 @@ class Started(NamedTuple):
 
 
 def plan_vllm(options: argparse.Namespace, config: Config, name: str, progress: Callable[[str], None]) -> int:
-    """Start vLLM, propose options, start vLLM with these options, and report. Returns the exit status.
+    """Start vLLM, propose options, start vLLM with these options, and report. Returns the exit status: 0, or `NOT_HELD`
+    if the proposed sequences don't fit into the cache of the second start, or that start takes too much memory.
+
+    ``options.no_verify`` leaves out the second start, and ``options.dry_run`` both.
 
     Raises:
-        CommandError: an option of the command is wrong, or vLLM doesn't start.
+        CommandError: an option of the command is wrong, vLLM doesn't start, or nothing fits.
         InterpreterError: the deployment's Python has no usable vLLM.
     """
     deployment = config.deployments[name]
@@ -96,7 +100,7 @@ def propose(
     deployment: Deployment, first: Mapping[str, Any], started: Started, *, most_bytes: int, headroom: float
 ) -> dict[str, Any]:
     """The options with which all concurrent sequences fit into the cache at their maximum length, and a part of the
-    cache stays free.
+    cache stays free: ``first``, with ``max_model_len`` and ``max_num_seqs``.
 
     Args:
         deployment: the deployment. Its ``max_num_seqs``, and the context length of the first start, are upper bounds.

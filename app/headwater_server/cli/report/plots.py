@@ -30,6 +30,7 @@ HEIGHT_IN: Final = 3.4
 MOST_POINTS: Final = 400
 """Maximum number of points of a curve. More points would not be visible, and would make the page large."""
 SERIES: Final = 8
+"""Number of colours. Further curves repeat them, dashed."""
 # Placeholders for the page's CSS variables, which an SVG within the page can use.
 _INK: Final = "#010203"
 _QUIET: Final = "#010204"
