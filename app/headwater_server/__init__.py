@@ -1,4 +1,4 @@
-"""The HTTP side of Headwater: command line, supervisor and gateway."""
+"""Headwater's server: the command line, the supervisor of all processes, and the gateway that answers HTTP."""
 
 import importlib.util
 from importlib.machinery import ExtensionFileLoader
@@ -7,7 +7,8 @@ __version__ = "0.1.0"
 
 
 def is_compiled() -> bool:
-    """Whether the modules on the path of every request are compiled (`make wheel`)."""
+    """Whether the modules on the path of every request are compiled, as `make wheel` does. A single such module is
+    looked at."""
     spec = importlib.util.find_spec("headwater_server.codecs.tensors")
     return spec is not None and isinstance(spec.loader, ExtensionFileLoader)
 

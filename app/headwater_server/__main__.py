@@ -16,12 +16,13 @@ IMPORTED = (
     "sse_starlette", "starlette", "tokenizers", "tritonclient", "typing_extensions", "typing_inspect",
     "typing_inspection", "uvicorn", "uvloop", "wrapt", "yaml", "yarl", "zmq", "zope",
 )  # fmt: skip
-"""Third-party modules that Headwater's processes and Triton's stubs import."""
+"""Top-level third-party modules that Headwater's processes and Triton's stubs import. No folder on PYTHONPATH may hide
+them."""
 
 
 def main() -> None:
-    """Run the command. Exit with a message if a foreign package `headwater`, or a module on PYTHONPATH, hides a module
-    that Headwater needs."""
+    """Run the command. Exit with a message if the package `headwater` is foreign or not of the server's version, or if
+    a folder on PYTHONPATH hides a module of `IMPORTED`."""
     version = getattr(headwater, "__version__", None)
     if version != __version__:
         where = headwater.__file__ or ", ".join(headwater.__path__)
@@ -40,7 +41,8 @@ def main() -> None:
 
 
 def _refuse_hidden() -> None:
-    """Exit if a folder of PYTHONPATH hides a module of Headwater's environment: it may have another version."""
+    """Exit if a folder of PYTHONPATH hides a module of Headwater's environment: the module there may have another
+    version."""
     named = {os.path.abspath(folder) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder}
     theirs, ours = ([folder for folder in sys.path if (folder in named) is is_theirs] for is_theirs in (True, False))
     for name in IMPORTED if theirs else ():

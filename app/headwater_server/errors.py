@@ -8,24 +8,24 @@
     ├── Unauthorized               401  no API key, or the key is not valid
     ├── Forbidden                  403  this client may not do this, or the configuration forbids it
     │   └── ScopeMissing                its API key is valid, but lacks the scope for this request
-    ├── NotFound                   404  unknown model or route
+    ├── NotFound                   404  unknown model, route, file or running request
     ├── MethodNotAllowed           405
-    ├── BodyTooSlow                408
-    ├── Conflict                   409
-    │   └── MemoryBudgetExceeded                      the memory budget doesn't allow another replica
+    ├── BodyTooSlow                408  headers or body did not arrive in time
+    ├── Conflict                   409  the deployment's state doesn't allow the command
+    │   └── MemoryBudgetExceeded        the memory budget doesn't allow another replica
     ├── Cancelled                  409  someone cancelled the request by its id
     ├── BodyTooLarge               413
     ├── UnsupportedMediaType       415  content type or encoding
     ├── Quarantined                422  two replicas were lost while they computed the same request
-    ├── QueueFull                  429  the queue of the deployment, or of all together, is full; Retry-After
-    ├── RateLimited                429  a limit of the API key is reached; Retry-After
+    ├── QueueFull                  429  a queue has no place for the request; Retry-After
+    ├── RateLimited                429  a limit of the API key is reached, or it is barred from the model; Retry-After
     ├── HeadersTooLarge            431
     ├── ClientGone                 499  logs and metrics only
-    ├── CallableFailed             500  the user's callable raised, or its output contradicts its declaration
+    ├── CallableFailed             500  the callable, an operator's command, or the gateway itself failed
     │   ├── ContractBroken              an engine's tokens are not in sequence
     │   └── OutOfMemory                 the device's memory does not suffice for the request
     ├── SharedMemoryFull           503  /dev/shm has no capacity for the call's tensors; Retry-After
-    ├── Unavailable                503  loading, draining or crashed; Retry-After
+    ├── Unavailable                503  the deployment, or the server, can't take the request now; Retry-After
     │   └── ReplicaLost                 the replica ended while it had the request
     │       └── ReplicaUnreachable      the replica ended before it received the request
     ├── UnknownCoding              501  a transfer coding other than chunked
@@ -83,18 +83,20 @@ RETRY_AFTER_LOST_S: Final = 2
 
 
 class HeadwaterError(Exception):
-    """Base of the errors that an HTTP client sees.
+    """Base of the errors that end an HTTP request. All but `ClientGone` are sent to the client.
 
     A subclass sets ``status``, ``may_quote`` and ``code`` with class keywords, or inherits them.
     """
 
     status: ClassVar[int] = 500
+    """HTTP status of the answer."""
     may_quote: ClassVar[bool] = True
-    """Whether the message may quote a client's input or a callable's output: such a message is logged only on
-    request."""
+    """Whether the message may quote a client's input or a callable's output: the access log shows such a message only
+    with ``access_log: full``."""
 
     code: ClassVar[str | None] = None
-    """OpenAI's ``code``: a word for programs. Where OpenAI's API defines a word for the error, it is that word."""
+    """OpenAI's ``code``: a word for programs. Where OpenAI's API defines a word for the error, it is that word. None:
+    the error has no word."""
 
     def __init_subclass__(
         cls, status: int | None = None, *, may_quote: bool | None = None, code: str | None = None
@@ -107,8 +109,9 @@ class HeadwaterError(Exception):
         super().__init__(message)
         self.message = message
         self.field = field
-        """The request field at fault: OpenAI's ``param``."""
+        """The request field at fault: OpenAI's ``param``; None: no field is known to be at fault."""
         self.retry_after_s = retry_after_s
+        """The answer's ``Retry-After`` in seconds. None: 2 for a 503, else the answer has no such header."""
 
     def again(self, message: str | None = None) -> HeadwaterError:
         """Return a copy of this error, optionally with another message. Needed because an exception object that is
@@ -139,7 +142,7 @@ class ScopeMissing(Forbidden):
 
 
 class NotFound(HeadwaterError, status=404):
-    """No such model or route."""
+    """No such model, version, adapter, route or file; or no running request with this id, to cancel."""
 
 
 class MethodNotAllowed(HeadwaterError, status=405, may_quote=False):
@@ -147,11 +150,11 @@ class MethodNotAllowed(HeadwaterError, status=405, may_quote=False):
 
 
 class BodyTooSlow(HeadwaterError, status=408, may_quote=False):
-    """The body did not arrive in time."""
+    """The headers or the body did not arrive in time."""
 
 
 class Conflict(HeadwaterError, status=409, may_quote=False):
-    """The deployment's state doesn't allow the command."""
+    """The deployment's state, or another command that is under way, doesn't allow the command."""
 
 
 class MemoryBudgetExceeded(Conflict):
@@ -175,11 +178,13 @@ class Quarantined(HeadwaterError, status=422, may_quote=False, code="quarantined
 
 
 class QueueFull(HeadwaterError, status=429, may_quote=False, code="rate_limit_exceeded"):
-    """The queue of the deployment, or the queue of all deployments together, is full."""
+    """A queue has no place for the request: the queue of the deployment, of its replica, of all deployments together,
+    or of the texts to tokenize. Also raised for a waiting request that loses its place to a more urgent request."""
 
 
 class RateLimited(HeadwaterError, status=429, may_quote=False, code="rate_limit_exceeded"):
-    """A limit of the API key is reached; the server itself may have capacity."""
+    """A limit of the API key is reached, or the key's requests have ended too many replicas of the model; the server
+    itself may have capacity."""
 
 
 class HeadersTooLarge(HeadwaterError, status=431, may_quote=False):
@@ -191,7 +196,8 @@ class ClientGone(HeadwaterError, status=499, may_quote=False):
 
 
 class CallableFailed(HeadwaterError, status=500, code="failed"):
-    """The user's callable raised, or its output contradicts its declaration."""
+    """The user's callable raised, or its output contradicts its declaration. Also: an operator's command failed, or the
+    gateway has a bug."""
 
 
 class ContractBroken(CallableFailed):
@@ -208,15 +214,17 @@ class SharedMemoryFull(HeadwaterError, status=503, may_quote=False, code="unavai
 
 
 class Unavailable(HeadwaterError, status=503, may_quote=False, code="unavailable"):
-    """The deployment is loading, draining or crashed."""
+    """The deployment is loading, draining, unloaded or crashed; or the server is stopping, or has no memory or no
+    connection left for the request."""
 
 
 class ReplicaLost(Unavailable):
-    """The replica ended while it had the request."""
+    """The replica ended, or its device failed, while it had the request; or the server stopped."""
 
 
 class ReplicaUnreachable(ReplicaLost):
-    """The replica ended before it received the request: nothing of the request was computed."""
+    """The replica ended, or could not be reached, before it received the request: nothing of the request was
+    computed."""
 
 
 class DeadlineExceeded(HeadwaterError, status=504, may_quote=False, code="timeout"):
@@ -244,7 +252,8 @@ class CommandError(Exception):
 
 
 def openai_error(error: HeadwaterError) -> dict[str, object]:
-    """The body of an error response in the format of OpenAI's API."""
+    """The body of an error response in the format of OpenAI's API; its ``code`` is ``model_not_found`` for a
+    `NotFound` about the field ``model``."""
     kind = "server_error" if error.status >= 500 else "invalid_request_error"
     kind = "rate_limit_error" if error.status == 429 else kind
     is_model = isinstance(error, NotFound) and error.field == "model"

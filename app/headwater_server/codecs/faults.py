@@ -1,6 +1,6 @@
 """Reads a request's JSON and reports its faults: the field, the expected value, and the value that the client sent.
 
-All routes report a fault with the same message.
+A fault gets the same message on all routes.
 """
 
 from __future__ import annotations
@@ -43,11 +43,12 @@ __all__ = [
 ]
 
 MAX_CONTAINERS: Final = 100_000
-"""The most keys, objects and arrays in a body, not counting a tensor's numbers. A body is decoded in a single call,
-during which no other thread runs: the limit keeps the call to a few hundredths of a second."""
+"""The most keys, objects and arrays in a body, together; arrays in the data of tensors are not counted. A body is
+decoded in a single call, during which no other thread runs: the limit keeps the call to a few hundredths of a
+second."""
 MAX_VALUES: Final = 1_000_000
-"""The most values in a body, not counting a tensor's numbers. A plain value takes a tenth of the time of a key or an
-object."""
+"""The most values in a body, counted by their commas, without a tensor's numbers. A plain value takes a tenth of the
+time of a key or an object."""
 
 _ENTRY: Final = re.compile(r"\.(?:inputs|outputs)\[\d+\]")
 _NOT_FINITE: Final = re.compile(rb"-?\b(?:NaN|Infinity)\b")
@@ -80,7 +81,7 @@ def at(path: str, tensor: str | None, message: str) -> BadRequest:
 
 
 def shown(value: object) -> str:
-    """A JSON value as quoted in a message, with a bounded length."""
+    """A JSON value as quoted in a message, with a bounded length; of an object or array only its kind is named."""
     if isinstance(value, str):
         return repr(value) if len(value) <= 80 else f"{value[:80]!r}... ({len(value)} characters)"
     if isinstance(value, bool):
@@ -133,8 +134,8 @@ def read_json(
             duplicate keys.
 
     Raises:
-        BadRequest: the text isn't JSON, is too large, or has a duplicate key; or a field is unknown, missing,
-            unsupported, of another type or out of bounds. The message names the field.
+        BadRequest: the text isn't JSON, has too many keys or values (see `check_size`), or has a duplicate key; or a
+            field is unknown, missing, unsupported, of another type or out of bounds. The message names the field.
     """
     text = bytes(text)
     try:
@@ -164,7 +165,7 @@ def check_size(text: bytes, end: int | None = None, *, tensors: bool = False) ->
     Args:
         text: the JSON; need not be valid.
         end: the offset in ``text`` at which the JSON ends; None: the text's end.
-        tensors: whether arrays hold the elements of tensors, so that only keys are counted.
+        tensors: whether arrays hold the elements of tensors, so that only keys are counted, up to `MAX_CONTAINERS`.
 
     Raises:
         BadRequest: the JSON has too many keys, objects and arrays, or too many values.
@@ -181,7 +182,7 @@ def check_size(text: bytes, end: int | None = None, *, tensors: bool = False) ->
 
 
 def _check_outside(text: bytes, end: int, counted: Sequence[bytes], limit: int, kinds: str) -> None:
-    """Check that the characters ``counted`` occur at most ``limit`` times outside of strings.
+    """Check that the characters ``counted`` occur together at most ``limit`` times outside of strings.
 
     Counts in pieces, so that other threads can run in between.
 
@@ -233,15 +234,17 @@ def check_keys(text: bytes) -> None:
 
 
 def is_narrow(text: bytes) -> bool:
-    """Whether all characters of the text's strings are ASCII, so that each character takes a single byte in memory."""
+    """Whether the text has only ASCII characters and no Unicode escapes, so that each character of its strings takes a
+    single byte in memory."""
     return text.isascii() and b"\\u" not in text
 
 
 def _without_long_strings(text: bytes) -> bytes:
     """The text with a digest in place of each long string, so that a single call can decode it in a short time.
 
-    No other thread runs during that call, and a wide character makes each character of its string take 4 bytes. Two
-    long strings with the same characters have different digests if their escapes differ.
+    No other thread runs during that call, and a wide character makes each character of its string take up to 4 bytes.
+    Two long strings with the same characters have different digests if their escapes differ: as keys they count as
+    different.
 
     Args:
         text: valid JSON. It is read in pieces, so that other threads can run in between.
@@ -344,8 +347,8 @@ def _got(fault: ParsedError, text: bytes | memoryview) -> str:
 
 
 def _value_at(text: bytes | memoryview, path: str, *, check: bool = False) -> Any:
-    """The value at a path; None if the text is long or malformed, if the value is a long array or object, or if the
-    path has ``[...]`` for a key of a dict.
+    """The value at a path, decoded. None if the value is null, a long array or a long object, if the path doesn't lead
+    to a value or has ``[...]`` for a key of a dict, or if the text is long or malformed.
 
     Only the value at the path is built, since a tensor may have many more elements than a request may have keys,
     objects and arrays.
@@ -397,7 +400,8 @@ def _malformed(fault: ParsedError, text: bytes | memoryview, path: str, binary: 
 
 
 def _not_finite_tensor(text: bytes | memoryview) -> tuple[str, str | None]:
-    """The path and name of the first input whose data contain a NaN or an infinity; the body if it can't be found."""
+    """The path and name of the first input whose data contain a NaN, an infinity or a null. ``("body", None)`` if it
+    can't be found."""
     if len(text) <= _LOOK_AGAIN_BYTES:
         text = _NOT_FINITE.sub(b"null", bytes(text))
         try:

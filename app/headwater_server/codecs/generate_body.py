@@ -132,7 +132,11 @@ class GenerateDecoder:
 
 
 def _row(raw: msgspec.Raw, declared: DeclaredInput) -> RawTensor:
-    """The tensor, of a single row, that an input's JSON stands for."""
+    """The tensor, of a single row, that an input's JSON stands for.
+
+    Raises:
+        BadRequest: the JSON doesn't fit the input's datatype or shape.
+    """
     spec = declared.spec
     text = bytes(raw).strip()
     path = key_text(spec.name)
@@ -154,7 +158,11 @@ def _row(raw: msgspec.Raw, declared: DeclaredInput) -> RawTensor:
 
 
 def _single(text: bytes, declared: DeclaredInput) -> RawTensor:
-    """The tensor of a row with a single element, which the client sent as a scalar."""
+    """The tensor of a row with a single element, which the client sent as a scalar.
+
+    Raises:
+        BadRequest: the input's shape needs an array, or the scalar doesn't fit the datatype.
+    """
     spec = declared.spec
     path = key_text(spec.name)
     if any(dim not in (1, -1) for dim in spec.shape):
@@ -173,6 +181,9 @@ def _nesting(text: bytes, datatype: str, path: str) -> list[int]:
     """The length of an array, the length of its first element if that is an array, and so on to the innermost array.
 
     The lengths of the other elements are not checked.
+
+    Raises:
+        BadRequest: the nesting is deeper than `_MAX_NESTING`; or ``BYTES`` elements can't be decoded.
     """
     lengths = []
     if datatype == "BYTES":
@@ -198,7 +209,11 @@ def _nesting(text: bytes, datatype: str, path: str) -> list[int]:
 
 
 def _dims_of_flat(length: int, declared: DeclaredInput) -> list[int]:
-    """A row's dimensions, computed from the number of elements in a flat array."""
+    """A row's dimensions, computed from the number of elements in a flat array.
+
+    Raises:
+        BadRequest: the number doesn't fit the declared shape, or several dimensions vary.
+    """
     shape = declared.spec.shape
     path = key_text(declared.spec.name)
     fixed = math.prod(dim for dim in shape if dim >= 0)
@@ -271,7 +286,7 @@ class GenerateEncoder:
 
         Args:
             request: the request.
-            statuses: the heads' statuses, by head; empty for a model without heads.
+            statuses: the heads' statuses (`HeadAnswer.status`), by head; ignored for a model without heads.
         """
         heads = b',"heads":%b' % orjson.dumps(dict(statuses)) if self._heads else b""
         # The Open Inference Protocol (`generate_rest.yaml`) requires ``text_output`` in every event.

@@ -16,6 +16,7 @@ __all__ = ["NO_DATA", "InferBody", "InputEntry", "OutputEntry"]
 
 _Parameters = dict[str, msgspec.Raw] | None
 NO_DATA: Final = msgspec.Raw(b"")
+"""The ``data`` of an input that lacks the field. Compared by identity."""
 
 
 class InputEntry(msgspec.Struct, forbid_unknown_fields=True, gc=False):

@@ -39,6 +39,7 @@ _SIZE: Final = "binary_data_size"
 _SHAPE: Final = msgspec.json.Decoder(list[int])
 _VALUE: Final = msgspec.json.Decoder()
 LIGHT_BYTES: Final = 64 * 1024
+"""JSON of fewer bytes is decoded fast enough for the event loop's thread."""
 LARGEST_EXAMPLE: Final = 1000
 """For an input with more elements, no example is generated."""
 
@@ -66,7 +67,7 @@ class RequestDecoder:
 
     def is_light(self, header_length: int) -> bool:
         """Whether decoding is fast, regardless of the size of the binary tensors after the ``header_length`` bytes of
-        JSON."""
+        JSON. False for a model with ``BYTES`` inputs, since the length of each element is checked."""
         return header_length < LIGHT_BYTES and not self._has_texts
 
     def decode(self, body: bytes, header_length: int | None = None) -> InferRequest:
@@ -167,7 +168,12 @@ class RequestDecoder:
         return wishes
 
     def _take_inputs(self, entries: list[InputEntry], body: bytes, offset: int, request: InferRequest) -> int:
-        """Check and read the inputs. Returns the offset in the body at which the last binary tensor ends."""
+        """Check the inputs and set them, the number of rows and ``is_bare`` in the request. ``offset`` is where the
+        first binary tensor begins in the body. Returns the offset at which the last binary tensor ends.
+
+        Raises:
+            BadRequest: an input is unknown, given twice, missing or wrong, or the numbers of rows differ.
+        """
         inputs = request.inputs
         for index, tensor in enumerate(entries):
             name = tensor.name
@@ -215,7 +221,8 @@ class RequestDecoder:
 
 
 def _keys(infer_body: InferBody) -> int:
-    """The number of keys in a request's JSON, if it has no duplicate keys and no keys with null."""
+    """The number of keys in a request's JSON, if it has no duplicate keys, no keys with null, and no objects as
+    parameters' values."""
     count = 1 + (infer_body.id is not None) + (infer_body.model_name is not None)
     if infer_body.parameters is not None:
         count += 1 + len(infer_body.parameters)
@@ -231,8 +238,8 @@ def _keys(infer_body: InferBody) -> int:
 
 
 def _check_keys(infer_body: InferBody, text: bytes | memoryview) -> None:
-    """Check a request that has more colons than distinct keys. The surplus may be colons in strings, or keys with null;
-    if it is duplicate keys, the request is refused.
+    """Check a request that has more colons than `_keys`. The surplus may be colons in strings, keys with null, or keys
+    in parameters' values; if it is duplicate keys, the request is refused.
 
     Raises:
         BadRequest: an object has a key twice.
@@ -244,7 +251,8 @@ def _check_keys(infer_body: InferBody, text: bytes | memoryview) -> None:
 
 
 def _without_data(infer_body: InferBody, text: bytes | memoryview) -> bytes:
-    """The JSON that a request was parsed from, with the data of all tensors replaced by empty arrays."""
+    """The JSON that a request was parsed from, with each tensor's data, if they are an array, replaced by an empty
+    array."""
     whole = memoryview(text)
     pieces: list[bytes | memoryview] = []
     begin, end = _address(whole), 0
@@ -288,7 +296,11 @@ def _wrong_datatype(index: int, name: str, declared: str, got: str) -> BadReques
 
 
 def _binary_size(tensor: InputEntry, index: int) -> int | None:
-    """The ``binary_data_size`` of an input with parameters. Any other parameter is refused."""
+    """The ``binary_data_size`` of an input that has at least a single parameter.
+
+    Raises:
+        BadRequest: the input has another parameter, or also data; or the size is no integer of 0 or more.
+    """
     where = f"inputs[{index}].parameters"
     assert tensor.parameters is not None
     for key in tensor.parameters:

@@ -24,7 +24,7 @@ _NUMPY: Final = orjson.OPT_SERIALIZE_NUMPY
 
 
 def checked_size(name: str, tensor: RawTensor, datatype: Datatype) -> int:
-    """The tensor's size in bytes, checked against its shape and declared datatype.
+    """The tensor's size in bytes, checked against its shape (except for ``BYTES``) and declared datatype.
 
     Raises:
         CallableFailed: the tensor has another datatype, or its size contradicts its shape.
@@ -45,8 +45,9 @@ def flat_json(name: str, tensor: RawTensor, datatype: Datatype) -> bytes:
     """The tensor's elements as a flat JSON array.
 
     Raises:
-        BadRequest: the datatype has no JSON form, or the bytes aren't UTF-8 text.
-        CallableFailed: the bytes contradict the shape.
+        BadRequest: the datatype has no JSON form, or an element of ``BYTES`` isn't UTF-8 text.
+        CallableFailed: the lengths or the number of ``BYTES`` elements are wrong. Other datatypes are checked by
+            `checked_size`.
     """
     if not datatype.json:
         raise no_json_form("outputs", name, datatype.name)
@@ -123,7 +124,7 @@ class ResponseEncoder:
             not copied.
 
         Raises:
-            BadRequest: an output was requested in JSON and has no JSON form.
+            BadRequest: an output was requested in JSON and has no JSON form, or isn't UTF-8 text.
             CallableFailed: a requested output is missing, or its bytes contradict its declaration.
         """
         requested = request.outputs
@@ -161,7 +162,8 @@ class ResponseEncoder:
 
 
 def omission_parameters(omitted: Sequence[HeadAnswer]) -> dict[str, str]:
-    """The ``parameters`` of an answer about omitted heads. All values are scalars."""
+    """The ``parameters`` of an answer without some heads: ``omitted_heads``, their names separated by commas, and for
+    each head ``head.NAME.status`` and ``head.NAME.reason``."""
     parameters = {"omitted_heads": ",".join(head.head for head in omitted)}
     for head in omitted:
         parameters[f"head.{head.head}.status"] = head.status

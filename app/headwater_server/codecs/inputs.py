@@ -48,7 +48,8 @@ def element_count(shape: list[int], declared: DeclaredInput, index: int | None) 
         index: the input's index in the request, for messages; None: the data are a single row under the input's name.
 
     Raises:
-        BadRequest: the shape doesn't fit.
+        BadRequest: the shape doesn't fit the declaration, has too many ``BYTES`` elements, or has no elements but
+            large dimensions.
     """
     dims = declared.dims
     if len(shape) == len(dims):
@@ -86,7 +87,11 @@ def _named(declared: DeclaredInput, index: int | None) -> tuple[str, str | None]
 
 def _check_hollow(shape: list[int], declared: DeclaredInput, index: int | None) -> None:
     """Limit the dimensions of a tensor without elements. The tensor itself takes no memory, but a callable may allocate
-    memory by its dimensions."""
+    memory by its dimensions.
+
+    Raises:
+        BadRequest: the product of the non-zero dimensions is over `_MAX_HOLLOW`.
+    """
     if math.prod(dim for dim in shape if dim) > _MAX_HOLLOW:
         path, name = _named(declared, index)
         expected = f"expected non-zero dimensions with a product of at most {_MAX_HOLLOW}"

@@ -72,7 +72,7 @@ class JsonData:
         self._has_json = DATATYPES[spec.datatype].json
 
     def pack(self, raw: msgspec.Raw | bytes, shape: Sequence[int], count: int, index: int | None) -> bytes:
-        """Parse the text and pack the elements into bytes.
+        """Parse the text and pack the elements into bytes, in the protocol's binary form.
 
         Args:
             raw: the text of ``data``.
@@ -81,7 +81,7 @@ class JsonData:
             index: the input's index in the request, for messages; None: the data are in a field with the input's name.
 
         Raises:
-            BadRequest: the elements don't fit the datatype or the shape.
+            BadRequest: the datatype has no JSON form, or the elements don't fit the datatype or the shape.
         """
         if not self._has_json:
             size = f'"parameters": {{"binary_data_size": {count * DATATYPES[self._datatype].size_bytes}}}'
@@ -273,8 +273,8 @@ class JsonData:
 
 
 def tensor_bytes(text: bytes, end: int | None = None) -> int:
-    """The memory in bytes that decoding a text's arrays into tensors takes. Arrays are packed in pieces, so that only a
-    piece's elements are objects at the same time.
+    """An estimate of the most memory in bytes that decoding a text's arrays into tensors takes. Arrays of numbers are
+    packed in pieces, so that only a piece's elements are objects at the same time.
 
     Args:
         text: the JSON; need not be valid.

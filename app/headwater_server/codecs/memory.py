@@ -22,6 +22,7 @@ _KEY_BYTES: Final = 100
 _VALUE_BYTES: Final = 50
 _STRING_BYTES: Final = 180
 _NARROW: Final = 3
+"""Bytes of memory for each byte of a string with ASCII characters only."""
 _WIDE: Final = 16
 """Bytes of memory for each byte of a string with characters beyond ASCII: a single such character may make every
 character of the string take 4 bytes."""

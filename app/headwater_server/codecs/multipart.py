@@ -33,8 +33,8 @@ def read_form(body: bytes, content_type: bytes) -> dict[str, memoryview]:
     `MAX_HEAD_BYTES` for each of `MAX_PARTS` parts are read byte by byte.
 
     Raises:
-        BadRequest: the body isn't a valid form, has too many parts, has a part whose head is too large, or has a field
-            twice.
+        BadRequest: the body isn't a valid form, has too many parts, a part whose head is too large, a part without a
+            name, or a field twice.
     """
     boundary = parse_options_header(content_type)[1].get(b"boundary", b"")
     if not 0 < len(boundary) <= _MAX_BOUNDARY_BYTES:

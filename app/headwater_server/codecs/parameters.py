@@ -26,7 +26,7 @@ _INT64: Final = range(-(2**63), 2**63)
 _BINARY_OUTPUT: Final = "binary_data_output"
 _HEADS: Final = "heads"
 RequestId: TypeAlias = Annotated[str, Meta(max_length=1000)]
-"""An id that a client gives to a request."""
+"""An id of at most 1000 characters that a client gives to a request."""
 
 
 class _HeadChoice:
@@ -120,7 +120,7 @@ class RequestParameters:
             ((_BINARY_OUTPUT,) if binary else ()) + ("priority", "timeout") + ((_HEADS,) if signature.heads else ())
         )
         self.known = (*self._declared, *server_parameters)
-        """Names of all known parameters, for messages."""
+        """Names of all parameters that the model declares or the server defines for it."""
 
     def request(self, id: str | None) -> InferRequest:
         """A request with an id and default parameters. Its inputs, rows and outputs are yet to be set."""
@@ -166,14 +166,23 @@ class RequestParameters:
 
 
 def boolean(path: str, tensor: str | None, value: object) -> bool:
-    """Check that a value is true or false."""
+    """Check that a value is true or false. Returns it.
+
+    Raises:
+        BadRequest: it is another value.
+    """
     if isinstance(value, bool):
         return value
     raise at(path, tensor, f"expected true or false, got {shown(value)}")
 
 
 def integer(path: str, tensor: str | None, value: object, maximum: int) -> int:
-    """Check that a value is an integer from 0 to ``maximum``; it may be written as a float."""
+    """Check that a value is an integer from 0 to ``maximum``; below 2**53 it may be written as a float. Returns the
+    integer.
+
+    Raises:
+        BadRequest: it is another value.
+    """
     whole = _whole(value)
     if isinstance(whole, int) and not isinstance(whole, bool) and 0 <= whole <= maximum:
         return whole
@@ -205,7 +214,8 @@ def _path(where: str, name: str) -> str:
 
 
 def _whole(value: object) -> object:
-    """Convert a float that is exactly an integer, below 2**53, to the integer; return any other value unchanged."""
+    """Convert a float that is an integer, and less than 2**53 from zero, to the integer; return any other value
+    unchanged."""
     return int(value) if type(value) is float and value.is_integer() and abs(value) < 2.0**53 else value
 
 

@@ -51,11 +51,13 @@ class InferRequest(msgspec.Struct, gc=False):
     rows: int
     """Size of the batch axis, the same in all inputs; may be 0."""
     outputs: Sequence[OutputWish]
-    """The requested outputs, in the request's order; all declared outputs if the request named no outputs."""
+    """The requested outputs, in the request's order. If the request named no outputs: all declared outputs, or, of a
+    pipeline, all outputs of ``heads``."""
     batch_parameters: dict[str, Scalar]
     """Declared parameters per batch, with defaults filled in."""
     row_parameters: dict[str, Scalar]
-    """Declared parameters per row, with defaults filled in; the same value for all rows of this request."""
+    """Declared parameters per row, with defaults filled in; the same value for all rows of this request. If the model
+    takes undeclared parameters, they are JSON in the value of `headwater.signature.REQUEST`."""
     heads: tuple[str, ...] = ()
     """A pipeline's requested heads, in the signature's order, never empty; always empty for other models."""
     priority: int = 0
@@ -85,11 +87,12 @@ class HeadAnswer(msgspec.Struct):
     """The requested outputs that the head computes; empty if the head failed."""
     error: HeadwaterError | None = None
     took_ms: float = 0.0
-    """Time since the request was accepted."""
+    """Milliseconds from the request's acceptance to this result."""
 
     @property
     def status(self) -> str:
-        """``ok``, ``timeout``, ``unavailable`` or ``failed``."""
+        """``ok``; or, by the kind of ``error``: ``timeout`` (the deadline passed), ``unavailable`` (no replica, or a
+        full queue), or ``failed``."""
         if self.error is None:
             return "ok"
         if isinstance(self.error, DeadlineExceeded):
@@ -110,7 +113,7 @@ class Answer(msgspec.Struct):
 
 
 class SlicedTensor:
-    """A tensor that can be cut into rows: it has the offset of each row's bytes."""
+    """A tensor, of at least a single row, that can be cut into rows: it knows the place of each row's bytes."""
 
     __slots__ = ("_offsets", "_row_bytes", "_tensor")
 
@@ -124,7 +127,8 @@ class SlicedTensor:
             self._row_bytes = len(tensor.data) // tensor.shape[0]
 
     def rows(self, start: int, count: int) -> RawTensor:
-        """``count`` rows of the tensor from row ``start`` on, as a view if the tensor's data are a memoryview."""
+        """``count`` rows of the tensor from row ``start`` on; a view if the tensor's data are a memoryview, else a
+        copy."""
         tensor = self._tensor
         if self._offsets:
             data = tensor.data[self._offsets[start] : self._offsets[start + count]]
@@ -136,8 +140,12 @@ class SlicedTensor:
 def join_rows(name: str, parts: Sequence[RawTensor]) -> RawTensor:
     """Join the parts' rows into one tensor.
 
+    Args:
+        name: the output's name, for messages.
+        parts: at least a single part.
+
     Raises:
-        CallableFailed: the parts differ in more than the number of rows.
+        CallableFailed: the parts' shapes differ in more than the number of rows.
     """
     first = parts[0]
     for part in parts:
@@ -151,7 +159,7 @@ def join_rows(name: str, parts: Sequence[RawTensor]) -> RawTensor:
 
 
 def longest_row(tensor: RawTensor) -> int:
-    """Size in bytes of the longest row of a ``BYTES`` tensor."""
+    """Size in bytes of the longest row of a ``BYTES`` tensor; 0 without rows."""
     offsets = _offsets(tensor.data, math.prod(tensor.shape[1:]))
     return max((end - start for start, end in itertools.pairwise(offsets)), default=0)
 

@@ -1,6 +1,6 @@
 """Parses msgspec's error messages, and describes in words the values that its types accept.
 
-No other module depends on msgspec's wording.
+No other module depends on msgspec's wording, except that `headwater_server.codecs.faults` looks for "surrogate" in it.
 """
 
 from __future__ import annotations
@@ -50,12 +50,13 @@ _BYTE: Final = re.compile(r"\(byte (\d+)\)\Z")
 
 
 def kind_of(name: str) -> str:
-    """The words for a type, from msgspec's name of the type, such as ``int`` or ``float | null``."""
+    """The words for a type, from msgspec's name of the type, such as ``int`` or ``float | null``. In a union, null is
+    left out."""
     return " or ".join(_KINDS.get(part, part) for part in name.split(" | ") if part != "null" or name == "null")
 
 
 class ParsedError(NamedTuple):
-    """The parts of an error message of msgspec."""
+    """The parts of an error message of msgspec. Parts that the message doesn't have are empty or None."""
 
     text: str
     """The message without the path."""
@@ -74,6 +75,7 @@ class ParsedError(NamedTuple):
     bounded: str | None = None
     """msgspec's name of the type of a value that is out of bounds."""
     is_out_of_range: bool = False
+    """Whether a number is beyond the range of its type."""
     byte: int | None = None
     """The offset at which the JSON is malformed."""
     is_followed: bool = False
@@ -160,7 +162,7 @@ def choices_at(kind: Any, path: str) -> str:
 
 
 def fields_at(kind: Any, path: str) -> list[str]:
-    """The supported fields of the object at a path."""
+    """Names of the supported fields of the object at a path."""
     structs = [struct for struct in _types_at(kind, path) if isinstance(struct, inspect.StructType)]
     fields = [field for struct in structs for field in struct.fields]
     return [field.encode_name for field in fields if not isinstance(field.type, inspect.NoneType)]

@@ -70,7 +70,7 @@ def create_app(
     records: RequestRecords | None = None,
     reader: BodyReader | None = None,
 ) -> Entry:
-    """Make the application.
+    """Make the application of a worker, an ASGI application.
 
     Args:
         models: the models to serve; they may change while the application runs.

@@ -61,7 +61,7 @@ class ServedModel:
 
     @property
     def version(self) -> str:
-        """The deployment's version, or its default version if it has several."""
+        """The deployment's version; the default version if it has several, `VERSION` if it has no versions."""
         route = self.route
         return route.version or (VERSION if route.traffic is None else route.traffic.default)
 
@@ -70,7 +70,7 @@ class ServedModel:
 
         Raises:
             Unavailable: the deployment accepts no requests now.
-            BadRequest: the model answers only with streams, or with text.
+            BadRequest: the model answers only with streams, or with text: see `Dispatcher.check_whole`.
         """
         signature = self.dispatcher.check_ready()
         if self._whole is None or signature is not self._whole[0]:
@@ -112,7 +112,7 @@ class Models:
     Args:
         connect: makes the clients of replicas other than vLLM's; tests pass a fake.
         budget: limits the requests that wait in all deployments together. Language models have separate limits.
-        tls: the cluster's TLS, for replicas on other machines.
+        tls: the cluster's TLS, for replicas on other machines; None: there is no cluster with TLS.
     """
 
     def __init__(
@@ -126,17 +126,19 @@ class Models:
         self.on_quarantined: Callable[[str, bytes], None] = lambda model, fingerprint: None
         """Called with the model and the fingerprint of a request that was in two lost replicas."""
         self.on_lost: Callable[[ReplicaLoss], None] = lambda loss: None
-        """Called with each replica that this worker lost."""
+        """Called with the report of each replica that this worker lost, and again once it is known which request ended
+        the replica."""
         self.cancel_elsewhere: Callable[[str], Awaitable[int]] = _nowhere
-        """Cancels the requests with this id in the other workers. Returns their number."""
+        """Cancels the sequences and streams with this id in the other workers. Returns their number."""
         self.is_draining = False
+        """Whether the server is stopping: then new requests are refused."""
         self.is_leaving = False
         """Whether the server is stopping or about to stop: then it isn't ready."""
         self.streams = 0
         """Answers that are being written piece by piece. Some of their requests are also in flight."""
 
     def __iter__(self) -> Iterator[ServedModel]:
-        """The deployments that the configuration names, in its order, without adapters."""
+        """The deployments, without adapters, versions, and steps of pipelines."""
         return (model for model in self._models.values() if model.route.part_of is None)
 
     def with_steps(self) -> Iterator[ServedModel]:
@@ -148,7 +150,7 @@ class Models:
         return (model for model in self._models.values() if model.route.traffic is None)
 
     def share(self, model: ServedModel) -> float | None:
-        """The share of the deployment's requests that a version answers; None: the model is not a version."""
+        """The fraction of the deployment's requests that a version answers; None: the model is not a version."""
         if not model.route.version:
             return None
         traffic = self.get(model.name).route.traffic
@@ -159,11 +161,11 @@ class Models:
         return self._copies_for(model) is not None
 
     def versions_of(self, model: ServedModel) -> list[ServedModel]:
-        """A deployment's versions; a deployment without versions itself."""
+        """A deployment's versions; for a deployment without versions, or a version, a list with the model itself."""
         return [model] if model.route.traffic is None else [self.get(model.name, version) for version in model.versions]
 
     def update(self, table: RoutingTable) -> None:
-        """Apply a new routing table."""
+        """Apply a new routing table: create, update and close dispatchers, and set adapters and shadows."""
         self.is_draining = table.draining
         self.is_leaving = table.leaving or table.draining
         for route in table.deployments:
@@ -230,8 +232,11 @@ class Models:
         return None if model is None else model.dispatcher
 
     def get(self, name: str, version: str | None = None) -> ServedModel:
-        """Find a deployment.
+        """Find a deployment, or an adapter.
 
+        Args:
+            name: the name.
+            version: the version; None: the deployment itself, even if it has versions.
         Raises:
             NotFound: no deployment has this name and version.
         """
@@ -248,10 +253,12 @@ class Models:
 
     def choose(self, scope: Scope, name: str, version: str | None = None) -> ServedModel:
         """Find the deployment that answers a request. If it has versions, this is the named version, or a version
-        chosen by the shares of traffic.
+        chosen by the shares of traffic; or the deployment itself, if it accepts no requests now.
 
         Args:
             scope: the request's ASGI scope. If a version answers, its ``state`` then has the version.
+            name: the deployment's name, or an adapter's.
+            version: the version that the request names; None: the request names no version.
 
         Raises:
             NotFound: no deployment has this name and version.
@@ -310,7 +317,8 @@ class Models:
         return dispatcher
 
     def vllm(self, name: str) -> VllmDispatcher | None:
-        """The dispatcher of a model, if vLLM computes it."""
+        """The dispatcher of a model that vLLM computes; None if there is no such model, or if another engine computes
+        the model."""
         model = self._models.get(name) or self._adapters.get(name)
         dispatcher = model.dispatcher if model is not None else None
         return dispatcher if isinstance(dispatcher, VllmDispatcher) else None
@@ -320,7 +328,8 @@ class Models:
         return ", ".join(f"`{name}`" for name in names) or "none"
 
     async def drain(self, order: Drain) -> Drained:
-        """Wait until a deployment has nothing in flight in this worker; at the timeout, end the remaining requests."""
+        """Wait until a deployment has nothing in flight in this worker, or no request of the kind that the order names;
+        at the timeout, end the remaining requests. Zeros if the deployment is unknown here."""
         model = self._models.get(order.model)
         if model is None:
             return Drained()
@@ -344,7 +353,8 @@ class Models:
         return await drain(under_way, order.timeout_s, error)
 
     async def cancel_request(self, request_id: str) -> int:
-        """Cancel the sequences and streams that have a request's id, in all workers. Returns their number."""
+        """Cancel the sequences and streams that have a request's id (`headwater_server.security.key_check.owned_id`),
+        in all workers. Returns their number."""
         return await self.cancel_here(request_id) + await self.cancel_elsewhere(request_id)
 
     async def cancel_here(self, request_id: str) -> int:
@@ -353,7 +363,7 @@ class Models:
 
     @property
     def in_flight(self) -> int:
-        """The number of requests in flight."""
+        """The number of requests in flight in this worker; a pipeline's request and its steps' requests all count."""
         return sum(model.dispatcher.in_flight for model in self.with_steps())
 
     @property

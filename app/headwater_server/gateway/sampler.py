@@ -1,8 +1,8 @@
-"""Samples the queues and engines of a gateway worker: many times a second for the supervisor's scaling, and on a
-scrape.
+"""Samples the queues and engines of a gateway worker: many times a second for the supervisor's scaling, and, for the
+gauges, every second and on each scrape.
 
-Sampling costs requests nothing, unlike counters in their path. Without metrics, deployments that don't scale by load
-are not sampled.
+Sampling costs requests nothing, unlike counters in their path. Without metrics, the load of deployments that don't
+scale by load is not sampled.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class LoadSampler:
     Args:
         models: the models that the worker serves.
         send: sends a report to the supervisor.
-        for_metrics: whether to report also deployments that don't scale.
+        for_metrics: whether to report also deployments that don't scale. Composite deployments are never reported.
     """
 
     def __init__(self, models: Models, send: Callable[[LoadReport], None], *, for_metrics: bool = False) -> None:
@@ -62,7 +62,8 @@ class LoadSampler:
                 self._moments.setdefault(model.route.name, []).append(model.dispatcher.moment())
 
     def report(self) -> None:
-        """Send the load since the last report, if anything was sampled."""
+        """Send the load since the last report, and the tallies of versions that are compared; nothing if there is
+        neither."""
         loads = [
             DeploymentLoad(
                 name,

@@ -97,7 +97,11 @@ async def serve_beside(
 
 
 async def _run(settings: WorkerSettings, listener: socket.socket) -> str:
-    """Run the worker. Returns why it ends; empty: it was ordered to."""
+    """Run the worker. Returns why it ends; empty: it was ordered to end, or the supervisor is gone.
+
+    Raises:
+        ConfigError: the certificates can't be used.
+    """
     options = Server.model_validate(settings.server)
     budget = QueueBudget(-(-options.max_queue_size // options.workers), -(-options.max_queue_bytes // options.workers))
     tasks: list[Callable[[], Awaitable[None]]] = []
@@ -192,7 +196,8 @@ async def _run(settings: WorkerSettings, listener: socket.socket) -> str:
         models.close()
 
     async def drain() -> None:
-        """Answer the requests in flight, and refuse new requests with 503; then end."""
+        """Once the table says so, answer the requests in flight, for at most ``shutdown_timeout_s``, then end. New
+        requests are refused with 503 by `Models`."""
         await draining.wait()
         deadline_s = time.monotonic() + options.shutdown_timeout_s
         while not models.is_idle and time.monotonic() < deadline_s:  # noqa: ASYNC110 - polled only at the end
@@ -249,7 +254,7 @@ def main() -> None:
 
 
 def _main(settings_fd: int, listener_fd: int) -> str:
-    """Run the worker with these descriptors. Returns the reason from `_run`."""
+    """Run the worker with these descriptors. Returns the reason from `_run`, and raises its errors."""
     keep_freed_memory()
     switch_soon()
     settings = msgspec.json.decode(Path(f"/proc/self/fd/{settings_fd}").read_bytes(), type=WorkerSettings)

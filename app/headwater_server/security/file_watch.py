@@ -34,12 +34,13 @@ class FileWatch:
         return bool(self.changed())
 
     def watch(self, paths: Iterable[Path], since_s: float) -> None:
-        """Watch these files instead. Changes of files that were watched before are not lost. A file that was not
-        watched before counts as changed if it changed after ``since_s``, on the clock of `time.time`."""
+        """Watch these files instead. A change since the last call of `changed` is not lost if the file was watched
+        before. A file that was not watched before counts as changed if it changed after ``since_s``, on the clock of
+        `time.time`; a file that doesn't exist does not."""
         self._seen = {path: self._seen.get(path) or _state_since(path, since_s) for path in paths}
 
     async def run(self, on_change: Callable[[], None]) -> None:
-        """Poll until cancelled, and call ``on_change`` after each change."""
+        """Poll until cancelled, and call ``on_change`` once for each poll that finds changes."""
         while True:
             await asyncio.sleep(POLL_S)
             if self.has_changed():

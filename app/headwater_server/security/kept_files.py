@@ -34,11 +34,12 @@ class KeptFiles:
     @property
     def copies(self) -> list[Path]:
         """Paths of the copies, in the files' order; processes of the same user can read them while this process
-        runs."""
+        runs. Empty: the files were never usable."""
         return _under_proc(self._kept)
 
     def renew(self) -> None:
-        """Copy the files again if a file has changed and the files are usable together."""
+        """Copy the files again if a file has changed and the files are usable together; otherwise keep the present
+        copies."""
         if self._watch.has_changed():
             self._take()
 

@@ -24,7 +24,7 @@ UNKNOWN: Final = (
 
 
 class KeyRing:
-    """The valid keys, with their limits.
+    """The valid keys, with their limits. If the first reading fails, no key is valid until `renew` succeeds.
 
     Args:
         read: reads the keys; called again by `renew`.
@@ -64,7 +64,9 @@ class KeyRing:
         On a route that requires no key, a request with a valid key sets ``key`` but no ``key_limits``.
 
         Raises:
-            Unauthorized, ScopeMissing, RateLimited: the request isn't admitted.
+            Unauthorized: the route requires a key, and the request has no key or an unknown key.
+            ScopeMissing: the key has no scope that the route requires.
+            RateLimited: a limit of the key is reached.
         """
         scopes = scopes_for(scope["method"], scope["path"])
         state: dict[str, Any] = scope["state"]

@@ -8,7 +8,8 @@ from typing import Final
 __all__ = ["KeyLosses"]
 
 REPLICAS: Final = 1024
-"""The most lost replicas for which the keys of their requests are remembered."""
+"""The most lost replicas of a deployment for which the keys of their requests are remembered; the oldest replica is
+forgotten first."""
 
 
 class KeyLosses:
@@ -34,8 +35,8 @@ class KeyLosses:
             del self._had[next(iter(self._had))]
 
     def convict(self, replicas: Collection[str], key: str) -> None:
-        """Note that these replicas were lost with a request of the key, and that the last replica computed only that
-        request."""
+        """Note that these replicas were lost with the same request of this key, and that the latest of them computed
+        nothing else. Their losses count against this key only, whichever keys were noted before."""
         for replica in replicas:
             self._had[replica] = {key}
 
@@ -61,5 +62,5 @@ class KeyLosses:
         return until_s
 
     def lift(self) -> None:
-        """Forget all losses, because the model was reloaded."""
+        """Forget all losses that count against keys, because the model was reloaded."""
         self._losses.clear()

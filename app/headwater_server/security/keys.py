@@ -24,7 +24,7 @@ MAX_KEY_BYTES: Final = 512
 """A text longer than this is refused without hashing it."""
 MAX_KEYS: Final = 1000
 PREFIX: Final = "hw_"
-"""Starts every key that Headwater makes, so that secret scanners recognise it."""
+"""Starts every key that Headwater makes, so that secret scanners can recognise it."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,63}\Z")
 _DIGEST = re.compile(r"[0-9a-f]{64}\Z")
 OPEN: Final[tuple[Scope, ...]] = ()
@@ -40,7 +40,7 @@ Count = Annotated[int, msgspec.Meta(ge=1, le=1_000_000_000)]
 
 
 class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A key's stored data, which doesn't include the key itself."""
+    """A key's stored data, which doesn't include the key itself. A limit of None doesn't apply."""
 
     name: str
     """Identifies the key in logs and messages."""
@@ -49,7 +49,7 @@ class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
     scopes: tuple[Scope, ...]
     requests_per_second: PerSecond | None = None
     concurrent: Count | None = None
-    """Requests in flight at once."""
+    """The most requests in flight at once."""
     tokens_per_minute: Count | None = None
     """Tokens of language models: prompt tokens and generated tokens together."""
     created: str = ""
@@ -127,7 +127,7 @@ class Keys:
         self._nobody = secrets.token_bytes(32), None
 
     def find(self, text: bytes) -> Key | None:
-        """The key with this text, if any."""
+        """The key with this text; None if there is no such key."""
         if len(text) > MAX_KEY_BYTES:
             return None
         digest = hashlib.sha256(text).digest()

@@ -29,10 +29,14 @@ def keys_are_wanted(path: Path | None, environment: Mapping[str, str] = os.envir
 
 
 def known_keys(path: Path | None, environment: Mapping[str, str] = os.environ) -> tuple[Key, ...]:
-    """The keys of a server, from its environment and its file (if it has one).
+    """The keys of a server, from its environment and its file.
+
+    Args:
+        path: the file; None: there is no file.
+        environment: the environment, which may have `ENVIRONMENT_NAME`.
 
     Raises:
-        ConfigError: the keys can't be read, or are invalid.
+        ConfigError: the keys can't be read, or are invalid; or a name or a key is in both sources.
     """
     text = environment.get(ENVIRONMENT_NAME)
     keys: list[Key] = []
@@ -48,10 +52,11 @@ def known_keys(path: Path | None, environment: Mapping[str, str] = os.environ) -
 
 
 def read_file(path: Path) -> tuple[Key, ...]:
-    """The keys in a file.
+    """The keys in a file, which is JSON or YAML.
 
     Raises:
-        ConfigError: the file can't be read, users other than its owner may write it, or it is invalid.
+        ConfigError: the file can't be read, is no regular file, users other than its owner may write it, or it is
+            invalid.
     """
     where = f"security.keys_file: {path}"
     try:

@@ -1,4 +1,5 @@
-"""Guards operators' commands: only a local user or an admin key may load and unload models, and no web page may."""
+"""Guards operators' commands: only a local user or an admin key may load and unload models, and no web page of another
+server may."""
 
 from __future__ import annotations
 
@@ -40,8 +41,8 @@ def warn_if_exposed(address: Any) -> None:
 class OperatorGuard:
     """Admits only requests that an operator sent.
 
-    With API keys, `headwater_server.security.key_check` has already checked for scope ``admin``. Without keys, the
-    operator must be on this machine.
+    With API keys, `headwater_server.security.key_check` has already checked for scope ``admin``, and pages of this
+    server may send requests. Without keys, the operator must be on this machine, and no web page may send requests.
 
     A web page can send requests to a loopback address too. Such a request has the page's ``Origin``. If the page's host
     name resolves to this machine (DNS rebinding), the request has that name as ``Host`` instead.

@@ -29,10 +29,12 @@ class PeerTls:
 
     Args:
         folder: the folder with the three files.
-        kept: copies of the last usable files, in the order of `paths`; they are read if the files can't be used.
+        kept: copies of the last usable files, in the order of `paths`; they are read if the files can't be used. Empty:
+            there are no copies.
 
     Raises:
-        ConfigError: a file can't be read, other users may read the key, or peers would refuse the certificate.
+        ConfigError: a file can't be read, the key isn't private (see `headwater_server.security.tls.load_pair`), or
+            peers would refuse the certificate. With ``kept``, only if the copies can't be used either.
     """
 
     server_name: Final = "headwater"
@@ -87,7 +89,7 @@ def check_peer_files(paths: Sequence[Path]) -> None:
     """Check the files of `peer_files`.
 
     Raises:
-        ConfigError: see `PeerTls`.
+        ConfigError: the files can't be used; see `PeerTls`.
     """
     _LoadedCertificates(paths)
 
@@ -114,7 +116,11 @@ class _LoadedCertificates:
             raise ConfigError(f"{FIELD}: {error.filename}: can't be read: {error.strerror}") from error
 
     def _try(self, authority: Path, certificate: Path) -> None:
-        """Check the certificate as peers will: with a handshake between the server and the client context."""
+        """Check the certificate as peers will: with a handshake between the server and the client context.
+
+        Raises:
+            ConfigError: the handshake fails.
+        """
         to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
         sides = [
             self.client.wrap_bio(to_client, to_server, server_hostname=PeerTls.server_name),

@@ -32,14 +32,15 @@ full; a bucket has no other state. Each further cell holds a worker's number of 
 class KeyLimits:
     """The usage of one key, shared by all workers.
 
-    A request is admitted with `enter`, and ends with `leave`. There are two token buckets: one second's worth of
-    requests, and one minute's worth of language-model tokens. Tokens are counted after use, since an answer's length
-    is not known before: the bucket may be overdrawn, and then no request is admitted until it has recovered.
+    A request is admitted with `enter`, and ends with `leave`. There are two token buckets: a second's worth of
+    requests, but at least a single request; and a minute's worth of language-model tokens. Tokens are counted after
+    use, since an answer's length is not known before: the bucket may be overdrawn, and then `check_tokens` refuses
+    requests to language models until it has recovered.
 
     Args:
         key: the key.
         path: the key's file; created if missing.
-        worker: this worker's index.
+        worker: this worker's index, from 0.
         workers: the number of workers.
         clock: returns the time in seconds; all workers must use the same clock.
     """
@@ -60,7 +61,7 @@ class KeyLimits:
         self._cells[self._own] = 0  # discard the count of an earlier worker with this index
 
     def enter(self) -> None:
-        """Admit a request.
+        """Admit a request by the limits ``concurrent`` and ``requests_per_second``.
 
         Raises:
             RateLimited: a limit is reached; the error says when to retry.
@@ -116,7 +117,8 @@ class KeyLimits:
                 fcntl.flock(self._handle, fcntl.LOCK_UN)
 
     def _lock(self) -> bool:
-        """Lock the file. Returns False if a stopped process holds the lock; then a request may exceed the limit."""
+        """Lock the file. Returns False if another process held the lock during all tries: it is probably stopped. The
+        caller goes on without the lock, so that a request may exceed the limit."""
         for _ in range(LOCK_TRIES):
             try:
                 fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -130,7 +132,7 @@ class LimitFiles:
     """The limits of all keys that have limits.
 
     Args:
-        folder: the folder of the files, shared by all workers of the server.
+        folder: the folder of the files, shared by all workers of the server; created if missing.
         worker: this worker's index.
         workers: the number of workers.
     """

@@ -10,10 +10,10 @@ __all__ = ["read_regular"]
 
 
 def read_regular(path: Path) -> tuple[bytes | None, int]:
-    """The content of a file, and its mode bits. The content is None if the path is a FIFO, a socket or a device.
+    """The content of a file, and its mode bits. The content is None if the path is a FIFO or a device.
 
     Raises:
-        OSError: the file can't be read.
+        OSError: the file can't be read, or the path is a folder or a socket.
     """
     # Without O_NONBLOCK, opening a FIFO would wait for a writer.
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:

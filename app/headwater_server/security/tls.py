@@ -20,10 +20,10 @@ class Certificate:
 
     Args:
         section: the section of the configuration with the paths of the files.
-        kept: copies of the last usable files; they are read if the files can't be used.
+        kept: copies of the last usable files; they are read if the files can't be used. None: there are no copies.
 
     Raises:
-        ConfigError: a file can't be read, other users may read the key, or certificate and key don't match.
+        ConfigError: see `load_pair`; with ``kept``, only if the copies can't be used either.
     """
 
     def __init__(self, section: Tls, kept: Tls | None = None) -> None:
@@ -63,7 +63,8 @@ def load_pair(context: ssl.SSLContext, certificate: tuple[str, Path], key: tuple
         key: the configuration field of the private key's file, for messages, and the file's path.
 
     Raises:
-        ConfigError: a file can't be read, other users may read the key, or certificate and key don't match.
+        ConfigError: a file can't be read, the key's mode lets its group write it or other users read it, the key has a
+            passphrase, or certificate and key don't match.
     """
     require_regular(*certificate)
     mode = require_regular(*key)

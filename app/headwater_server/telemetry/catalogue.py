@@ -18,11 +18,15 @@ Route = Literal[
     "infer", "generate", "generate_stream", "chat", "completions", "responses", "embeddings", "rerank", "classify",
     "transcriptions", "tokenize", "detokenize",
 ]  # fmt: skip
+"""The kind of a request to a deployment, as a label."""
 Phase = Literal["queue", "batch_wait", "transport", "compute", "serialise"]
+"""The parts of a request's time: waiting for a replica; waiting for more rows while a replica is free; the way to the
+callable and back; the callable; and decoding and encoding bodies."""
 ShadowDrop = Literal["in_flight", "bytes", "load", "unavailable", "signature", "stream", "ended"]
 """Why a request was not copied to a shadow, or its copy was dropped."""
 Outcome = Literal["ok", "client_error", "shed", "cancelled", "timeout", "failed", "unavailable", "lost"]
-"""How a request ends. The supervisor counts a request as `lost` if its gateway worker ended."""
+"""How a request ends. Only the supervisor counts requests as ``lost``: requests that a gateway worker had when it
+ended. ``shed``: refused with status 429."""
 OUTCOMES: Final[tuple[Outcome, ...]] = get_args(Outcome)
 
 REQUESTS: Final = "headwater_requests"
@@ -32,7 +36,7 @@ REQUEST_SECONDS: Final = "headwater_request_seconds"
 VERSION_TIMES: Final = "headwater_version_times"
 
 _NS: Final = 1e-9
-# Steps of 1, 2.5 and 5 in each power of ten, from a quarter of a millisecond to a minute.
+# Steps of 1, 2.5 and 5 in each power of ten, from a quarter of a millisecond to 10 s; then 30 s and a minute.
 _TIMES_MS: Final = (0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 2500, 5000, 10_000, 30_000, 60_000)
 # Eight bounds for each factor of two, from an eighth of a millisecond to 131 s.
 _FINE_TIMES_NS: Final = tuple(round(125_000 * 2 ** (step / 8)) for step in range(161))
@@ -43,15 +47,15 @@ _ROWS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
 class Series(NamedTuple):
-    """A series. Its numbers are stored as integers: nanoseconds, rows, tokens."""
+    """A series. Its numbers are stored as integers, such as nanoseconds, rows or tokens; see ``scale``."""
 
     name: str
-    """The name without the suffix ``_total``, which counters have where they are exposed."""
+    """The name; of a counter, without the suffix ``_total`` that ``/metrics`` adds."""
     kind: Literal["counter", "gauge", "histogram"]
     help: str
     labels: tuple[str, ...] = ("deployment",)
     scale: float = 1.0
-    """Factor from stored integers to the base unit, such as seconds."""
+    """Factor from stored integers to the unit of ``/metrics``, such as seconds."""
     bounds: tuple[int, ...] = ()
     """A histogram's inclusive upper bounds, as stored integers. The last bucket has no bound."""
     merge: Literal["sum", "max"] = "sum"

@@ -31,6 +31,7 @@ _PREFIXES: Final = ("nv_", "vllm:")
 _ASK_TIMEOUT_S: Final = 1.0
 """Time limit in seconds for asking all replicas together."""
 _SIZE_LIMIT_BYTES: Final = 1024 * 1024
+"""A longer answer of a replica counts as an error."""
 
 
 class ReplicaTarget(NamedTuple):
@@ -48,7 +49,8 @@ class ReplicaText(NamedTuple):
     deployment: str
     replica: str
     text: str | None
-    """The metrics in Prometheus' text format; None: the replica did not answer in time, or answered with an error."""
+    """The metrics in Prometheus' text format; None: the replica did not answer in time, or the answer was an error or
+    can't be used."""
 
 
 def exposition(totals: Totals, replicas: Sequence[ReplicaText], accept: str) -> tuple[bytes, str]:
@@ -126,7 +128,8 @@ def _processes(pids: Mapping[str, int]) -> dict[str, list[tuple[Sequence[str], f
 
 
 def _replica_series(replicas: Iterable[ReplicaText]) -> Iterator[Metric]:
-    """The series of the replicas' Triton or vLLM: names are kept, labels ``deployment`` and ``replica`` are added."""
+    """The series of the replicas' Triton or vLLM whose names begin with `_PREFIXES`: names are kept, labels
+    ``deployment`` and ``replica`` are added."""
     metrics: dict[str, Metric] = {}
     for deployment, replica, text in replicas:
         with contextlib.suppress(ValueError):  # truncated or malformed: the series before the fault are kept
@@ -145,7 +148,8 @@ def _replica_series(replicas: Iterable[ReplicaText]) -> Iterator[Metric]:
 
 
 async def ask_replicas(targets: Sequence[ReplicaTarget], timeout_s: float = _ASK_TIMEOUT_S) -> list[ReplicaText]:
-    """Ask all replicas for their metrics at once. A replica that is suspended or ending may not answer in time."""
+    """Ask all replicas for their metrics at once, for at most ``timeout_s`` together. A replica that is suspended or
+    ending may not answer in time. Returns a `ReplicaText` for each target, in the same order."""
     if not targets:
         return []
     clients = await asyncio.to_thread(_clients, targets)

@@ -1,7 +1,7 @@
 """Counters, gauges and histograms, which write to records in a store.
 
-Counters write immediately. Histograms gather values until the end of the event loop's turn (`Store.later`), because
-requests that share a batch end in the same turn, and it costs less to write many values together than one by one.
+Counters and gauges write immediately. Histograms gather values until the next turn of the event loop (`Store.later`),
+because requests that share a batch end in the same turn, and it costs less to write many values together than singly.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class Gauge(_Instrument):
 
 
 class Histogram(_Instrument):
-    """A record with the number of values in each bucket, the bucket without a bound included, and the values' sum."""
+    """A record with the number of values in each bucket (not added up over buckets; the bucket without a bound is the
+    last), and the values' sum. Values are in stored units: see `headwater_server.telemetry.catalogue.Series`."""
 
     def __init__(self, store: Store, name: str, *labels: str) -> None:
         self._bounds = ALL_SERIES[name].bounds
@@ -79,7 +80,7 @@ class Histogram(_Instrument):
             self._store.later(self._write)
 
     def observe_all(self, values: Iterable[int]) -> None:
-        """Count several values at once. The values are sorted first, so that each bucket is searched for only once."""
+        """Count several values immediately. They are sorted first, so that each bucket is searched for only once."""
         slots, at, bounds = self._slots, self._at, self._bounds
         values = sorted(values)
         start = 0
@@ -108,7 +109,7 @@ class Requests(_Instrument):
         self._slots[self._at + ACCEPTED_AT] += 1
 
     def end(self, outcome: Outcome, took_ns: int) -> None:
-        """Count the end of an accepted request."""
+        """Count the end of an accepted request. ``took_ns`` counts only if the outcome is ``ok``."""
         self._slots[self._at + _OUTCOME_AT[outcome]] += 1
         if outcome == "ok":
             self.seconds.observe(took_ns)

@@ -79,7 +79,8 @@ class Ledger:
         return not (self._folder / _SUPERVISOR).exists()
 
     def restore(self) -> None:
-        """Create removed files again, with the counts of the supervisor and of ended workers.
+        """Create removed files again, with the counts of the supervisor and of ended workers. Files of workers are not
+        created again.
 
         Raises:
             OSError: a file can't be created; `is_damaged` doesn't change then.
@@ -147,7 +148,7 @@ class Ledger:
         return lost
 
     def write_state(self, values: Mapping[SeriesKey, int]) -> None:
-        """Publish the supervisor's gauges in ``state``."""
+        """Publish the supervisor's gauges in ``state``; if that is impossible, log an error."""
         try:
             self._replace(_STATE, values)
         except OSError as error:
@@ -167,7 +168,8 @@ class Totals(NamedTuple):
     """The records by key. A counter or gauge has a single number; for the numbers of a histogram see
     `headwater_server.telemetry.instruments.Histogram`."""
     pids: dict[str, int]
-    """The process ids of the server's live processes, by name."""
+    """The process ids of the server's live processes, by name: ``supervisor`` (0 if its file is missing), and
+    ``worker-I`` for the gateway worker with index I."""
 
 
 def read_totals(folder: Path) -> Totals:
@@ -199,7 +201,8 @@ def _read_message(path: Path, kind: type[Content]) -> Content:
 
 
 def merged(parts: Iterable[Records]) -> Records:
-    """Combine the records of several processes into records of the catalogue's series."""
+    """Combine the records of several processes. Records of `headwater_server.telemetry.instruments.Requests` become
+    records of the catalogue's series `ACCEPTED`, `IN_FLIGHT` and `REQUESTS`."""
     totals = _added_up(parts)
     for key in [key for key in totals if key.name == REQUESTS]:
         numbers = totals.pop(key)
@@ -222,7 +225,7 @@ def _added_up(parts: Iterable[Records]) -> Records:
 
 
 class Counts:
-    """The records of a deployment."""
+    """The records of a deployment: by series, the labels after the deployment and the numbers."""
 
     def __init__(self) -> None:
         self._records: dict[str, list[tuple[tuple[str, ...], list[int]]]] = defaultdict(list)
@@ -244,21 +247,22 @@ class Counts:
         return sum(numbers[0] for numbers in self._numbers(name, last))
 
     def sum(self, name: str, last: str | None = None) -> tuple[int, int]:
-        """The number of a histogram's values, and their sum in stored units; with ``last``, only of records with this
-        last label."""
+        """The number of a histogram's values, and their sum in stored units, such as nanoseconds; with ``last``, only
+        of records with this last label."""
         records = self._numbers(name, last)
         return sum(sum(numbers[:-1]) for numbers in records), sum(numbers[-1] for numbers in records)
 
     def histogram(self, name: str) -> dict[str, Any]:
-        """A histogram over all records: the counts of its buckets, with the unbounded bucket at the end, and the sum in
-        the base unit."""
+        """A histogram over all records: ``counts``, the number of values in each bucket, with the unbounded bucket at
+        the end, and ``sum``, in the unit of ``/metrics``."""
         series = CATALOGUE[name]
         columns = zip([0] * (len(series.bounds) + 2), *self._numbers(name, None), strict=True)
         *counts, total = map(sum, columns)
         return {"counts": counts, "sum": total * series.scale}
 
     def statistics(self, name: str) -> list[tuple[str, list[int]]]:
-        """The last label and the numbers of each record of a series."""
+        """The last label and the numbers of each record of a series, such as the records of
+        `headwater_server.telemetry.instruments.Statistics`."""
         return [(labels[-1], numbers) for labels, numbers in self._records[name]]
 
     def of_replica(self, name: str, replica: str) -> int | None:
@@ -275,14 +279,15 @@ def together(parts: Iterable[Counts]) -> Counts:
 
 
 async def read_records(folder: Path | None) -> Records:
-    """The counts of all processes of the server, or, without a folder, of this process only."""
+    """The counts of all processes of the server; ``folder`` None: the counts of this process only."""
     if folder is None:
         return merged([recorder().store.snapshot().records])
     return (await asyncio.to_thread(read_totals, folder)).records
 
 
 def counts_by_deployment(records: Mapping[SeriesKey, list[int]]) -> Mapping[str, Counts]:
-    """The records by deployment. A deployment without records has empty counts."""
+    """The records by deployment; series without the label ``deployment`` are left out. A deployment without records has
+    empty counts."""
     counts: dict[str, Counts] = defaultdict(Counts)
     for key, numbers in records.items():
         if ALL_SERIES[key.name].labels[:1] == ("deployment",):

@@ -25,7 +25,7 @@ QUEUE_BYTES: Final = 4 * 1024 * 1024
 WRITE_BYTES: Final = 64 * 1024
 """The most bytes of a single write, unless a text is longer; the default size of a pipe."""
 END_TIMEOUT_S: Final = 2.0
-"""Seconds that the process, when it ends, waits until queued lines have been written."""
+"""The most seconds that the process, when it ends, waits until queued lines have been written."""
 
 
 class LogOutput(io.TextIOBase):
@@ -86,7 +86,7 @@ class LogOutput(io.TextIOBase):
         """Do nothing: `finish` waits until everything has been written."""
 
     def finish(self, timeout_s: float = END_TIMEOUT_S) -> None:
-        """Wait until everything queued has been written, for at most ``timeout_s`` seconds."""
+        """Wait until everything queued has been written or dropped, for at most ``timeout_s`` seconds."""
         with self._changed:
             self._changed.wait_for(lambda: not self._size, timeout_s)
 

@@ -1,4 +1,4 @@
-"""Logs on standard error, with a line per event and times in UTC: text on a terminal, JSON otherwise.
+"""Logs on standard error, with a line per event and times in UTC, as text or JSON (``server.log_format``).
 
 A record's ``extra`` becomes fields: ``logger.info("...", extra={"request_id": id})``. The access log has a line per
 request, and writes lines in groups to save time.
@@ -63,8 +63,8 @@ class _Json(logging.Formatter):
 
 
 def set_up_logging(log_format: LogFormat) -> None:
-    """Send the log to standard error. Everything that Python writes to standard error is queued, so that no write
-    blocks."""
+    """Send the log, from level INFO on, to standard error. Everything that Python writes to standard error is queued,
+    so that no write blocks."""
     sys.stderr = never_blocking(sys.stderr)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Human() if is_for_people(log_format, sys.stderr) else _Json())
@@ -73,7 +73,8 @@ def set_up_logging(log_format: LogFormat) -> None:
 
 
 def count_dropped_lines(store: Store) -> None:
-    """Have a store count the log lines that this process drops."""
+    """Have a store count the log lines that this process drops, from now on; the first store also counts the lines
+    dropped before."""
     if isinstance(sys.stderr, LogOutput):
         sys.stderr.on_dropped(Counter(store, "headwater_log_lines_dropped").add)
 
@@ -91,7 +92,7 @@ def is_for_people(log_format: LogFormat, stream: IO[str]) -> bool:
 
 
 def utc(time_s: float) -> str:
-    """A Unix time in ISO 8601, with milliseconds."""
+    """A Unix time in ISO 8601, in UTC with milliseconds, such as ``2026-01-31T12:34:56.789Z``."""
     return _utc_ms(int(time_s * 1000))
 
 
@@ -163,8 +164,8 @@ class AccessLog:
     Args:
         stream: the output stream; default: standard error.
         log_format: text or JSON; auto: text on a terminal.
-        payloads: whether to log error messages that may quote a client's data or a callable's message; otherwise such
-            an error's class name is logged.
+        payloads: whether to log error messages that may quote a client's data or a callable's message
+            (`HeadwaterError.may_quote`); otherwise such an error's class name is logged.
     """
 
     def __init__(self, stream: IO[str] | None = None, log_format: LogFormat = "auto", payloads: bool = False) -> None:
@@ -176,7 +177,8 @@ class AccessLog:
         """Contents of the JSON lines to write. They are encoded together, which costs a fraction of encoding each."""
 
     def write(self, scope: Mapping[str, Any], status: int, took_s: float, state: Mapping[str, Any]) -> None:
-        """Log an answer, without the request's query string. ``status`` 499: the client disconnected.
+        """Log an answer, without the request's query string. The line is written within `FLUSH_AFTER_S`. ``status``
+        499: the client disconnected.
 
         ``state`` provides ``request_id``, ``note``, ``error`` (a `HeadwaterError`) and ``log_fields`` (a mapping).
         """

@@ -40,9 +40,11 @@ class ReplicaView(NamedTuple):
     group: int
     """The replica's process group; 0: its processes have not started."""
     batch_limit: int = 0
-    """The most rows, or sequences, that fit in the device's memory at once; 0: no limit is known."""
+    """The most rows, or sequences, that the replica computes at once since its device ran out of memory; 0: as many as
+    configured."""
     use: GroupUse | None = None
-    """Threads and memory of the replica's processes, if they were measured on another machine."""
+    """Threads, memory and GPU use of the replica's processes, as another machine measured them. None: they are measured
+    here, by ``group``."""
 
 
 class Observer:
@@ -67,7 +69,7 @@ class Observer:
         self._replicas: dict[SeriesKey, int] = {}
 
     def restore(self) -> None:
-        """Create removed files again.
+        """Create removed files again; see `Ledger.restore`. Does nothing if metrics are off.
 
         Raises:
             OSError: a file can't be created.
@@ -80,7 +82,7 @@ class Observer:
 
     @property
     def is_damaged(self) -> bool:
-        """Whether the supervisor's file was removed."""
+        """Whether the supervisor's file was removed; False if metrics are off."""
         return self._ledger is not None and self._ledger.is_damaged
 
     def has_file(self, index: int) -> bool:
@@ -136,7 +138,8 @@ class Observer:
             self._write()
 
     def see_replicas(self, views: Iterable[ReplicaView]) -> None:
-        """Measure the threads, memory and GPU use of all replicas. Takes a millisecond or more."""
+        """Measure the threads, memory and GPU use of all replicas. Takes a millisecond or more. The values are
+        published with the next update of any other metric, or by `watch`."""
         replicas = [view for view in views if view.group or view.use is not None]
         uses = group_uses({view.group for view in replicas if view.use is None})
         values: dict[SeriesKey, int] = {}

@@ -37,6 +37,7 @@ __all__ = [
 ]  # fmt: skip
 
 PHASE_SECONDS: Final = "headwater_request_phase_seconds"
+"""The series of the time that answered requests spend in each `Phase`."""
 FAILURES: Final[tuple[Outcome, ...]] = ("timeout", "failed", "unavailable", "lost")
 """Outcomes that count as failures of a version."""
 ABORTED: Final = 499
@@ -45,7 +46,7 @@ _BY_STATUS: Final[dict[int, Outcome]] = {429: "shed", ABORTED: "cancelled", 503:
 
 
 def outcome_of(error: HeadwaterError) -> Outcome:
-    """The outcome of a request that ended with an error."""
+    """The outcome of a request that ended with an error: ``cancelled`` for `Cancelled`, else by the error's status."""
     return "cancelled" if isinstance(error, Cancelled) else _outcome_of_status(error.status)
 
 
@@ -56,7 +57,8 @@ def _outcome_of_status(status: int) -> Outcome:
 
 
 class DeploymentMeter:
-    """The series of a deployment that is called with tensors."""
+    """The series of a deployment that is called with tensors; see `headwater_server.telemetry.catalogue`. Times are in
+    nanoseconds."""
 
     def __init__(self, store: Store, name: str) -> None:
         self._store = store
@@ -72,7 +74,8 @@ class DeploymentMeter:
         self._answered: list[tuple[int, int, int, int, int]] = []
         """Answered requests that are not written yet: rows, and nanoseconds in each of these phases."""
         self.serialise = Histogram(store, PHASE_SECONDS, name, "serialise")
-        """Time for decoding a request's body and encoding its answer's body together; a single value per request."""
+        """Nanoseconds for decoding a request's body and encoding its answer's body together; a single value per
+        request."""
         self.failures = Counter(store, "headwater_failures", name)
         self._batches = functools.cache(lambda rows: Statistics(store, "headwater_batches", name, str(rows), numbers=2))
         self._steps = functools.cache(lambda step: Statistics(store, "headwater_steps", name, step, numbers=3))
@@ -127,13 +130,14 @@ class DeploymentMeter:
             self._batches(rows).add(1, compute_ns)
 
     def note_step(self, count: StepCount) -> None:
-        """Count a step of a fused pipeline."""
+        """Count a report of a replica about a step of a fused pipeline."""
         self._steps(count.step).add(count.calls, count.retries, count.compute_us * 1000)
         if count.cache is not None:
             self._features(count.step).note(count.cache)
 
     def note_head(self, head: str, error: HeadwaterError | None, took_ms: float) -> None:
-        """Count a head's final result for a request."""
+        """Count a head's final result for a request: its error, or None and the milliseconds since the request's
+        acceptance."""
         seconds = self._head_seconds(head)  # creates the series, so that a head that never succeeds has zeros
         self._head_results(head, "ok" if error is None else outcome_of(error)).add()
         if error is None:
@@ -248,7 +252,8 @@ class Recorder:
 
     def tally(self, deployment: str) -> Tally:
         """Counts of a version's requests over all routes so far, in this process: requests that were answered or
-        failed, requests that failed (`FAILURES`), and the times of answered requests."""
+        failed, requests that failed (`FAILURES`), and the times of answered requests, which may lag behind for a turn
+        of the event loop. ``deployment`` is ``NAME.VERSION``."""
         ended = failed = 0
         for route in get_args(Route):
             outcomes = dict(
@@ -273,19 +278,19 @@ _current: Recorder | None = None
 
 
 def recorder() -> Recorder:
-    """This process's recorder."""
+    """This process's recorder. Before the first `use` it is created here, and counts in memory."""
     return _current if _current is not None else use(Store())
 
 
 def use(store: Store) -> Recorder:
-    """Count in this store from now on. Meters that were returned earlier keep their store."""
+    """Count in this store from now on. Returns the new recorder. Meters that were returned earlier keep their store."""
     global _current
     _current = Recorder(store)
     return _current
 
 
 def accept(scope: MutableMapping[str, Any], deployment: str, route: Route) -> None:
-    """Count a request as accepted.
+    """Count a request as accepted; `leave` then counts its end.
 
     Args:
         scope: the request's ASGI scope.
@@ -298,7 +303,7 @@ def accept(scope: MutableMapping[str, Any], deployment: str, route: Route) -> No
 
 
 def note_error(state: MutableMapping[str, Any], error: HeadwaterError) -> None:
-    """Record that a request failed, even if its answer has begun with a status of success."""
+    """Set a failed request's outcome, which `leave` counts even if the answer has begun with a status of success."""
     state["outcome"] = outcome_of(error)
 
 

@@ -8,8 +8,8 @@ the number of used slots, slot 1 the process id. The records follow. Each record
 A key is the JSON of a series' name and its label values. Records are appended and never moved, and a record is readable
 as soon as slot 0 covers it, so a killed process leaves no half-written record. Readers read slots in ascending order.
 
-Frequent numbers may wait for the end of the event loop's turn and are then written together (`Store.later`). If the
-process is killed before the end of the turn, only these numbers are lost.
+Frequent numbers may wait for the next turn of the event loop and are then written together (`Store.later`). If the
+process is killed before that, only these numbers are lost.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ class Snapshot(NamedTuple):
     """The content of a store at a point in time."""
 
     pid: int
+    """The process that counts; 0: no process has opened the file yet."""
     records: dict[SeriesKey, list[int]]
 
 
@@ -127,12 +128,12 @@ class Store:
         return slot
 
     def numbers(self, key: SeriesKey, count: int) -> list[int]:
-        """The first ``count`` numbers of a record; zeros if the record doesn't exist."""
+        """The first ``count`` numbers of a record, without scheduled writes; zeros if the record doesn't exist."""
         at = self._records.get(key)
         return [0] * count if at is None else self.slots[at : at + count].tolist()
 
     def later(self, write: Callable[[], None]) -> None:
-        """Schedule a write for the end of this turn of the event loop; without an event loop, write immediately."""
+        """Schedule a write for the next turn of the event loop; without an event loop, write immediately."""
         if self._call_soon is None:
             write()
             return
@@ -196,7 +197,7 @@ def read_store(path: Path) -> Snapshot:
     """Read a file, even while another process counts in it.
 
     Raises:
-        OSError: the file doesn't exist.
+        OSError: the file doesn't exist (FileNotFoundError), or can't be read.
     """
     with open(path, "rb") as file:
         return _snapshot(memoryview(mmap.mmap(file.fileno(), SIZE_BYTES, access=mmap.ACCESS_READ)).cast("q"))

@@ -1,11 +1,13 @@
-"""Traces: a tree of OpenTelemetry spans per request, for HTTP, queue, replica, trunk and heads.
+"""Traces: a tree of OpenTelemetry spans per request, for HTTP, and for the model's queue, replica and compute time, the
+steps of a fused pipeline, or the tokens of a language model.
 
 With tracing off, OpenTelemetry's SDK is not imported, and tracing costs a request only the check of a variable. With
 tracing on, `headwater_server.gateway.worker` calls `use`, `headwater_server.gateway.http.entry.RequestRecords` begins a
 request's `Trace`, and the code that serves the request adds spans afterwards, from times that are measured anyway.
 
 Names and attributes follow OpenTelemetry's semantic conventions for HTTP. Attributes that the conventions don't define
-begin with ``headwater.``. No span quotes a client's data or a callable's message.
+begin with ``headwater.``. From a client, a span has only the path, the method and the request id; from an error, only
+its class name.
 """
 
 from __future__ import annotations
@@ -72,10 +74,10 @@ class Tracing:
         self._propagator = TraceContextTextMapPropagator()
 
     def begin(self, scope: Mapping[str, Any], request_id: str) -> Trace | None:
-        """Begin a request's trace. This task and its child tasks add spans to it.
+        """Begin a request's trace. If the request is sampled, this task and its child tasks add spans to it.
 
         Returns:
-            The trace; None for health checks and scrapes, which come every few seconds.
+            The trace; None for paths that begin with an element of `_PROBES`: their requests come every few seconds.
         """
         _trace.set(None)
         if scope["path"].startswith(_PROBES):
@@ -106,7 +108,7 @@ class Tracing:
         return trace
 
     def close(self) -> None:
-        """Export the gathered spans, within `FLUSH_TIMEOUT_S`."""
+        """Export the gathered spans; wait for that at most `FLUSH_TIMEOUT_S`."""
         closing = threading.Thread(target=self._provider.shutdown, daemon=True)
         closing.start()
         closing.join(FLUSH_TIMEOUT_S)
@@ -134,7 +136,7 @@ class Trace:
 
     @property
     def log_fields(self) -> dict[str, str]:
-        """The fields that the trace adds to the access log."""
+        """The fields that the trace adds to the access log: ``trace_id`` and ``span_id``."""
         context = self._span.get_span_context()
         return {"trace_id": f"{context.trace_id:032x}", "span_id": f"{context.span_id:016x}"}
 
@@ -147,7 +149,7 @@ class Trace:
             name: the span's name.
             began_ns, ended_ns: the span's begin and end, by `time.perf_counter_ns`.
             parent: the span's parent; default: the HTTP span.
-            error: the error's name, if the span failed.
+            error: the error's name, if the span failed; empty: it succeeded.
             fields: attributes, without the prefix ``headwater.``.
         """
         from opentelemetry.context import Context
@@ -166,7 +168,8 @@ class Trace:
         return span
 
     def end(self, scope: Mapping[str, Any], status: int, error: HeadwaterError | None) -> None:
-        """End the trace with the answer's status; 499: the client disconnected."""
+        """End the trace with the answer's status; 499: the client disconnected. Only the class name of ``error`` gets
+        into the span."""
         from opentelemetry.trace.status import StatusCode
 
         span = self._span

@@ -46,6 +46,7 @@ async def decoded(
 
     Raises:
         Unavailable: the bodies of all requests together are over the budget.
+        ClientGone: the request has ended.
         HeadwaterError: an error from ``decode``.
     """
 
@@ -61,8 +62,8 @@ class BodyReader:
 
     Args:
         max_bytes: the limit of a body, and of its unpacked content.
-        timeout_s: how long a body may take to arrive.
-        budget: limits the bodies of all requests together; default: ``max_bytes``.
+        timeout_s: how long a body may take to arrive, in seconds.
+        budget: limits the bodies of all requests together; default: a budget of ``max_bytes``.
     """
 
     def __init__(self, max_bytes: int, timeout_s: float, budget: BodyBudget | None = None) -> None:
@@ -71,19 +72,21 @@ class BodyReader:
         self._budget = budget or BodyBudget(max_bytes)
 
     async def read(self, scope: Scope, receive: Receive, *, form: bool = False) -> tuple[bytes, dict[bytes, bytes]]:
-        """Read a body. Returns it, unpacked, and the headers.
+        """Read a body. Returns it, unpacked, and the headers by name; of a repeated header, the last value.
 
         Args:
             scope, receive: ASGI arguments of the request.
             form: whether the body must be of type ``multipart/form-data`` instead of JSON or octets.
 
         Raises:
-            UnsupportedMediaType: the content type isn't JSON or octets, nor (in a request without an ``Origin``)
-                missing or curl's default; or the encoding isn't gzip or deflate.
-            BodyTooLarge: the body is over the limit. With a Content-Length, raised before any of the body is read.
+            UnsupportedMediaType: the content type is wrong, or the encoding isn't gzip or deflate. Without ``form``,
+                JSON and octets are right; in a request without an ``Origin`` also no type and curl's default; with an
+                ``Origin`` no type only if there is no body.
+            BodyTooLarge: the body, or its unpacked content, is over the limit. If the Content-Length is over it, the
+                rest of the body isn't read.
             Unavailable: the bodies of all requests together are over the budget.
             BodyTooSlow: the body did not arrive in time.
-            BadRequest: the compressed body is damaged.
+            BadRequest: the compressed body is damaged, or bytes follow it.
             ClientGone: the client went away.
         """
         headers = dict(scope["headers"])
@@ -122,8 +125,8 @@ class BodyReader:
         return body, headers
 
     def lease(self, scope: Scope) -> BodyLease:
-        """A request's share of the budget, given back when the request ends. Call `BodyLease.take` before further bytes
-        are unpacked from the body."""
+        """A request's share of the budget, the same for each call; `release_body` gives it back when the request ends.
+        Call `BodyLease.take` before further bytes are unpacked from the body."""
         state: dict[str, Any] = scope.setdefault("state", {})
         lease: BodyLease | None = state.get("body")
         if lease is None:

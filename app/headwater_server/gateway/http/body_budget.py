@@ -13,11 +13,13 @@ from headwater_server.errors import BodyTooLarge, ClientGone, Unavailable
 __all__ = ["ALL_BODIES_BYTES", "BodyBudget", "BodyLease", "release_body", "take_for_objects"]
 
 ALL_BODIES_BYTES: Final = 1024 * 1024 * 1024
-"""The budget of all workers of a server together, in bytes."""
+"""The budget of all workers of a server together, in bytes. A worker's budget is an equal share, but at least twice
+``server.max_body_bytes``."""
 SMALL_BYTES: Final = 256 * 1024
-"""Bodies up to this size may use the whole budget, larger bodies three quarters of it, so that large bodies never block
-the small bodies of ordinary requests."""
+"""Requests that hold at most this many bytes may use the whole budget, and requests that hold more three quarters of
+it, so that large bodies never block the small bodies of ordinary requests."""
 RETRY_AFTER_S: Final = 2
+"""The ``Retry-After`` in seconds while the budget is used up."""
 
 
 class BodyBudget:
@@ -38,7 +40,8 @@ class BodyBudget:
         return self._used
 
     def take(self, size: int, held: int) -> bool:
-        """Take bytes for a body that already holds ``held`` bytes. Returns whether the budget had as many left."""
+        """Take ``size`` bytes for a request that already holds ``held`` bytes. Returns False, and takes no bytes, if
+        the budget hasn't as many left."""
         limit = self.limit if held + size <= SMALL_BYTES else self.limit - self.limit // 4
         with self._lock:
             if self._used + size > limit:
@@ -53,7 +56,12 @@ class BodyBudget:
 
 
 class BodyLease:
-    """A request's share of the budget, until `release_body`."""
+    """A request's share of the budget, until `release`. Any thread may use it.
+
+    Args:
+        budget: the budget of all requests.
+        max_bytes: the limit of a body, and of its unpacked content.
+    """
 
     def __init__(self, budget: BodyBudget, max_bytes: int) -> None:
         self._budget = budget

@@ -65,7 +65,7 @@ class BoundedConnection(HttpToolsProtocol):
             body may take after the answer, and how long a client may read nothing of an answer.
         connections: the connections of this worker.
         records: logs and counts the requests that are refused without the application.
-        accepted: the connection as it was counted before its TLS handshake.
+        accepted: the connection as it was counted before its TLS handshake; None: the connection has no TLS.
         arguments: uvicorn's arguments.
     """
 
@@ -107,15 +107,17 @@ class BoundedConnection(HttpToolsProtocol):
         """Requests behind the running request with complete heads, in order."""
         self.pipeline = cast(Any, self._waiting)  # uvicorn's unused deque would take 700 bytes
         self._head_bytes = 0
-        """Bytes of head parsed since the last byte of a body or the last end of a message."""
+        """Bytes of the pieces that were parsed after the last piece with a head's first byte, a body's byte, or a
+        message's end."""
         self._in_head = False
+        """Whether the parser is in a head, which is not complete."""
         self._unparsed: bytes | memoryview = b""
         """Bytes received behind the waiting requests."""
         self._refusal: HeadwaterError | None = None
         """The error that ends the connection after the pending answers; nothing more is parsed."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the idle timer for the first byte, and count the connection."""
+        """Start the idle timer for the first byte, and count the connection, in place of ``accepted``."""
         super().connection_made(transport)
         self.flow = _PipelineFlow(transport, self._waiting)
         self._note_idle()
@@ -125,7 +127,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._others.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Cancel all timers and the running request."""
+        """Cancel all timers, stop counting the connection, and tell the running request that its client is gone."""
         self._end_head()
         self._end_rest()
         for timer in (self._unread_timer, self._idle_timer, self._probe_timer):
@@ -139,7 +141,7 @@ class BoundedConnection(HttpToolsProtocol):
             self._running = None
 
     def data_received(self, data: bytes) -> None:
-        """Parse the data, unless requests wait already."""
+        """Parse the data. While requests wait, keep the data unparsed; after a refusal, drop the data."""
         if self._refusal is None:
             self._parse(data if not self._unparsed else bytes(self._unparsed) + data)
 
@@ -147,8 +149,9 @@ class BoundedConnection(HttpToolsProtocol):
         """Handle the end of the client's input: the client has left, or it waits for its answer. Returns whether the
         connection stays open.
 
-        The two cases look the same until data are sent to the client. TLS can't close one direction only, and in
-        HTTP/1.0 nothing may precede an answer: such clients count as gone.
+        The two cases look the same until data are sent to the client: `_probe` does that. TLS can't close one direction
+        only, and in HTTP/1.0 nothing may precede an answer: such clients count as gone. So does a client that has sent
+        no complete request.
         """
         running = self._running
         if self._probe_timer is not None or self.transport.get_extra_info("ssl_object") is not None:
@@ -163,7 +166,7 @@ class BoundedConnection(HttpToolsProtocol):
         return True
 
     def _probe(self, waited_s: float) -> None:
-        """Probe whether a client that has ended its input is still there."""
+        """Probe whether a client that has ended its input is still there; probe again after twice ``waited_s``."""
         if not self._has_left() and self._running is not None:
             self._running.probe()
             self._probe_timer = self.loop.call_later(_RESET_AFTER_S, self._probe_later, 2 * waited_s)
@@ -173,13 +176,14 @@ class BoundedConnection(HttpToolsProtocol):
             self._probe_timer = self.loop.call_later(wait_s, self._probe, wait_s)
 
     def _has_left(self) -> bool:
-        """End the connection if the client has reset it."""
+        """End the connection if the client has reset it. Returns whether the client has."""
         if is_reset := _is_reset(self.transport):
             self.abort()
         return is_reset
 
     def _parse(self, data: bytes | memoryview) -> None:
-        """Parse piece by piece as long as no request waits; start the timer of a head that is still incomplete."""
+        """Parse piece by piece as long as no request waits, and keep the rest in `_unparsed`; start the timer of a head
+        that is still incomplete."""
         self._unparsed = b""
         if len(data) > _PIECE_BYTES:
             data = memoryview(data)
@@ -231,7 +235,11 @@ class BoundedConnection(HttpToolsProtocol):
         self.expect_100_continue = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Store a header, and check the transfer encoding."""
+        """Store a header, and check the transfer encoding.
+
+        Raises:
+            UnknownCoding: the transfer coding isn't ``chunked``.
+        """
         super().on_header(name, value)
         if len(name) == _TRANSFER_ENCODING_CHARS and name.lower() == b"transfer-encoding":
             coding = value.strip().lower()
@@ -242,7 +250,14 @@ class BoundedConnection(HttpToolsProtocol):
                 )
 
     def on_headers_complete(self) -> None:
-        """Make the request's `Exchange`, now that its head is complete, and start it or let it wait."""
+        """Make the request's `Exchange`, now that its head is complete, and start it or let it wait.
+
+        Raises:
+            VersionNotSupported: the request's version of HTTP isn't 1.0 or 1.1.
+            MethodNotAllowed: the method is CONNECT.
+            HttpParserInvalidURLError: the target has no path.
+            Unavailable: the connection has a spare place, and the request isn't a health check.
+        """
         parser = self.parser
         http_version = parser.get_http_version()
         if http_version not in ("1.1", "1.0"):
@@ -377,7 +392,12 @@ class BoundedConnection(HttpToolsProtocol):
             self._rest_timer = None
 
     def _watch_reading(self, unread_before: int | None) -> None:
-        """Abort a connection whose client reads nothing. Closing it in order would wait for the client, too."""
+        """Abort the connection if its client has read nothing since the last check; else check again later, while data
+        wait. Closing the connection in order would wait for the client, too.
+
+        Args:
+            unread_before: the bytes that the client had not read at the last check; None: this is the first check.
+        """
         self._unread_timer = None
         waiting = self.transport.get_write_buffer_size()
         unread = waiting + _unacknowledged(self.transport)
@@ -457,7 +477,12 @@ class _PipelineFlow(FlowControl):
 
 
 def _unparsable(error: httptools.HttpParserError) -> HeadwaterError:
-    """The error for bytes that the parser of requests or of targets refuses."""
+    """The error for bytes that the parser of requests or of targets refuses; the error that a callback raised, if it is
+    a `HeadwaterError`.
+
+    Raises:
+        Exception: another error of a callback: a bug of the gateway.
+    """
     if isinstance(error, httptools.HttpParserCallbackError):
         cause = error.__context__
         if isinstance(cause, HeadwaterError):

@@ -29,9 +29,10 @@ class Connections:
     """Tracks connections. If a new connection would exceed the limit, it ends a connection that is not busy.
 
     A connection is busy from the end of a request's body to the end of its answer. Of the connections that are not
-    busy, the connection with the oldest last answer or complete head is ended, so neither idle connections nor slow
-    bodies block new clients. If all connections are busy, a new connection gets a spare place, from which only health
-    checks are answered.
+    busy, the connection for which the longest time has passed since it was accepted, answered, or got a part of a
+    body is ended, so neither idle connections nor slow bodies block new clients. If all connections are busy, a new
+    connection gets a spare place, from which only health checks are answered. If all spare places are taken, the
+    oldest connection in them is ended.
 
     Args:
         limit: maximum number of connections, not counting the spare places.
@@ -70,7 +71,7 @@ class Connections:
         return True
 
     def read(self, connection: Closable) -> None:
-        """Note that a request's head is complete, while its body is not."""
+        """Note that data have arrived of a request with a complete head and an incomplete body."""
         if connection in self._idle:
             del self._idle[connection]
             self._idle[connection] = None
@@ -106,7 +107,8 @@ class Connections:
 
 
 def allow_open_files(connections: int) -> int:
-    """Raise this process's limit of open files for this many connections. Returns how many connections are possible."""
+    """Raise this process's limit of open files for this many connections. Returns how many connections are possible:
+    fewer, and at least 1, if the hard limit doesn't allow as many, which is also logged."""
     soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = connections + OTHER_FILES
     if hard_limit != resource.RLIM_INFINITY and wanted > hard_limit:

@@ -15,8 +15,11 @@ class Endpoint(ABC):
 
     @abstractmethod
     async def answer(self, scope: Scope, receive: Receive) -> ASGIApp:
-        """Compute the answer, or open an answer in pieces. A `HeadwaterError` becomes the answer that its class
-        defines."""
+        """Compute the answer, or open an answer in pieces. Returns the ASGI application that sends it.
+
+        Raises:
+            HeadwaterError: the request can't be answered; the caller sends the error.
+        """
 
 
 class EndpointRoute(Route):
@@ -43,7 +46,7 @@ class HeadAsGet:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle a connection's scope."""
+        """Handle an ASGI scope."""
         if scope["type"] != "http" or scope["method"] != "HEAD":
             await self._app(scope, receive, send)
             return

@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 MAX_HEADER_BYTES: Final = 32 * 1024
-"""Limit of a request's headers and path together, in bytes."""
+"""Limit of a request's headers, path and query together, in bytes."""
 
 INFER_PATH: Final = "/v2/models/{model}/infer"
 _INFER_START, _INFER_END = INFER_PATH.split("{model}")
@@ -74,9 +74,12 @@ class RequestRecord(msgspec.Struct):
 
     started_ns: int
     head_bytes: int
+    """Bytes of the headers, the path and the query."""
     host_fault: str
+    """The wrong value of the header ``Host``, in words; empty: the header is valid."""
     request_id: bytes
     trace: Trace | None
+    """None: tracing is off, or the path is not traced."""
     state: dict[str, Any]
     """State of the request; has ``version`` if a version of a deployment answers."""
     status: int = 0
@@ -88,8 +91,8 @@ class RequestRecord(msgspec.Struct):
         """Check the head.
 
         Raises:
-            HeadersTooLarge: headers and path exceed `MAX_HEADER_BYTES`.
-            BadRequest: the header ``Host`` is missing, doubled or invalid.
+            HeadersTooLarge: headers, path and query exceed `MAX_HEADER_BYTES`.
+            BadRequest: the header ``Host`` is doubled, invalid, or (in HTTP/1.1) missing.
         """
         if self.head_bytes > MAX_HEADER_BYTES:
             raise HeadersTooLarge(f"headers: expected at most {MAX_HEADER_BYTES} bytes, got {self.head_bytes}")
@@ -97,7 +100,7 @@ class RequestRecord(msgspec.Struct):
             raise BadRequest(f"header Host: expected a host name or address, and maybe a port, got {self.host_fault}")
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """Headers that every answer gets."""
+        """Headers to add to the answer: the request's id, and, if known, the trace and the version that answers."""
         headers = [(b"x-request-id", self.request_id)]
         if self.trace is not None:
             headers.append((b"traceresponse", self.trace.header))
@@ -107,7 +110,8 @@ class RequestRecord(msgspec.Struct):
 
 
 def _noting(record: RequestRecord, send: Send) -> Send:
-    """Wrap ``send`` for an answer in pieces: adds the headers that every answer gets, and tracks its progress."""
+    """Wrap ``send`` for an answer that `Reply.send` doesn't send: adds the record's headers, and notes in the record
+    the answer's status and end."""
 
     async def send_noted(message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -123,8 +127,13 @@ def _noting(record: RequestRecord, send: Send) -> Send:
 class RequestRecords:
     """Gives each request an id (the client's, if it sent a valid ``X-Request-Id``), and logs and counts each answer.
 
-    ``scope["state"]["request_id"]`` is the id. Generated ids can't be guessed, since anybody who knows an id may cancel
-    the request. ``scope["state"]["note"]`` is added to the log's line; with ``is_routine`` only failures are logged.
+    ``scope["state"]["request_id"]`` is the id. Generated ids can't be guessed, since without API keys anybody who knows
+    an id may cancel the request. ``scope["state"]["note"]`` is added to the log's line; with ``is_routine`` in the
+    state only failures are logged.
+
+    Args:
+        access_log: logs the answers; None: answers are not logged.
+        stream_limits: limits of answers in pieces.
     """
 
     def __init__(self, access_log: AccessLog | None, stream_limits: StreamLimits) -> None:
@@ -137,7 +146,7 @@ class RequestRecords:
         """The last valid ``Host``: most requests name the same host."""
 
     def begin(self, scope: Scope) -> RequestRecord:
-        """Record a request whose head has arrived."""
+        """Record a request whose head has arrived, and set ``request_id`` and more in the scope's ``state``."""
         started_ns = time.perf_counter_ns()
         request_id = b""
         host: bytes | None = None
@@ -205,8 +214,8 @@ class Entry:
     """The application: begins, checks, admits and ends every request. A pure ASGI class.
 
     Endpoints are called directly: FastAPI's layers cost time, and would stay in memory as long as a stream is open.
-    Forwarding headers are trusted only from proxies on this machine, or from the addresses in ``FORWARDED_ALLOW_IPS``
-    if it is set.
+    Forwarding headers are trusted only from proxies at 127.0.0.1, or, if ``FORWARDED_ALLOW_IPS`` is set, at the
+    addresses in it.
 
     Args:
         framework: answers all routes without an endpoint.
@@ -235,7 +244,7 @@ class Entry:
         self._read_forwarded = cast(ASGIApp, ProxyHeadersMiddleware(cast(Any, _nothing), trusted_hosts=trusted))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle a connection's scope."""
+        """Handle an ASGI scope: answer a request, or hand a scope of another type to the framework."""
         if scope["type"] != "http":
             await self.framework(scope, receive, send)
             return

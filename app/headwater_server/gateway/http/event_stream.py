@@ -76,7 +76,7 @@ class _StreamClient:
         self._comment_later()
 
     def takes(self, piece: bytes) -> bool:
-        """Write a piece if the client has capacity for it. Returns whether it was written."""
+        """Write a piece if the client has capacity for it. Returns False if the piece must be sent by `send`."""
         return self._exchange is not None and self._exchange.write(piece)
 
     async def send(self, piece: bytes) -> None:
@@ -142,7 +142,7 @@ class EventStream:
     Args:
         events: the events to send. An error from the generator ends the stream.
         ending: makes the last events of the stream, given the error, or None if there was no error.
-        on_closed: called once, when the last event is written or the stream is left.
+        on_closed: called once, after the generator has been closed.
     """
 
     __slots__ = ("_ending", "_events", "_first", "_has_ended", "_on_closed")
@@ -164,7 +164,8 @@ class EventStream:
         """Wait for the first event, at most `FIRST_EVENT_TIMEOUT_S`.
 
         Raises:
-            Exception: an error that the generator raised before the first event.
+            Exception: an error that the generator raised in that time, before the first event. The caller must `close`
+                the stream.
         """
         self._first = first = asyncio.get_running_loop().create_task(self._compute())
         await asyncio.wait([first], timeout=FIRST_EVENT_TIMEOUT_S)

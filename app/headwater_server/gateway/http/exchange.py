@@ -81,8 +81,8 @@ class Exchange(RequestResponseCycle):
             self.on_gone()
 
     def end(self) -> None:
-        """Note that the answer is complete. Breaks the cycle between this object and the scope, so that both are
-        freed."""
+        """Note that the answer is complete, or the connection lost. Breaks the cycle between this object and the scope,
+        so that both are freed."""
         self.task = self.on_gone = None
         self.scope.pop("extensions", None)
 
@@ -104,8 +104,8 @@ class Exchange(RequestResponseCycle):
         self.transport.abort()
 
     def take_body(self) -> bytes | None:
-        """The body, if all of it has arrived. Returns it only once: afterwards ``receive`` only reports a lost
-        client."""
+        """The body; None if a part of it is missing, or the client has left. Returns the body only once: afterwards
+        ``receive`` only reports a lost client."""
         if self.more_body or self.disconnected:
             return None
         body = bytes(self.body)
@@ -170,7 +170,11 @@ class Exchange(RequestResponseCycle):
             body: the body in pieces.
 
         Returns:
-            False: the client has not read the previous answer yet; ``send`` waits for that.
+            False: the client has not read the previous answer yet; ``send`` waits for that. True: the answer is
+            written, or the client has left.
+
+        Raises:
+            RuntimeError: a header has a line end in it.
         """
         if self.flow.write_paused:
             return False
@@ -208,7 +212,8 @@ class Exchange(RequestResponseCycle):
         """Write a piece of an answer that ``send`` has begun.
 
         Returns:
-            False: the client has not read the previous pieces yet; ``send`` waits for that.
+            False: the client has not read the previous pieces yet (``send`` waits for that), or the answer isn't
+            chunked or is complete. True: the piece is written, or the client has left.
         """
         if self.flow.write_paused or not self.chunked_encoding or self.response_complete:
             return False

@@ -69,8 +69,8 @@ async def _nothing() -> Message:
 
 
 def cache_headers(cache: str) -> Headers:
-    """The header that says how a deployment's cache was used (`headwater_server.codecs.tensors.Answer`); empty without
-    a cache."""
+    """The header that says how a deployment's cache was used (``cache`` of `headwater_server.codecs.tensors.Answer`);
+    an empty list if ``cache`` is empty."""
     return [(b"headwater-cache", cache.encode())] if cache else []
 
 
@@ -95,7 +95,7 @@ def error_reply(error: HeadwaterError, path: str) -> Reply:
 
 
 def internal_error(state: Mapping[str, Any], error: Exception) -> CallableFailed:
-    """Log a bug of the gateway. Returns the error for the client, which names only the request id."""
+    """Log a bug of the gateway. Returns the error for the client, of status 500, which names only the request id."""
     request_id = state.get("request_id", "?")
     logger.error("request %s failed in the gateway", request_id, exc_info=error, extra={"request_id": request_id})
     return CallableFailed(f"internal error; the log has more under request id {request_id}")

@@ -63,7 +63,7 @@ class TlsAcceptor:
         context: TLS context with the certificate.
         make: makes the protocol that reads requests, given the `Accepted` that counted for its connection so far.
         connections: the connections of this worker.
-        timeout_s: how long a handshake may take.
+        timeout_s: how long a handshake may take, in seconds.
     """
 
     def __init__(

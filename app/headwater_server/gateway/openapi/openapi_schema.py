@@ -97,7 +97,8 @@ def _paths_by_name() -> dict[str, Any]:
 
 
 def openapi_schema(generated: dict[str, Any], models: Models, *, has_keys: bool) -> dict[str, Any]:
-    """Add the models' paths, and every path's errors and API keys, to the schema that FastAPI generated."""
+    """A copy of the schema that FastAPI generated, with the models' paths added, and to each path its errors and, with
+    ``has_keys``, its API keys."""
     schema = copy.deepcopy(generated)
     schema["info"]["description"] = "PyTorch models over HTTP: the Open Inference Protocol and OpenAI's API."
     paths = schema["paths"]

@@ -36,7 +36,7 @@ _OMISSIONS: Final = {
 }
 """Schema of an answer's ``parameters``."""
 _LARGEST_EXAMPLE: Final = 100
-"""Number of elements beyond which an input gets no made-up example."""
+"""If an input has more elements, ``generate`` gets no generated example."""
 
 
 def tensor_operations(signature: Signature) -> dict[str, dict[str, Any]]:
@@ -101,7 +101,8 @@ def _input_schema(spec: TensorSpec) -> dict[str, Any]:
 
 
 def _generate_operations(signature: Signature) -> dict[str, dict[str, Any]]:
-    """The operations by route; {} if the model's tensors have no JSON form."""
+    """The operations by route. {} if a required input has no JSON form, or if an output of each head, or of a model
+    without heads, has none."""
     in_json = [head.name for head in signature.heads if _has_json(signature, head.outputs)]
     has_json = bool(in_json) or _has_json(signature, [spec.name for spec in signature.outputs])
     if not has_json or not all(spec.optional or DATATYPES[spec.datatype].json for spec in signature.inputs):

@@ -1,5 +1,6 @@
-"""The OpenAPI operations whose bodies are the same for every model: OpenAI's routes, the generate extension of language
-models, and cancelling. The schemas of bodies are generated from the structs that decode the bodies."""
+"""The OpenAPI operations whose bodies are the same for every model: OpenAI's routes, the routes to rerank, classify and
+tokenize, the generate extension of language models, and cancelling. Most schemas of bodies are generated from the
+structs that decode the bodies."""
 
 from __future__ import annotations
 
@@ -247,7 +248,7 @@ def mapped_paths(
 
 
 def _vllm_body(route: Route, required_field: str, models: list[str]) -> dict[str, Any]:
-    """A schema of the fields that a body may have for a vLLM, which checks their values."""
+    """A schema of the fields that a body may have for a model of vLLM, with any values: vLLM checks them."""
     return {
         "type": "object",
         "description": "For a model that vLLM computes: the fields are those of its API",

@@ -1,4 +1,4 @@
-"""``POST /v1/classify``: scores of labels, from a model that declares an `headwater.Classification`.
+"""``POST /v1/classify``: scores of labels, from a model that declares a `headwater.Classification`.
 
 The form is vLLM's. As in Jina's API, ``predictions`` has the labels of all scores, the best first.
 """
@@ -89,7 +89,11 @@ class ClassifyEndpoint(Endpoint):
 
 
 def _read(raw: bytes) -> tuple[ClassifyRequest, list[tuple[str, str | _ContentPart]]]:
-    """The body, and its inputs, each with the name of its place in the request."""
+    """The body, and its inputs, each with the name of its place in the request, such as ``input[0]``.
+
+    Raises:
+        BadRequest: the body is wrong, or has no inputs or too many inputs.
+    """
     body: ClassifyRequest = read_json(raw, ClassifyRequest)
     value: Any = read_json(body.input, str | _ContentPart | list[str | _ContentPart], "input", is_checked=True)
     if not isinstance(value, list):
@@ -100,7 +104,11 @@ def _read(raw: bytes) -> tuple[ClassifyRequest, list[tuple[str, str | _ContentPa
 
 
 def _content(item: str | _ContentPart, media: Literal["text", "image"], place: str) -> bytes:
-    """The text or image of an input."""
+    """The text or image of an input, encoded.
+
+    Raises:
+        BadRequest: the input has another medium than the model reads, or both.
+    """
     if isinstance(item, str):
         return item.encode()
     other_media: Literal["text", "image"] = "text" if media == "image" else "image"

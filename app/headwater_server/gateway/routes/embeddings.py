@@ -1,4 +1,4 @@
-"""``POST /v1/embeddings``: OpenAI's API over a model that declares an `headwater.Embedding`, or that vLLM computes."""
+"""``POST /v1/embeddings``: OpenAI's API over a model that declares a `headwater.Embedding`, or that vLLM computes."""
 
 from __future__ import annotations
 
@@ -139,7 +139,11 @@ class EmbeddingsEndpoint(Endpoint):
 
 
 def _read(raw: bytes) -> tuple[EmbeddingsRequest, _Inputs]:
-    """The body, and its texts or token ids."""
+    """The body, and its texts or lists of token ids. A single text or list is a list with it.
+
+    Raises:
+        BadRequest: the body is wrong, or has no inputs or too many inputs.
+    """
     body: EmbeddingsRequest = read_json(raw, EmbeddingsRequest)
     text = memoryview(body.input)
     if text[0] != ord("["):
@@ -219,7 +223,11 @@ class _Request:
             raise BadRequest(f"{field}: {error}", field=field) from error
 
     def of(self, part: _Inputs, timeout_us: int) -> InferRequest:
-        """The request for some of the inputs."""
+        """The request for some of the inputs. ``timeout_us`` 0: only the deployment's deadline applies.
+
+        Raises:
+            BadRequest: the inputs are token ids, which the model doesn't take.
+        """
         signature, spec = self._signature, self._spec
         texts = [entry.encode() if isinstance(entry, str) else b"" for entry in part]
         inputs = {spec.input: RawTensor("BYTES", (len(part), 1), pack_bytes(texts))}
@@ -242,7 +250,7 @@ def _padded(rows: Sequence[list[int]]) -> RawTensor:
 
 
 def _tokens(answer: Answer, spec: Embedding) -> int:
-    """The number of tokens of a request."""
+    """The number of tokens that the model read for a request; 0 if the model doesn't report it."""
     return 0 if spec.tokens is None else int(np.frombuffer(answer.outputs[spec.tokens].data, "<i4").sum())
 
 

@@ -42,7 +42,7 @@ _Result = TypeVar("_Result", Answer, HeadAnswer)
 
 
 class GenerateEndpoint(Endpoint):
-    """Answers a request for one row.
+    """Answers a request for a single row, or to continue a text if the model is a language model.
 
     Args:
         models: all models of this worker.
@@ -116,7 +116,7 @@ def _pieces(model: ServedModel, request: InferRequest) -> AbstractAsyncContextMa
 
 
 async def _only_result(model: ServedModel, request: InferRequest) -> Answer:
-    """The answer of a model that streams, if it is a single result.
+    """The answer of a model that streams, if it is a single result. The model is stopped at the second result.
 
     Raises:
         BadRequest: the model gave no result, or more than a single result.

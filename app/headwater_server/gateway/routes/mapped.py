@@ -45,14 +45,19 @@ class Computed(NamedTuple):
 
 
 def chosen_model(models: Models, scope: Scope, name: str, kind: Route, mapping: str) -> ServedModel:
-    """The deployment, or its version, that answers a request. The request is accepted for it.
+    """The deployment, or its version, that answers a request. The request is counted as accepted for it.
 
     Args:
         models: all models of this worker.
         scope: the request's scope.
         name: the model that the request names.
         kind: the request's route, for its record.
-        mapping: see `Models.check_mapped`, which raises for a model without this mapping.
+        mapping: see `Models.check_mapped`.
+
+    Raises:
+        NotFound: no deployment has this name.
+        BadRequest: the deployment does not have this mapping.
+        Unavailable: the deployment accepts no requests now.
     """
     model = models.choose(scope, name)
     accept(scope, model.route.name, kind)
@@ -66,7 +71,8 @@ def row_defaults(signature: Signature) -> dict[str, Scalar]:
 
 
 def rows_at_once(count: int, queue_size: int) -> int:
-    """The number of rows in a call: all rows if the queue can hold them, else half a queue, for calls in sequence."""
+    """The number of rows in a call: all rows if the queue can hold them, else half a queue but at least 1, for calls in
+    sequence."""
     return count if count <= queue_size else max(1, queue_size // 2)
 
 
@@ -94,8 +100,16 @@ def model_request(
 
 
 async def computed(dispatcher: Dispatcher, request: InferRequest, field: str) -> Answer:
-    """The whole answer to a request: an omitted head raises its error. An error about a row gets the name of the
-    route's field."""
+    """The whole answer to a request.
+
+    Args:
+        dispatcher: the model's dispatcher.
+        request: the request.
+        field: the route's field with the rows, which becomes the ``field`` of a `BadRequest`.
+
+    Raises:
+        HeadwaterError: an error of `Dispatcher.infer`, or of a head that was omitted.
+    """
     try:
         answer = await dispatcher.infer(request)
     except BadRequest as error:
@@ -109,7 +123,7 @@ async def computed(dispatcher: Dispatcher, request: InferRequest, field: str) ->
 
 def joined(caches: Collection[str]) -> str:
     """How the cache was used for a request of several calls: the slowest of its calls' results. A miss is slower than a
-    shared computation, and a shared computation is slower than a hit."""
+    shared computation, and a shared computation is slower than a hit. Empty: the deployment has no cache."""
     return next((outcome for outcome in ("miss", "shared", "hit") if outcome in caches), "")
 
 
@@ -122,15 +136,15 @@ async def compute(
     field: str,
     parameters: Mapping[str, Scalar] | None = None,
 ) -> Computed:
-    """Compute rows, within the deployment's ``timeout_s``, in as many calls as its queue needs.
+    """Compute rows, within the deployment's ``timeout_s``, in as many calls as its queue needs, in sequence.
 
     Args:
         scope, receive: ASGI arguments of the request; its body has been read.
         model: the model that computes the rows.
-        columns: the rows of each BYTES [1] input.
+        columns: by input, its rows; each input is BYTES of shape [1], and all have the same number of rows.
         wanted: names of the outputs.
         field: the request's field that contains the rows.
-        parameters: parameters per row that differ from the defaults.
+        parameters: parameters per row that differ from the defaults; the same for all rows.
 
     Raises:
         HeadwaterError: the request can't be answered.
@@ -169,8 +183,11 @@ def floats(
     Args:
         parts: the output of each call; all have the same shape except for the number of rows.
         output: the output's name.
-        place: names the item of a row in the request.
+        place: names the item of a row in the request, by the row's index.
         length: how many numbers of a row the answer takes; default: all.
+
+    Returns:
+        The numbers, with an axis of rows and an axis of ``length``.
 
     Raises:
         CallableFailed: a number is NaN or infinite: it would sort the results wrongly, and JSON has no such number.

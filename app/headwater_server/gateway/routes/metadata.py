@@ -57,7 +57,7 @@ def health_routes(models: Models, *, has_keys: bool = False) -> APIRouter:
             raise NotFound(f"{subject}: unknown", field=error.field) from None
 
     def why_not(request: Request, model: ServedModel) -> Unavailable | None:
-        """Why a model isn't ready; None: it is ready."""
+        """Why a model isn't ready, without details for a stranger; None: it is ready."""
         if models.is_leaving:
             return Unavailable("the server is stopping")
         try:
@@ -99,7 +99,8 @@ def health_routes(models: Models, *, has_keys: bool = False) -> APIRouter:
 
 
 def _readiness(error: Unavailable | None, **about: str) -> JSONResponse:
-    """The protocol's answer; if it is negative, with the reason."""
+    """The protocol's answer, with ``about`` as further fields. Its status is 200; with an error, it has the error's
+    status and message, and ``Retry-After``."""
     if error is None:
         return JSONResponse({**about, "ready": True})
     headers = {"retry-after": str(error.retry_after_s or RETRY_AFTER_S)}
@@ -114,7 +115,7 @@ EXTENSIONS = [
 
 class _IndexRequest(msgspec.Struct, forbid_unknown_fields=True):
     ready: bool | None = None
-    """Whether to list only models that are ready."""
+    """True: list only models that are ready; else list all models."""
 
 
 def _index_request(body: bytes) -> _IndexRequest:
@@ -184,7 +185,7 @@ def metadata_routes(models: Models, reader: BodyReader) -> APIRouter:
 
 
 def index_entry(model: ServedModel, models: Models) -> dict[str, Any]:
-    """A model's entry in the repository index."""
+    """A model's entry in the repository index: Triton's fields and Headwater's, such as replicas, devices and share."""
     route = model.route
     since = datetime.fromtimestamp(route.since_s, timezone.utc).isoformat(timespec="milliseconds")
     entry: dict[str, Any] = {
@@ -355,7 +356,7 @@ def _language_model_statistics(
 
 
 def openai_model_routes(models: Models) -> APIRouter:
-    """The models that are ready, in OpenAI's form."""
+    """``/v1/models`` and ``/v1/models/{model}``: the models and adapters that are ready, in OpenAI's form."""
     router = APIRouter(tags=["openai"])
 
     def entry(model: ServedModel) -> dict[str, Any]:

@@ -81,7 +81,11 @@ def repository_routes(
 
 
 def _bounds(body: bytes) -> dict[str, Any]:
-    """The ``min`` and ``max`` of replicas that a body asks for."""
+    """The ``min`` and ``max`` of replicas that a body asks for; equal if it asks for ``replicas``.
+
+    Raises:
+        BadRequest: the body has neither ``replicas`` nor ``max``, has both, or has a wrong value.
+    """
     expected = 'expected {"replicas": 3}, or {"min": 1, "max": 3}'
     scale: _Scale = read_json(body, _Scale, hint=expected)
     if (scale.replicas is None) == (scale.max is None) or (scale.replicas is not None and scale.min is not None):
@@ -95,7 +99,11 @@ def _bounds(body: bytes) -> dict[str, Any]:
 
 
 def _arguments(body: bytes, action: str) -> dict[str, Any]:
-    """Read an action's arguments from a body; refuses parameters of Triton's that are not supported."""
+    """Read an action's arguments from a body.
+
+    Raises:
+        BadRequest: the body is wrong, or has a parameter of Triton's that is not supported.
+    """
     if action == "scale":
         return _bounds(body)
     if action == "promote":

@@ -1,4 +1,5 @@
-"""``POST /v1/rerank``: Jina's and Cohere's API over a model that declares an `headwater.Reranking`."""
+"""``POST /v1/rerank``, ``/v2/rerank`` and ``/rerank``: Jina's and Cohere's API over a model that declares a
+`headwater.Reranking`."""
 
 from __future__ import annotations
 

@@ -18,7 +18,8 @@ async def open_stream(
     ending: Callable[[HeadwaterError | None], Sequence[Event]],
     on_closed: Callable[[], None] = lambda: None,
 ) -> EventStream:
-    """Open an answer in pieces; `Models.streams` counts it until it is closed. See `EventStream`."""
+    """Open an answer in pieces; `Models.streams` counts it until it is closed. See `EventStream` for the arguments, and
+    `EventStream.open` for the errors, after which the stream is closed."""
 
     def closed() -> None:
         models.streams -= 1

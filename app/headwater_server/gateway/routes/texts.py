@@ -50,7 +50,7 @@ _ROUTES: Final[dict[type[_OpenAIRequest], Route]] = {
     ResponsesRequest: "responses",
 }
 LOGPROB_BYTES: Final = 64
-"""Approximate size of a log probability with its token in a chat's answer."""
+"""Approximate size in bytes of a log probability with its token in a chat's answer."""
 _PREFIX: Final = "/v2/requests/"
 _SUFFIX: Final = "/cancel"
 
@@ -97,7 +97,7 @@ async def answer_text(
         request: the decoded body.
         form: makes the answer's form in the request's API.
         pool: turns the request into tokens.
-        size_bytes: the body's size.
+        size_bytes: the body's size, by which the pool limits a client's waiting requests.
         streams: whether the answer comes in pieces.
 
     Raises:
@@ -134,7 +134,7 @@ async def answer_text(
 
 
 def client_of(scope: Scope) -> str:
-    """The sender of a request: the name of its key, or else the client's address."""
+    """The sender of a request: the name of its key, or else the client's address; empty: neither is known."""
     key: str = scope["state"].get("key", "")
     client = scope.get("client")
     return key or (client[0] if client else "")

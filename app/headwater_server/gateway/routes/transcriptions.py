@@ -1,4 +1,4 @@
-"""``POST /v1/audio/transcriptions``: OpenAI's API over a model that declares an `headwater.Transcription`."""
+"""``POST /v1/audio/transcriptions``: OpenAI's API over a model that declares a `headwater.Transcription`."""
 
 from __future__ import annotations
 
@@ -79,7 +79,11 @@ class TranscriptionsEndpoint(Endpoint):
 
 
 def _text(fields: dict[str, memoryview], name: str) -> str:
-    """The text of a form field; empty if the field is missing."""
+    """The text of a form field; empty if the field is missing.
+
+    Raises:
+        BadRequest: the text is too long, or not UTF-8.
+    """
     value = fields.get(name, memoryview(b""))
     if len(value) > _MAX_TEXT_BYTES:
         raise BadRequest(f"{name}: expected at most {_MAX_TEXT_BYTES} bytes, got {len(value)}", field=name)

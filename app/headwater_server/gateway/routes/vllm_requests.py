@@ -42,7 +42,8 @@ _asked = msgspec.json.Decoder(_Asked)
 
 
 def asked_model(models: Models, raw: bytes) -> VllmDispatcher | None:
-    """The dispatcher of the model that a body names, if vLLM computes it. Nothing else of the body is checked."""
+    """The dispatcher of the model that a body names, if vLLM computes it; None if not, or if the body can't be read.
+    Nothing else of the body is checked."""
     try:
         name = _asked.decode(raw).model
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -124,7 +125,8 @@ async def answer_embeddings(
         parts: the inputs; each part is a request to vLLM, in sequence.
 
     Raises:
-        HeadwaterError: the request can't be answered.
+        HeadwaterError: the request can't be answered. A `BadRequest` names the field ``input``, or a field of
+            ``body`` that vLLM's message mentions.
     """
     state = scope["state"]
     answer = EmbeddingsAnswer(body["model"], TokenCount(dispatcher.meter, _spending(state)))
@@ -145,10 +147,10 @@ async def answer_embeddings(
 
 
 def _spending(state: dict[str, Any]) -> Callable[[int], None] | None:
-    """The function that counts tokens for the key's limit; None: the key has no limit.
+    """The function that counts tokens for the key's limit; None: there is no key, or the key has no limits.
 
     Raises:
-        QueueFull: the limit is reached.
+        RateLimited: the limit of tokens is reached.
     """
     limits: KeyLimits | None = state.get("key_limits")
     if limits is None:
