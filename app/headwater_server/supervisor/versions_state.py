@@ -58,7 +58,8 @@ class VersionsState(Composite):
 
         Raises:
             Conflict: the traffic has not changed; its last change was a rollback and ``is_undo`` is not set; its last
-                change was no rollback and ``is_undo`` is set; or a version that had a share before the change is gone.
+                change was no rollback and ``is_undo`` is set; or a version is gone that had a share or was the
+                default before the change.
         """
         if self.before is None:
             raise Conflict(f"model `{self.name}`: its traffic has not changed, so there is nothing to go back to")
@@ -73,11 +74,10 @@ class VersionsState(Composite):
                 f"model `{self.name}`: expected a rollback as the last change of its traffic, which --undo takes back; "
                 "it was another change, which a rollback without --undo takes back"
             )
-        gone = [
-            version for version, share in self.before.shares.items() if share and version not in self.config.versions
-        ]
-        if gone:
-            raise Conflict(f"model `{self.name}`: version `{gone[0]}`, which had a share of the traffic then, is gone")
+        needed = {self.before.default, *(version for version, share in self.before.shares.items() if share)}
+        if gone := sorted(needed - self.config.versions.keys()):
+            role = "had a share of the traffic" if self.before.shares.get(gone[0]) else "was the default"
+            raise Conflict(f"model `{self.name}`: version `{gone[0]}`, which {role} then, is gone")
         return self._with(self.before, self.before.shares, self.before.default)
 
     @property

@@ -109,3 +109,10 @@ def test_what_can_not_be_promoted_or_gone_back_to() -> None:
     state.adopt(config(versions={"1": {}}))
     with pytest.raises(Conflict, match="version `2`, which had a share of the traffic then, is gone"):
         state.traffic_before(is_undo=False)
+
+
+def test_a_default_without_a_share_that_is_gone_can_not_be_gone_back_to() -> None:
+    state = VersionsState("c", config(traffic={"1": 1, "2": 0, "default": "2"}))
+    state.adopt(config(versions={"1": {}}))
+    with pytest.raises(Conflict, match="version `2`, which was the default then, is gone"):
+        state.traffic_before(is_undo=False)

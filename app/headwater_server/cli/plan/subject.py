@@ -150,8 +150,8 @@ def make_subject(
     if is_language_model(deployment.model or ""):
         try:
             cache = cache_shape(deployment, search)
-        except LoadError as error:
-            raise CommandError(str(error)) from error
+        except (LoadError, OSError, ValueError) as error:  # of reading config.json
+            raise CommandError(f"{deployment.model}: {error}") from error
         if cache is not None and tokens + PROMPT_TOKENS > cache.context_length:
             raise CommandError(
                 f"--tokens: expected at most {cache.context_length - PROMPT_TOKENS}, so that prompt and answer fit "
