@@ -8,13 +8,11 @@ import headwater
 from headwater_server import __version__, version_text
 
 IMPORTED = (
-    "_brotli", "aiohappyeyeballs", "aiohttp", "aiosignal", "annotated_doc", "annotated_types", "anyio",
-    "async_timeout", "attr", "brotli", "certifi", "click", "exceptiongroup", "fastapi", "frozenlist", "gevent",
-    "geventhttpclient", "google", "greenlet", "grpc", "h11", "httpcore", "httptools", "httpx", "idna", "jinja2",
-    "ml_dtypes", "msgspec", "multidict", "mypy_extensions", "numpy", "opentelemetry", "orjson", "packaging",
-    "propcache", "psutil", "pydantic", "pydantic_core", "python_multipart", "pytriton", "rapidjson", "sniffio",
-    "sse_starlette", "starlette", "tokenizers", "tritonclient", "typing_extensions", "typing_inspect",
-    "typing_inspection", "uvicorn", "uvloop", "wrapt", "yaml", "yarl", "zmq", "zope",
+    "annotated_doc", "annotated_types", "anyio", "certifi", "click", "exceptiongroup", "fastapi", "google", "grpc",
+    "h11", "httpcore", "httptools", "httpx", "idna", "jinja2", "ml_dtypes", "msgspec", "mypy_extensions", "numpy",
+    "opentelemetry", "orjson", "packaging", "psutil", "pydantic", "pydantic_core", "python_multipart", "pytriton",
+    "rapidjson", "sniffio", "sse_starlette", "starlette", "tokenizers", "tritonclient", "typing_extensions",
+    "typing_inspect", "typing_inspection", "uvicorn", "uvloop", "wrapt", "yaml", "zmq",
 )  # fmt: skip
 """Top-level third-party modules that Headwater's processes and Triton's stubs import. No folder on PYTHONPATH may hide
 them."""

@@ -243,7 +243,7 @@ def _check_method(kind: str, name: str, method: Callable[..., Any], expected: st
     except TypeError as error:
         raise DeclarationError(
             f"{kind}.{name}: expected the parameters ({expected}){', named as the inputs' if kwargs else ''}, "
-            f"got others: {error}"
+            f"got ({', '.join(['self', *signature.parameters])}): {error}"
         ) from None
 
 

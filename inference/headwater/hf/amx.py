@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch.nn.functional import gelu
 
-__all__ = ["LINEAR", "AmxLinear", "fed_forward"]
+__all__ = ["AmxLinear"]
 
 BLOCK_ROWS: Final = 256
 """Rows of a block for each thread: intermediate results for this many rows fit in a core's L2 cache."""
@@ -73,17 +73,13 @@ class AmxLinear(torch.nn.Module):
                 1.0, factors.data_ptr(), 2 * size, weight.data_ptr(), 2 * size, 1.0, sums.data_ptr(), width,
             )  # fmt: skip
 
-
-LINEAR: Final = AmxLinear
-"""The name of the layer's class in each module of this kind; see `headwater.hf.packed`."""
-
-
-def fed_forward(first: AmxLinear, second: AmxLinear, rows: torch.Tensor) -> torch.Tensor:
-    """The feed-forward part of a layer, for rows [..., in]: rows + second(GELU(first(rows)))."""
-    sums = rows.new_empty(rows.shape)
-    for part, some in zip(_blocks(sums), _blocks(rows), strict=True):
-        second.add_to(torch.add(some, second.bias, out=part), gelu(first(some)))
-    return sums
+    @staticmethod
+    def fed_forward(first: AmxLinear, second: AmxLinear, rows: torch.Tensor) -> torch.Tensor:
+        """The feed-forward part of a layer, for rows [..., in]: rows + second(GELU(first(rows)))."""
+        sums = rows.new_empty(rows.shape)
+        for part, some in zip(_blocks(sums), _blocks(rows), strict=True):
+            second.add_to(torch.add(some, second.bias, out=part), gelu(first(some)))
+        return sums
 
 
 def _blocks(rows: torch.Tensor) -> Sequence[torch.Tensor]:

@@ -6,9 +6,9 @@ from typing import Any, Final
 
 import torch
 
-__all__ = ["LINEAR", "ROWS", "OneDnnLinear", "fed_forward"]
+__all__ = ["ROW_MULTIPLE", "OneDnnLinear"]
 
-ROWS: Final = 16
+ROW_MULTIPLE: Final = 16
 """Row counts are padded to a multiple of this. oneDNN generates code for each row count, which takes about a
 millisecond; the multiples are few enough for oneDNN to keep the code of all."""
 _TYPICAL_ROWS: Final = 1024
@@ -42,11 +42,7 @@ class OneDnnLinear(torch.nn.Module):
         """Apply the layer to rows [..., in], and GELU to its result."""
         return torch.ops.mkldnn._linear_pointwise(rows, self._weight, self._bias, "gelu", [], "none")
 
-
-LINEAR: Final = OneDnnLinear
-"""The name of the layer's class in each module of this kind; see `headwater.hf.packed`."""
-
-
-def fed_forward(first: OneDnnLinear, second: OneDnnLinear, rows: torch.Tensor) -> Any:
-    """The feed-forward part of a layer, for rows [..., in]: rows + second(GELU(first(rows)))."""
-    return second.added(first.gelu(rows), rows)
+    @staticmethod
+    def fed_forward(first: OneDnnLinear, second: OneDnnLinear, rows: torch.Tensor) -> Any:
+        """The feed-forward part of a layer, for rows [..., in]: rows + second(GELU(first(rows)))."""
+        return second.added(first.gelu(rows), rows)

@@ -12,7 +12,8 @@ from typing import Any, Final, Literal
 import torch
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
-from headwater.hf import amx, onednn
+from headwater.hf.amx import AmxLinear
+from headwater.hf.onednn import ROW_MULTIPLE, OneDnnLinear
 from headwater.tuning import keep_freed_memory
 
 __all__ = ["pack"]
@@ -64,30 +65,31 @@ def pack(network: Any, reads_first: bool = False, *, precision: Literal["highest
     encoder = network.base_model.encoder
     # torch.compile would split the encoder into so many graphs that it would be slower.
     encoder.forward = torch.compiler.disable(functools.partial(_encoded, encoder.forward))  # type: ignore[no-untyped-call]
-    products = None
+    layer_class = None
     if all(_is_plain(part) for part in encoder.layer.modules() if isinstance(part, torch.nn.Linear)):
-        products = _fastest((amx, onednn) if precision == "high" else (onednn,), encoder.layer[0])
+        classes = (AmxLinear, OneDnnLinear) if precision == "high" else (OneDnnLinear,)
+        layer_class = _fastest(classes, encoder.layer[0])
     for layer in encoder.layer:
         is_first_only = reads_first and layer is encoder.layer[-1]
-        if products is not None:
-            _fuse(layer, products, joins=not is_first_only)
+        if layer_class is not None:
+            _fuse(layer, layer_class, joins=not is_first_only)
         if is_first_only:
             layer.forward = functools.partial(_first_states, layer, layer.forward)
     widest: int = config.intermediate_size
     return max(1, PASS_BYTES // (4 * widest))
 
 
-def _fastest(modules: Sequence[Any], layer: Any) -> Any:
-    """The module with the fastest linear layers on this CPU, measured with a layer's feed-forward part; None: torch's
+def _fastest(classes: Sequence[Any], layer: Any) -> Any:
+    """The class of the fastest linear layers on this CPU, measured with a layer's feed-forward part; None: torch's
     layers are the fastest."""
     first, second = layer.intermediate.dense, layer.output.dense
     rows = torch.linspace(-1, 1, TRIED_ROWS * first.in_features).view(TRIED_ROWS, -1)
     with torch.inference_mode():
         least_s, fastest = _took_s(_fed_forward_by_torch, first, second, rows), None
-        for products in filter(_is_right, modules):
-            took_s = _took_s(products.fed_forward, products.LINEAR(first), products.LINEAR(second), rows)
+        for layer_class in filter(_is_right, classes):
+            took_s = _took_s(layer_class.fed_forward, layer_class(first), layer_class(second), rows)
             if took_s < least_s:
-                least_s, fastest = took_s, products
+                least_s, fastest = took_s, layer_class
     return fastest
 
 
@@ -111,34 +113,34 @@ def _is_plain(part: Any) -> bool:
     return type(part) is torch.nn.Linear and part.weight.dtype == torch.float32
 
 
-def _is_right(products: Any) -> bool:
-    """Whether a module's linear layers work with this CPU and this torch."""
+def _is_right(layer_class: Any) -> bool:
+    """Whether a class of linear layers works with this CPU and this torch."""
     layer = torch.nn.Linear(16, 16)
-    rows, more = torch.linspace(-1, 1, 2 * onednn.ROWS * 16).view(2, onednn.ROWS, 16)
+    rows, more = torch.linspace(-1, 1, 2 * ROW_MULTIPLE * 16).view(2, ROW_MULTIPLE, 16)
     try:
         with torch.inference_mode():
-            sums = products.LINEAR(layer).added(rows, more)
+            sums = layer_class(layer).added(rows, more)
             return bool(torch.allclose(sums, layer(rows) + more, atol=1e-4))
     except (AttributeError, OSError, RuntimeError, TypeError):
         return False
 
 
-def _fuse(layer: Any, products: Any, joins: bool) -> None:
-    """Replace the linear layers of a layer by the linear layers of a module, and fuse each product with the operation
+def _fuse(layer: Any, layer_class: Any, joins: bool) -> None:
+    """Replace the linear layers of a layer by layers of another class, and fuse each product with the operation
     that follows it. If `joins`, the products for query, key and value become a single product."""
     attention = layer.attention.self
     if joins:
         joined = _joined(attention.query, attention.key, attention.value)
-        attention.forward = functools.partial(_attended, attention, products.LINEAR(joined))
+        attention.forward = functools.partial(_attended, attention, layer_class(joined))
         del attention.query, attention.key, attention.value
     for part in list(layer.modules()):
         for name, child in list(part.named_children()):
             if isinstance(child, torch.nn.Linear):
-                setattr(part, name, products.LINEAR(child))
+                setattr(part, name, layer_class(child))
     for part in (layer.attention.output, layer.output):
         part.forward = functools.partial(_added, part)
     if getattr(layer.intermediate.intermediate_act_fn, "act", None) is gelu:
-        layer.feed_forward_chunk = functools.partial(_fed_forward, layer, products.fed_forward)
+        layer.feed_forward_chunk = functools.partial(_fed_forward, layer, layer_class.fed_forward)
 
 
 def _joined(*layers: torch.nn.Linear) -> torch.nn.Linear:
@@ -188,7 +190,7 @@ def _encoded(
     places = is_token.nonzero(as_tuple=True)
     lengths = is_token.sum(dim=1).tolist()
     tokens = states[places]
-    if more := -len(tokens) % onednn.ROWS:  # the added rows form another text
+    if more := -len(tokens) % ROW_MULTIPLE:  # the added rows form another text
         tokens = torch.cat((tokens, tokens.new_zeros(more, tokens.shape[1])))
         lengths.append(more)
     output = forward(tokens[None], None, text_lengths=lengths, **options)

@@ -8,11 +8,11 @@ import torch
 from torch.nn.functional import gelu
 
 
-def check_layers(products: Any, tolerance: float) -> None:
+def check_layers(layer_class: Any, tolerance: float) -> None:
     """A kind's layers, with and without a bias, say what torch's say of any number of rows."""
     torch.manual_seed(5)
     wide, narrow = torch.nn.Linear(24, 40), torch.nn.Linear(40, 24, bias=False)
-    first, second = products.LINEAR(wide), products.LINEAR(narrow)
+    first, second = layer_class(wide), layer_class(narrow)
     for shape in ((1, 1), (3, 16), (1, 37), (16,)):
         rows, more = torch.randn(*shape, 24), torch.randn(*shape, 40)
         with torch.inference_mode():
@@ -20,7 +20,7 @@ def check_layers(products: Any, tolerance: float) -> None:
             for found, right in (
                 (first(rows), expected),
                 (first.added(rows, more), expected + more),
-                (products.fed_forward(first, second, rows), rows + narrow(gelu(expected))),
+                (layer_class.fed_forward(first, second, rows), rows + narrow(gelu(expected))),
             ):
                 assert found.shape == right.shape
                 assert (found - right).abs().max() < tolerance

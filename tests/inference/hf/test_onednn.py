@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from headwater.hf import onednn
+from headwater.hf.onednn import OneDnnLinear
 from tests.inference.hf.linear_layers import check_layers
 
 
 def test_layers_say_what_torchs_say() -> None:
-    check_layers(onednn, tolerance=1e-5)
+    check_layers(OneDnnLinear, tolerance=1e-5)

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from headwater.hf import amx, onednn, packed
+from headwater.hf import packed
+from headwater.hf.amx import AmxLinear
+from headwater.hf.onednn import OneDnnLinear
 from headwater.hf.packed import pack
 from tests.inference.hf.folders import LIBRARY
 
@@ -50,13 +52,13 @@ def shapes_seen(made: Any) -> list[tuple[int, ...]]:
     return seen
 
 
-def make_fastest(products: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a module's linear layers take the least time; None: torch's own."""
-    wanted = packed._fed_forward_by_torch if products is None else products.fed_forward
+def make_fastest(layer_class: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a class of linear layers take the least time; None: torch's."""
+    wanted = packed._fed_forward_by_torch if layer_class is None else layer_class.fed_forward
     monkeypatch.setattr(packed, "_took_s", lambda fed_forward, *_: float(fed_forward is not wanted))
 
 
-@pytest.mark.parametrize(("fastest", "has_onednn"), [(onednn, True), (None, True), (onednn, False)])
+@pytest.mark.parametrize(("fastest", "has_onednn"), [(OneDnnLinear, True), (None, True), (OneDnnLinear, False)])
 @pytest.mark.parametrize("kind", sorted(packed.FAMILY))
 def test_the_states_are_those_of_padded_texts(
     kind: str, fastest: Any, has_onednn: bool, monkeypatch: pytest.MonkeyPatch
@@ -72,8 +74,8 @@ def test_the_states_are_those_of_padded_texts(
     assert (found - expected).abs().max() < 1e-5
     assert expected[1, 0].std() > 0.1
     assert seen == [(1, 48, 16)]  # 45 tokens
-    assert isinstance(made.base_model.encoder.layer[0].intermediate.dense, onednn.OneDnnLinear) is (
-        fastest is onednn and has_onednn
+    assert isinstance(made.base_model.encoder.layer[0].intermediate.dense, OneDnnLinear) is (
+        fastest is OneDnnLinear and has_onednn
     )
 
 
@@ -89,11 +91,11 @@ def test_the_fastest_products_are_found_by_their_time(monkeypatch: pytest.Monkey
         return slowed
 
     monkeypatch.setattr(packed, "time", SimpleNamespace(thread_time=lambda: now_s))
-    for own_s, onednn_s, fastest in ((2.0, 1.0, onednn), (1.0, 2.0, None)):
+    for own_s, onednn_s, fastest in ((2.0, 1.0, OneDnnLinear), (1.0, 2.0, None)):
         with monkeypatch.context() as patch:
             patch.setattr(packed, "_fed_forward_by_torch", slow_by(own_s, packed._fed_forward_by_torch))
-            patch.setattr(onednn, "fed_forward", slow_by(onednn_s, onednn.fed_forward))
-            assert packed._fastest((onednn,), network("bert").encoder.layer[0]) is fastest
+            patch.setattr(OneDnnLinear, "fed_forward", staticmethod(slow_by(onednn_s, OneDnnLinear.fed_forward)))
+            assert packed._fastest((OneDnnLinear,), network("bert").encoder.layer[0]) is fastest
 
 
 @pytest.mark.parametrize("has_amx", [True, False])
@@ -102,14 +104,14 @@ def test_a_high_precision_may_use_amx(has_amx: bool, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
     elif not torch.cpu.get_capabilities().get("amx_bf16"):
         pytest.skip("this CPU lacks AMX")
-    products = amx if has_amx else onednn
-    make_fastest(products, monkeypatch)
+    layer_class = AmxLinear if has_amx else OneDnnLinear
+    make_fastest(layer_class, monkeypatch)
     made = network("bert")
     expected = states(made, fields())
     assert pack(made, precision="high")
     # These weights are so large that the states differ a hundred times as much as the products.
     assert (states(made, fields()) - expected).abs().max() < (1e-3 if has_amx else 1e-5)
-    assert type(made.base_model.encoder.layer[0].intermediate.dense) is products.LINEAR
+    assert type(made.base_model.encoder.layer[0].intermediate.dense) is layer_class
 
 
 @pytest.mark.parametrize("side", ["right", "left"])

@@ -142,16 +142,18 @@ def make_subject(
     looked for.
 
     Raises:
-        CommandError: the language model doesn't exist, its context is too short for the answers, or the file with the
-            bodies is wrong.
+        CommandError: the language model doesn't exist, its ``config.json`` can't be read, its context is too short for
+            the answers, or the file with the bodies is wrong.
     """
     cache = None
     deployment = config.deployments[name]
     if is_language_model(deployment.model or ""):
         try:
             cache = cache_shape(deployment, search)
-        except (LoadError, OSError, ValueError) as error:  # of reading config.json
-            raise CommandError(f"{deployment.model}: {error}") from error
+        except LoadError as error:
+            raise CommandError(str(error)) from error
+        except (OSError, ValueError) as error:
+            raise CommandError(f"{deployment.model}: config.json can't be read: {error}") from error
         if cache is not None and tokens + PROMPT_TOKENS > cache.context_length:
             raise CommandError(
                 f"--tokens: expected at most {cache.context_length - PROMPT_TOKENS}, so that prompt and answer fit "

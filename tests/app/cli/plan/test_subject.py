@@ -16,6 +16,7 @@ from headwater_server.cli.plan.profiles import served_at
 from headwater_server.cli.plan.subject import WARMUP_S, Subject, make_subject
 from headwater_server.cli.server_client import Metadata, ServerClient, Tensor
 from headwater_server.config.schema import read_config
+from headwater_server.errors import CommandError
 
 URL = "http://127.0.0.1:8000"
 METADATA = Metadata("one", [Tensor("x", "FP32", [-1, 4]), Tensor("text", "BYTES", [-1, 1])])
@@ -84,3 +85,11 @@ def test_the_command_sends_the_same_requests_as_the_plan(read: Any, tmp_path: Pa
 def test_where_a_profile_is_asked(server: dict[str, Any], url: str) -> None:
     config = read_config({**UNARY, "server": server}, source="test", environment={}, flags={})
     assert served_at(config) == url
+
+
+@pytest.mark.parametrize("content", [None, "{"])
+def test_a_config_json_that_can_not_be_read_is_named(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(CommandError, match=f"^lm:{tmp_path}: config.json can't be read: "):
+        subject({"deployments": {"one": {"model": f"lm:{tmp_path}"}}})
