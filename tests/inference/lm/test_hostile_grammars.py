@@ -6,6 +6,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +16,7 @@ import pytest
 from headwater.engine import EngineFull, Grammar, Sampling, TokenEvent
 from headwater.lm import grammars as module
 from headwater.lm.compile_queue import Lane
-from headwater.lm.grammar_wire import Reply
+from headwater.lm.grammar_wire import TOKEN, Reply, reply_of
 from headwater.lm.grammars import Grammars
 from headwater.lm.slot_engine import SlotEngine
 from headwater_server.process.sweep import process_stats
@@ -36,6 +38,32 @@ ENDLESS = schema_grammar({"type": "string", "allOf": [{"pattern": "^.*a" + "." *
 """Would be compiled for days."""
 TOO_LARGE = Grammar("regex", "((a{1000}){1000}){1000}", "form")
 """Each letter takes 190 MB."""
+GROWING_FOLLOWER = """
+import socket
+import sys
+
+from headwater.lm.grammar_host import _follow
+
+
+class Matcher:
+    kept = []
+
+    def consume_token(self, token):
+        self.kept.append(bytearray(token << 20))
+
+    def compute_bitmask(self):
+        return b""
+
+    def is_stopped(self):
+        return False
+
+    def get_error(self):
+        return ""
+
+
+_follow(Matcher(), socket.socket(fileno=int(sys.argv[1])))
+"""
+"""A follower whose matcher keeps as many MiB as its token says."""
 
 
 @pytest.fixture
@@ -300,16 +328,20 @@ def test_beyond_the_bound_of_all_the_largest_ends(engine: SlotEngine, monkeypatc
     assert "all grammars together take more than 1024 MiB of memory" in answers["a"][-1].error
 
 
-def test_how_much_a_grammar_grows_is_measured(engine: SlotEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    note, measured = module.Constraint.note, [0]
-
-    def noted(self: module.Constraint, reply: Reply) -> None:
-        measured.append(reply.size_bytes)
-        note(self, reply)
-
-    monkeypatch.setattr(module.Constraint, "note", noted)
-    run(engine, request("a", PROMPT, 90, grammar=Grammar("regex", "abcdefgh" * 16_000, "form")))
-    assert 0 < max(measured) < 2**26
+def test_by_how_much_a_follower_grows_is_measured() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        follower = subprocess.Popen(
+            [sys.executable, "-c", GROWING_FOLLOWER, str(theirs.fileno())], pass_fds=[theirs.fileno()]
+        )
+        theirs.close()
+        sizes = []
+        for mib in (0, 48, 16):
+            ours.send(TOKEN.pack(mib))
+            sizes.append(reply_of(ours.recv(4_096)).size_bytes >> 20)
+    assert follower.wait() == 0
+    first, second, third = sizes
+    assert (first < 48, 48 <= second < 64, 64 <= third < 80) == (True, True, True), sizes
 
 
 def test_what_takes_longer_than_the_first_lane_is_compiled_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
