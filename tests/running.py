@@ -352,15 +352,20 @@ def _url(running: Running) -> str:
 
 
 def processes_of(folder: Path) -> dict[int, str]:
-    """Process id and command line of every process that was started for a server or replica with this folder."""
-    found = {}
-    named = re.compile(re.escape(str(folder)) + r"(?![\w-])")  # `slow-1` is no `slow-12`
+    """Process id and command line of every process that was started for a server or replica with this folder: its
+    command line names the folder, or it is in the session of such a process."""
+    commands = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
                 command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                if named.search(command):
-                    found[int(entry.name)] = command
+                commands[int(entry.name)] = command
+    named = re.compile(re.escape(str(folder)) + r"(?![\w-])")  # `slow-1` is no `slow-12`
+    found = {pid: command for pid, command in commands.items() if named.search(command)}
+    for pid, command in commands.items():
+        with contextlib.suppress(OSError):
+            if command and os.getsid(pid) in found:
+                found[pid] = command
     return found
 
 

@@ -24,8 +24,8 @@ def begun(running: Running) -> int:
 
 
 def bare_binder(running: Running) -> int:
-    """The binder's id once PyTriton has its folder, after which the binder waits for the signature."""
-    return running.process(NAME, "binder") if begun(running) and (running.replica_folder(NAME) / "w").exists() else 0
+    """The id of a binder that has no signature to bind yet."""
+    return next(iter(running.processes(NAME, "binder")), 0) if begun(running) else 0
 
 
 def triton(running: Running) -> int:

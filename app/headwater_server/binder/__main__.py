@@ -1,9 +1,9 @@
 """A replica's binder: binds its model to an embedded Triton, becomes that Triton, and warms it up.
 
-``python -m headwater_server.binder FOLDER FD``, under Headwater's Python and in the supervisor's environment, is a
-child of the replica's host (`headwater.replica`), which runs the model and imports nothing from PyTriton. The host
-sends its requests over the socket FD; see `headwater.wire.handshake`. The process that becomes Triton can't warm Triton
-up, so it first forks a process that does the warm-up and then ends::
+``python -m headwater_server.binder FD``, under Headwater's Python and in the supervisor's environment, is a child of
+the replica's host (`headwater.replica`), which runs the model and imports nothing from PyTriton. The socket FD first
+brings a descriptor for the printed output, and then the host's requests; see `headwater.wire.handshake`. The process
+that becomes Triton can't warm Triton up, so it first forks a process that does the warm-up and then ends::
 
     guardian ── host ── binder, executes tritonserver ── stubs
         └──── adopts ──── warm-up, forked by the binder
@@ -16,6 +16,7 @@ import os
 import platform
 import signal
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -41,11 +42,11 @@ PR_SET_PDEATHSIG: Final = 1
 def main() -> None:
     """Serve the host's requests. Never returns."""
     _end_with_host(signal.SIGKILL)
-    directory, link = Path(sys.argv[1]), Link(int(sys.argv[2]))
-    _or_fail(link, lambda: _become_triton(directory, link))
+    link = Link(int(sys.argv[1]))
+    _or_fail(link, lambda: _become_triton(link))
 
 
-def _become_triton(directory: Path, link: Link) -> None:
+def _become_triton(link: Link) -> None:
     require()
     leave_out_clients()
     # Heavy imports come after the check of the environment, since the check's message is clearer than an import error.
@@ -56,20 +57,29 @@ def _become_triton(directory: Path, link: Link) -> None:
         fix = without_other_libraries("install Headwater anew there, or into another environment")
         raise EnvironmentUnfit(f"{reason}; {fix}") from error
 
+    _print_to(link.receive_descriptor())
+    request = link.receive(BindRequest)
+    directory = Path(request.directory)
+    os.chdir(directory)
+    os.environ["TMPDIR"] = str(directory / "tmp")
+    tempfile.tempdir = None  # so that Python reads the variable again
     spec = msgspec.json.decode((directory / "spec.json").read_bytes(), type=ReplicaSpec)
     triton = EmbeddedTriton(directory, spec.token)
-    signature = link.receive(BindRequest).signature
-    triton.bind_signature(signature, instances=spec.instances, is_language_model=spec.is_language_model)
+    triton.bind_signature(request.signature, instances=spec.instances, is_language_model=spec.is_language_model)
     command, environment = triton.command()
     pid = os.getpid()
     _fork_orphan(lambda: _or_fail(link, lambda: _warm_up(triton, pid, spec, link)))
-    output = os.open(directory / OUTPUT_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
+    _print_to(os.open(directory / OUTPUT_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these signals, and Triton would inherit that
         signal.signal(number, signal.SIG_DFL)
     _end_with_host(signal.SIGTERM)  # SIGTERM, so that Triton removes its folders in /tmp
     os.execve(command[0], command, environment)
+
+
+def _print_to(output: int) -> None:
+    for standard in (1, 2):
+        os.dup2(output, standard)
+    os.close(output)
 
 
 def _warm_up(triton: EmbeddedTriton, pid: int, spec: ReplicaSpec, link: Link) -> None:

@@ -37,7 +37,8 @@ def main() -> None:
     host, binder = socket.socketpair()
     if not os.fork():
         os.close(int(status_fd))
-        _become_binder(directory, binder)
+        _become_binder(binder)
+    socket.send_fds(host, [b"\0"], [1])  # see `headwater.wire.link.Link.receive_descriptor`
     os.set_inheritable(host.fileno(), True)
     arguments = ["-m", "headwater.replica", name, directory, status_fd, str(host.fileno())]
     if not python and not decides_modules(spec["environment"]):
@@ -69,10 +70,10 @@ def with_changes(environ: Mapping[str, str], changes: Mapping[str, str | None]) 
     return environment | {name: value for name, value in changes.items() if value is not None}
 
 
-def _become_binder(directory: str, connection: socket.socket) -> None:
+def _become_binder(connection: socket.socket) -> None:
     _end_with_parent()
     os.set_inheritable(connection.fileno(), True)
-    os.execv(sys.executable, [sys.executable, "-m", BINDER, directory, str(connection.fileno())])
+    os.execv(sys.executable, [sys.executable, "-m", BINDER, str(connection.fileno())])
 
 
 def _end_with_parent() -> None:

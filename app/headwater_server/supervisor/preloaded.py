@@ -17,9 +17,10 @@ from typing import Any, Final
 
 import msgspec
 
-from headwater.wire.handshake import READY, ForkRequest
+from headwater.wire.handshake import READY, BinderProgram, ForkRequest
 from headwater_server.config.schema import Deployment
 from headwater_server.process.interpreter import foreign_environment, stage_package
+from headwater_server.process.launcher import BINDER
 from headwater_server.supervisor.heavy_imports import heavy_imports
 from headwater_server.supervisor.host import Backoff, Host, kill
 from headwater_server.supervisor.replica_process import Fork, changes_between, environment_of
@@ -32,6 +33,10 @@ IMPORT_TIMEOUT_S: Final = 60.0
 """Seconds that the first starts wait for the imports at most; then they don't fork."""
 FORK_TIMEOUT_S: Final = 1.0
 """Seconds that the supervisor waits for a fork, which takes some 20 ms. A process that takes longer is replaced."""
+PREPARE_AFTER_S: Final = 2.0
+"""Seconds after a fork at which the processes of the next replica are forked; the last replica has started by then."""
+END_TIMEOUT_S: Final = 1.0
+"""Seconds that the process may take to end with the processes that wait for a replica, before it is killed."""
 REASON_BYTES: Final = 64 * 1024
 BINDING: Final = ("headwater_server.binder.warmup", "headwater_server.binder.warmup_lm")
 """Modules that binders import."""
@@ -113,6 +118,7 @@ class Preloaded:
                 text = said.result() if said.done() else b""
                 if text == READY:
                     self._socket = ours
+                    self._prepare_next()
                     if not self.decided.done():
                         self.decided.set_result(None)
                     awaited[1] = ended
@@ -127,6 +133,9 @@ class Preloaded:
                     task.cancel()
                     with contextlib.suppress(asyncio.CancelledError, OSError):
                         await task
+                if text == READY:
+                    ours.close()
+                    await asyncio.wait({ended}, timeout=END_TIMEOUT_S)
                 if not ended.done():
                     kill(process.pid)
                 await ended
@@ -145,7 +154,7 @@ class Preloaded:
         """Fork a guardian with its replica. Returns the process id of the guardian, which waits for `GO`.
 
         Args:
-            request: its `changes` are relative to the supervisor's environment.
+            request: the request.
             fds: see `ForkRequest`.
 
         Raises:
@@ -154,19 +163,34 @@ class Preloaded:
         """
         assert self._socket is not None
         assert self._process is not None
-        changes = {**changes_between(self._environment, os.environ), **request.changes}
         try:
-            request = msgspec.structs.replace(request, changes=changes)
             self._socket.settimeout(FORK_TIMEOUT_S)
+            self._send_program(self._socket)
             socket.send_fds(self._socket, [msgspec.json.encode(request)], list(fds))
             answer = self._socket.recv(REASON_BYTES).decode(errors="replace")
             if answer.isdigit():
+                self._prepare_next()
                 return int(answer)
         except OSError:
             self._replace()
             raise
         self._replace()
         raise OSError(answer or "it has ended")
+
+    def _prepare_next(self) -> None:
+        """Have the processes of the next replica forked in `PREPARE_AFTER_S`, if its binder executes another Python."""
+
+        def prepare() -> None:
+            if self._socket is not None:
+                with contextlib.suppress(OSError):
+                    self._send_program(self._socket)
+
+        if self._interpreter is not None:
+            asyncio.get_running_loop().call_later(PREPARE_AFTER_S, prepare)
+
+    def _send_program(self, connection: socket.socket) -> None:
+        program = BinderProgram(sys.executable, BINDER, changes_between(self._environment, os.environ))
+        connection.send(msgspec.json.encode(program))
 
     def _replace(self) -> None:
         self._socket = None

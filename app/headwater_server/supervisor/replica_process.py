@@ -23,7 +23,6 @@ from headwater.signature import Signature
 from headwater.wire.handshake import COMMAND, GO, HOST, STATUS, ForkRequest, ReplicaSpec, ReplicaStatus
 from headwater_server.config.schema import Deployment
 from headwater_server.control.routing import LAST_LINES, ReplicaRoute
-from headwater_server.process.launcher import BINDER
 from headwater_server.process.machine import cpu_count
 from headwater_server.process.priority import START_NICE, may_raise_priority, set_priority, set_session_priority
 from headwater_server.process.proc import GroupUse, group_members, group_uses, working_folder
@@ -214,8 +213,7 @@ class ReplicaProcess:
                 self._lower(guardian.pid)
             else:
                 request = ForkRequest(
-                    self._name, str(self.directory), self._user_paths, models_temporary, sys.executable, BINDER,
-                    dict(temporary),
+                    self._name, str(self.directory), self._user_paths, models_temporary,
                     [*self._guardian(STATUS, COMMAND), HOST],
                 )  # fmt: skip
                 guardian = Forked(fork(request, (status_write, command_read, output_write)))

@@ -52,7 +52,7 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     directory = Path(sys.argv[2])
     spec = msgspec.json.decode((directory / "spec.json").read_bytes(), type=ReplicaSpec)
-    status_fd, binder = int(sys.argv[3]), BinderClient(int(sys.argv[4]))
+    status_fd, binder = int(sys.argv[3]), BinderClient(int(sys.argv[4]), directory)
     os.set_inheritable(status_fd, False)
 
     def report(status: ReplicaStatus) -> None:

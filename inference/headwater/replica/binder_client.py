@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -34,10 +35,12 @@ class BinderClient:
 
     Args:
         fd: descriptor of the socket to the binder.
+        directory: the replica's folder.
     """
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, directory: Path) -> None:
         self._link = Link(fd)
+        self._directory = directory
         self._lock = threading.Lock()
         self._is_watched = True
         """Whether a failure is received by the thread of `watch` instead of the requesting thread; guarded by the
@@ -58,7 +61,7 @@ class BinderClient:
             BinderFailed: the binder has ended, and has sent the reason.
             ReplicaError: the binder has ended.
         """
-        self._ask(BindRequest(msgspec.structs.replace(signature, example=None)))
+        self._ask(BindRequest(str(self._directory), msgspec.structs.replace(signature, example=None)))
 
     def warm_up(self, signature: Signature, sizes: Sequence[int], progress: Callable[[str], None]) -> dict[str, str]:
         """Wait until Triton serves the model, and have the binder call the model through Triton. Returns the binder's

@@ -8,37 +8,40 @@ Python of the models, has a single thread and no context on a GPU, imports none 
 supervisor. Hosts that it forks have its environment; guardians and binders have the supervisor's environment. The
 command lines of forked processes are written over this process's command line, including SPACES.
 
-A replica's guardian is forked, forks the replica, and then becomes a small separate Python::
+A replica's processes are forked before its request, at the `BinderProgram` that precedes each request. The supervisor
+sends that message early where a binder has to execute another Python and import PyTriton, which takes 0.25 s. Each of
+the waiting processes ends with the processes around it. At the request the guardian's parent ends, the supervisor
+adopts the guardian, and the guardian waits for "go" and executes headwater_server.process.guardian::
 
-    supervisor ── preloaded ── (ends at once) ── guardian: waits for "go", executes headwater_server.process.guardian
-               └───── adopts the guardian ─────┘    └── host: headwater.replica
-                                                          └── binder: headwater_server.binder
+    supervisor ── preloaded ── parent (ends at the request) ── guardian
+                                                                 └── host: headwater.replica
+                                                                       └── binder: headwater_server.binder
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import gc
 import importlib
 import multiprocessing
 import os
 import runpy
+import select
 import signal
 import socket
 import sys
 import sysconfig
 import tempfile
 import traceback
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, NoReturn
 
 import msgspec
 
 from headwater.user_folders import decides_modules
-from headwater.wire.handshake import COMMAND, GO, HOST, READY, STATUS, ForkRequest
+from headwater.wire.handshake import COMMAND, GO, HOST, READY, STATUS, BinderProgram, ForkRequest
 
 __all__ = ["main"]
 
@@ -71,21 +74,31 @@ def main() -> None:
         gc.enable()
         before = _installed()
         connection.send(READY)
+        waiting: _Waiting | None = None
         while True:
             data, fds, _, _ = socket.recv_fds(connection, REQUEST_BYTES, 3)
             if not data:
-                return
+                break
             try:
-                answer = b"packages were installed or removed"
-                if _installed() == before:
-                    request = msgspec.json.decode(data, type=ForkRequest)
-                    answer = str(_fork(request, fds, late_modules, connection)).encode()
+                if not fds:
+                    if waiting is not None and waiting.has_ended:
+                        waiting.end()
+                        waiting = None
+                    binder = msgspec.json.decode(data, type=BinderProgram)
+                    waiting = waiting or _Waiting(binder, late_modules, connection)
+                elif _installed() != before:
+                    connection.send(b"packages were installed or removed")
+                else:
+                    starting, waiting = waiting, None
+                    connection.send(b"a fork failed" if starting is None else starting.start(data, fds))
             except OSError as error:
-                answer = str(error.strerror).encode()
+                if fds:
+                    connection.send(str(error.strerror).encode())
             finally:
                 for descriptor in fds:
                     os.close(descriptor)
-            connection.send(answer)
+        if waiting is not None:
+            waiting.end()
 
 
 def _import(modules: Sequence[str]) -> set[str]:
@@ -133,84 +146,133 @@ def _installed() -> list[int]:
     return [os.stat(folder).st_mtime_ns for folder in folders]
 
 
-def _fork(request: ForkRequest, fds: Sequence[int], late_modules: Collection[str], connection: socket.socket) -> int:
-    """Fork a guardian that the supervisor adopts. Returns its process id.
+class _Waiting:
+    """A guardian, host and binder that wait for a `ForkRequest`.
+
+    Args:
+        binder: the binder's program.
+        late_modules: see `_import`.
+        connection: the socket to the supervisor, which the new processes close.
 
     Raises:
         OSError: a fork failed.
     """
-    read, write = os.pipe()
-    first = os.fork()
-    if not first:
+
+    def __init__(self, binder: BinderProgram, late_modules: Collection[str], connection: socket.socket) -> None:
+        self._socket, requests = _socket_pair()
+        with requests:
+            self._parent = os.fork()
+            if not self._parent:
+                connection.close()
+                self._socket.close()
+                _run_forked(lambda: _become_parent(requests, binder, late_modules))
+        self._guardian = self._socket.recv(REQUEST_BYTES)
+        """The guardian's process id; empty if it could not be forked."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the processes have ended before a request."""
+        return bool(select.select([self._socket], [], [], 0)[0])
+
+    def start(self, request: bytes, fds: Sequence[int]) -> bytes:
+        """Start a replica in the processes. Returns the guardian's process id in digits.
+
+        Raises:
+            OSError: the processes have ended.
+        """
         try:
-            if os.fork():
-                os._exit(0)
-            os.setsid()
-            os.write(write, str(os.getpid()).encode())
-            for descriptor in (read, write, connection.fileno()):
-                os.close(descriptor)
-            status, command, output = fds
-            _become_guardian(request, status, command, output, late_modules)
-        except BaseException:
-            traceback.print_exc()
+            socket.send_fds(self._socket, [request], list(fds))
+            os.kill(self._parent, signal.SIGKILL)
         finally:
-            os._exit(1)
-    os.close(write)
-    with os.fdopen(read, "rb") as reader:
-        pid = reader.read()
-    os.waitpid(first, 0)
-    if not pid:
-        raise OSError(errno.EAGAIN, "a fork failed")
-    return int(pid)
+            self.end()
+        return self._guardian
+
+    def end(self) -> None:
+        """Close the socket, at which waiting processes end, and wait until the guardian's parent has ended."""
+        self._socket.close()
+        os.waitpid(self._parent, 0)
 
 
-def _become_guardian(
-    request: ForkRequest, status: int, command: int, output: int, late_modules: Collection[str]
-) -> None:
-    """Fork a replica's host, and execute the guardian. Returns at once if the supervisor doesn't send `GO`."""
-    for standard in (1, 2):
-        os.dup2(output, standard)
-    os.close(output)
-    if os.read(command, len(GO)) != GO:  # the supervisor doesn't wait any more
-        return
-    here = Path.cwd()
-    os.chdir(request.directory)
+def _become_parent(requests: socket.socket, binder: BinderProgram, late_modules: Collection[str]) -> None:
+    """Fork the guardian, and wait until it ends."""
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    _rename([sys.executable, "-m", "headwater.replica", "waiting", sys.argv[1]])
+    guardian = os.fork()
+    if not guardian:
+        _run_forked(lambda: _become_guardian(requests, binder, late_modules))
+    requests.close()
+    os.waitpid(guardian, 0)
+
+
+def _run_forked(run: Callable[[], None]) -> NoReturn:
+    """Run a function in a forked process, and end the process."""
+    try:
+        run()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
+def _become_guardian(requests: socket.socket, binder: BinderProgram, late_modules: Collection[str]) -> None:
+    """Fork a replica's host, wait for a request, and execute the guardian. Returns if there is no request, or if the
+    supervisor doesn't send `GO`."""
+    os.setsid()
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
-    read, write = os.pipe()
+    requests.send(str(os.getpid()).encode())
+    to_host, from_guardian = _socket_pair()
     host = os.fork()
     if not host:
-        os.close(command)
-        os.close(read)
-        os.setsid()
-        os.close(write)
-        _become_replica(request, status, late_modules, here)
-        return
-    os.close(write)
-    os.read(read, 1)  # until the replica has a session
-    os.close(read)
-    # Starting replicas have a lower priority, which a session does not inherit; see
-    # `headwater_server.process.priority`.
-    with contextlib.suppress(OSError):
-        Path(f"/proc/{host}/autogroup").write_text(Path("/proc/self/autogroup").read_text().split()[-1])
-    places = {STATUS: str(status), COMMAND: str(command), HOST: str(host)}
-    for descriptor in (status, command):
-        os.set_inheritable(descriptor, True)
-    arguments = [places.get(argument, argument) for argument in request.guardian]
-    _change_environment(request.changes)
-    os.execv(arguments[0], arguments)
+        requests.close()
+        to_host.close()
+        _run_forked(lambda: _become_host(from_guardian, binder, late_modules))
+    from_guardian.close()
+    to_host.recv(len(READY))  # until the host has a session
+    data, fds = _request(requests, to_host)
+    requests.close()
+    if data:
+        request = msgspec.json.decode(data, type=ForkRequest)
+        status, command, output = fds
+        _print_to(output)
+        if os.read(command, len(GO)) == GO:  # otherwise the supervisor doesn't wait any more
+            os.chdir(request.directory)
+            _share_priority(host)
+            socket.send_fds(to_host, [data], [status, 1])
+            places = {STATUS: str(status), COMMAND: str(command), HOST: str(host)}
+            for descriptor in (status, command):
+                os.set_inheritable(descriptor, True)
+            arguments = [places.get(argument, argument) for argument in request.guardian]
+            _change_environment({**binder.changes, "TMPDIR": f"{request.directory}/tmp"})
+            os.execv(arguments[0], arguments)
+    to_host.close()
+    os.waitpid(host, 0)
 
 
-def _become_replica(request: ForkRequest, status: int, late_modules: Collection[str], here: Path) -> None:
-    """Run a replica's binder and its host, as `headwater_server.process.launcher` does."""
-    if sys.path[0] == str(here):  # unless Python is told not to look in the working folder
-        sys.path[0] = request.directory
-    host, binder = socket.socketpair()
-    if not os.fork():
-        os.close(status)
+def _become_host(requests: socket.socket, program: BinderProgram, late_modules: Collection[str]) -> None:
+    """Fork a replica's binder, wait for a request, and run the host. Returns if there is no request."""
+    os.setsid()
+    host, connection = socket.socketpair()
+    binder = os.fork()
+    if not binder:
+        requests.close()
         host.close()
-        _become_binder(request, binder)
+        _run_forked(lambda: _become_binder(program, connection))
+    connection.close()
+    requests.send(READY)
+    data, fds = _request(requests, host)
+    requests.close()
+    if not data:
+        host.close()
+        os.waitpid(binder, 0)
         return
-    binder.close()
+    request = msgspec.json.decode(data, type=ForkRequest)
+    status, output = fds
+    _share_priority(binder)
+    _print_to(output)
+    socket.send_fds(host, [b"\0"], [1])  # see `headwater.wire.link.Link.receive_descriptor`
+    if sys.path[0] == str(Path.cwd()):  # unless Python is told not to look in the working folder
+        sys.path[0] = request.directory
+    os.chdir(request.directory)
     os.environ.update(request.variables)
     fds = [status, host.detach()]
     command = ["headwater.replica", request.name, request.directory, *map(str, fds)]
@@ -219,13 +281,46 @@ def _become_replica(request: ForkRequest, status: int, late_modules: Collection[
     _run(command)
 
 
-def _become_binder(request: ForkRequest, connection: socket.socket) -> None:
+def _become_binder(program: BinderProgram, connection: socket.socket) -> None:
     fd = connection.detach()
-    command = [request.binder, request.directory, str(fd)]
-    _change_environment(request.changes)
-    if request.python != sys.executable or decides_modules(request.changes):
-        _execute(request.python, command, [fd])
+    command = [program.module, str(fd)]
+    _change_environment(program.changes)
+    if program.python != sys.executable or decides_modules(program.changes):
+        _execute(program.python, command, [fd])
     _run(command)
+
+
+def _socket_pair() -> tuple[socket.socket, socket.socket]:
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def _request(requests: socket.socket, child: socket.socket) -> tuple[bytes, list[int]]:
+    """Wait for a request, and return it with its descriptors. It is empty if the parent or the child has ended; what a
+    child sends is left for later."""
+    awaited = [requests, child]
+    while requests not in select.select(awaited, [], [])[0]:
+        if not child.recv(1, socket.MSG_PEEK):
+            return b"", []
+        awaited.remove(child)
+    data, fds, _, _ = socket.recv_fds(requests, REQUEST_BYTES, 3)
+    return data, fds
+
+
+def _print_to(output: int) -> None:
+    for standard in (1, 2):
+        os.dup2(output, standard)
+    os.close(output)
+
+
+def _share_priority(pid: int) -> None:
+    """Give a process this process's priority, and its session that of this process's session, which a new session does
+    not inherit; see `headwater_server.process.priority`."""
+    with contextlib.suppress(OSError):
+        for thread in map(int, os.listdir(f"/proc/{pid}/task")):
+            os.sched_setscheduler(thread, os.sched_getscheduler(0), os.sched_getparam(0))
+            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, 0))
+    with contextlib.suppress(OSError):
+        Path(f"/proc/{pid}/autogroup").write_text(Path("/proc/self/autogroup").read_text().split()[-1])
 
 
 def _change_environment(changes: Mapping[str, str | None]) -> None:

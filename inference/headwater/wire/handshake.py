@@ -19,8 +19,8 @@ from headwater.reference import is_language_model
 from headwater.signature import Signature
 
 __all__ = [
-    "COMMAND", "GO", "HOST", "OWN_SIDE", "READY", "STATUS", "BindRequest", "ForkRequest", "ReplicaSpec",
-    "ReplicaStatus", "WarmUpRequest", "failure_of",
+    "COMMAND", "GO", "HOST", "OWN_SIDE", "READY", "STATUS", "BindRequest", "BinderProgram", "ForkRequest",
+    "ReplicaSpec", "ReplicaStatus", "WarmUpRequest", "failure_of",
 ]  # fmt: skip
 
 
@@ -122,6 +122,8 @@ def _cause(error: BaseException) -> str:
 class BindRequest(msgspec.Struct, frozen=True):
     """Asks the binder to bind a model and start its Triton."""
 
+    directory: str
+    """The replica's folder."""
     signature: Signature
     """The model's signature without the example and, for a language model, without its limits."""
 
@@ -147,22 +149,28 @@ COMMAND: Final = "{command}"
 HOST: Final = "{host}"
 
 
+class BinderProgram(msgspec.Struct, frozen=True):
+    """Has the preloaded process fork a guardian, a host and a binder, which then wait for a `ForkRequest`, unless such
+    processes wait already. It is sent without descriptors, and is not answered."""
+
+    python: str
+    """Path of Headwater's Python."""
+    module: str
+    """The binder's module."""
+    changes: dict[str, str | None]
+    """Variables in which the environment of guardian and binder differs from the preloaded process's environment;
+    None: the variable is unset."""
+
+
 class ForkRequest(msgspec.Struct, frozen=True):
-    """Asks the preloaded process to fork a replica. Three descriptors of pipes are sent with the request: to write
-    status lines, to read the supervisor's commands, and to write the printed output."""
+    """Asks the preloaded process to start a replica in the processes that wait. Three descriptors of pipes are sent
+    with the request: to write status lines, to read the supervisor's commands, and to write the printed output."""
 
     name: str
     directory: str
     user_paths: tuple[str, ...]
     variables: dict[str, str]
     """Environment variables that the host gets in addition to those of the preloaded process."""
-    python: str
-    """Path of Headwater's Python, which runs the guardian and the binder."""
-    binder: str
-    """The binder's module."""
-    changes: dict[str, str | None]
-    """Variables in which the environment of guardian and binder differs from the preloaded process's environment;
-    None: the variable is unset."""
     guardian: list[str]
     """The guardian's command line. `STATUS` and `COMMAND` stand for the descriptors of two pipes, `HOST` for the
     process id of the replica's host."""

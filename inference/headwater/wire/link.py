@@ -38,6 +38,17 @@ class Link:
         data = msgspec.msgpack.encode(message)
         self._socket.sendall(_LENGTH.pack(len(data)) + data)
 
+    def receive_descriptor(self) -> int:
+        """Wait for a descriptor that is sent with a single byte, before the first message.
+
+        Raises:
+            OSError: the process at the other end has ended.
+        """
+        _, descriptors, _, _ = socket.recv_fds(self._socket, 1, 1)
+        if not descriptors:
+            raise ConnectionResetError("the other end was closed")
+        return descriptors[0]
+
     def wait(self) -> None:
         """Wait until a message arrives, or the process at the other end has ended."""
         poll = select.poll()

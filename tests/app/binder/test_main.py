@@ -37,7 +37,7 @@ def test_what_cannot_be_imported_names_headwaters_own_python(
     ours, theirs = socket.socketpair()
     with theirs:
         fd = theirs.fileno()
-        command = [sys.executable, "-m", "headwater_server.binder", str(tmp_path), str(fd)]
+        command = [sys.executable, "-m", "headwater_server.binder", str(fd)]
         environ = {**os.environ, variable: path}
         ended = subprocess.run(command, pass_fds=(fd,), env=environ, capture_output=True, text=True, timeout=60)
     link = Link(ours.detach())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -23,7 +24,7 @@ class Sides:
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
-        self.client, self.binder = BinderClient(ours.detach()), Link(theirs.detach())
+        self.client, self.binder = BinderClient(ours.detach(), Path("folder")), Link(theirs.detach())
         self.noticed: queue.SimpleQueue[ReplicaError] = queue.SimpleQueue()
         self.client.watch(self.noticed.put)
 
@@ -45,7 +46,7 @@ def test_a_failure_is_noticed_before_anything_is_asked(sides: Sides) -> None:
 
 def test_an_end_is_noticed_while_the_model_loads(sides: Sides) -> None:
     sides.client.bind(SIGNATURE)
-    assert sides.binder.receive(BindRequest).signature == SIGNATURE
+    assert sides.binder.receive(BindRequest) == BindRequest("folder", SIGNATURE)
     sides.binder.close()
     assert str(sides.noticed.get(timeout=60)) == ENDED
 

@@ -14,10 +14,21 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 
 from headwater.replica import preloaded
-from headwater.wire.handshake import COMMAND, GO, HOST, READY, STATUS, ForkRequest, ReplicaSpec, ReplicaStatus
+from headwater.wire.handshake import (
+    COMMAND,
+    GO,
+    HOST,
+    READY,
+    STATUS,
+    BinderProgram,
+    ForkRequest,
+    ReplicaSpec,
+    ReplicaStatus,
+)
 from tests.running import wait_for
 
 GUARDIAN = "import os, sys; os.waitpid(int(sys.argv[3]), 0)"
@@ -30,7 +41,7 @@ class Preloaded:
         self.folder = folder
         self.python, self.binder = sys.executable, "headwater_server.binder"
         self.changes: dict[str, str | None] = {}
-        """What its binders' environment has otherwise."""
+        """Variables in which the binder's environment differs."""
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self.process = subprocess.Popen(
@@ -40,6 +51,9 @@ class Preloaded:
             )
         self.socket.settimeout(60)
 
+    def prepare(self) -> None:
+        self.socket.send(msgspec.json.encode(BinderProgram(self.python, self.binder, self.changes)))
+
     def fork(self, model: str, *user_paths: str, go: bytes = GO) -> list[ReplicaStatus]:
         """What a replica with a small guardian reports until its end, when its command pipe brings this."""
         (self.folder / "tmp").mkdir()
@@ -47,11 +61,10 @@ class Preloaded:
         (self.folder / "spec.json").write_bytes(msgspec.json.encode(spec))
         guardian = [sys.executable, "-c", GUARDIAN, STATUS, COMMAND, HOST]
         variables = {"TMPDIR": str(self.folder / "tmp")}
-        request = ForkRequest(
-            "m", str(self.folder), user_paths, variables, self.python, self.binder, dict(self.changes), guardian
-        )
+        request = ForkRequest("m", str(self.folder), user_paths, variables, guardian)
         (status_read, status), (command, command_write) = os.pipe(), os.pipe()
         with (self.folder / "output").open("wb") as output:
+            self.prepare()
             socket.send_fds(self.socket, [msgspec.json.encode(request)], [status, command, output.fileno()])
             assert self.socket.recv(100).isdigit()
         os.close(status)
@@ -101,8 +114,16 @@ def test_a_replica_reports_as_one_that_was_not_forked(started: Any, tmp_path: Pa
 
 BINDER = """
 import json, os, sys
-print(json.dumps({"argv": sys.argv[1:2], "orig": sys.orig_argv[2], "environment": dict(os.environ)}), flush=True)
+with open(os.environ["SAID"], "a") as said:
+    print(json.dumps({"pid": os.getpid(), "orig": sys.orig_argv[2], "environment": dict(os.environ)}), file=said)
+os.read(int(sys.argv[1]), 1)
 """
+
+
+def said(folder: Path) -> Any:
+    """What the last stand-in for a binder has said; None: nothing yet."""
+    lines = (folder / "said").read_text().splitlines() if (folder / "said").exists() else []
+    return json.loads(lines[-1]) if lines else None
 
 
 @pytest.mark.parametrize(("name", "module"), [("OMP_NUM_THREADS", preloaded.__name__), ("LD_LIBRARY_PATH", "stand_in")])
@@ -114,18 +135,64 @@ def test_a_binder_has_another_environment_and_is_forked_unless_this_decides_what
     monkeypatch.setenv("OF_MODEL", "yes")
     one = started()
     assert one.socket.recv(100) == READY
-    one.binder, one.changes = "stand_in", {name: "1", "OF_MODEL": None}
+    one.binder, one.changes = "stand_in", {name: "1", "OF_MODEL": None, "SAID": str(tmp_path / "said")}
     (tmp_path / "failing.py").write_text("raise ValueError\n")
     one.fork("failing:Model", str(tmp_path))
 
-    def said() -> Any:
-        lines = (tmp_path / "output").read_text().splitlines()
-        return next((json.loads(line) for line in lines if line.startswith("{")), None)
-
-    binder = wait_for(said, 30, "a binder")
-    assert (binder["argv"], binder["orig"]) == ([str(tmp_path)], module)
+    binder = wait_for(lambda: said(tmp_path), 30, "a binder")
+    assert binder["orig"] == module
     assert binder["environment"][name] == "1"
     assert "OF_MODEL" not in binder["environment"]
+
+
+@pytest.fixture
+def waiting(started: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Preloaded, int]:
+    """A preloaded process, and the process id of a binder that waits for a replica."""
+    (tmp_path / "stand_in.py").write_text(BINDER)
+    (tmp_path / "failing.py").write_text("raise ValueError\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    one = started()
+    assert one.socket.recv(100) == READY
+    one.binder, one.changes = "stand_in", {"LD_LIBRARY_PATH": None, "SAID": str(tmp_path / "said")}
+    one.prepare()
+    one.prepare()
+    return one, wait_for(lambda: said(tmp_path), 30, "a binder")["pid"]
+
+
+def test_a_binder_that_waits_binds_the_next_replica(waiting: tuple[Preloaded, int], tmp_path: Path) -> None:
+    one, pid = waiting
+    assert one.fork("failing:Model", str(tmp_path))[-1].event == "failed"
+    assert said(tmp_path)["pid"] == pid
+    wait_for(lambda: not Path(f"/proc/{pid}").exists(), 30, "its end")
+
+
+@pytest.mark.parametrize("ancestor", [0, 1, 2, 3])
+def test_processes_that_were_killed_while_they_waited_are_replaced(
+    waiting: tuple[Preloaded, int], tmp_path: Path, ancestor: int
+) -> None:
+    one, binder = waiting
+    family = [binder]
+    while family[-1] != one.process.pid:
+        family.append(psutil.Process(family[-1]).ppid())
+    assert len(family) == 5
+    os.kill(family[ancestor], signal.SIGKILL)
+    if ancestor < 3:  # the others go on without the guardian's parent
+        wait_for(lambda: not Path(f"/proc/{family[3]}/cwd").exists(), 30, "the end of all")
+    assert one.fork("failing:Model", str(tmp_path))[-1].event == "failed"
+    wait_for(lambda: (said(tmp_path)["pid"] == binder) == (ancestor == 3), 30, "the replica's binder")
+
+
+def test_processes_that_wait_end_with_the_supervisor(waiting: tuple[Preloaded, int]) -> None:
+    one, binder = waiting
+    one.socket.close()
+    assert one.process.wait(60) == 0
+    assert not Path(f"/proc/{binder}").exists()
+
+
+def test_processes_that_wait_end_with_a_killed_process(waiting: tuple[Preloaded, int]) -> None:
+    one, binder = waiting
+    one.process.kill()
+    wait_for(lambda: not Path(f"/proc/{binder}/cwd").exists(), 30, "its end")
 
 
 def test_a_guardian_that_nobody_waits_for_forks_nothing(started: Any) -> None:
