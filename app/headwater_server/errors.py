@@ -219,7 +219,7 @@ class Unavailable(HeadwaterError, status=503, may_quote=False, code="unavailable
 
 
 class ReplicaLost(Unavailable):
-    """The replica ended, or its device failed, while it had the request; or the server stopped."""
+    """The replica ended, or could not continue, while it had the request; or the server stopped."""
 
 
 class ReplicaUnreachable(ReplicaLost):

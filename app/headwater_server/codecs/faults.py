@@ -387,7 +387,7 @@ def _malformed(fault: ParsedError, text: bytes | memoryview, path: str, binary: 
     if not len(text) or bytes(text).isspace():
         return at(path, None, "expected a JSON object, got an empty body")
     if _NOT_FINITE_HERE.match(here):
-        field, tensor = _not_finite_tensor(text) if binary else (path, None)
+        field, tensor = _not_finite_tensor(text, position) if binary else (path, None)
         hint = f"; send the tensor as {binary}, which has both" if binary else ""
         message = f"expected JSON numbers, got a NaN or Infinity at byte {position}: JSON has neither{hint}"
         return at(field, tensor, message)
@@ -399,16 +399,17 @@ def _malformed(fault: ParsedError, text: bytes | memoryview, path: str, binary: 
     return at(path, None, f"expected JSON, got malformed JSON: {fault.text}")
 
 
-def _not_finite_tensor(text: bytes | memoryview) -> tuple[str, str | None]:
-    """The path and name of the first input whose data contain a NaN, an infinity or a null. ``("body", None)`` if it
+def _not_finite_tensor(text: bytes | memoryview, position: int) -> tuple[str, str | None]:
+    """The path and name of the input whose data contain the NaN or infinity at this byte. ``("body", None)`` if it
     can't be found."""
     if len(text) <= _LOOK_AGAIN_BYTES:
-        text = _NOT_FINITE.sub(b"null", bytes(text))
+        rest = _NOT_FINITE.sub(b"0", bytes(text[position:]))[1:]
+        texts = [b"".join((text[:position], digit, rest)) for digit in (b"0", b"1")]
         try:
-            inputs = msgspec.json.decode(text, type=_Inputs).inputs
+            pairs = zip(*[msgspec.json.decode(text, type=_Inputs).inputs for text in texts], strict=True)
         except PARSE_ERRORS:
-            inputs = []
-        for index, entry in enumerate(inputs):
-            if b"null" in bytes(entry.get("data", b"")):
-                return f"inputs[{index}].data", _tensor(text, f".inputs[{index}]")
+            return "body", None
+        for index, (entry, changed) in enumerate(pairs):
+            if entry.get("data") != changed.get("data"):
+                return f"inputs[{index}].data", _tensor(texts[0], f".inputs[{index}]")
     return "body", None

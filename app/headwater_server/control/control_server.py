@@ -209,7 +209,7 @@ class ControlServer:
     @property
     def is_deserted(self) -> bool:
         """Whether no worker is connected and no gateway is expected to reconnect."""
-        return not self._workers and not self._away
+        return not self._workers and not self._away and asyncio.get_running_loop().time() >= self._known_s
 
     def publish(self, table: RoutingTable) -> None:
         """Send the changes in the table to every connected worker. Workers that connect later get the whole table.

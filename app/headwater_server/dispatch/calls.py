@@ -101,6 +101,7 @@ class Calls:
         except SharedMemoryFull as error:
             for part in parts:  # a part may fit alone
                 if len(parts) > 1 and part.pending.signature.idempotent:
+                    part.key = object()  # it shares no call even if it returns to the queue
                     self._losses.retries.push(part)
                 else:
                     part.fail(error)

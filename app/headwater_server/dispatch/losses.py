@@ -252,7 +252,9 @@ class Losses:
         """Fail the parts that wait to be retried, if no eligible replica is left."""
         if self.retries and not self._pool.eligible():
             for part in self.retries.drain():
-                part.fail(ReplicaLost("the replica ended while it had the request", retry_after_s=RETRY_AFTER_LOST_S))
+                text = f"model `{self._name}`: no replica is left that could compute the request"
+                text = "the replica ended while it had the request" if part.lost_with else text
+                part.fail(ReplicaLost(text, retry_after_s=RETRY_AFTER_LOST_S))
 
     def take(self, part: Part, replica: ReplicaCalls, error: ReplicaLost) -> None:
         """Retry a lost replica's rows on another replica, once and alone, for the heads that have not answered.

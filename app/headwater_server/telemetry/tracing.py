@@ -41,7 +41,7 @@ __all__ = [
 
 FLUSH_TIMEOUT_S: Final = 2.0
 EXPORT_TIMEOUT_S: Final = 5.0
-_PROBES: Final = ("/v2/health/", "/metrics")
+_PROBES: Final = ("/v2/health/", "/health", "/metrics")
 _CARRIED: Final = (b"traceparent", b"tracestate")
 
 

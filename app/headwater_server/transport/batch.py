@@ -200,7 +200,7 @@ def row_error(reports: Sequence[RowReport], first_row: int, rows: int) -> Headwa
         if report.status is Status.BAD_INPUT:
             return BadRequest(f"{where}{report.message}", field="inputs")
         if report.status is Status.BROKEN:
-            return ReplicaLost(f"the replica's device failed: {report.message}", retry_after_s=RETRY_AFTER_LOST_S)
+            return ReplicaLost(f"the replica can't continue: {report.message}", retry_after_s=RETRY_AFTER_LOST_S)
         kind = OutOfMemory if report.status is Status.OUT_OF_MEMORY else CallableFailed
         return kind(f"{where}{report.message}")
     return None

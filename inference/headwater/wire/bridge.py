@@ -122,6 +122,8 @@ class TritonPythonModel:
                 return None
             answer = self._receive()
         except OSError as error:
+            if self._is_decoupled and self._open.pop(call, None) is None:  # the thread that reads frames has ended it
+                return None
             raise ConnectionError(_ENDED) from error
         if isinstance(answer.content, str):
             raise self._triton.TritonModelException(answer.content)
@@ -139,7 +141,11 @@ class TritonPythonModel:
 
     def _connected(self) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connection.connect(self._path)
+        try:
+            connection.connect(self._path)
+        except OSError:
+            connection.close()
+            raise
         self._file = connection.makefile("rb", _PIECE_BYTES)
         if self._is_decoupled:
             threading.Thread(target=self._send_frames, name="frames", daemon=True).start()
@@ -170,7 +176,7 @@ class TritonPythonModel:
 
     def _end(self, call: int, error: str | None) -> None:
         """End a call that is answered in frames, with an error unless it is None."""
-        senders, _ = self._open.pop(call)
+        senders, _ = self._open.pop(call, ([], []))  # absent: `execute` failed to send it
         for sender in senders:
             if error is not None:
                 sender.send(self._triton.InferenceResponse(error=self._triton.TritonError(error)))

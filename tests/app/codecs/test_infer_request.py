@@ -372,6 +372,11 @@ class TestInputs:
         body = request(other("ids", "INT32", [1, 1], [1]), x()).replace(b"6]", literal + b"]")
         refused(body, "inputs[1].data", "'x'", "NaN or Infinity", "binary")
 
+    @pytest.mark.parametrize("value", [None, "null", "nullable", "NaN", "-Infinity"])
+    def test_literals_that_json_lacks_after_another_inputs_data(self, value: str | None) -> None:
+        body = request(other("text", "BYTES", [1, 1], [value]), x()).replace(b"6]", b"-NaN, Infinity]")
+        refused(body, "inputs[1].data", "'x'", "NaN or Infinity", "binary")
+
     def test_twice(self) -> None:
         refused(request(x(), x()), "inputs[1].name", "'x'", "at most once", "second time")
 

@@ -757,6 +757,19 @@ def test_a_supervisors_successor_waits_for_the_gateways_that_there_were(monkeypa
     run_far(scenario, is_successor=True)
 
 
+def test_a_supervisors_successor_is_not_deserted_while_gateways_may_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(far: Far) -> None:
+        assert not far.server.is_deserted
+        await far.gateway("g")
+        far.say(Goodbye())
+        await until(lambda: far.server.workers == 0)
+        assert not far.server.is_deserted
+
+    run_far(scenario, is_successor=True)
+    monkeypatch.setattr(control_server, "GATEWAY_GONE_S", 0)
+    run_far(lambda far: until(lambda: far.server.is_deserted), is_successor=True)
+
+
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl")
 @pytest.mark.parametrize("who", ["peer", "other-name", "stranger", "nobody", "plain"])
 def test_only_peers_of_the_cluster_may_say_hello(who: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

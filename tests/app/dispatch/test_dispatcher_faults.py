@@ -107,6 +107,49 @@ def test_requests_that_do_not_fit_into_shared_memory_together_are_computed_alone
     run(scenario)
 
 
+def test_a_request_that_is_computed_alone_for_shared_memory_stays_alone_if_its_replica_never_had_it() -> None:
+    async def scenario() -> None:
+        bench = Bench(replicas=2, max_in_flight=1)
+        tasks = [bench.send(1), bench.send(2)]
+        await settle()
+        bench.calls[0].answered.set_exception(SharedMemoryFull("/dev/shm is full"))
+        await settle()
+        (alone,) = unanswered(bench)
+        assert alone.values == [1]
+        tasks += [bench.send(3)]
+        await settle()
+        tasks += [bench.send(value) for value in (4, 5)]  # they wait
+        await settle()
+        alone.answered.set_exception(ReplicaUnreachable(GONE))
+        await settle()
+        computed = []
+        while calls := unanswered(bench):
+            computed += [call.values for call in calls]
+            for call in calls:
+                call.answer()
+            await settle()
+        assert computed == [[3], [2], [1], [4, 5]]
+        assert [numbers(await task) for task in tasks] == [[2], [4], [6], [8], [10]]
+
+    run(scenario)
+
+
+def test_what_waits_for_shared_memory_is_not_told_that_a_replica_ended_with_it() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        tasks = [bench.send(1), bench.send(2)]
+        await settle()
+        bench.calls[0].answered.set_exception(SharedMemoryFull("/dev/shm is full"))
+        await settle()
+        lose(bench, "m-0")
+        with pytest.raises(ReplicaLost, match=GONE):
+            await tasks[0]
+        with pytest.raises(ReplicaLost, match="model `m`: no replica is left that could compute the request"):
+            await tasks[1]
+
+    run(scenario)
+
+
 def test_others_have_every_second_turn_where_lost_requests_are_computed() -> None:
     async def scenario() -> None:
         bench = Bench(replicas=2, max_in_flight=2)

@@ -285,7 +285,7 @@ class TestContext:
 
 
 class TestProbes:
-    @pytest.mark.parametrize("path", ["/v2/health/ready", "/v2/health/live", "/metrics"])
+    @pytest.mark.parametrize("path", ["/v2/health/ready", "/v2/health/live", "/health", "/health/ready", "/metrics"])
     def test_what_only_looks_after_the_server_is_not_traced(self, spans: Spans, path: str) -> None:
         async def scenario() -> None:
             transport = httpx.ASGITransport(unary.Gateway().app)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import queue
+import socket
 import sys
 import tempfile
 import threading
@@ -21,6 +22,7 @@ from hypothesis.extra import numpy as npst
 
 from headwater.replica import callee
 from headwater.runtime.call_loop import CallLoop
+from headwater.wire import bridge
 from headwater.wire.bridge import (
     HEAD,
     TritonPythonModel,
@@ -310,6 +312,46 @@ def test_the_end_of_the_callable_s_process_fails_what_is_under_way(folder: str, 
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
+
+
+def test_a_call_that_could_not_be_sent_is_not_answered_in_frames_too(folder: str, serve: Any) -> None:
+    model = serve(counting, frames=True)
+    path = Path(socket_path(folder, 0))
+    path.unlink()
+    unsent, sent = Request(x=[1]), Request(x=[2])
+    with pytest.raises(ConnectionError):
+        model.execute([unsent])
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
+        server.bind(str(path))
+        server.listen()
+        model.execute([sent])
+        server.accept()[0].close()
+        (error,) = sent.heard()
+    assert is_process_lost(error.error)
+    assert unsent.frames.empty()
+
+
+def test_a_call_that_ended_before_it_could_be_sent_is_answered_once(
+    folder: str, serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = serve(counting, frames=True)
+    path = Path(socket_path(folder, 0))
+    path.unlink()
+    request = Request(x=[1])
+    found: list[Any] = []
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
+        server.bind(str(path))
+        server.listen()
+
+        def hung_up(*given: Any) -> list[bytes | memoryview]:
+            server.accept()[0].close()
+            found.extend(request.heard())
+            return message(*given)
+
+        monkeypatch.setattr(bridge, "message", hung_up)
+        assert model.execute([request]) is None
+    (error,) = found
+    assert is_process_lost(error.error)
 
 
 def test_the_end_of_an_instance_cancels_its_calls(serve: Any) -> None:
