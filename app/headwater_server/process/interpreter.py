@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import headwater
+from headwater.errors import shortage_of
 from headwater_server.errors import StartError
 
 __all__ = [
@@ -165,7 +166,7 @@ def ask_interpreter(path: str, environ: Mapping[str, str], question: str) -> dic
         question: the program; it assigns a dictionary to ``report``.
 
     Raises:
-        InterpreterError: the interpreter is missing or doesn't answer.
+        InterpreterError: the interpreter is missing or doesn't answer; caused by the system's error, if there is one.
     """
     _check_file(path)
     try:
@@ -179,12 +180,12 @@ def ask_interpreter(path: str, environ: Mapping[str, str], question: str) -> dic
             start_new_session=True,  # so that the interpreter's children are killed with it
         )
     except OSError as error:
-        # `_check_file` has just found the file, so a missing file is the loader that it names.
-        why = "the loader that it names is not there" if isinstance(error, FileNotFoundError) else error.strerror
-        reason = f"it can't be executed: {why}"
-        raise InterpreterError(
-            path, reason, f"name a Python interpreter built for this machine ({os.uname().machine})", is_permanent=False
-        ) from None
+        why, fix = error.strerror, f"name a Python interpreter built for this machine ({os.uname().machine})"
+        if isinstance(error, FileNotFoundError):  # `_check_file` has just found the file
+            why = "the loader that it names is not there"
+        elif (shortage := shortage_of(error)) is not None:
+            why, fix = str(shortage), "end what uses them, or allow more"
+        raise InterpreterError(path, f"it can't be executed: {why}", fix, is_permanent=False) from error
     asked.add(process.pid)
     try:
         output, errors = process.communicate(timeout=ASK_TIMEOUT_S)

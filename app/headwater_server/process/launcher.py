@@ -43,6 +43,7 @@ def main() -> None:
     arguments = ["-m", "headwater.replica", name, directory, status_fd, str(host.fileno())]
     if not python and not decides_modules(spec["environment"]):
         os.execve(sys.executable, [sys.executable, *arguments], environment)
+    from headwater.errors import shortage_of
     from headwater_server.process.interpreter import (  # a start under Headwater's Python doesn't need it
         InterpreterError,
         find_interpreter,
@@ -60,6 +61,7 @@ def main() -> None:
         status: dict[str, object] = {"event": "failed", "text": str(error), "cause": "its Python can't run a replica"}
         if isinstance(error, InterpreterError) and error.is_permanent:
             status = {**status, "cause": f"its Python can't run a replica: {error.reason}", "is_permanent": True}
+        status["is_shortage"] = shortage_of(error.__cause__ or error) is not None
         os.write(int(status_fd), json.dumps(status).encode() + b"\n")
         sys.exit(1)
 

@@ -19,16 +19,17 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Final
 
 import msgspec
 
-from headwater.errors import LoadError, Problem, text_for_clients
+from headwater.errors import LoadError, Problem, shortage_of, text_for_clients
 from headwater.reference import find_folder
 from headwater.signature import VllmSpec, text_signature
-from headwater.wire.handshake import ReplicaSpec, ReplicaStatus
+from headwater.wire.handshake import ReplicaSpec, ReplicaStatus, failure_of
 from headwater_server.process.adapter_folders import Adapter, find_adapters, lora_rank
 from headwater_server.process.interpreter import InterpreterError
 from headwater_server.process.launcher import with_changes
@@ -204,6 +205,7 @@ class VllmHost:
             InterpreterError: the interpreter has no usable vLLM.
             LoadError: a folder is missing, vLLM can't serve the model or its adapters, or the device is wrong.
             Failed: vLLM ended, or does not answer as expected.
+            OSError, RuntimeError: a process or thread can't be started, or a file can't be written.
         """
         signal.signal(signal.SIGTERM, self._on_sigterm)
         spec = self._spec
@@ -397,7 +399,8 @@ def main() -> None:
         host.run(python)
     except InterpreterError as error:
         cause = f"its vLLM can't be started: {error.reason}"
-        host.report(ReplicaStatus("failed", str(error), text_for_clients(cause), is_permanent=error.is_permanent))
+        lacks = shortage_of(error.__cause__ or error) is not None
+        host.report(ReplicaStatus("failed", str(error), text_for_clients(cause), error.is_permanent, lacks))
         sys.exit(1)
     except LoadError as error:
         host.report(ReplicaStatus("failed", str(error), text_for_clients(error.problem.reason), is_permanent=True))
@@ -409,6 +412,10 @@ def main() -> None:
         else:
             cause = text_for_clients(f"vLLM ended before it was ready: {error.error}")
             host.report(ReplicaStatus("failed", str(error), cause, is_permanent=error.is_permanent))
+        sys.exit(1)
+    except (OSError, RuntimeError) as error:
+        traceback.print_exception(error)
+        host.report(failure_of(error))
         sys.exit(1)
 
 

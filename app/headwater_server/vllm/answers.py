@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import orjson
 
+from headwater_server.codecs.wording import PARSE_ERRORS
 from headwater_server.errors import (
     RETRY_AFTER_LOST_S,
     BadRequest,
@@ -168,7 +169,7 @@ def refusal(status: int, body: bytes) -> HeadwaterError:
     """
     try:
         error = _refusals.decode(body).error
-    except msgspec.MsgspecError:
+    except PARSE_ERRORS:
         error = _Error(body[:500].decode(errors="replace"))
     return _refusal(status, error)
 
@@ -315,7 +316,7 @@ class WholeAnswer(Protocol):
 
         Raises:
             ReplicaLost: vLLM aborted the request, because it is ending.
-            msgspec.MsgspecError: vLLM's answer is not of the expected form.
+            msgspec.MsgspecError, ValueError, RecursionError: vLLM's answer is not of the expected form.
         """
 
 
@@ -332,7 +333,7 @@ class RelayedAnswer(WholeAnswer, Protocol):
 
         Raises:
             HeadwaterError: the event says that the request failed.
-            msgspec.MsgspecError: the event is not of the expected form.
+            msgspec.MsgspecError, ValueError, LookupError, RecursionError: the event is not of the expected form.
         """
 
     @abstractmethod
@@ -477,7 +478,7 @@ class EmbeddingsAnswer(WholeAnswer):
 
         Raises:
             CallableFailed: an embedding has a number that is not finite.
-            msgspec.MsgspecError: vLLM's answer is not of the expected form.
+            msgspec.MsgspecError, ValueError, RecursionError: vLLM's answer is not of the expected form.
         """
         answer = _embeddings.decode(body)
         for item in answer.data:

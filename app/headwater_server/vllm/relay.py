@@ -6,10 +6,19 @@ import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
+from headwater_server.codecs.wording import PARSE_ERRORS
 from headwater_server.dispatch.deadlines import TIMER_RESOLUTION_S
 from headwater_server.dispatch.pool import Replica
-from headwater_server.errors import RETRY_AFTER_LOST_S, DeadlineExceeded, HeadwaterError, QueueFull, ReplicaLost
+from headwater_server.errors import (
+    RETRY_AFTER_LOST_S,
+    CallableFailed,
+    DeadlineExceeded,
+    HeadwaterError,
+    QueueFull,
+    ReplicaLost,
+)
 from headwater_server.lm.openai_answer import Event
 from headwater_server.telemetry.tracing import GenerationTrace
 from headwater_server.vllm.answers import DONE, LOST, EventReader, RelayedAnswer, WholeAnswer, refusal
@@ -17,6 +26,8 @@ from headwater_server.vllm.client import VllmAnswer, VllmClient
 from headwater_server.vllm.requests import PATHS, VllmRequest
 
 __all__ = ["Relay", "VllmReplica"]
+
+R = TypeVar("R")
 
 TRIES = 2
 """Maximum number of times that a request is sent: see `Relay`."""
@@ -115,7 +126,7 @@ class Relay:
                 tries -= 1
                 try:
                     upstream = await self._send()
-                    body = answer.whole(await upstream.whole())
+                    body = self._converted(answer.whole, await upstream.whole())
                     answer.count.end()
                     return body
                 except HeadwaterError as error:
@@ -145,7 +156,7 @@ class Relay:
                             if event == DONE:
                                 answer.count.end()
                                 return
-                            client_events = answer.events(name, event)
+                            client_events = self._converted(answer.events, name, event)
                             has_begun = True
                             for client_event in client_events:
                                 yield client_event
@@ -218,6 +229,20 @@ class Relay:
         data = await upstream.read()
         self._is_waiting = False
         return data
+
+    def _converted(self, convert: Callable[..., R], *data: bytes) -> R:
+        """The result of a method of `RelayedAnswer`.
+
+        Raises:
+            CallableFailed: vLLM's answer is not of the expected form.
+            HeadwaterError: the answer says that the request failed.
+        """
+        try:
+            return convert(*data)
+        except (*PARSE_ERRORS, ValueError, LookupError) as error:
+            raise CallableFailed(
+                f"model `{self.model}`: expected an answer in the form of vLLM's API, got something else: {error}"
+            ) from None
 
     def _is_sent_again(self, error: HeadwaterError, *, may_be: bool) -> bool:
         """Leave the replica that has failed the request. Returns whether to send the request again.

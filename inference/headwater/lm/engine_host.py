@@ -188,17 +188,17 @@ class EngineHost:
         return None
 
     def _refusal(self, reason: str) -> StepFrame:
-        return StepFrame(0, [], self._load, closed=reason)
+        return StepFrame(0, [], Load(), closed=reason)
 
     def _packed_for(self, channel: HostChannel, frame: StepFrame) -> Array:
         try:
             return _packed(frame)
-        except Exception as error:  # a user's engine has returned values that are not numbers
+        except Exception as error:  # a user's engine has tokens or a load that are not numbers
             self._failures.note(error)
             reason = f"the engine's events can't be sent: {type(error).__name__}: {text_of(error)}"
             with self._changed:
                 self._end_channel(channel, reason)
-            frame.events, frame.closed = [], reason
+            frame.events, frame.load, frame.closed = [], Load(), reason
             return _packed(frame)
 
     # Called with the lock held.

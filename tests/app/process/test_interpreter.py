@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -136,6 +137,18 @@ def test_a_program_whose_loader_is_not_there(tmp_path: Path) -> None:
     path.write_text("#!/nowhere/python3\n")
     path.chmod(0o755)
     assert refused(path).reason == "it can't be executed: the loader that it names is not there"
+
+
+def test_a_machine_that_lacks_descriptors_is_not_mistaken_for_a_wrong_program() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with open(os.devnull) as next_one:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (next_one.fileno() + 2, before[1]))
+        try:
+            error = refused(sys.executable)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert error.reason.startswith("it can't be executed: the machine lacks file descriptors (ulimit -n): OSError: ")
+    assert (error.fix, error.is_permanent) == ("end what uses them, or allow more", False)
 
 
 def test_a_program_that_is_killed(script: Script) -> None:

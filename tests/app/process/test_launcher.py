@@ -26,6 +26,20 @@ def test_nothing_but_the_standard_library_is_imported_before_the_other_python_is
     assert ended.stdout == "set()\n"
 
 
+def test_descriptors_that_the_launcher_lacks_are_reported_as_a_shortage(tmp_path: Path) -> None:
+    (tmp_path / "spec.json").write_text(json.dumps({"environment": {}}))
+    read, write = os.pipe()
+    with open(read, "rb") as statuses:
+        python = sys.executable
+        command = [python, "-m", "headwater_server.process.launcher", python, "name", str(tmp_path), str(write)]
+        limited = ["sh", "-c", 'ulimit -n 9 && exec "$@"', "sh", *command]
+        subprocess.run(limited, pass_fds=(write,), timeout=60, check=False)
+        os.close(write)
+        status = json.loads(statuses.read())
+    assert "the machine lacks file descriptors (ulimit -n)" in status["text"]
+    assert status["is_shortage"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("variable", "reason", "fix"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import select
@@ -12,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -19,7 +21,7 @@ import pytest
 
 from headwater.wire.handshake import ReplicaSpec
 from headwater_server.config.vllm_options import VllmOptions
-from headwater_server.process.vllm_host import LOOKS, MISSED, EngineProgress
+from headwater_server.process.vllm_host import LOOKS, MISSED, EngineProgress, main
 from tests.running import processes_of, wait_for
 from tests.stand_in_vllm import environment
 
@@ -56,6 +58,19 @@ class TestProgress:
         assert ended - (300 + freeze) < LOOKS * 100
 
 
+def prepared(folder: Path, directory: Path, options: dict[str, Any]) -> Path:
+    """Make a model, and write the specification of its replica to the replica's folder. Returns the interpreter."""
+    model = folder / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"max_position_embeddings": 512}')
+    spec = ReplicaSpec(
+        name="m", model=f"vllm:{model}", token="", user_paths=(), working_dir=str(folder),
+        options=VllmOptions.model_validate(options).model_dump(mode="json"),
+    )  # fmt: skip
+    (directory / "spec.json").write_bytes(msgspec.json.encode(spec))
+    return environment(folder / "env")
+
+
 class Hosted:
     """A host under a guardian, and the test's ends of its pipes."""
 
@@ -65,15 +80,7 @@ class Hosted:
         self.log = folder / "log"
         self._status, status_write = os.pipe()
         command_read, self._command = os.pipe()
-        model = folder / "model"
-        model.mkdir()
-        (model / "config.json").write_text('{"max_position_embeddings": 512}')
-        spec = ReplicaSpec(
-            name="m", model=f"vllm:{model}", token="", user_paths=(), working_dir=str(folder),
-            options=VllmOptions.model_validate(options).model_dump(mode="json"),
-        )  # fmt: skip
-        (self.directory / "spec.json").write_bytes(msgspec.json.encode(spec))
-        python = environment(folder / "env")
+        python = prepared(folder, self.directory, options)
         with self.log.open("w") as log:
             self.guardian = subprocess.Popen(
                 [
@@ -219,6 +226,41 @@ def test_a_failed_start_without_an_error_is_told_with_the_log(short: Path) -> No
         hosted.statuses("ended")
         assert "failed" not in {one["event"] for one in hosted.seen}
         assert "the last thing that it said" in hosted.log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("flag", "error", "is_shortage", "text"),
+    [
+        ("-c", OSError(errno.EAGAIN, os.strerror(errno.EAGAIN)), True, "executed: the machine lacks processes or thr"),
+        ("-m", OSError(errno.EAGAIN, os.strerror(errno.EAGAIN)), True, "the machine lacks processes or threads"),
+        ("-m", RuntimeError("can't start new thread"), True, "the machine lacks processes or threads"),
+        ("-m", OSError(errno.ENOENT, os.strerror(errno.ENOENT)), False, "FileNotFoundError: [Errno 2] No such file"),
+    ],
+)
+def test_a_vllm_that_the_system_does_not_start_is_reported_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: str, error: Exception, is_shortage: bool, text: str
+) -> None:
+    popen = subprocess.Popen
+
+    def start(command: list[str], **settings: Any) -> subprocess.Popen[bytes]:
+        if flag in command:
+            raise error
+        return popen(command, **settings)
+
+    python = prepared(tmp_path, tmp_path, {})
+    status_read, status_write = os.pipe()
+    monkeypatch.setattr("headwater_server.process.vllm_host.subprocess.Popen", start)
+    monkeypatch.setattr("headwater_server.process.vllm_host.signal.signal", lambda *_: None)
+    monkeypatch.setattr("headwater_server.process.vllm_host.ctypes.CDLL", lambda _: SimpleNamespace(prctl=lambda *_: 0))
+    monkeypatch.setattr(sys, "argv", ["vllm_host", str(python), "m", str(tmp_path), str(status_write)])
+    with pytest.raises(SystemExit):
+        main()
+    os.close(status_write)
+    with open(status_read, "rb") as statuses:
+        *_, failed = map(json.loads, statuses)
+    assert (failed["event"], failed.get("is_shortage", False)) == ("failed", is_shortage)
+    assert text in failed["text"]
+    assert not failed.get("is_permanent")
 
 
 def test_an_engine_that_ends_in_the_warm_up(short: Path) -> None:

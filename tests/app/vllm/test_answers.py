@@ -286,8 +286,9 @@ def test_a_refusal_is_an_error_of_ours(status: int, body: Any, kind: type[Headwa
         assert found.retry_after_s
 
 
-def test_a_refusal_that_is_no_json_is_quoted() -> None:
-    assert "upstream\ufffd" in refusal(500, b"upstream\xff").message
+@pytest.mark.parametrize("body", [b"upstream\xff", b'{"error": {"message": "upstream\xff"}}'])
+def test_a_refusal_that_can_not_be_read_is_quoted(body: bytes) -> None:
+    assert "upstream\ufffd" in refusal(500, body).message
 
 
 def test_embeddings_of_several_answers_follow_each_other() -> None:

@@ -20,8 +20,9 @@ from headwater_server.errors import (
     ReplicaLost,
     Unavailable,
 )
+from headwater_server.lm.text_generate import GenerateAnswer
 from headwater_server.telemetry.recorder import recorder
-from headwater_server.vllm.answers import ChunkAnswer, RelayedAnswer, RelayedResponsesAnswer, TokenCount
+from headwater_server.vllm.answers import ChunkAnswer, GenerateRelay, RelayedAnswer, RelayedResponsesAnswer, TokenCount
 from headwater_server.vllm.relay import Relay
 from headwater_server.vllm.requests import read_request
 from tests.app.serving import until
@@ -218,6 +219,37 @@ def test_what_a_replica_refuses_is_not_sent_again(script: Script, kind: type[Hea
                 one.script = script
             await failure(opened(bench), kind)
             assert len(bench.exchanges) == 1
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("streams", [True, False])
+@pytest.mark.parametrize("body", [[], b"no json", b'{"error": {"message": "\xff"}}', {**completion("a"), "usage": 1}])
+def test_an_answer_of_another_form_fails_the_request_and_is_not_sent_again(body: Any, streams: bool) -> None:
+    async def script(exchange: Exchange) -> None:
+        exchange.whole(body)
+
+    async def scenario() -> None:
+        async with benched("a", "b") as bench:
+            for one in bench.replicas.values():
+                one.script = says(body) if streams else script
+            with pytest.raises(CallableFailed, match="model `m`: expected an answer in the form of vLLM's API, got "):
+                await (told(opened(bench)) if streams else whole(bench))
+            assert len(bench.exchanges) == 1
+
+    run(scenario)
+
+
+def test_another_number_of_choices_than_the_generate_extension_has_fails_the_request() -> None:
+    async def script(exchange: Exchange) -> None:
+        exchange.whole(completion("a", "b"))
+
+    async def scenario() -> None:
+        async with benched() as bench:
+            bench.replica.script = script
+            answer = GenerateRelay(GenerateAnswer("m"), TokenCount(recorder().language_model("m")))
+            with pytest.raises(CallableFailed, match="expected an answer in the form of vLLM's API"):
+                await opened(bench, stream=False).whole(answer)
 
     run(scenario)
 

@@ -392,6 +392,25 @@ def test_tokens_that_are_no_numbers_end_the_channel() -> None:
     hosted(Scripted([(0, object())], []), test)
 
 
+def test_a_load_that_is_no_number_ends_each_channel_with_the_reason() -> None:
+    engine = Scripted([(0, 1)], [])
+    engine.cache_used = object()  # type: ignore[assignment]
+
+    async def test(host: EngineHost) -> None:
+        worker, other = Worker(host), Worker(host, "other")
+        await worker.frame()
+        await worker.submit(0)
+        frame = await worker.frame()
+        assert (frame.number, frame.events) == (1, [])
+        assert frame.closed.startswith("the engine's events can't be sent: TypeError")
+        assert await worker.next() is None
+        assert (await other.frame()).closed == frame.closed
+        (answer,) = await worker.post()
+        assert answer.closed == "channel: unknown name 'c'"
+
+    hosted(engine, test)
+
+
 def test_what_the_engine_has_no_room_for_is_full() -> None:
     async def test(host: EngineHost) -> None:
         worker = Worker(host)
