@@ -69,12 +69,10 @@ def _plan(target: Target, step: Step) -> None:
             "1",
             "--seconds",
             seconds,
-            "--rounds",
-            "1",
             "--json",
             str(report),
         ]
-        verify = ["--no-verify"] if target.is_tiny else []
+        verify = ["--no-verify"] if target.is_tiny else ["--rounds", "1"]
         command = [sys.executable, "-m", "headwater_server", "plan", str(config), *load, *verify]
         ended = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
         if not report.exists():

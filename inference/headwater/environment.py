@@ -186,10 +186,8 @@ def line_of(error: BaseException) -> str:
         for frame in traceback.extract_tb(error.__traceback__)
         if frame.filename not in raised_by and not frame.filename.startswith("<")
     ]
-    # Headwater may be installed among the libraries. It checks declarations and bindings but doesn't make them, so its
-    # frames in these files aren't the user's.
-    ours = (str(folder / "model.py"), str(folder / "runtime" / "pytriton_"))
-    users = [frame for frame in frames if not frame.filename.startswith((*libraries, *ours))]
+    # Headwater may be installed among the libraries, or elsewhere, as in an editable installation.
+    users = [frame for frame in frames if not frame.filename.startswith((*libraries, f"{folder}{os.sep}"))]
     frame = next(reversed(users or frames), None)
     return f"{frame.filename}:{frame.lineno}" if frame else ""
 

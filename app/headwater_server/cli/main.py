@@ -244,6 +244,9 @@ def _check(options: argparse.Namespace) -> int:
     require_folders()
     from headwater_server.cli.check import check
 
+    for name, value in (("--load", options.load), ("--python", options.python)):
+        if options.what is None and value:
+            raise CommandError(f"{name}: expected a CONFIG or a model beside it, got none")
     flags = config_flags(options)
     return check(options.what, as_json=options.json, flags=flags, loads=options.load, python=options.python)
 

@@ -139,7 +139,7 @@ def config_flags(options: argparse.Namespace) -> dict[str, Any]:
     ``--port`` and ``--workers`` if the command has them.
 
     Raises:
-        ConfigError: a value of ``--set`` has no ``=``.
+        ConfigError: a value of ``--set`` has no ``=``, or two options set the same field.
     """
     from headwater_server.config.schema import Unparsed
 
@@ -151,6 +151,8 @@ def config_flags(options: argparse.Namespace) -> dict[str, Any]:
         flags[name] = Unparsed(value)
     for name in ("host", "port", "workers"):
         if getattr(options, name, None) is not None:
+            if f"server.{name}" in flags:
+                raise ConfigError(f"--{name}: can't be used with --set server.{name}, which sets the same field")
             flags[f"server.{name}"] = getattr(options, name)
     return flags
 

@@ -11,7 +11,9 @@ from typing import Final
 __all__ = ["ReplicaLog"]
 
 QUIET_S: Final = 0.2
-"""A traceback is complete at the latest this many seconds after its first line; later lines are separate records."""
+"""A traceback is complete at the latest this many seconds after its last line; later lines are separate records."""
+LONGEST_S: Final = 2.0
+"""A traceback is complete at the latest this many seconds after its first line."""
 MAX_LINES: Final = 1000
 """Maximum number of lines of a record."""
 _FIRST: Final = re.compile(r"(  \+ Exception Group )?Traceback \(most recent call last\):$")
@@ -34,18 +36,23 @@ class ReplicaLog:
         """Lines of a traceback that may continue."""
         self._has_message = False
         """Whether `_lines` include the line with the exception's class and message."""
+        self._loop = asyncio.get_running_loop()
+        self._longest_until_s = 0.0
+        """When the present traceback is complete, whatever follows (loop time)."""
         self._timer: asyncio.TimerHandle | None = None
 
     def take(self, line: str) -> None:
         """Take the next line."""
         if self._lines and len(self._lines) < MAX_LINES and self._continues(line):
             self._lines.append(line)
+            self._expect_more()
             return
         self.flush()
         if _FIRST.match(line):
             self._lines = [line]
             self._has_message = line.startswith(" ")  # all lines of an exception group are indented
-            self._timer = asyncio.get_running_loop().call_later(QUIET_S, self.flush)
+            self._longest_until_s = self._loop.time() + LONGEST_S
+            self._expect_more()
         else:
             self._on_record(line)
 
@@ -58,6 +65,12 @@ class ReplicaLog:
         self._has_message = False
         if lines:
             self._on_record("\n".join(lines).rstrip("\n"))
+
+    def _expect_more(self) -> None:
+        """End the present traceback unless another of its lines comes soon."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_at(min(self._loop.time() + QUIET_S, self._longest_until_s), self.flush)
 
     def _continues(self, line: str) -> bool:
         """Whether a line belongs to the present traceback."""

@@ -155,9 +155,12 @@ class ReplicaMemory:
         """The budget's place for a device: a GPU's name, or `HOST`. For ``auto`` the device that an earlier replica
         chose; before, the first GPU if there is a GPU."""
         if device == "auto":
-            device = self._devices.get(name) or ("cuda:0" if len(self.budget.limits) > 1 else "cpu")
+            device = self._devices.get(name) or ("cuda:0" if self._has_gpu() else "cpu")
         visible = config.environment.get("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES"))
         return gpu_name(device, visible) or HOST
+
+    def _has_gpu(self) -> bool:
+        return any(place != HOST for place in self.budget.limits)
 
     async def _refresh(self, after_s: float) -> None:
         """Measure all replicas, unless a measurement began after ``after_s`` (loop time). After an error the earlier
@@ -188,4 +191,4 @@ class ReplicaMemory:
         groups = {replica.id: group for replica in replicas if (group := replica.group)}
         measured = self._measure(set(groups.values()))
         usage = {id: measured[group] for id, group in groups.items() if group in measured}
-        return usage, self._used() if len(self.budget.limits) > 1 else {}
+        return usage, self._used() if self._has_gpu() else {}

@@ -182,10 +182,11 @@ def load_served(
     if pipeline is None:
         # A runner for each instance, which has a thread; all runners share the model.
         padded_to = sizes.get(spec.name, ())
-        runners = [
-            Runner(models[spec.name], signature, device, on_broken, watch, capacity, padded_to, stream)
-            for stream in streams_of(device, spec.instances)
-        ]
+        runners: list[Runner] = []
+        for stream in streams_of(device, spec.instances):
+            runners.append(
+                Runner(models[spec.name], signature, device, on_broken, watch, capacity, padded_to, stream, runners)
+            )
         return Served(signature, device, runners, loop, loaded, warmup_sizes, bool(sizes))
     if plan.signature.streams:
         switch_soon()

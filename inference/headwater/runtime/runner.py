@@ -44,6 +44,7 @@ class Runner:
         capacity: how many rows fit in the device's memory, for all runners of the model.
         sizes: see `Step`.
         stream: the context in which a batch is computed: a stream of the GPU, if several runners share a GPU.
+        runners: all runners of the model, this one included; None: there is no other.
     """
 
     def __init__(
@@ -56,7 +57,11 @@ class Runner:
         capacity: Capacity | None = None,
         sizes: Sequence[int] = (),
         stream: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+        runners: Sequence[Runner] | None = None,
     ) -> None:
+        self.held_rows = 0
+        """Rows of the batch that this runner computes at present."""
+        self._runners = (self,) if runners is None else runners
         self._signature = signature
         self._stream = stream
         planned = PlannedStep(StepSpec(signature.name), signature, wires=())
@@ -81,7 +86,7 @@ class Runner:
                 answers[index] = self._answer(self._blank(part.rows), [_OK] * part.rows, 0)
             else:
                 groups.setdefault(_group_key(part), []).append((index, part))
-        held = sum(part.rows for members in groups.values() for _, part in members)
+        self.held_rows = sum(part.rows for members in groups.values() for _, part in members)
         for members in groups.values():
             group = [part for _, part in members]
             rows = sum(part.rows for part in group)
@@ -95,6 +100,7 @@ class Runner:
                 [step_result.failures.get(row, _OK) for row in range(rows)] if step_result.failures else [_OK] * rows
             )
             compute_us = (time.perf_counter_ns() - started) // 1000
+            held = sum(runner.held_rows for runner in self._runners)
             start = 0
             for index, part in members:
                 end = start + part.rows
@@ -104,6 +110,7 @@ class Runner:
                     piece, report, compute_us, part.memory, is_merged=start > 0, held_rows=held
                 )
                 start = end
+        self.held_rows = 0
         return answers
 
     def _whole(self, step_result: Made, rows: int) -> Arrays:

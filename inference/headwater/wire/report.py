@@ -84,9 +84,9 @@ class CallReport(NamedTuple):
     is_merged: bool
     """Whether the microseconds are those of an earlier call too, because Triton merged the two calls."""
     held_rows: int
-    """Number of rows, of all gateway workers, in the execution of the callable that computed this call's rows; at most
-    65,535. 0 if the call was refused. Rows that waited in Triton's queue are not counted, because the replica doesn't
-    know of them."""
+    """Number of rows, of all gateway workers, that the replica's instances were computing when this call's rows were
+    ready; at most 65,535. 0 if the call was refused. Rows that waited in Triton's queue are not counted, because the
+    replica doesn't know of them."""
 
 
 class CallNote(msgspec.Struct, omit_defaults=True):

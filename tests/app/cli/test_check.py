@@ -222,6 +222,23 @@ def test_one_model_is_checked_as_it_is_served(
     assert [(one["name"], one["ok"]) for one in report["deployments"]] == [(name, ok)]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--load"], "--load: expected a CONFIG or a model beside it, got none"),
+        (["--python", "own"], "--python: expected a CONFIG or a model beside it, got none"),
+        (["--port", "1", "--set", "server.port=2"], "--port: can't be used with --set server.port"),
+    ],
+)
+def test_options_that_would_be_ignored_are_refused(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["check", *arguments])
+    assert ended.value.code == 1
+    assert f"headwater: {told}" in capsys.readouterr().err
+
+
 def test_a_file_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert check(tmp_path / "none.yaml", as_json=True) == 1
     assert "none.yaml: can't be read" in only(json.loads(capsys.readouterr().out))["reason"]

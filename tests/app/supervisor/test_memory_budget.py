@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import ClassVar
 
 import pytest
@@ -9,9 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from headwater_server.config.schema import Deployment
+from headwater_server.errors import MemoryBudgetExceeded
 from headwater_server.process.gpu import gpu_name
 from headwater_server.process.machine import HOST
 from headwater_server.supervisor.memory_budget import MemoryBudget
+from headwater_server.supervisor.replica_memory import ReplicaMemory
 
 GPU = "GPU 0"
 MIB = 2**20
@@ -120,6 +124,18 @@ def test_what_others_have_of_a_gpu_counts() -> None:
     budget.note_whole(GPU, 1000)
     budget.note(1, {GPU: 300}, is_ready=True)
     assert budget.taken(GPU) == 1000
+
+
+def test_a_gpu_is_measured_where_the_machines_memory_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    deployment = Deployment.model_validate({"model": "a:B", "memory": "400MiB"})
+
+    async def scenario() -> None:
+        memory = ReplicaMemory(MemoryBudget({GPU: 1000 * MIB}), lambda groups: {}, lambda: {GPU: 700 * MIB})
+        await memory.reserve("m", deployment, 1)
+
+    with pytest.raises(MemoryBudgetExceeded, match=r"memory of GPU 0: it takes 400 MiB, .* 700 MiB are taken"):
+        asyncio.run(scenario())
 
 
 def test_one_that_turns_out_too_large_is_told_and_no_other_starts() -> None:

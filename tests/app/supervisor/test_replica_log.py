@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import traceback
 
-from headwater_server.supervisor.replica_log import MAX_LINES, QUIET_S, ReplicaLog
+import pytest
+
+from headwater_server.supervisor.replica_log import LONGEST_S, MAX_LINES, QUIET_S, ReplicaLog
 
 
 def records(lines: list[str]) -> list[str]:
@@ -62,3 +64,47 @@ def test_a_traceback_that_nothing_follows_is_logged() -> None:
         return await asyncio.wait_for(found, 20 * QUIET_S + 5)
 
     assert asyncio.run(scenario()) == "Traceback (most recent call last):\nValueError: x"
+
+
+class Clock(asyncio.SelectorEventLoop):
+    """An event loop whose time the test sets."""
+
+    now_s = 0.0
+
+    def time(self) -> float:
+        return self.now_s
+
+
+def records_over(step_s: float, lines: list[str]) -> list[str]:
+    """The records of lines that come ``step_s`` apart."""
+    loop = Clock()
+
+    async def scenario() -> list[str]:
+        found: list[str] = []
+        log = ReplicaLog(found.append)
+        for line in lines:
+            log.take(line)
+            loop.now_s += step_s
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)  # now the timers that are due have run
+        log.flush()
+        return found
+
+    try:
+        return loop.run_until_complete(scenario())
+    finally:
+        loop.close()
+
+
+def test_a_traceback_that_is_written_slowly_is_one_record() -> None:
+    text = traceback_text(is_cause=True)
+    lines = text.split("\n")
+    step_s = LONGEST_S / 2 / len(lines)
+    assert step_s * len(lines) > QUIET_S
+    assert records_over(step_s, [*lines, "after"]) == [text, "after"]
+    assert records_over(1.5 * QUIET_S, lines[:3]) == lines[:3]
+
+
+def test_a_traceback_that_does_not_end_is_logged_in_parts() -> None:
+    found = records_over(QUIET_S / 2, ["Traceback (most recent call last):", *["  and on"] * 100])
+    assert found[0].count("\n") + 1 == pytest.approx(LONGEST_S / (QUIET_S / 2), abs=1)

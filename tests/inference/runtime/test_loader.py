@@ -148,6 +148,12 @@ def test_an_exception_on_import_names_class_message_and_line(write: Write, tmp_p
     assert f"at {tmp_path / name}.py:4" in message  # not the line in json
 
 
+def test_a_name_that_headwater_lacks_is_reported_at_the_users_line(write: Write, tmp_path: Path) -> None:
+    name = write("import headwater\n\nVALUE = headwater.Tensr\n")
+    message = failure(f"{name}:Scale")
+    assert f"module 'headwater' has no attribute 'Tensr' at {tmp_path / name}.py:3" in message
+
+
 def test_a_syntax_error_names_its_line(write: Write, tmp_path: Path) -> None:
     name = write("VALUE = 1\nclass Scale(:\n")
     message = failure(f"{name}:Scale")

@@ -29,6 +29,8 @@ from headwater_server.errors import CommandError
 
 __all__ = ["bench", "run"]
 
+MAX_CONNECTIONS = 1024
+"""Connections of an open loop, at most, by default."""
 STEP_S = 0.5
 """Interval at which the progress bar is updated, in seconds."""
 
@@ -54,26 +56,26 @@ def run(options: argparse.Namespace) -> int:
     if options.unconstrained:
         constraints.append("none")
     return bench(LoadPlan(
-        options.url.rstrip("/"), options.model, options.mode, loads, options.arrivals, options.max_connections,
-        options.seconds, options.warmup, options.repeats, options.timeout, options.processes, options.input,
-        options.heads or (None,), constraints,
-        Wishes(options.rows, dict(options.shape), options.binary, options.seed, options.prompt, options.max_tokens,
+        options.url.rstrip("/"), options.model, options.mode, loads, options.arrivals or "poisson",
+        options.max_connections or MAX_CONNECTIONS, options.seconds, options.warmup, options.repeats, options.timeout,
+        options.processes, options.input, options.heads or (None,), constraints,
+        Wishes(options.rows or 1, dict(options.shape), options.binary, options.seed, options.prompt, options.max_tokens,
                options.ignore_eos, chat_fields),
         options.slo, _key(options.api_key_file), options.json, options.html,
     ))  # fmt: skip
 
 
 def _check_together(options: argparse.Namespace) -> None:
-    """Check that the options don't contradict each other.
+    """Check that the options don't contradict each other, and that none would be ignored.
 
     Raises:
-        CommandError: two options contradict each other.
+        CommandError: two options contradict each other, or one is of no use with another.
     """
     if options.input is not None:
         for name, value in (
-            ("--heads", options.heads), ("--binary", options.binary), ("--shape", options.shape),
-            ("--prompt", options.prompt), ("--ignore-eos", options.ignore_eos), ("--schema", options.schema),
-            ("--tools", options.tools),
+            ("--heads", options.heads), ("--binary", options.binary), ("--rows", options.rows),
+            ("--shape", options.shape), ("--prompt", options.prompt), ("--max-tokens", options.max_tokens),
+            ("--ignore-eos", options.ignore_eos), ("--schema", options.schema), ("--tools", options.tools),
         ):  # fmt: skip
             if value:
                 raise CommandError(f"{name}: can't be used with --input, which has the whole request")
@@ -84,15 +86,23 @@ def _check_together(options: argparse.Namespace) -> None:
         raise CommandError("--tool-choice: expected it with --tools")
     if options.unconstrained and options.schema is None and options.tools is None:
         raise CommandError("--unconstrained: expected it with --schema or --tools")
-    if options.mode in ("chat", "completions") and options.heads:
-        raise CommandError(f"--heads: expected --mode infer or stream, got {options.mode}")
-    if options.mode != "infer" and options.binary:
-        raise CommandError(f"--binary: expected --mode infer, got {options.mode}")
+    tensors, texts = ("infer", "stream"), ("stream", "chat", "completions")
+    for name, value, modes in (
+        ("--heads", options.heads, tensors), ("--shape", options.shape, tensors),
+        ("--binary", options.binary, ("infer",)), ("--rows", options.rows, ("infer",)),
+        ("--prompt", options.prompt, texts), ("--max-tokens", options.max_tokens, texts),
+        ("--ignore-eos", options.ignore_eos, texts),
+    ):  # fmt: skip
+        if value and options.mode not in modes:
+            raise CommandError(f"{name}: expected --mode {' or '.join(modes)}, got {options.mode}")
+    for name, value in (("--arrivals", options.arrivals), ("--max-connections", options.max_connections)):
+        if value is not None and not options.rate:
+            raise CommandError(f"{name}: expected it with --rate")
     if options.mode == "infer":
         for name in ("ttft_ms", "itl_ms", "tpot_ms"):
             if name in options.slo:
                 raise CommandError(f"--slo: {name}: expected a mode that streams, got --mode infer")
-    if options.rate and options.processes > options.max_connections:
+    if options.rate and options.processes > (options.max_connections or MAX_CONNECTIONS):
         raise CommandError("--processes: expected at most as many as --max-connections")
 
 

@@ -44,12 +44,12 @@ def add_bench_command(commands: Any) -> None:
         help="open loop: requests/s, sent on schedule whether or not the server keeps up",
     )  # fmt: skip
     bench.add_argument(
-        "--arrivals", choices=("poisson", "constant"), default="poisson",
-        help="schedule for --rate: at random or at equal intervals; default: %(default)s",
+        "--arrivals", choices=("poisson", "constant"),
+        help="schedule for --rate: at random or at equal intervals; default: poisson",
     )  # fmt: skip
     bench.add_argument(
-        "--max-connections", type=whole(1, MOST_CONNECTIONS), default=1024, metavar="N",
-        help="connections for --rate, at most; default: %(default)s",
+        "--max-connections", type=whole(1, MOST_CONNECTIONS), metavar="N",
+        help="connections for --rate, at most; default: 1024",
     )  # fmt: skip
     bench.add_argument("--seconds", type=POSITIVE, default=5.0, metavar="S", help="duration of each run; default: 5")
     bench.add_argument(
@@ -69,7 +69,7 @@ def add_bench_command(commands: Any) -> None:
         "--input", type=Path, metavar="FILE.json",
         help="a request's body, or a list of bodies sent in turn; default: made from the model's metadata",
     )  # fmt: skip
-    bench.add_argument("--rows", type=whole(1, 100_000), default=1, metavar="N", help="rows per request; default: 1")
+    bench.add_argument("--rows", type=whole(1, 100_000), metavar="N", help="rows per request; default: 1")
     bench.add_argument(
         "--shape", type=_shape, action="append", default=[], metavar="INPUT=D[,D]",
         help="row shape of an input with varying dimensions; default: 16 for each of these; may be repeated",
@@ -87,7 +87,7 @@ def add_bench_command(commands: Any) -> None:
         help="prompt for text streams; may be repeated, sent in turn; default: a few sentences",
     )  # fmt: skip
     bench.add_argument(
-        "--max-tokens", type=whole(1, 1_000_000), default=64, metavar="N", help="tokens per answer; default: 64"
+        "--max-tokens", type=whole(1, 1_000_000), metavar="N", help="tokens per answer of text streams; default: 64"
     )
     bench.add_argument(
         "--ignore-eos", action="store_true", help="generate --max-tokens in any case; not every server supports this"

@@ -23,6 +23,8 @@ VARIETY: Final = 16
 """Number of random bodies to make, which are sent in turn. Fewer remain if bodies are large, or equal."""
 MOST_BYTES: Final = 64 * 1024 * 1024
 """Approximate maximum size of all random bodies of unary requests together; if bodies are large, fewer are made."""
+MAX_TOKENS: Final = 64
+"""Maximum number of tokens per answer of text, unless the wishes have one."""
 VARYING_DIM: Final = 16
 """Size of a dimension that varies, unless the wishes have a shape."""
 SENTENCES: Final = (
@@ -63,8 +65,8 @@ class Wishes:
     seed: int = 0
     prompts: Sequence[str] = ()
     """Prompts of text streams; empty: `SENTENCES`."""
-    max_tokens: int = 64
-    """Maximum number of tokens per answer."""
+    max_tokens: int | None = None
+    """Maximum number of tokens per answer of text; None: `MAX_TOKENS`."""
     ignores_eos: bool = False
     """Whether answers have ``max_tokens`` in any case."""
     chat_fields: Mapping[str, Any] = field(default_factory=dict)
@@ -117,7 +119,7 @@ def stream_bodies(
         CommandError: the wishes contradict the model's metadata.
     """
     prompts = wishes.prompts or SENTENCES
-    limits: dict[str, Any] = {"max_tokens": wishes.max_tokens}
+    limits: dict[str, Any] = {"max_tokens": wishes.max_tokens or MAX_TOKENS}
     if wishes.ignores_eos:
         limits["ignore_eos"] = True
     contents: list[dict[str, Any]] = []
@@ -128,8 +130,15 @@ def stream_bodies(
     elif mode == "completions":
         contents = [{"prompt": prompt, **limits} for prompt in prompts]
     elif metadata is not None and any(tensor.name == "text_input" for tensor in metadata.inputs):
+        if wishes.shapes:
+            raise CommandError(f"--shape: expected none for a model that streams text, got one; {model} does")
         contents = [{"text_input": prompt, "parameters": limits} for prompt in prompts]
     elif metadata is not None:
+        for option, value in (
+            ("--prompt", wishes.prompts), ("--max-tokens", wishes.max_tokens), ("--ignore-eos", wishes.ignores_eos),
+        ):  # fmt: skip
+            if value:
+                raise CommandError(f"{option}: expected a model with the input text_input, got {model}")
         _check_shapes(metadata, wishes)
         draw = np.random.default_rng(wishes.seed)
         chosen = {"parameters": {"heads": list(heads)}} if heads is not None else {}

@@ -104,6 +104,8 @@ class MemoryModel:
     cache: CacheSize = lambda rows: 0
     caches_on_device: bool = False
     """Whether the cache takes the device's memory rather than the machine's."""
+    devices: int = 1
+    """Number of devices, to which the replicas go in turn."""
 
     def at(self, point: Point) -> Need:
         """Memory that all processes take together under load."""
@@ -112,9 +114,10 @@ class MemoryModel:
 
     def most(self, point: Point) -> Need:
         """The memory under load, or the memory while the last replica starts and the other replicas are under load,
-        whichever is more."""
+        whichever is more; of several devices, that of the device with the most replicas."""
         need = self.at(point)
-        return Need(round(need.host + max(0.0, self.starting.at(point) - self._own(point))), need.device)
+        device = need.device * -(-point.replicas // self.devices) / point.replicas
+        return Need(round(need.host + max(0.0, self.starting.at(point) - self._own(point))), round(device))
 
     def _own(self, point: Point) -> float:
         return self.host.at(point) + (0 if self.caches_on_device else self.cache(point.rows))

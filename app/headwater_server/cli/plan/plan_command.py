@@ -7,13 +7,16 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
+from headwater.reference import is_language_model
 from headwater_server.cli.option_values import check_writable, config_flags, write_file
 from headwater_server.cli.plan.known_sizes import known_sizes_text, read_sizes
 from headwater_server.cli.plan.measuring import weigh_deployment
 from headwater_server.cli.plan.memory_model import check_fitting
+from headwater_server.cli.plan.plan_options import DEFAULTS
 from headwater_server.cli.plan.planning import Plan
 from headwater_server.cli.plan.point import grid, takes_instances
 from headwater_server.cli.plan.profiles import PROFILES, Budget
@@ -45,6 +48,8 @@ def run(options: argparse.Namespace) -> int:
     """
     if options.from_sizes is not None:
         return _from_sizes(options)
+    if options.no_verify:
+        _refuse(options, ("rounds",), "can't be used with --no-verify, which runs no recommended configuration")
     if options.what is None:
         raise CommandError("CONFIG: expected a YAML file or a model, got none")
     require_folders()
@@ -57,6 +62,11 @@ def run(options: argparse.Namespace) -> int:
     name = choose_deployment(config, options.deployment)
     if config.deployments[name].is_vllm:
         return plan_vllm(options, config, name, _progress)
+    if is_language_model(config.deployments[name].model or ""):
+        _refuse(options, ("batch_sizes",), f"expected --sequences, since {name} is a language model")
+    else:
+        _refuse(options, ("sequences", "tokens"), f"expected a language model, and {name} is none")
+    options = _with_defaults(options)
     subject = make_subject(
         options.what, config, name, user_paths, cores=cpu_count(), seconds=options.seconds,
         tokens=options.tokens, input=options.input,
@@ -99,10 +109,26 @@ def _from_sizes(options: argparse.Namespace) -> int:
         raise CommandError(f"--from-sizes: expected no CONFIG beside it, since nothing is run, got {options.what}")
     if options.memory is None:
         raise CommandError("--from-sizes: expected --memory beside it, got none")
+    others = vars(options).keys() - {"from_sizes", "memory", "headroom", "instances", "run"}
+    _refuse(options, sorted(others), "can't be used with --from-sizes, which runs nothing and only prints what fits")
+    options = _with_defaults(options)
     sizes = read_sizes(options.from_sizes)
     text, fits = known_sizes_text(sizes, options.memory, options.headroom, options.instances)
     print(text)
     return 0 if fits else 1
+
+
+def _refuse(options: argparse.Namespace, names: Iterable[str], reason: str) -> None:
+    """Raise CommandError if one of these options, by their names in the namespace, is given."""
+    for name in names:
+        if getattr(options, name) not in (None, False, []):
+            option = "set" if name == "fields" else name.replace("_", "-")
+            raise CommandError(f"--{option}: {reason}")
+
+
+def _with_defaults(options: argparse.Namespace) -> argparse.Namespace:
+    given = {name: value for name, value in vars(options).items() if value is not None}
+    return argparse.Namespace(**{**vars(options), **DEFAULTS, **given})
 
 
 def _files(options: argparse.Namespace) -> Path:

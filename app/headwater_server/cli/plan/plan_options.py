@@ -16,8 +16,14 @@ from headwater_server.cli.option_values import (
     whole,
 )
 
-__all__ = ["add_plan_command"]
+__all__ = ["DEFAULTS", "add_plan_command"]
 
+DEFAULTS: Final[dict[str, Any]] = {
+    "batch_sizes": (1, 8, 32), "sequences": (1, 8, 32), "instances": (1, 2), "replicas": (1, 2),
+    "seconds": 4.0, "tokens": 64, "rounds": 3,
+}  # fmt: skip
+"""Values of options that are not given. Their parsed value is None, so that a given option that would be ignored can be
+refused."""
 MOST_SECONDS: Final = 3600
 PART: Final = number(lambda value: 0 <= value < 1, "a part such as 0.2, from 0 to below 1")
 SECONDS: Final = number(lambda value: 0 < value <= MOST_SECONDS, f"seconds above 0, at most {MOST_SECONDS}")
@@ -35,15 +41,15 @@ def add_plan_command(commands: Any) -> None:
     )
     plan.add_argument("what", nargs="?", metavar="CONFIG | MODULE:CLASS | KIND:PATH", help="as for `headwater serve`")
     plan.add_argument("--deployment", metavar="NAME", help="the deployment; default: the only one")
-    for option, maximum, default, about in (
-        ("--batch-sizes", 65_536, (1, 8, 32), "maximum rows in a call"),
-        ("--sequences", 4096, (1, 8, 32), "for a language model, instead of batch sizes: concurrent sequences"),
-        ("--instances", 64, (1, 2), "threads per replica that compute at once"),
-        ("--replicas", 64, (1, 2), "replicas"),
+    for name, maximum, about in (
+        ("batch_sizes", 65_536, "maximum rows in a call"),
+        ("sequences", 4096, "for a language model, instead of batch sizes: concurrent sequences"),
+        ("instances", 64, "threads per replica that compute at once"),
+        ("replicas", 64, "replicas"),
     ):
-        shown = ",".join(map(str, default))
+        option, shown = f"--{name.replace('_', '-')}", ",".join(map(str, DEFAULTS[name]))
         about = f"{about}; default: {shown}"
-        plan.add_argument(option, type=listed(whole(1, maximum)), default=default, metavar="N[,N]", help=about)
+        plan.add_argument(option, type=listed(whole(1, maximum)), metavar="N[,N]", help=about)
     plan.add_argument(
         "--memory", type=read_size, metavar="SIZE",
         help="memory of the device that it computes on, such as 16GiB; default: all that the device has",
@@ -51,13 +57,13 @@ def add_plan_command(commands: Any) -> None:
     plan.add_argument(
         "--headroom", type=PART, default=0.2, metavar="PART", help="fraction of the memory to keep free; default: 0.2"
     )  # fmt: skip
-    plan.add_argument("--seconds", type=SECONDS, default=4.0, metavar="S", help="load at each size; default: 4")
+    plan.add_argument("--seconds", type=SECONDS, metavar="S", help="load at each size; default: 4")
     plan.add_argument(
         "--input", type=Path, metavar="FILE.json",
         help="a request's body with one row, or a list of them; default: made from the model's metadata",
     )  # fmt: skip
     plan.add_argument(
-        "--tokens", type=whole(1, 1_000_000), default=64, metavar="N",
+        "--tokens", type=whole(1, 1_000_000), metavar="N",
         help="tokens per answer of a language model; default: 64",
     )  # fmt: skip
     plan.add_argument(
@@ -66,7 +72,7 @@ def add_plan_command(commands: Any) -> None:
     )  # fmt: skip
     add_report_options(plan, "a report with curves")
     plan.add_argument(
-        "--rounds", type=whole(1, 100), default=3, metavar="N",
+        "--rounds", type=whole(1, 100), metavar="N",
         help="how often to run each recommended configuration, alternating with the others; default: 3",
     )  # fmt: skip
     plan.add_argument(

@@ -126,7 +126,8 @@ class Prediction(NamedTuple):
     need: Need
     """Memory under the measured load."""
     most: Need
-    """Maximum memory under any load or while the last replica starts, whichever is more."""
+    """Maximum memory under any load or while the last replica starts, whichever is more; of several devices, that of
+    the device with the most replicas."""
     rate: float
     """Rows or tokens per second."""
     p50_ms: float
@@ -166,7 +167,7 @@ def fit(measured: Sequence[Measured], subject: Subject) -> Predictor:
     memory = fit_memory(measured, subject.filled_cache)
     return Predictor(
         memory=memory,
-        largest=replace(memory, cache=subject.largest_cache),
+        largest=replace(memory, cache=subject.largest_cache, devices=len(set(subject.deployment.placements))),
         speed=fit_throughput(
             [measurement.point for measurement in measured], [measurement.rate for measurement in measured]
         ),

@@ -18,6 +18,7 @@ import yaml
 from headwater_server.cli.option_values import check_writable, write_file
 from headwater_server.cli.plan.measured_server import serve_point
 from headwater_server.cli.plan.measuring import serving_fields
+from headwater_server.cli.plan.plan_options import DEFAULTS
 from headwater_server.cli.plan.process_memory import measure_server
 from headwater_server.config.schema import Config, Deployment
 from headwater_server.errors import CommandError
@@ -61,8 +62,9 @@ def plan_vllm(options: argparse.Namespace, config: Config, name: str, progress: 
     """
     deployment = config.deployments[name]
     is_cpu = find_vllm(str(deployment.python), {**os.environ, **deployment.environment}).is_cpu
-    for flag in ("html", "input", "out", *(() if is_cpu else ("memory",))):
-        if getattr(options, flag) is not None:
+    for option in ("html", "input", "out", *DEFAULTS, *(() if is_cpu else ("memory",))):
+        if getattr(options, option) is not None:
+            flag = option.replace("_", "-")
             raise CommandError(f"--{flag}: expected none for a deployment that vLLM computes, got one")
     check_writable("--json", options.json)
     free = 1 - options.headroom

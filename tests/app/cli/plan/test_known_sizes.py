@@ -62,6 +62,23 @@ def test_the_example_in_the_documentation(capsys: pytest.CaptureFixture[str]) ->
         ),
         (["--from-sizes", "weights=4GiB"], 1, "expected --memory beside it"),
         (["--from-sizes", "weights=4GiB", "--memory", "16GiB", "x:Y"], 1, "expected no CONFIG beside it"),
+        *(
+            (["--from-sizes", "weights=4GiB", "--memory", "16GiB", *given], 1, f"{given[0]}: can't be used with")
+            for given in (
+                ["--batch-sizes", "1,8,32"],
+                ["--replicas", "1"],
+                ["--seconds", "4"],
+                ["--json", "p.json"],
+                ["--dry-run"],
+                ["--no-verify"],
+                ["--python", "own"],
+                ["--set", "server.port=1"],
+            )
+        ),
+        (["x:Y", "--no-verify", "--rounds", "3"], 1, "--rounds: can't be used with --no-verify"),
+        (["x:Y", "--sequences", "1"], 1, "--sequences: expected a language model, and y is none"),
+        (["x:Y", "--tokens", "64"], 1, "--tokens: expected a language model, and y is none"),
+        (["lm:here", "--batch-sizes", "1"], 1, "--batch-sizes: expected --sequences, since here is a language model"),
         ([], 1, "CONFIG: expected a YAML file or a model, got none"),
         (["x:Y", "--batch-sizes", "0"], 2, "expected a whole number from 1 to"),
         (["x:Y", "--replicas", "1,,2"], 2, "expected a whole number from 1 to"),

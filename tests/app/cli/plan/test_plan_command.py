@@ -34,6 +34,18 @@ def plan_with(*rounds: Measured, error: str = "", ended: str = "", budget: int =
     return plan
 
 
+def test_replicas_on_several_gpus_fit_if_those_of_one_fit() -> None:
+    deployment = {"model": "a:B", "device": ["cuda:0", "cuda:1"]}
+    config = read_config({"deployments": {"one": deployment}}, source="test", environment={}, flags={})
+    subject = make_subject("a:B", config, "one", (), cores=2, seconds=4, tokens=64, input=None)
+    predictor = fit([replace(MEASURED, device_bytes=600, device="cuda:0")], subject)
+    found = [predictor.at(POINT._replace(replicas=count)) for count in (1, 2, 3)]
+    assert [(prediction.need.device, prediction.most.device) for prediction in found] == [
+        (600, 600), (1200, 600), (1800, 1200),
+    ]  # fmt: skip
+    assert [Budget(10_000, 1000).excess(prediction.most) == "" for prediction in found] == [True, True, False]
+
+
 def test_what_holds_is_0(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_status(plan_with(MEASURED, replace(MEASURED, rate=95.0))) == 0
     assert exit_status(plan_with()) == 0

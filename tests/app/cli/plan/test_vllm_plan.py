@@ -117,7 +117,10 @@ def test_a_dry_run_starts_nothing(starts: list[dict[str, Any]], monkeypatch: pyt
     assert starts == []
 
 
-@pytest.mark.parametrize("flag", ["--out=there", "--input=rows.json", "--memory=10GiB"])
+@pytest.mark.parametrize("flag", [
+    "--out=there", "--input=rows.json", "--memory=10GiB", "--batch-sizes=1", "--sequences=1", "--instances=1",
+    "--replicas=1", "--seconds=4", "--tokens=64", "--rounds=3",
+])  # fmt: skip
 def test_options_that_it_has_no_use_for_are_refused(
     starts: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flag: str
 ) -> None:
