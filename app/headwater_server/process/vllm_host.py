@@ -57,10 +57,8 @@ WARMUP_TIMEOUT_S: Final = 300.0
 END_TIMEOUT_S: Final = 5.0
 """Time in which vLLM must end after SIGTERM; then the guardian kills the group."""
 LOOKS: Final = 8
-"""Progress checks within ``options.max_step_s``, the longest time that a step may take."""
-MISSED: Final = 6
-"""Consecutive checks without progress after which the engine counts as hung: 6 to 7 intervals after the last
-progress."""
+"""Progress checks within ``options.max_step_s``, the longest time that a step may take. After so many consecutive
+checks without progress the engine counts as hung: `LOOKS` to `LOOKS` + 1 intervals after the last progress."""
 EXIT_S: Final = 2.0
 """Time to wait for the end of a server whose engine has failed, and then for the rest of its output."""
 RECENT_S: Final = 30.0
@@ -90,7 +88,7 @@ _REFUSED: Final = ("ValidationError", "ValueError", "KeyError")
 
 
 class EngineProgress:
-    """Decides whether an engine makes progress: its counters must change within `MISSED` checks. When no counter has
+    """Decides whether an engine makes progress: its counters must change within `LOOKS` checks. When no counter has
     changed, the host sends a probe request before the next check, so that the counters of a working engine change.
 
     Checks are counted instead of time, so that a pause of the whole machine doesn't end a replica.
@@ -105,7 +103,7 @@ class EngineProgress:
         """Record the engine's counters. Returns whether the engine hangs."""
         self.missed = self.missed + 1 if counted == self._counted else 0
         self._counted = counted
-        return self.missed >= MISSED
+        return self.missed >= LOOKS
 
 
 class VllmOutput:

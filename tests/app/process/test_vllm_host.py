@@ -21,7 +21,7 @@ import pytest
 
 from headwater.wire.handshake import ReplicaSpec
 from headwater_server.config.vllm_options import VllmOptions
-from headwater_server.process.vllm_host import LOOKS, MISSED, EngineProgress, main
+from headwater_server.process.vllm_host import LOOKS, EngineProgress, main
 from tests.running import processes_of, wait_for
 from tests.stand_in_vllm import environment
 
@@ -36,11 +36,11 @@ class TestProgress:
     @pytest.mark.parametrize(
         ("looks", "hangs_at"),
         [
-            ([1, 2, 3, 4, 5, 6, 7, 8, 9], None),
-            ([1] * 6, None),
-            ([1] * 7, 6),
-            ([1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2], None),
-            ([1, 2, 2, 2, 2, 2, 2, 2], 7),
+            ([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], None),
+            ([1] * 8, None),
+            ([1] * 9, 8),
+            ([1] * 8 + [2] * 8, None),
+            ([1] + [2] * 9, 9),
             ([5, 4, 5, 4, 5, 4, 5, 4], None),
         ],
     )
@@ -50,12 +50,11 @@ class TestProgress:
         assert (found.index(True) if True in found else None) == hangs_at
 
     @pytest.mark.parametrize("freeze", range(100))
-    def test_a_frozen_engine_is_noticed_within_the_bound(self, freeze: int) -> None:
+    def test_a_frozen_engine_is_noticed_after_the_longest_step(self, freeze: int) -> None:
         # Time in hundredths of an interval; the engine counts until it freezes.
         progress = EngineProgress()
         ended = next(look for look in range(20) if progress.look((float(min(look * 100, 300 + freeze)),))) * 100
-        assert MISSED * 100 <= ended - (300 + freeze) + 100 <= LOOKS * 100
-        assert ended - (300 + freeze) < LOOKS * 100
+        assert LOOKS * 100 <= ended - (300 + freeze) <= (LOOKS + 1) * 100
 
 
 def prepared(folder: Path, directory: Path, options: dict[str, Any]) -> Path:
@@ -299,7 +298,7 @@ def test_a_worker_that_ends_or_stops(short: Path, number: signal.Signals) -> Non
 
 
 @pytest.mark.parametrize("text", ["", "metrics"])
-def test_an_engine_that_hangs_is_noticed_within_max_step_s(short: Path, text: str) -> None:
+def test_an_engine_that_hangs_is_noticed_after_max_step_s(short: Path, text: str) -> None:
     with hosting(short) as hosted:
         hosted.statuses("ready")
         hosted.set("freeze", text)
@@ -307,7 +306,7 @@ def test_an_engine_that_hangs_is_noticed_within_max_step_s(short: Path, text: st
         wanted = "its engine has made no progress within options.max_step_s = 1 s"
         assert hosted.statuses("ending")["text"] == wanted
         took_s = time.monotonic() - began_s
-        assert MAX_STEP_S * (MISSED - 1) / LOOKS <= took_s < MAX_STEP_S + LATE_S
+        assert MAX_STEP_S * (LOOKS - 1) / LOOKS <= took_s < MAX_STEP_S + LATE_S
 
 
 def test_a_server_that_is_stopped_is_noticed(short: Path) -> None:
