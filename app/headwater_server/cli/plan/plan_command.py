@@ -16,7 +16,7 @@ from headwater_server.cli.option_values import check_writable, config_flags, wri
 from headwater_server.cli.plan.known_sizes import known_sizes_text, read_sizes
 from headwater_server.cli.plan.measuring import weigh_deployment
 from headwater_server.cli.plan.memory_model import check_fitting
-from headwater_server.cli.plan.plan_options import DEFAULTS
+from headwater_server.cli.plan.option_defaults import DEFAULTS
 from headwater_server.cli.plan.planning import Plan
 from headwater_server.cli.plan.point import grid, takes_instances
 from headwater_server.cli.plan.profiles import PROFILES, Budget

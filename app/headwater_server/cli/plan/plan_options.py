@@ -15,15 +15,10 @@ from headwater_server.cli.option_values import (
     read_size,
     whole,
 )
+from headwater_server.cli.plan.option_defaults import DEFAULTS
 
-__all__ = ["DEFAULTS", "add_plan_command"]
+__all__ = ["add_plan_command"]
 
-DEFAULTS: Final[dict[str, Any]] = {
-    "batch_sizes": (1, 8, 32), "sequences": (1, 8, 32), "instances": (1, 2), "replicas": (1, 2),
-    "seconds": 4.0, "tokens": 64, "rounds": 3,
-}  # fmt: skip
-"""Values of options that are not given. Their parsed value is None, so that a given option that would be ignored can be
-refused."""
 MOST_SECONDS: Final = 3600
 PART: Final = number(lambda value: 0 <= value < 1, "a part such as 0.2, from 0 to below 1")
 SECONDS: Final = number(lambda value: 0 < value <= MOST_SECONDS, f"seconds above 0, at most {MOST_SECONDS}")

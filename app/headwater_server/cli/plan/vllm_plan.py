@@ -18,7 +18,7 @@ import yaml
 from headwater_server.cli.option_values import check_writable, write_file
 from headwater_server.cli.plan.measured_server import serve_point
 from headwater_server.cli.plan.measuring import serving_fields
-from headwater_server.cli.plan.plan_options import DEFAULTS
+from headwater_server.cli.plan.option_defaults import DEFAULTS
 from headwater_server.cli.plan.process_memory import measure_server
 from headwater_server.config.schema import Config, Deployment
 from headwater_server.errors import CommandError
