@@ -38,6 +38,7 @@ from headwater.wire.lm import Load, Open, StepFrame, decode_message, encode
 from headwater.wire.report import REPORT, RowReport, Status, encode_reports
 from headwater_server.codecs.tensors import InferRequest, OutputWish, RawTensor
 from headwater_server.control.messages import DOWNWARD, encode_line
+from headwater_server.control.route_kinds import LanguageKind
 from headwater_server.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
 from headwater_server.control.table_change import TableChange
 from headwater_server.dispatch.choice import Choice
@@ -366,7 +367,7 @@ async def looks_us(count: int) -> tuple[float, float, float]:
     """The CPU time of a look at the load, without and with a language model, and of a cancel there: the least of some
     rounds. The replicas of the language model have three sequences each on average."""
     dispatcher = ModelDispatcher(route(routes(count), 2), lambda name, one: AtOnce())
-    model = msgspec.structs.replace(route(routes(count), 2), is_language_model=True)
+    model = msgspec.structs.replace(route(routes(count), 2), kind=LanguageKind())
     language = LmDispatcher(model, lambda name, one: cast(Any, Engine()))
     for number in range(3 * count):
         language.open(str(number), [SequenceSpec([1], 1)])

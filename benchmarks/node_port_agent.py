@@ -23,6 +23,7 @@ from benchmarks.stream_child import Child
 from headwater.signature import Signature
 from headwater_server.cluster.port import Port
 from headwater_server.config.schema import Deployment
+from headwater_server.control.route_kinds import LanguageKind, TensorKind
 from headwater_server.control.routing import DeploymentRoute, ReplicaRoute, State
 from headwater_server.security.peer_tls import PeerTls
 from headwater_server.supervisor.replica_process import ReplicaProcess
@@ -45,7 +46,7 @@ class Served(msgspec.Struct):
         """The deployment for a gateway that takes this way."""
         return DeploymentRoute(
             self.name, State.READY, "", self.signature, (self.routes[way],),
-            max_in_flight=2, is_language_model=self.is_language_model,
+            max_in_flight=2, kind=LanguageKind() if self.is_language_model else TensorKind(),
         )  # fmt: skip
 
 

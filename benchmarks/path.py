@@ -45,6 +45,7 @@ from headwater.wire.report import HEADWATER, REPORT, RowReport, Status, encode_r
 from headwater_server.config.schema import Server
 from headwater_server.control.control_server import ControlServer
 from headwater_server.control.messages import WorkerSettings
+from headwater_server.control.route_kinds import LanguageKind
 from headwater_server.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
 
 MOST_FILES: Final = 36
@@ -188,7 +189,7 @@ def table(http: Path, grpc_socket: Path, limits: EngineLimits) -> RoutingTable:
                 "",
                 lm,
                 (ReplicaRoute("lm-0", "unix:", "", f"unix:{grpc_socket}"),),
-                is_language_model=True,
+                kind=LanguageKind(),
             ),
         )
     )

@@ -10,8 +10,16 @@ from typing import Final
 
 import msgspec
 
-from headwater.pipeline import Plan
 from headwater.signature import Signature
+from headwater_server.control.route_kinds import (
+    GraphKind,
+    Kind,
+    LanguageKind,
+    TensorKind,
+    TrafficRoute,
+    VersionsKind,
+    VllmKind,
+)
 from headwater_server.errors import RETRY_AFTER_LOST_S, RateLimited, Unavailable
 
 __all__ = [
@@ -21,7 +29,6 @@ __all__ = [
     "ReplicaRoute",
     "RoutingTable",
     "State",
-    "TrafficRoute",
     "check_key",
     "unavailable",
 ]
@@ -97,25 +104,6 @@ class CacheShare(msgspec.Struct, frozen=True):
     """Whether an answer is used only for the API key of the request that it was computed for."""
 
 
-class TrafficRoute(msgspec.Struct, frozen=True):
-    """How the requests for a deployment are shared among its versions."""
-
-    shares: dict[str, float]
-    """Fractions of the requests by version, in the configuration's order."""
-    default: str
-    """The version that answers in place of a version that isn't ready."""
-    sticky: str = ""
-    """The header that decides by its value. Empty, or for a request without that header: the request's id decides."""
-    is_watched: bool = False
-    """Whether the supervisor compares the versions, to roll back automatically."""
-    shadow: str = ""
-    """The version that gets copies of the requests that other versions answered; empty: no copies are made."""
-    before: dict[str, float] = {}
-    """The shares before the last change, which a rollback would restore; empty: there was no change."""
-    rolled_back: str = ""
-    """Which rollback the last change was, and why; empty if it was no rollback."""
-
-
 class DeploymentRoute(msgspec.Struct, frozen=True):
     """A deployment as a gateway worker sees it."""
 
@@ -141,28 +129,12 @@ class DeploymentRoute(msgspec.Struct, frozen=True):
     """Calls that a replica computes at once; this worker's share."""
     timeout_s: float = 30
     """A request's longest deadline in seconds, queueing included."""
-    is_graph: bool = False
-    """Whether it is a graph: a pipeline with deployments as steps."""
-    plan: Plan | None = None
-    """A graph's plan; None until all its steps have been ready, while their signatures don't fit together, and for
-    other deployments."""
-    is_open: bool = True
-    """Whether a graph can answer at least a single head now, since all steps that the head needs are READY. True for
-    other deployments."""
+    kind: Kind = TensorKind()
+    """What the deployment serves; this is known before its signature."""
     part_of: str | None = None
     """The pipeline that defines it as a step, or the deployment that it is a version of; None: neither."""
     version: str = ""
     """The name of the version; empty if it is not a version."""
-    traffic: TrafficRoute | None = None
-    """How requests are shared among its versions; None if it has no versions."""
-    is_language_model: bool = False
-    """Whether it is a language model; this is known before its signature."""
-    is_vllm: bool = False
-    """Whether it is a language model that vLLM computes."""
-    adapters: dict[str, int] = {}
-    """The LoRA adapters that it serves, each with the number of times that it was loaded into serving replicas."""
-    prefix_affinity: float = 0
-    """See `headwater_server.config.vllm_options.VllmOptions`; 0 if vLLM doesn't compute the deployment."""
     retiring: tuple[ReplicaRoute, ...] = ()
     """Replicas that were replaced or are no longer needed, or are out of reach: they get no new requests, but finish
     their requests in flight."""
@@ -201,7 +173,23 @@ class DeploymentRoute(msgspec.Struct, frozen=True):
     @property
     def is_composite(self) -> bool:
         """Whether it has no replicas itself: its versions, or a graph's steps, have them."""
-        return self.is_graph or self.traffic is not None
+        return isinstance(self.kind, GraphKind | VersionsKind)
+
+    @property
+    def is_language_model(self) -> bool:
+        """Whether it, or each of its versions, is a language model."""
+        kind = self.kind
+        return isinstance(kind, LanguageKind | VllmKind) or (isinstance(kind, VersionsKind) and kind.takes_text)
+
+    @property
+    def traffic(self) -> TrafficRoute | None:
+        """How requests are shared among its versions; None if it has no versions."""
+        return self.kind.traffic if isinstance(self.kind, VersionsKind) else None
+
+    @property
+    def adapters(self) -> dict[str, int]:
+        """See `VllmKind.adapters`; empty for other kinds."""
+        return self.kind.adapters if isinstance(self.kind, VllmKind) else {}
 
     @property
     def cause(self) -> str:

@@ -15,6 +15,7 @@ from headwater.datatypes import DATATYPES
 from headwater.pipeline import INPUT, PlannedStep, Wire, tensor_text
 from headwater.signature import Signature
 from headwater_server.codecs.tensors import InferRequest, Outputs, OutputWish, RawTensor, element_count
+from headwater_server.control.route_kinds import GraphKind
 from headwater_server.control.routing import DeploymentRoute, unavailable
 from headwater_server.dispatch.collector import Collector, wanted_heads
 from headwater_server.dispatch.deadlines import Deadlines
@@ -62,7 +63,8 @@ class GraphDispatcher(TensorDispatcher["_GraphRun"]):
     @property
     def version(self) -> Hashable:
         """See `TensorDispatcher.version`: the pipeline's signature, and the generation and signature of each step."""
-        steps = self.route.plan.steps if self.route.plan is not None else ()
+        plan = _kind(self.route).plan
+        steps = plan.steps if plan is not None else ()
         dispatchers = (self._find(step.spec.deployment or f"{self.route.name}.{step.name}") for step in steps)
         return self.route.signature, *(
             dispatcher and (dispatcher.route.generation, dispatcher.route.signature) for dispatcher in dispatchers
@@ -74,7 +76,8 @@ class GraphDispatcher(TensorDispatcher["_GraphRun"]):
         if self.is_draining and not is_step:
             raise Unavailable("the server is stopping", retry_after_s=RETRY_AFTER_LOST_S)
         route = self.route
-        if route.signature is None or route.plan is None or not route.is_open:
+        kind = _kind(route)
+        if route.signature is None or kind.plan is None or not kind.is_open:
             raise unavailable(route)
         return route.signature
 
@@ -112,11 +115,12 @@ class _GraphRun:
         collector: Collector,
         find: Callable[[str], Dispatcher | None],
     ) -> None:
-        assert route.plan is not None
+        plan = _kind(route).plan
+        assert plan is not None
         self.request = request
         self.collector = collector
         self._name = route.name
-        self._plan = route.plan
+        self._plan = plan
         self._find = find
         self._deadlines = Deadlines(collector, route.timeout_s, request.timeout_us, on_head=self._give_up)
         needed = self._plan.needed(collector.heads)
@@ -251,3 +255,8 @@ def _mismatch(step: PlannedStep, wire: Wire, rows: int, got: str) -> CallableFai
     return CallableFailed(
         f"step `{step.name}`, input `{wire.input}`: expected {expected}, got {got} from `{wire.step}`"
     )
+
+
+def _kind(route: DeploymentRoute) -> GraphKind:
+    assert isinstance(route.kind, GraphKind)
+    return route.kind

@@ -8,7 +8,8 @@ from typing import Final
 
 from headwater.signature import Signature
 from headwater_server.codecs.tensors import Answer, HeadAnswer, InferRequest
-from headwater_server.control.routing import DeploymentRoute, State, TrafficRoute, unavailable
+from headwater_server.control.route_kinds import TrafficRoute, VersionsKind
+from headwater_server.control.routing import DeploymentRoute, State, unavailable
 from headwater_server.dispatch.deployment_protocol import Dispatcher, Fail, TensorDispatcher
 from headwater_server.dispatch.shadow import Shadow, Target
 from headwater_server.errors import RETRY_AFTER_LOST_S, Unavailable
@@ -64,8 +65,8 @@ class VersionsDispatcher(Dispatcher):
     @property
     def traffic(self) -> TrafficRoute:
         """The versions' shares of the requests, and the shadow."""
-        assert self.route.traffic is not None
-        return self.route.traffic
+        assert isinstance(self.route.kind, VersionsKind)
+        return self.route.kind.traffic
 
     @property
     def in_flight(self) -> int:

@@ -14,16 +14,16 @@ from headwater_server.codecs.generate_body import GenerateDecoder, GenerateEncod
 from headwater_server.codecs.infer_request import RequestDecoder
 from headwater_server.codecs.infer_response import ResponseEncoder
 from headwater_server.control.messages import Drain, Drained, ReplicaLoss
+from headwater_server.control.route_kinds import VersionsKind, VllmKind
 from headwater_server.control.routing import DeploymentRoute, RoutingTable
 from headwater_server.dispatch.admission import QueueBudget
 from headwater_server.dispatch.deployment_protocol import Dispatcher, Fail, TensorDispatcher, drain
-from headwater_server.dispatch.dispatcher import ModelDispatcher
-from headwater_server.dispatch.graph import GraphDispatcher
 from headwater_server.dispatch.pool import Connect
 from headwater_server.dispatch.pool import connect as dispatch_connect
 from headwater_server.dispatch.shadow import Shadow
 from headwater_server.dispatch.versions import VersionsDispatcher
 from headwater_server.errors import RETRY_AFTER_LOST_S, BadRequest, NotFound, Unavailable
+from headwater_server.gateway.kind_dispatchers import Parts, make_dispatcher
 from headwater_server.lm.language_model import LmDispatcher
 from headwater_server.security.peer_tls import PeerTls
 from headwater_server.telemetry.recorder import recorder
@@ -118,9 +118,10 @@ class Models:
     def __init__(
         self, connect: Connect | None = None, budget: QueueBudget | None = None, tls: PeerTls | None = None
     ) -> None:
-        self._connect = connect or functools.partial(dispatch_connect, tls=tls)
-        self._tls = tls
-        self._budget = budget or QueueBudget()
+        self._parts = Parts(
+            connect or functools.partial(dispatch_connect, tls=tls), budget or QueueBudget(), tls, self._dispatcher,
+            lambda model, fingerprint: self.on_quarantined(model, fingerprint), lambda loss: self.on_lost(loss),
+        )  # fmt: skip
         self._models: dict[str, ServedModel] = {}
         self._adapters: dict[str, ServedModel] = {}
         self.on_quarantined: Callable[[str, bytes], None] = lambda model, fingerprint: None
@@ -170,12 +171,12 @@ class Models:
         self.is_leaving = table.leaving or table.draining
         for route in table.deployments:
             model = self._models.get(route.name)
-            if model is not None and _kind(model.route) == _kind(route):
+            if model is not None and type(model.route.kind) is type(route.kind):
                 model.dispatcher.update(route)
             else:
                 if model is not None:  # reloaded as another kind of model; it was drained before
                     model.dispatcher.close()
-                model = self._models[route.name] = ServedModel(self._made(route))
+                model = self._models[route.name] = ServedModel(make_dispatcher(route, self._parts))
             model.dispatcher.is_draining = table.draining
         for name in self._models.keys() - {route.name for route in table.deployments}:
             self._models.pop(name).dispatcher.close()
@@ -202,23 +203,6 @@ class Models:
         versions = self._versions(model)
         is_one = versions is not None and versions.traffic.shadow == model.route.version
         return versions.shadow if versions is not None and is_one else None
-
-    def _made(self, route: DeploymentRoute) -> Dispatcher:
-        if route.traffic is not None:
-            return VersionsDispatcher(route, self._dispatcher)
-        if route.is_vllm:
-            return VllmDispatcher(route, self._tls, lambda loss: self.on_lost(loss))
-        if route.is_language_model:
-            return LmDispatcher(route, self._connect, on_lost=lambda loss: self.on_lost(loss))
-        if route.is_graph:
-            return GraphDispatcher(route, self._dispatcher)
-        return ModelDispatcher(
-            route,
-            self._connect,
-            lambda fingerprint: self.on_quarantined(route.name, fingerprint),
-            self._budget,
-            lambda loss: self.on_lost(loss),
-        )
 
     def quarantine(self, name: str, fingerprint: bytes) -> None:
         """Refuse requests with this fingerprint: another worker has seen such a request in two lost replicas of this
@@ -265,8 +249,8 @@ class Models:
         """
         model = self.get(name, version)
         route = model.dispatcher.route
-        # `traffic` is checked first: the class check alone takes longer than everything else here.
-        if route.traffic is not None and isinstance(model.dispatcher, VersionsDispatcher):
+        # The kind is checked first: the check of the dispatcher's class takes longer than everything else here.
+        if type(route.kind) is VersionsKind and isinstance(model.dispatcher, VersionsDispatcher):
             sticky = model.dispatcher.traffic.sticky.lower().encode()
             sticky_value = (
                 next((value for header, value in scope["headers"] if header == sticky), None) if sticky else None
@@ -295,7 +279,7 @@ class Models:
         if getattr(model.dispatcher.check_ready(), mapping) is None:
             names = self._names(lambda route: getattr(route.signature, mapping, None) is not None)
             fix = ""
-            if model.route.is_vllm and mapping == "embedding":
+            if isinstance(model.route.kind, VllmKind) and mapping == "embedding":
                 fix = "; with `options.runner: pooling` vLLM would give them"
             raise BadRequest(f"model: `{model.name}` {_LACKS[mapping]}; models that do: {names}{fix}", field="model")
 
@@ -379,11 +363,6 @@ class Models:
 
 async def _nowhere(request_id: str) -> int:
     return 0
-
-
-def _kind(route: DeploymentRoute) -> tuple[bool, bool, bool, bool]:
-    """The kind of dispatcher that a deployment needs."""
-    return route.is_language_model, route.is_vllm, route.is_graph, route.traffic is not None
 
 
 def _quoted(text: str) -> str:

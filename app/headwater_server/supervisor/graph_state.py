@@ -10,6 +10,7 @@ from headwater.errors import DeclarationError
 from headwater.pipeline import Plan, make_plan
 from headwater.signature import Signature
 from headwater_server.config.schema import Deployment
+from headwater_server.control.route_kinds import GraphKind
 from headwater_server.control.routing import DeploymentRoute, State
 from headwater_server.supervisor.composite import Composite
 
@@ -98,4 +99,4 @@ class GraphState(Composite):
 
     def route(self, workers: int) -> DeploymentRoute:
         """The route that each of ``workers`` gateway workers gets."""
-        return msgspec.structs.replace(super().route(workers), is_graph=True, plan=self.plan, is_open=self._is_open)
+        return msgspec.structs.replace(super().route(workers), kind=GraphKind(self.plan, self._is_open))

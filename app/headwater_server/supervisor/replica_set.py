@@ -7,7 +7,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
 import msgspec
@@ -15,6 +15,7 @@ import msgspec
 from headwater_server.config.schema import Deployment
 from headwater_server.config.sections import ReplicaBounds
 from headwater_server.control.messages import Drained, ReplicaLoss
+from headwater_server.control.route_kinds import Kind, LanguageKind, TensorKind, VllmKind
 from headwater_server.control.routing import CRASH_WINDOW_S, DeploymentRoute, State
 from headwater_server.errors import CallableFailed, Conflict, MemoryBudgetExceeded
 from headwater_server.security.key_losses import KeyLosses
@@ -134,10 +135,7 @@ class ReplicaSet(Served):
             shortage=self.shortage,
             part_of=self.part_of,
             version=self.version,
-            is_language_model=self.config.is_language_model,
-            is_vllm=self.config.is_vllm,
-            prefix_affinity=self.config.checked_options["prefix_affinity"] if self.config.is_vllm else 0,
-            adapters={name: self.adapter_loads[name] for name in self.config.adapters},
+            kind=_route_kind(self.config, self.adapter_loads),
             quarantine_s=self.config.quarantine_s,
             generation=self.generation,
             barred=self._barred(),
@@ -496,3 +494,10 @@ def _least_needed(slots: Iterable[Slot], count: int) -> list[Slot]:
         on = [slot.replica.device if slot.replica is not None else "" for slot in rest]
         surplus.append(rest.pop(max(range(len(rest)), key=lambda at: (not rest[at].serves, on.count(on[at]), at))))
     return surplus
+
+
+def _route_kind(config: Deployment, adapter_loads: Mapping[str, int]) -> Kind:
+    if config.is_vllm:
+        adapters = {name: adapter_loads[name] for name in config.adapters}
+        return VllmKind(adapters, config.checked_options["prefix_affinity"])
+    return LanguageKind() if config.is_language_model else TensorKind()

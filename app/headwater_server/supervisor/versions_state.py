@@ -8,7 +8,8 @@ import msgspec
 
 from headwater_server.config.schema import Deployment
 from headwater_server.config.sections import Traffic
-from headwater_server.control.routing import DeploymentRoute, State, TrafficRoute
+from headwater_server.control.route_kinds import TrafficRoute, VersionsKind
+from headwater_server.control.routing import DeploymentRoute, State
 from headwater_server.errors import Conflict
 from headwater_server.supervisor.composite import Composite
 
@@ -124,5 +125,5 @@ class VersionsState(Composite):
             traffic.shares, traffic.default, traffic.sticky, self.is_watched, traffic.shadow, before, self.rolled_back
         )
         first = next(iter(self.config.versions))
-        is_language_model = self.config.version(first).is_language_model
-        return msgspec.structs.replace(super().route(workers), traffic=shared, is_language_model=is_language_model)
+        takes_text = self.config.version(first).is_language_model
+        return msgspec.structs.replace(super().route(workers), kind=VersionsKind(shared, takes_text))

@@ -13,6 +13,7 @@ import anyio
 
 from headwater.wire.lm import Load
 from headwater_server.control.messages import ReplicaLoss
+from headwater_server.control.route_kinds import VllmKind
 from headwater_server.control.routing import DeploymentRoute, ReplicaRoute, check_key
 from headwater_server.dispatch.deployment_protocol import Fail
 from headwater_server.dispatch.pool import ReplicaPool
@@ -72,6 +73,11 @@ class VllmDispatcher(TextDispatcher):
     @property
     def _running(self) -> int:
         return len(self._relays)
+
+    @property
+    def _kind(self) -> VllmKind:
+        assert isinstance(self.route.kind, VllmKind)
+        return self.route.kind
 
     def _loads(self) -> Collection[Load]:
         return self._sampled.values()
@@ -139,7 +145,7 @@ class VllmDispatcher(TextDispatcher):
         self.check_ready()
         check_key(self.route, cache_scope)
         key = cache_scope
-        loads = self.route.adapters.get(request.model)
+        loads = self._kind.adapters.get(request.model)
         if loads:  # otherwise the cache entries of an earlier adapter with this name would be reused
             cache_scope = f"{cache_scope}\n{loads}"
         relay = Relay(
@@ -176,7 +182,7 @@ class VllmDispatcher(TextDispatcher):
         if not candidates:
             raise self._no_replica()
         least_busy = min(candidates, key=attrgetter("load"))
-        factor = 0 if request.route == "embeddings" else self.route.prefix_affinity
+        factor = 0 if request.route == "embeddings" else self._kind.prefix_affinity
         if not factor or len(self._pool.eligible()) == 1:
             return least_busy
 

@@ -15,6 +15,7 @@ from headwater.model import Parameter
 from headwater.pipeline import PipelineSpec, Plan, StepSpec, make_plan
 from headwater.signature import Signature, TensorSpec
 from headwater_server.codecs.tensors import Answer, HeadAnswer, InferRequest, Outputs, OutputWish, RawTensor
+from headwater_server.control.route_kinds import GraphKind
 from headwater_server.control.routing import CacheShare, DeploymentRoute, ReplicaRoute, State
 from headwater_server.dispatch.dispatcher import ModelDispatcher
 from headwater_server.dispatch.graph import GraphDispatcher
@@ -122,7 +123,7 @@ class Bench:
         self.plan = planned or plan()
         self.steps = {f"p.{step.name}": Step() for step in self.plan.steps}
         self.route = DeploymentRoute(
-            name="p", state=State.READY, signature=self.plan.signature, is_graph=True, plan=self.plan, **route
+            name="p", state=State.READY, signature=self.plan.signature, kind=GraphKind(self.plan), **route
         )
         self.dispatcher = GraphDispatcher(self.route, lambda name: cast(Any, self.steps.get(name)))
 
@@ -768,7 +769,7 @@ def test_what_waits_in_a_steps_queue_leaves_it_with_its_client() -> None:
         client = Hanging()
         route = DeploymentRoute("p.trunk", State.READY, "", TRUNK, (ReplicaRoute("r", "unix:", ""),))
         trunk = ModelDispatcher(route, lambda name, route: client)
-        whole = DeploymentRoute("p", State.READY, signature=planned.signature, is_graph=True, plan=planned)
+        whole = DeploymentRoute("p", State.READY, signature=planned.signature, kind=GraphKind(planned))
         dispatcher = GraphDispatcher(whole, {"p.trunk": trunk}.get)
         request = Bench(planned).request()
         trunk.is_draining = True  # which concerns new requests
@@ -794,7 +795,9 @@ def test_a_pipeline_that_is_not_open_says_why() -> None:
     async def scenario() -> None:
         bench = Bench()
         bench.dispatcher.update(
-            msgspec.structs.replace(bench.route, state=State.UNAVAILABLE, is_open=False, reason="step `trunk` is away")
+            msgspec.structs.replace(
+                bench.route, state=State.UNAVAILABLE, kind=GraphKind(bench.plan, False), reason="step `trunk` is away"
+            )
         )
         with pytest.raises(Unavailable, match=r"^model `p` is UNAVAILABLE: step `trunk` is away$") as caught:
             await bench.send()
@@ -810,7 +813,9 @@ def test_an_unchanged_signature_stays_the_same_object_while_the_plan_may_change(
         bench = Bench(plan(narrow, heads=["head"]))
         before = bench.dispatcher.signature
         changed = plan(wide, heads=["head"])
-        bench.dispatcher.update(msgspec.structs.replace(bench.route, signature=changed.signature, plan=changed))
+        bench.dispatcher.update(
+            msgspec.structs.replace(bench.route, signature=changed.signature, kind=GraphKind(changed))
+        )
         assert bench.dispatcher.signature is before
         task = bench.send()
         await settle()

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from headwater.signature import Signature, TensorSpec
 from headwater.wire.report import RowReport, Status
 from headwater_server.codecs.tensors import Answer, InferRequest, OutputWish, RawTensor
-from headwater_server.control.routing import CacheShare, DeploymentRoute, State, TrafficRoute
+from headwater_server.control.route_kinds import TrafficRoute, VersionsKind
+from headwater_server.control.routing import CacheShare, DeploymentRoute, State
 from headwater_server.dispatch.admission import QueueBudget
 from headwater_server.dispatch.deployment_protocol import Dispatcher
 from headwater_server.dispatch.dispatcher import ModelDispatcher
@@ -37,7 +38,7 @@ class Versions:
             bench.dispatcher.close()
             bench.dispatcher = ModelDispatcher(bench.route, bench._connect, budget=budget)
         traffic = TrafficRoute({"1": 1.0, "2": 0.0}, "1", shadow="2")
-        route_of_both = DeploymentRoute("c", State.READY, signature=NUMBERS, traffic=traffic)
+        route_of_both = DeploymentRoute("c", State.READY, signature=NUMBERS, kind=VersionsKind(traffic))
         found: dict[str, Dispatcher] = {"c.1": self.one.dispatcher, "c.2": self.two.dispatcher}
         self.both = VersionsDispatcher(route_of_both, found.get)
         self.one.dispatcher.shadow = self.both.shadow_of("1")
@@ -327,7 +328,7 @@ def test_when_the_shadow_changes_its_copies_are_given_up() -> None:
         await settle()
         before = versions.shadow
         traffic = TrafficRoute({"1": 1.0, "2": 0.0}, "1")
-        versions.both.update(msgspec.structs.replace(versions.both.route, traffic=traffic))
+        versions.both.update(msgspec.structs.replace(versions.both.route, kind=VersionsKind(traffic)))
         await settle()
         assert (versions.both.shadow, before.in_flight, shadowed()) == (None, 0, {"ended": 1})
 

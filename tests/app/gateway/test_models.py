@@ -22,7 +22,8 @@ from headwater_server.codecs.tensors import Answer, InferRequest, OutputWish, Ra
 from headwater_server.config.schema import Server
 from headwater_server.control.load import LoadReport
 from headwater_server.control.messages import Drain, Drained
-from headwater_server.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State, TrafficRoute
+from headwater_server.control.route_kinds import GraphKind, TrafficRoute, VersionsKind, VllmKind
+from headwater_server.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
 from headwater_server.dispatch.dispatcher import ModelDispatcher
 from headwater_server.dispatch.graph import GraphDispatcher
 from headwater_server.dispatch.versions import VersionsDispatcher
@@ -69,7 +70,7 @@ def step(name: str) -> DeploymentRoute:
     )
 
 
-PIPELINE = DeploymentRoute("abc", State.READY, signature=PLAN.signature, is_graph=True, plan=PLAN)
+PIPELINE = DeploymentRoute("abc", State.READY, signature=PLAN.signature, kind=GraphKind(PLAN))
 PLAIN = DeploymentRoute("plain", State.READY, "", SIGNATURES["head"], (ReplicaRoute("r", "unix:", ""),))
 TABLE = RoutingTable((PIPELINE, step("trunk"), step("head"), PLAIN))
 
@@ -223,9 +224,9 @@ def test_openais_routes_know_what_is_ready_and_say_why_another_is_not() -> None:
 def test_adapters_are_models_with_a_parent() -> None:
     async def scenario(models: Models) -> None:
         spec = VllmSpec(max_sequences=8, context_length=64, cache_tokens=1000, version="0", max_lora_rank=8)
-        base = DeploymentRoute("base", State.READY, "", Signature("base", (), (), vllm=spec), is_language_model=True,
-                               is_vllm=True, since_s=1.8e9, replicas=(ReplicaRoute("r", "unix:", ""),),
-                               adapters={"first": 0, "second": 2})  # fmt: skip
+        base = DeploymentRoute("base", State.READY, "", Signature("base", (), (), vllm=spec),
+                               (ReplicaRoute("r", "unix:", ""),), since_s=1.8e9,
+                               kind=VllmKind({"first": 0, "second": 2}))  # fmt: skip
         models.update(RoutingTable((PLAIN, base)))
         assert models.vllm("second") is models.vllm("base") is models.get("first").dispatcher
         assert (models.get("first").name, models.get("first").route.name) == ("first", "base")
@@ -247,7 +248,7 @@ def test_adapters_are_models_with_a_parent() -> None:
             assert [(one["name"], one.get("adapters")) for one in index] == [
                 ("plain", None), ("base", ["first", "second"]),
             ]  # fmt: skip
-        models.update(RoutingTable((PLAIN, msgspec.structs.replace(base, adapters={"second": 2}))))
+        models.update(RoutingTable((PLAIN, msgspec.structs.replace(base, kind=VllmKind({"second": 2})))))
         assert models.vllm("first") is None
         with pytest.raises(NotFound):
             models.get("first")
@@ -473,7 +474,7 @@ def shared(
     shares: dict[str, float], *, sticky: str = "", is_watched: bool = False, shadow: str = "", **fields: Any
 ) -> DeploymentRoute:
     traffic = TrafficRoute(shares, "1", sticky, is_watched, shadow)
-    return DeploymentRoute("c", State.READY, "", signature("c", "x", "y"), traffic=traffic, **fields)
+    return DeploymentRoute("c", State.READY, "", signature("c", "x", "y"), kind=VersionsKind(traffic), **fields)
 
 
 def scope_of(request_id: str = "r", **headers: str) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import headwater.zoo
 from headwater.engine import EngineLimits
 from headwater.signature import LanguageModelSpec, Signature, TensorSpec
+from headwater_server.control.route_kinds import LanguageKind
 from headwater_server.control.routing import DeploymentRoute, State
 from headwater_server.errors import HeadwaterError, NotFound
 from headwater_server.lm.sequence import SequenceSpec, Tokens
@@ -147,7 +148,7 @@ class ScriptedDispatcher:
 
     @property
     def route(self) -> DeploymentRoute:
-        return DeploymentRoute(self.name, State.READY, signature=self.signature, is_language_model=True)
+        return DeploymentRoute(self.name, State.READY, signature=self.signature, kind=LanguageKind())
 
     def check_ready(self) -> Signature:
         if self.unavailable is not None:

@@ -21,6 +21,7 @@ from headwater.wire.lm import (
     encode,
 )
 from headwater.wire.report import CallNote
+from headwater_server.control.route_kinds import LanguageKind
 from headwater_server.control.routing import DeploymentRoute, ReplicaRoute, State
 from headwater_server.errors import HeadwaterError, ReplicaLost, ReplicaUnreachable
 from headwater_server.lm.language_model import LmDispatcher
@@ -42,7 +43,7 @@ SIGNATURE = Signature(
 def route_of(*replicas: str, **fields: object) -> DeploymentRoute:
     """A language model that is ready on these replicas."""
     routes = tuple(ReplicaRoute(id, "unix:", "", "unix:grpc") for id in replicas)
-    return DeploymentRoute("lm", State.READY, "", SIGNATURE, routes, is_language_model=True, **fields)  # type: ignore[arg-type]
+    return DeploymentRoute("lm", State.READY, "", SIGNATURE, routes, kind=LanguageKind(), **fields)  # type: ignore[arg-type]
 
 
 class Replica:

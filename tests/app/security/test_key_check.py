@@ -23,6 +23,7 @@ from starlette.types import Scope
 
 from headwater_server.config.schema import Server
 from headwater_server.control.messages import CommandAnswer
+from headwater_server.control.route_kinds import GraphKind
 from headwater_server.control.routing import DeploymentRoute, RoutingTable, State
 from headwater_server.errors import ConfigError, Unauthorized
 from headwater_server.gateway.app import body_reader, create_app
@@ -272,7 +273,7 @@ SECRET = "postgres://user:password@db"
 @pytest.mark.parametrize("state", [State.LOADING, State.FAILED])
 def test_without_a_key_nobody_learns_reasons_or_names(gateway: Ring, path: str, about: object, state: State) -> None:
     reason = f"RuntimeError: can't connect to {SECRET}"
-    route = DeploymentRoute("hidden", state, reason, failure=reason, is_graph=True, is_open=False)
+    route = DeploymentRoute("hidden", state, reason, failure=reason, kind=GraphKind(is_open=False))
     gateway.models.update(RoutingTable((route, msgspec.structs.replace(route, name="hidden-too"))))
     for headers in ({}, bearer("wrong")):
         answer = gateway.ask("GET", path, headers)

@@ -10,6 +10,7 @@ import pytest
 
 from headwater.signature import Signature, TensorSpec
 from headwater_server.config.schema import Deployment
+from headwater_server.control.route_kinds import GraphKind
 from headwater_server.control.routing import CacheShare, DeploymentRoute, State, unavailable
 from headwater_server.supervisor.graph_state import GraphState
 
@@ -62,7 +63,7 @@ def test_it_waits_for_its_steps_and_says_for_which() -> None:
     assert (state.state, state.signature) == (State.LOADING, None)
     state.update(told(state, without("head_a"), head_a=(State.LOADING, "importing m:HeadA")))
     assert (state.state, state.reason) == (State.LOADING, "step `head_a`: importing m:HeadA")
-    assert not state.route(1).is_open
+    assert state.route(1).kind == GraphKind(state.plan, False)
 
 
 def test_with_all_steps_ready_it_is_ready_and_has_a_signature() -> None:
@@ -78,8 +79,8 @@ def test_what_gateway_workers_are_told() -> None:
     state = graph(timeout_s=7, batching={"max_batch_size": 8, "max_queue_size": 9})
     state.update(told(state))
     route = state.route(2)
-    assert (route.name, route.is_graph, route.is_open, route.timeout_s, route.max_queue_size) == ("p", True, True, 7, 5)
-    assert route.plan is state.plan is not None
+    assert (route.name, route.kind, route.timeout_s, route.max_queue_size) == ("p", GraphKind(state.plan), 7, 5)
+    assert state.plan is not None
     assert route.signature is state.plan.signature
     assert route.signature.max_batch_size == 8
     assert route.replicas == ()
@@ -106,7 +107,7 @@ def test_while_a_head_is_away_the_others_are_served_and_the_reason_says_so() -> 
     state.update(told(state))
     state.update(told(state, head_b=(State.UNAVAILABLE, "killed by signal 9")))
     assert (state.state, state.reason) == (State.READY, "step `head_b` is UNAVAILABLE: killed by signal 9")
-    assert state.route(1).is_open
+    assert state.route(1).kind == GraphKind(state.plan)
     state.update(told(state))
     assert state.reason == "all steps ready"
 
@@ -116,7 +117,7 @@ def test_without_its_trunk_it_is_unavailable() -> None:
     state.update(told(state))
     state.update(told(state, trunk=(State.UNAVAILABLE, "hung")))
     assert (state.state, state.reason) == (State.UNAVAILABLE, "step `trunk` is UNAVAILABLE: hung")
-    assert not state.route(1).is_open
+    assert state.route(1).kind == GraphKind(state.plan, False)
     assert state.route(1).signature is not None
 
 
@@ -157,7 +158,7 @@ def test_a_step_that_never_started_fails_it(step: str) -> None:
     state = graph()
     state.update(told(state, without(step), **{step: (State.FAILED, "no module named m")}))
     assert (state.state, state.reason) == (State.FAILED, f"step `{step}`: no module named m")
-    assert not state.route(1).is_open
+    assert state.route(1).kind == GraphKind(state.plan, False)
 
 
 def test_a_step_that_failed_counts_before_one_that_loads() -> None:
@@ -222,10 +223,10 @@ def test_what_an_operator_did_holds_whatever_its_steps_are_in() -> None:
     state.update(told(state))
     assert (state.state, state.reason, state.is_loaded) == (State.DRAINING, "it is being unloaded", False)
     assert state.since_s >= since_s
-    assert not state.route(1).is_open
+    assert state.route(1).kind == GraphKind(state.plan, False)
     state.release()
     state.update(told(state))
-    assert (state.state, state.reason, state.route(1).is_open) == (State.READY, "all steps ready", True)
+    assert (state.state, state.reason, state.route(1).kind) == (State.READY, "all steps ready", GraphKind(state.plan))
 
 
 def test_clients_are_told_of_a_step_what_its_own_clients_are() -> None:

@@ -15,6 +15,7 @@ import pytest
 from headwater.signature import Signature, TensorSpec
 from headwater_server.config.schema import Config, Deployment
 from headwater_server.control.messages import Command, CommandAnswer, Drained
+from headwater_server.control.route_kinds import GraphKind
 from headwater_server.control.routing import ReplicaRoute, State
 from headwater_server.errors import MemoryBudgetExceeded
 from headwater_server.process.proc import GroupUse
@@ -661,7 +662,8 @@ def test_a_pipeline_drains_before_its_steps_and_takes_only_its_own_with_it() -> 
         supervisor.drain_gate = asyncio.Event()
         unloading = asyncio.create_task(supervisor.do("unload", "p"))
         await settle()
-        assert (graph.state, graph.route(1).is_open) == (State.DRAINING, False)
+        kind = graph.route(1).kind
+        assert (graph.state, isinstance(kind, GraphKind) and kind.is_open) == (State.DRAINING, False)
         assert supervisor.sets["p.trunk"].state is State.READY  # what is in flight needs it
         supervisor.drain_gate.set()
         answer = await unloading

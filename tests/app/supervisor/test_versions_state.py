@@ -8,7 +8,8 @@ import pytest
 
 from headwater.signature import Signature, TensorSpec
 from headwater_server.config.schema import Deployment
-from headwater_server.control.routing import DeploymentRoute, State, TrafficRoute
+from headwater_server.control.route_kinds import TrafficRoute
+from headwater_server.control.routing import DeploymentRoute, State
 from headwater_server.errors import Conflict
 from headwater_server.supervisor.versions_state import VersionsState
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from headwater.signature import VllmSpec, text_signature
+from headwater_server.control.route_kinds import VllmKind
 from headwater_server.control.routing import DeploymentRoute, ReplicaRoute, State
 from headwater_server.vllm.requests import VllmRequest, read_request
 from headwater_server.vllm.vllm_model import VllmDispatcher
@@ -210,7 +211,8 @@ async def stand_ins(*names: str) -> AsyncIterator[dict[str, StandIn]]:
 def route_of(replicas: dict[str, StandIn], **fields: Any) -> DeploymentRoute:
     """The deployment ``m``, ready on these replicas."""
     routes = tuple(ReplicaRoute(name, f"unix:{one.path}", "") for name, one in replicas.items())
-    told: dict[str, Any] = {"timeout_s": 10.0, "is_language_model": True, "is_vllm": True, **fields}
+    kind = VllmKind(fields.pop("adapters", {}), fields.pop("prefix_affinity", 0))
+    told: dict[str, Any] = {"timeout_s": 10.0, "kind": kind, **fields}
     return DeploymentRoute("m", State.READY, "", told.pop("signature", SIGNATURE), routes, **told)
 
 

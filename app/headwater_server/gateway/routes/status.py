@@ -17,6 +17,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 import headwater_server
+from headwater_server.control.route_kinds import GraphKind, VllmKind
 from headwater_server.gateway.models import Models, ServedModel
 from headwater_server.gateway.routes.metadata import index_entry
 from headwater_server.gateway.sampler import Sampler
@@ -52,7 +53,9 @@ def metrics_routes(models: Models, folder: Path, sampler: Sampler) -> APIRouter:
         from headwater_server.telemetry.exposition import ReplicaTarget, ask_replicas, exposition
 
         targets = [
-            ReplicaTarget(model.route.name, replica.id, path if model.route.is_vllm else path.with_name("m"))
+            ReplicaTarget(
+                model.route.name, replica.id, path if isinstance(model.route.kind, VllmKind) else path.with_name("m")
+            )
             for model in models.with_steps()
             for replica in (*model.route.replicas, *model.route.retiring)
             if (path := replica.http_path) is not None  # Triton's socket for metrics is beside its socket for HTTP
@@ -178,5 +181,5 @@ def _kind(model: ServedModel) -> str:
         return "version"
     if route.part_of is not None:
         return "step"
-    is_pipeline = route.is_graph or (route.signature is not None and bool(route.signature.heads))
+    is_pipeline = isinstance(route.kind, GraphKind) or (route.signature is not None and bool(route.signature.heads))
     return "pipeline" if is_pipeline else "model"

@@ -14,6 +14,7 @@ import pytest
 
 from headwater.signature import HeadSpec, Signature, TensorSpec
 from headwater_server.config.schema import Server
+from headwater_server.control.route_kinds import LanguageKind
 from headwater_server.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
 from headwater_server.gateway.app import create_app
 from headwater_server.gateway.http.entry import RequestRecords
@@ -58,7 +59,7 @@ def served() -> Models:
                     wanted=3,
                     since_s=1_700_000_000.5,
                 ),
-                DeploymentRoute("lm", State.LOADING, "loading on cpu", is_language_model=True),
+                DeploymentRoute("lm", State.LOADING, "loading on cpu", kind=LanguageKind()),
                 DeploymentRoute("heads", State.FAILED, "no such file", signature=Signature("heads", X, X, heads=heads)),
             )
         )

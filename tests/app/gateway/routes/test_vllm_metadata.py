@@ -14,6 +14,7 @@ import pytest
 from headwater.signature import Signature, VllmSpec, text_signature
 from headwater_server.cli.announce import print_what_is_served
 from headwater_server.config.schema import Server
+from headwater_server.control.route_kinds import VllmKind
 from headwater_server.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
 from headwater_server.gateway.app import create_app
 from headwater_server.gateway.models import Models
@@ -51,7 +52,7 @@ def run(scenario: Callable[[httpx.AsyncClient, Models], Awaitable[None]], signat
             models = Models()
             replica = ReplicaRoute("chat-1", f"unix:{folder / 'h'}", "", facts={"device": "cpu"})
             route = DeploymentRoute(
-                "chat", State.READY, "", signature, (replica,), is_language_model=True, is_vllm=True
+                "chat", State.READY, "", signature, (replica,), kind=VllmKind()
             )  # fmt: skip
             models.update(RoutingTable((route,)))
             sampler = Sampler(models)
