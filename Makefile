@@ -46,10 +46,19 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq --no-input
 # setuptools comes with the lock, so building the editable install needs nothing more.
 INSTALL_SELF := $(PIP) install --no-deps --no-build-isolation -e ./inference -e .
 
-.PHONY: help serve test test-fast wheel test-compiled test-clients test-vllm test-ray test-user-env vllm-env user-env lint format types bench bench-peers bench-fanout bench-stream bench-neighbours bench-tails bench-scaling bench-keys bench-smoke gpu screenshots soak chaos fuzz drill kustomize-base lock clean image base-image image-test image-suite engine offline offline-test
+.PHONY: help serve test test-fast lint types format wheel lock clean image offline
+.PHONY: test-compiled test-clients vllm-env test-vllm test-ray test-user-env base-image image-test image-suite engine offline-test
+
+# `##` puts a target in the list; `###` puts it below the others, as it takes long or installs more.
+LIST = sed -nE 's/^([a-z-]+):.*  $(1) (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 25
 
 help:  ## list the targets
-	@sed -nE 's/^([a-z-]+):.*  ## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 25
+	@$(call LIST,##)
+	@echo
+	@echo "Before a release, or for a single machine:"
+	@$(call LIST,###)
+	@echo
+	@echo "  make -C benchmarks     lists the benchmarks, and the tests that take long"
 	@echo
 	@echo "  PYTHON=$(PYTHON)  the interpreter, 3.10 to 3.12;  TESTS=$(TESTS)  what make test runs, TEST_JOBS=$(TEST_JOBS) modules at once;"
 	@echo "  CONFIG=$(CONFIG)  what make serve serves;  ARGS=  more arguments for serve, test and the benchmarks"
@@ -79,7 +88,7 @@ wheel: $(VENV)/.dev  ## build both wheels in dist/, the server's compiled for th
 	@ls dist/headwater-*.whl dist/headwater_server-*.whl
 
 # In a copy, so that nothing compiled stays beside the sources.
-test-compiled: wheel  ## run the tests against the compiled wheel
+test-compiled: wheel  ### run the tests against the compiled wheel
 	@rm -rf $(COMPILED_TREE)
 	@mkdir -p $(COMPILED_TREE)
 	@git ls-files -z --cached --others --exclude-standard | xargs -0 cp --parents -t $(COMPILED_TREE)
@@ -88,22 +97,20 @@ test-compiled: wheel  ## run the tests against the compiled wheel
 	  exec $(CURDIR)/$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile $(TESTS) $(ARGS)
 
 # What is installed for clients is nothing of ours.
-test-clients: $(VENV)/.dev  ## run clients that people already use, each installed in an environment of its own
+test-clients: $(VENV)/.dev  ### run clients that people already use, each installed in an environment of its own
 	@exec $(BIN)/python -m tests.clients $(ARGS)
 
-vllm-env: $(VLLM_STAMP)  ## install a vLLM of a tested version in an environment of its own, .venv-vllm
+vllm-env: $(VLLM_STAMP)  ### install a vLLM of a tested version in an environment of its own, .venv-vllm
 
 # Another vLLM's interpreter: HEADWATER_VLLM_PYTHON.
-test-vllm: $(VENV)/.dev $(if $(HEADWATER_VLLM_PYTHON),,vllm-env)  ## run the tests that need a vLLM
+test-vllm: $(VENV)/.dev $(if $(HEADWATER_VLLM_PYTHON),,vllm-env)  ### run the tests that need a vLLM
 	@exec $(BIN)/python -m pytest -m vllm tests/vllm $(ARGS)
 
-test-ray: $(VENV)/.dev  ## run the tests that start several nodes of Ray
+test-ray: $(VENV)/.dev  ### run the tests that start several nodes of Ray
 	@$(BIN)/python -c 'import ray' 2>/dev/null || $(BIN)/pip install -q -c requirements.lock -e '.[cluster]'
 	@exec $(BIN)/python -m pytest -m ray tests/ray $(ARGS)
 
-user-env: $(USER_VENV)/.made  ## install the newest packages that models import in an environment of their own, .venv-user
-
-test-user-env: $(VENV)/.dev user-env  ## run the tests that start servers with models in .venv-user
+test-user-env: $(VENV)/.dev $(USER_VENV)/.made  ### run the tests that start servers with models in .venv-user, of the newest packages
 	@export HEADWATER_TEST_ENVIRONMENT=$(CURDIR)/$(USER_VENV) && exec $(BIN)/python -m pytest -n $(TEST_JOBS) \
 	  --dist loadfile -m "not vllm and not ray" tests/end_to_end tests/user_environment $(ARGS)
 
@@ -118,71 +125,19 @@ format: $(VENV)/.dev  ## fix what ruff can fix
 types: $(VENV)/.dev  ## mypy --strict
 	@$(BIN)/mypy
 
-bench: $(VENV)/.dev  ## benchmark the gateway
-	@exec $(BIN)/python -m benchmarks.gateway $(ARGS)
-
-# What is installed for peers is nothing of ours; a peer that can't be installed is left out, and said so.
-bench-peers: $(VENV)/.dev  ## benchmark the gateway beside other servers, each installed in an environment of its own
-	@$(BIN)/python -m benchmarks.peers.environments
-	@exec $(BIN)/python -m benchmarks.peers $(ARGS)
-
-bench-fanout: $(VENV)/.dev  ## benchmark one trunk with two heads
-	@exec $(BIN)/python -m benchmarks.fanout $(ARGS)
-
-bench-stream: $(VENV)/.dev  ## benchmark token streams
-	@exec $(BIN)/python -m benchmarks.stream $(ARGS)
-
-bench-neighbours: $(VENV)/.dev  ## benchmark one deployment beside a saturated one
-	@exec $(BIN)/python -m benchmarks.neighbours $(ARGS)
-
-bench-tails: $(VENV)/.dev  ## benchmark how far the slowest requests are from the others, and what disturbs them
-	@exec $(BIN)/python -m benchmarks.tails $(ARGS)
-
-screenshots: $(VENV)/.dev  ## take the pictures in docs/images anew
-	@exec $(BIN)/python -m tests.screenshots $(ARGS)
-
-soak: $(VENV)/.dev  ## load, use, unload and reload models again and again, and see that nothing is left
-	@exec $(BIN)/python -m tests.soak $(ARGS)
-
-chaos: $(VENV)/.dev  ## ask 10,000 things while processes are killed and stopped, and see that all ends well
-	@$(BIN)/python -m tests.chaos $(ARGS)
-	@exec $(BIN)/python -m tests.hostile
-
-fuzz: $(VENV)/.fuzz  ## give what reads requests inputs that reach new code, a minute for each target
-	@exec $(BIN)/python -m tests.fuzz $(ARGS)
-
-drill: $(VENV)/.dev  ## replace, kill and stop one of three servers behind HAProxy, and count the requests that are lost
-	@exec $(BIN)/python -m tests.drill $(ARGS)
-
-kustomize-base: $(VENV)/.dev  ## render the Helm chart into deploy/kustomize/base
-	@exec $(BIN)/python -m tests.deploy.charts
-
-bench-scaling: $(VENV)/.dev  ## benchmark a step in load, up and down again
-	@exec $(BIN)/python -m benchmarks.scaling $(ARGS)
-
-bench-keys: $(VENV)/.dev  ## benchmark wrong keys beside right ones, and how soon a revoked key is refused
-	@exec $(BIN)/python -m benchmarks.keys $(ARGS)
-
-bench-smoke: $(VENV)/.dev  ## run every benchmark with tiny counts: does it run, are its answers right
-	@exec $(BIN)/python -m benchmarks.smoke $(ARGS)
-
-# Without a GPU its status is 3; make's own is 2, as of any target that fails.
-gpu: $(VENV)/.dev  ## prove and measure it on an NVIDIA GPU; ARGS=--cpu tries all of that on the CPU
-	@exec $(BIN)/python -m benchmarks.gpu $(ARGS)
-
 # A health check is part of docker's format of images, which the others make if told.
 BUILD_IMAGE = $(ENGINE) build $(if $(filter-out docker,$(ENGINE)),--format docker) $(IMAGE_ARGS)
 
 image: engine  ## build the container image
 	$(BUILD_IMAGE) --build-arg BASE=$(BASE) -t $(IMAGE) .
 
-base-image: engine  ## make a base image from Debian's packages, where no registry of images is reached
+base-image: engine  ### make a base image from Debian's packages, where no registry of images is reached
 	docker/base-image.sh $(ENGINE) headwater-base
 
-image-test: engine  ## run the image: health, an inference, a stream, signals, read-only root
+image-test: engine  ### run the image: health, an inference, a stream, signals, read-only root
 	@exec $(PYTHON) -m tests.image --engine $(ENGINE) $(IMAGE) $(ARGS)
 
-image-suite: engine  ## run the tests inside the image
+image-suite: engine  ### run the tests inside the image
 	$(BUILD_IMAGE) --build-arg IMAGE=$(IMAGE) -f docker/tests.Dockerfile -t $(IMAGE)-tests .
 	$(ENGINE) run --rm --shm-size=1g --pids-limit -1 $(RUN_ARGS) $(IMAGE)-tests \
 	  -n $(TEST_JOBS) --dist loadfile $(TESTS) $(ARGS)
@@ -192,7 +147,7 @@ offline: $(VENV)/.runtime  ## build a folder that installs Headwater without a n
 	  $(if $(SLIM),--slim) $(if $(LIBPYTHON),--libpython '$(LIBPYTHON)') $(ARGS)
 
 # Another Python than install.sh finds: ARGS='--python PATH'.
-offline-test: $(VENV)/.python  ## install what `make offline` built, without an index, and serve a model from it
+offline-test: $(VENV)/.python  ### install what `make offline` built, without an index, and serve a model from it
 	@exec $(BIN)/python -m tests.deploy.offline $(ARGS)
 
 engine:
@@ -201,7 +156,7 @@ engine:
 
 clean:  ## remove the environments, caches and build output
 	rm -rf $(VENV) $(LOCK_VENV) $(PEER_VENVS) $(CLIENT_VENVS) $(VLLM_VENV) $(USER_VENV) build inference/build dist */*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
-	find app inference deploy tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find app inference deploy tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps: a set-up runs again when a lock or a pyproject.toml changes, and costs nothing otherwise.
 

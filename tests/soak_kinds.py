@@ -15,7 +15,7 @@ from typing import Any, Final
 import httpx
 import psutil
 
-from headwater.zoo.training.export_digit_head import ONNX_FILE
+from examples.training.export_digit_head import ONNX_FILE
 from tests.running import Running
 from tests.traces import Traces
 

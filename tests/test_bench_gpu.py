@@ -1,4 +1,4 @@
-"""`make gpu`: how parts are run, cut and taken up again, and the report that is made of them."""
+"""`benchmarks.gpu`: how parts are run, cut and taken up again, and the report that is made of them."""
 
 from __future__ import annotations
 

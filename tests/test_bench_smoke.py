@@ -1,4 +1,4 @@
-"""`make bench-smoke`: which benchmarks take part, and what their flag does; what ends a benchmark's servers."""
+"""`benchmarks.smoke`: which benchmarks take part, and what their flag does; what ends a benchmark's servers."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What proves and measures Headwater on a machine with an NVIDIA GPU: ``make gpu``, see docs/gpu.md."""
+"""What proves and measures Headwater on a machine with an NVIDIA GPU: ``make -C benchmarks gpu``, see docs/gpu.md."""

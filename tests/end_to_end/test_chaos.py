@@ -1,4 +1,4 @@
-"""A little of the chaos run, which `make chaos` does at length: bad clients, poison, and processes that end or stop."""
+"""A little of the chaos run, which `tests.chaos` does at length: bad clients, poison, processes that end or stop."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
+from examples.training.digits_data import LabelledImages, held_out
 from headwater.zoo.digits import Digits, Parity, Reconstruction, Trunk
-from headwater.zoo.training.digits_data import LabelledImages, held_out
 from tests.running import Running
 
 AT_ONCE = 32

@@ -12,8 +12,8 @@ import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
+from examples.training.export_digit_head import ONNX_FILE
 from headwater.zoo.digits import Digit
-from headwater.zoo.training.export_digit_head import ONNX_FILE
 from tests.running import Running, serve
 
 ROWS = 40

@@ -59,7 +59,7 @@ NOT_RUN = {
     ("deployment.md", "pip install --constraint"): COMPILED,
     ("deployment.md", "headwater --version"): COMPILED,
     ("gpu.md", "cat > /opt/headwater/"): "changes what an offline folder has installed",
-    ("gpu.md", "make gpu"): "needs a GPU; tests/test_bench_gpu.py runs its parts on the CPU",
+    ("gpu.md", "make -C benchmarks gpu"): "needs a GPU; tests/test_bench_gpu.py runs its parts on the CPU",
     ("guide.md", "uv tool install"): "a download",
     ("guide.md", "pipx install"): "the same",
     ("guide.md", "python3 -m venv "): "the same",

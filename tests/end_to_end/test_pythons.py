@@ -21,8 +21,8 @@ import numpy as np
 import pytest
 import tritonclient.http as triton
 
+from examples.training.export_digit_head import ONNX_FILE
 from headwater.datatypes import DATATYPES
-from headwater.zoo.training.export_digit_head import ONNX_FILE
 from tests.running import Running, leaves_nothing, wait_for
 
 OLD_NUMPY = "numpy==1.26.4"

@@ -8,7 +8,7 @@ import httpx
 import numpy as np
 import yaml
 
-from headwater.zoo.training.digits_data import held_out
+from examples.training.digits_data import held_out
 from tests.running import Running, leftovers, segments_of, serve
 
 CONFIGS = Path(__file__).parents[2] / "configs"

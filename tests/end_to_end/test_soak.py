@@ -1,4 +1,4 @@
-"""A little of the soak, which `make soak` does at length: cycles of load, use and unload, and reload under load."""
+"""A little of the soak, which `tests.soak` does at length: cycles of load, use and unload, and reload under load."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CYCLES = 4
 RELOADS = 2
 CONNECTIONS = 8
 UNLOADED_WITHIN_S = 30.0
-"""However busy the machine is; `make soak` has the figure for one that does nothing else."""
+"""However busy the machine is; `tests.soak` has the figure for one that does nothing else."""
 GPU_CYCLES = 10
 GPU_SLACK_BYTES = 16 * 1024 * 1024
 
@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def running(folder: Path) -> Iterator[Running]:
-    """A server as `make soak` starts it, but for the language model, which computes nothing."""
+    """A server as `tests.soak` starts it, but for the language model, which computes nothing."""
     with serve(soak_config(folder, small=True)) as running:
         yield running
         segments = segments_of(running.folder)
@@ -63,7 +63,7 @@ def test_a_reload_under_load_fails_no_request_and_each_connection_goes_over_once
 
 @pytest.mark.torch
 def test_every_kind_of_model_leaves_the_server_as_it_was(tmp_path: Path) -> None:
-    """Processes, threads, file descriptors, shared memory and folders; `make soak` looks at the memory, too."""
+    """Processes, threads, file descriptors, shared memory and folders; `tests.soak` looks at the memory, too."""
     with serve(kinds_config(tmp_path)) as running:
         first = asyncio.run(run_kinds_cycle(running))
         before = standing_of(running)

@@ -1,7 +1,7 @@
 """Models that read a handwritten digit: `Digits` alone, or `Trunk` and the heads `Digit`, `Parity`, `Reconstruction`.
 
 The trunk and the heads are the steps of a pipeline: the heads take the ``features`` that the trunk computes once.
-Images have the format of ``sklearn.datasets.load_digits``; `headwater.zoo.training.train_digits` trains the weights.
+Images have the format of ``sklearn.datasets.load_digits``; `examples/training/train_digits.py` trains the weights.
 """
 
 from __future__ import annotations
@@ -227,9 +227,9 @@ class Reconstruction(Model):
         reconstruction: FP32 [1, 8, 8], pixel values 0 to 16.
         anomaly_score: FP32 [1], the root of the mean squared difference between the two images, in pixel values: 0 for
             the same image. For held-out digits against as many images without a digit
-            (`headwater.zoo.training.digits_data.anomalies`), the area under the ROC curve is 1.00 for uniform noise and
-            for permuted pixels, 0.998 for salt and pepper on a quarter of a digit's pixels, but 0.87 for uniformly grey
-            images.
+            (`anomalies` in `examples/training/digits_data.py`), the area under the ROC curve is 1.00 for uniform noise
+            and for permuted pixels, 0.998 for salt and pepper on a quarter of a digit's pixels, but 0.87 for uniformly
+            grey images.
     """
 
     inputs = (_FEATURES, _IMAGE)

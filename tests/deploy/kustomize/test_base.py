@@ -12,7 +12,7 @@ from tests.deploy.charts import BASE, DEPLOY, VERSIONS, base_text, only, problem
 
 
 def test_the_base_is_what_the_chart_renders() -> None:
-    assert BASE.read_text() == base_text(), "make kustomize-base"
+    assert BASE.read_text() == base_text(), "python -m tests.deploy.charts"
 
 
 def test_the_base_is_what_kubernetes_takes() -> None:

@@ -1,8 +1,6 @@
-"""tiny-lm as it is shipped: what its folder holds, how well it predicts Python, and how its training goes on."""
+"""tiny-lm as it is shipped: what its folder holds, and how well it predicts Python."""
 
 import ast
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,12 +9,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
 
-from headwater.zoo.training import train_tiny_lm
-from headwater.zoo.training.tiny_lm_data import SYSTEM_PROMPTS, chats, collect, is_held_out
-from headwater.zoo.training.train_tiny_lm import FOLDER, SPECIAL, Corpus, held_out_loss, learning_rate, train
+from examples.training.tiny_lm_data import collect
+from examples.training.train_tiny_lm import FOLDER, SPECIAL, held_out_loss
 
 # Written for this test, so in no corpus.
 UNSEEN = '''"""Keep the lines of a log that a reader has not yet seen."""
@@ -219,107 +216,3 @@ def parses(code: str) -> bool:
     except SyntaxError:
         return False
     return True
-
-
-class TestTheCorpus:
-    def test_files_are_held_out_by_name(self) -> None:
-        held_out = ["chunk.py", "sched.py", "secrets.py", "zoneinfo/__init__.py"]
-        assert all(map(is_held_out, held_out))
-        assert not any(map(is_held_out, ["abc.py", "json/decoder.py", "zoneinfo/_common.py"]))
-
-    def test_about_one_in_twenty_is_held_out_and_not_trained_on(self) -> None:
-        trained, unseen = collect()
-        assert 0.02 < len(unseen) / (len(unseen) + len(trained)) < 0.09
-        assert not trained.keys() & unseen.keys()
-        assert not set(trained.values()) & set(unseen.values())
-
-    def test_tests_packages_and_generated_files_are_left_out(self, tmp_path: Path) -> None:
-        for name in ("kept.py", "test/a.py", "site-packages/b.py", "_sysconfigdata_x.py", "config-3/c.py", "empty.py"):
-            (tmp_path / name).parent.mkdir(exist_ok=True)
-            (tmp_path / name).write_text("" if name == "empty.py" else "x = 1\n")
-        (tmp_path / "latin.py").write_bytes(b"# \xe9\n")
-        trained, unseen = collect(tmp_path)
-        assert (trained | unseen) == {"kept.py": "x = 1\n"}
-
-    def test_a_chat_asks_for_a_function_or_its_rest(self) -> None:
-        source = 'class A:\n    def twice(self, x):\n        """Double it."""\n        return 2 * x\n'
-        function = 'def twice(self, x):\n    """Double it."""\n    return 2 * x'
-        seen = set()
-        for seed in range(40):
-            (chat,) = chats({"a.py": source}, seed)
-            request, reply = (message["content"] for message in chat[-2:])
-            if request.startswith("Complete"):
-                assert request.split("\n", 1)[1] + "\n" + reply == function
-            else:
-                assert request in {"Write a Python function called twice.", "Write a Python function: Double it."}
-                assert reply == function
-            seen.add((request.split("\n")[0], len(chat)))
-            assert len(chat) == 2 or chat[0]["content"] in SYSTEM_PROMPTS
-        assert len(seen) == 6
-
-    def test_chats_are_the_same_each_time(self) -> None:
-        files = {"a.py": UNSEEN}
-        assert list(chats(files, 0)) == list(chats(files, 0)) != list(chats(files, 1))
-
-    def test_rows_begin_with_a_chat_or_anywhere(self, plain: Tokenizer) -> None:
-        corpus = Corpus(plain, {str(index): UNSEEN for index in range(8)})
-        rows = [row for step in range(16) for row in corpus.rows(step)]
-        assert {row.shape for row in rows} == {(513,)}
-        assert [index for index, row in enumerate(rows) if row[0] == plain.token_to_id("<|im_start|>")] == [
-            0,
-            16,
-            32,
-            48,
-        ]
-
-
-class Rows(Corpus):
-    """Random ids; at one step, an interruption."""
-
-    def __init__(self, interrupted_at: int | None = None) -> None:
-        self.interrupted_at = interrupted_at
-
-    def rows(self, step: int) -> Tensor:
-        if step == self.interrupted_at:
-            raise InterruptedError
-        return torch.randint(16, (2, 9), generator=torch.Generator().manual_seed(step))
-
-
-class TestTraining:
-    CONFIG = LlamaConfig(
-        vocab_size=16,
-        hidden_size=8,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        tie_word_embeddings=True,
-    )
-
-    @pytest.fixture(autouse=True)
-    def _checkpoint_every_2_steps(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-        monkeypatch.setattr(train_tiny_lm, "STEPS_PER_CHECKPOINT", 2)
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        yield
-        torch.set_num_threads(threads)
-
-    def test_a_run_that_was_interrupted_ends_with_the_same_weights(self, tmp_path: Path) -> None:
-        whole = train(self.CONFIG, Rows(), 6, tmp_path / "whole.pt")
-        with pytest.raises(InterruptedError):
-            train(self.CONFIG, Rows(interrupted_at=5), 6, tmp_path / "parts.pt")
-        resumed = Rows(interrupted_at=3)  # before the checkpoint: not asked for again
-        parts = train(self.CONFIG, resumed, 6, tmp_path / "parts.pt")
-        for one, other in zip(whole.parameters(), parts.parameters(), strict=True):
-            assert torch.equal(one, other)
-
-    def test_a_checkpoint_of_a_longer_run_is_not_gone_on_from(self, tmp_path: Path) -> None:
-        train(self.CONFIG, Rows(), 6, tmp_path / "a.pt")
-        with pytest.raises(InterruptedError):
-            train(self.CONFIG, Rows(interrupted_at=0), 4, tmp_path / "a.pt")
-
-    def test_the_learning_rate_rises_and_falls(self) -> None:
-        rates = [learning_rate(step, 2400) for step in range(2400)]
-        assert rates[99] == rates[100] == max(rates) == 2e-3
-        assert rates[:100] == sorted(rates[:100])
-        assert rates[100:] == sorted(rates[100:], reverse=True)
-        assert rates[-1] == pytest.approx(1e-4, rel=0.01)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from examples.training.digits_data import SPLIT_SEED, Floats, LabelledImages, anomalies, auc, held_out
 from headwater.signature import Signature, TensorSpec
 from headwater.zoo.digits import FEATURES, WEIGHTS, DecoderNet, Digit, Digits, Parity, Reconstruction, Trunk, load_part
-from headwater.zoo.training.digits_data import SPLIT_SEED, Floats, LabelledImages, anomalies, auc, held_out, split
 
 
 @pytest.fixture(scope="module")
@@ -53,12 +53,6 @@ def test_the_weights_say_which_split_and_which_torch_they_come_from() -> None:
 
 def test_the_weights_are_small() -> None:
     assert WEIGHTS.stat().st_size < 500_000
-
-
-def test_a_quarter_is_held_out_and_never_trained_on() -> None:
-    trained, unseen = split()
-    assert (len(trained.labels), len(unseen.labels)) == (1347, 450)
-    assert not {image.tobytes() for image in trained.images} & {image.tobytes() for image in unseen.images}
 
 
 def test_outputs_have_the_declared_shapes_and_datatypes(model: Digits) -> None:
@@ -113,7 +107,7 @@ def test_its_example_is_the_first_image_held_out_and_is_read_rightly(model: Digi
 def test_serving_it_needs_no_scikit_learn() -> None:
     code = (
         "import sys; from headwater.zoo.digits import Digits; Digits().load('cpu'); "
-        "sys.exit(any(name in sys.modules for name in ('sklearn', 'scipy', 'headwater.zoo.training.digits_data')))"
+        "sys.exit(any(name in sys.modules for name in ('sklearn', 'scipy')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
@@ -236,30 +230,6 @@ class TestReconstruction:
             TensorSpec("reconstruction", "FP32", (1, 8, 8)),
             TensorSpec("anomaly_score", "FP32", (1,)),
         )
-
-
-class TestAnomalies:
-    def test_each_kind_has_as_many_images_as_there_are_digits(self, unseen: LabelledImages) -> None:
-        for images in anomalies(unseen).values():
-            assert images.shape == unseen.images.shape
-            assert images.dtype == np.float32
-            assert (images.min(), images.max()) == (0, 16)
-
-    def test_they_are_the_same_each_time(self, unseen: LabelledImages) -> None:
-        for one, other in zip(anomalies(unseen).values(), anomalies(unseen).values(), strict=True):
-            np.testing.assert_array_equal(one, other)
-
-    def test_permuted_images_keep_their_pixels(self, unseen: LabelledImages) -> None:
-        flat = anomalies(unseen)["permuted"].reshape(450, -1)
-        np.testing.assert_array_equal(np.sort(flat), np.sort(unseen.images.reshape(450, -1)))
-        assert (flat != unseen.images.reshape(450, -1)).any(axis=1).all()
-
-    def test_the_area_under_the_curve(self) -> None:
-        low, high = np.array([0.0, 1.0], np.float32), np.array([2.0, 3.0], np.float32)
-        assert auc(low, high) == 1
-        assert auc(high, low) == 0
-        assert auc(low, low) == 0.5
-        assert auc(np.array([1.0], np.float32), np.array([0.0, 1.0, 2.0, 3.0], np.float32)) == 0.625
 
 
 def test_a_part_that_the_weights_lack_is_refused() -> None:

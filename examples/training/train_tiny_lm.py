@@ -1,4 +1,4 @@
-"""Trains tiny-lm and writes it in Hugging Face's format: ``python -m headwater.zoo.training.train_tiny_lm``.
+"""Trains tiny-lm and writes it in Hugging Face's format: ``python -m examples.training.train_tiny_lm``.
 
 A Llama of 4 million parameters and its tokenizer, both trained on the standard library of the running interpreter, so
 that token streams can be served, tested and measured without a download. It writes text that looks like Python.
@@ -31,11 +31,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from headwater.zoo.training.tiny_lm_data import chats, collect
+from examples.training.tiny_lm_data import chats, collect
+from headwater.zoo.digits import WEIGHTS
 
 __all__ = ["FOLDER", "HeldOut", "held_out_loss", "main"]
 
-FOLDER: Final = Path(__file__).parents[1] / "weights" / "tiny_lm"
+FOLDER: Final = WEIGHTS.with_name("tiny_lm")
 CHECKPOINT: Final = Path("build/tiny_lm.checkpoint.pt")
 SEED: Final = 0
 VOCABULARY: Final = 4096

@@ -1,4 +1,4 @@
-"""Writes the linear head of the digits network as an ONNX file: ``python -m headwater.zoo.training.export_digit_head``.
+"""Writes the linear head of the digits network as an ONNX file: ``python -m examples.training.export_digit_head``.
 
 The graph is built by hand, so the same weights give the same bytes.
 """

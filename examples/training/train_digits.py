@@ -1,4 +1,4 @@
-"""Trains the digits networks and writes their weights: ``python -m headwater.zoo.training.train_digits``.
+"""Trains the digits networks and writes their weights: ``python -m examples.training.train_digits``.
 
 Trunk and head are trained together, then the parity head and the decoder on the frozen trunk. It takes about a minute
 on a single core. The same torch on the same kind of machine writes the same tensors again, to the bit; the files differ
@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
+from examples.training.digits_data import SPLIT_SEED, Floats, LabelledImages, anomalies, auc, split
 from headwater.zoo.digits import FEATURES, MAX_PIXEL, WEIGHTS, DecoderNet, DigitsNet, TrunkNet
-from headwater.zoo.training.digits_data import SPLIT_SEED, Floats, LabelledImages, anomalies, auc, split
 
 __all__ = ["main"]
 

@@ -1,0 +1,1 @@
+"""Programs around Headwater that are in no package."""
