@@ -92,3 +92,9 @@ def test_modules_and_classes_of_a_root_have_unique_names(root: str) -> None:
 
 def test_code_and_links_are_a_word_each() -> None:
     assert counts("What `one of those` is: [own](own.md), https://example.com/own") == (5, 1)
+
+
+def test_the_glossary_is_short() -> None:
+    text = (ROOT / "docs/design.md").read_text()
+    rows = re.findall(r"^\| (?!word |---)", text.partition("## Glossary\n")[2].partition("\n## ")[0], re.MULTILINE)
+    assert 10 < len(rows) <= 20
