@@ -10,7 +10,7 @@ from setuptools import setup
 # docs/design.md says what stays interpreted, and why.
 COMPILED = {
     "app/headwater_server/codecs": "infer_request infer_response inputs json_data parameters tensors",
-    "app/headwater_server/dispatch": "admission answer_cache bag calls choice collector deadlines dispatcher flights "
+    "app/headwater_server/dispatch": "admission answer_cache bag calls choice collector deadlines dispatcher "
     "frame_call losses pending policy queue",
     "app/headwater_server/gateway/http": "bodies entry replies",
     "app/headwater_server/gateway/routes": "infer",

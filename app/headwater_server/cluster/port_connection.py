@@ -13,6 +13,7 @@ from typing import Any, Final, Protocol, cast
 from headwater.wire.shared_memory import ANSWER_HEAD_BYTES, ELSEWHERE, left_bytes
 from headwater_server.cluster.request_head import MOST_HEAD_BYTES, Refusal, RequestHead
 from headwater_server.control.routing import ReplicaRoute
+from headwater_server.deadline_timer import DeadlineTimer
 from headwater_server.errors import ReplicaUnreachable
 from headwater_server.transport.address import TOKEN_HEADER, dial
 from headwater_server.transport.segments import LARGEST_REMOTE_BYTES, SegmentFile, SegmentFiles
@@ -32,7 +33,6 @@ LINGER_S: Final = 1.0
 READ_BYTES: Final = 256 * 1024
 MOST_JSON_BYTES: Final = 16 * 1024 * 1024
 """Limit of the JSON of a call with a segment: the JSON is held until it is complete, to put in the segment's path."""
-TIMER_RESOLUTION_S: Final = 0.002
 _END: Final = b"\r\n\r\n"
 _LENGTH: Final = re.compile(rb"\r\ncontent-length: *([0-9]+)\r\n", re.IGNORECASE)
 _ENDS: Final = re.compile(rb"\r\nconnection: *close\r\n", re.IGNORECASE)
@@ -151,8 +151,7 @@ class PortConnection(asyncio.BufferedProtocol):
         """Whether the replica's answers are passed on unread."""
         self._address = port.route.http_address
         self._deadline_s = math.inf
-        self._timer_s = 0.0
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer = DeadlineTimer(lambda: self._deadline_s, self.abort)
 
     # From the client
 
@@ -190,7 +189,7 @@ class PortConnection(asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._port.connections.discard(self)
         self._patience.end()
-        self._end_timer()
+        self._timer.cancel()
         self._leave_replica()
 
     def abort(self) -> None:
@@ -238,7 +237,7 @@ class PortConnection(asyncio.BufferedProtocol):
         if head.length:
             raise Refusal("400 Bad Request", "content-length: expected no body")
         self._port.connections.discard(self)
-        self._end_timer()
+        self._timer.cancel()
         self._leave_replica()
         self._port.control(self._transport, rest)
 
@@ -546,24 +545,5 @@ class PortConnection(asyncio.BufferedProtocol):
 
     def _expect_within(self, limit_s: float | None) -> None:
         """Abort the connection unless this is called again within the limit. None: no limit."""
-        if limit_s is None:
-            self._deadline_s = math.inf
-            return
-        self._deadline_s = self._loop.time() + limit_s
-        if self._timer is None or self._timer_s > self._deadline_s:
-            self._end_timer()
-            self._timer_s = self._deadline_s
-            self._timer = self._loop.call_later(limit_s, self._check_deadline)
-
-    def _check_deadline(self) -> None:
-        self._timer = None
-        left_s = self._deadline_s - self._loop.time()
-        if left_s < TIMER_RESOLUTION_S:
-            self._transport.abort()
-        elif left_s < math.inf:
-            self._expect_within(left_s)
-
-    def _end_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._deadline_s = math.inf if limit_s is None else self._loop.time() + limit_s
+        self._timer.start()

@@ -70,11 +70,6 @@ class RayClient:
         self._ray.shutdown()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    @property
-    def node_address(self) -> str:
-        """This node's address in Ray."""
-        return str(self._ray.util.get_node_ip_address())
-
     def _connect(self, address: str) -> None:
         """Call `ray.init` with a time limit. By itself it waits forever and silently for a head that is gone."""
         done: Future[None] = Future()

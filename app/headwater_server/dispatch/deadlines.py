@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import Callable
 
+from headwater_server.deadline_timer import DeadlineTimer
 from headwater_server.dispatch.collector import WHOLE, Collector
 from headwater_server.errors import DeadlineExceeded
 
 __all__ = ["Deadlines"]
-
-TIMER_RESOLUTION_S = 0.001
-"""The resolution of uvloop's timers in seconds: they count whole milliseconds."""
 
 
 class Deadlines:
@@ -51,7 +50,13 @@ class Deadlines:
         self._piece_s: float | None = None
         """Loop time at which the stream's last piece arrived; None before the first piece."""
         self._is_held = False
-        self._timers = [self._loop.call_later(self._timeout_s, self._expire)]
+        self._timers: list[DeadlineTimer | asyncio.TimerHandle] = []
+        if is_idle_limit:
+            timer = DeadlineTimer(self._idle_deadline, self._expire)
+            timer.start()
+            self._timers.append(timer)
+        else:
+            self._timers.append(self._loop.call_later(self._timeout_s, self._expire))
         if WHOLE in collector.heads:  # the model has no heads, so only the request has a deadline
             return
         for head in collector.heads.values():
@@ -82,12 +87,13 @@ class Deadlines:
         self._on_head = None
         self._where = str
 
+    def _idle_deadline(self) -> float:
+        if self._piece_s is None:
+            return self._start_s + self._timeout_s
+        return (self._loop.time() if self._is_held else self._piece_s) + self._timeout_s
+
     def _expire(self) -> None:
         if self._is_idle_limit and self._piece_s is not None:
-            left_s = self._timeout_s if self._is_held else self._piece_s + self._timeout_s - self._loop.time()
-            if left_s > TIMER_RESOLUTION_S:
-                self._timers[0] = self._loop.call_later(left_s, self._expire)
-                return
             self._collector.fail(DeadlineExceeded(f"the stream gave nothing for {self._timeout_s:g} s"))
             return
         for head in list(self._collector.undecided):

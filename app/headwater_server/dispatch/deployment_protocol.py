@@ -16,9 +16,8 @@ from headwater_server.codecs.tensors import Answer, HeadAnswer, InferRequest
 from headwater_server.control.load import Moment
 from headwater_server.control.messages import Drained
 from headwater_server.control.routing import DeploymentRoute, State, unavailable
-from headwater_server.dispatch.answer_cache import AnswerCache
+from headwater_server.dispatch.answer_cache import AnswerCache, Waiter
 from headwater_server.dispatch.collector import Collector, no_rows, no_rows_by_head
-from headwater_server.dispatch.flights import Flights, Waiter
 from headwater_server.dispatch.shadow import Shadow
 from headwater_server.errors import RETRY_AFTER_LOST_S, BadRequest, HeadwaterError, Unavailable
 from headwater_server.telemetry.instruments import Gauge
@@ -169,7 +168,7 @@ class TensorDispatcher(Dispatcher, Generic[R]):
         self._requests: set[R] = set()
         """Requests being computed. Requests that wait for an identical request are in `_waiting`."""
         self._waiting: set[Waiter] = set()
-        self._flights: Flights | None = None
+        self._cache: AnswerCache | None = None
         self.shadow: Shadow | None = None
         """Receives copies of the requests that this dispatcher computes; None: no copies are sent."""
         self._adopt_cache()
@@ -203,9 +202,9 @@ class TensorDispatcher(Dispatcher, Generic[R]):
 
     def gauges(self) -> dict[Gauge, int]:
         """See `Dispatcher.gauges`."""
-        if self._flights is None:
+        if self._cache is None:
             return {}
-        return {recorder().cache(self.route.name).size_bytes: self._flights.cache.size_bytes}
+        return {recorder().cache(self.route.name).size_bytes: self._cache.kept.size_bytes}
 
     @property
     def version(self) -> Hashable:
@@ -217,15 +216,14 @@ class TensorDispatcher(Dispatcher, Generic[R]):
         deployment."""
         share = self.route.cache
         if share is None:
-            self._flights = None
-        elif self._flights is None:
+            self._cache = None
+        elif self._cache is None:
             meter = recorder().cache(self.route.name)
-            cache = AnswerCache(share, meter)
-            self._flights = Flights(cache, meter, self._waiting, lambda: self.version, self._is_queued)
+            self._cache = AnswerCache(share, meter, self._waiting, lambda: self.version, self._is_queued)
         else:
-            self._flights.cache.limit(share)
-        if self._flights is not None and self.route.is_set_aside:
-            self._flights.clear()
+            self._cache.kept.limit(share)
+        if self._cache is not None and self.route.is_set_aside:
+            self._cache.clear()
 
     def under_way(self, replicas: Collection[str] | None) -> list[Fail]:
         """See `Dispatcher.under_way`."""
@@ -244,10 +242,10 @@ class TensorDispatcher(Dispatcher, Generic[R]):
         if request.rows == 0:
             return Answer(no_rows(signature, request))
         began_s = time.monotonic()
-        if self._flights is None:
+        if self._cache is None:
             answer = await self._compute(request, signature)
         else:
-            answer = await self._flights.answer(
+            answer = await self._cache.answer(
                 request, self.route.timeout_s, lambda: self._compute(request, self.check_ready(is_step=is_step))
             )
         if self.shadow is not None and answer.cache in ("", "miss"):

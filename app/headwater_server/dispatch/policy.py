@@ -15,10 +15,10 @@ from typing import Final
 
 from headwater_server.codecs.tensors import RawTensor, longest_row
 from headwater_server.control.routing import DeploymentRoute
+from headwater_server.deadline_timer import TIMER_RESOLUTION_S
 from headwater_server.dispatch.admission import Admission
 from headwater_server.dispatch.calls import Calls
 from headwater_server.dispatch.choice import Choice
-from headwater_server.dispatch.deadlines import TIMER_RESOLUTION_S
 from headwater_server.dispatch.losses import Retries
 from headwater_server.dispatch.pending import Part
 from headwater_server.dispatch.pool import ReplicaCalls

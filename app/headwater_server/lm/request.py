@@ -9,7 +9,7 @@ from typing import Protocol
 
 from headwater.engine import PromptLogprob
 from headwater.wire.lm import SequenceEvent, Submit
-from headwater_server.dispatch.deadlines import TIMER_RESOLUTION_S
+from headwater_server.deadline_timer import TIMER_RESOLUTION_S, DeadlineTimer
 from headwater_server.errors import Cancelled, ContractBroken, DeadlineExceeded, HeadwaterError
 from headwater_server.lm.sequence import Generation, SequenceSpec, Tokens
 from headwater_server.telemetry.recorder import LanguageModelMeter
@@ -203,9 +203,9 @@ class RequestRun(Generation):
         self._began_ns = time.perf_counter_ns()
         self._began_s = self._heard_s = self._loop.time()
         self._has_token = False
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer = DeadlineTimer(self._deadline, self._expire)
         if self._running:
-            self._arm(self._began_s)
+            self._timer.start()
 
     @property
     def is_running(self) -> bool:
@@ -221,7 +221,7 @@ class RequestRun(Generation):
     def abandon(self) -> None:
         """Drop a request that never started. Metrics and traces do not contain it."""
         self._is_left = True
-        self._disarm()
+        self._timer.cancel()
         self._on_left(self)
 
     # Generation
@@ -291,7 +291,7 @@ class RequestRun(Generation):
         slot.is_running = False
         self._running -= 1
         if not self._running:
-            self._disarm()
+            self._timer.cancel()
         self.note_tokens(slot, now_s)
 
     def fail(self, error: HeadwaterError) -> None:
@@ -339,7 +339,7 @@ class RequestRun(Generation):
         slot.is_running = False
         self._running -= 1
         if not self._running:
-            self._disarm()
+            self._timer.cancel()
         if slot.channel is not None:
             slot.channel.cancel(slot)
 
@@ -348,30 +348,18 @@ class RequestRun(Generation):
             if slot.is_running:
                 self._stop(slot)
         self._running = 0
-        self._disarm()
+        self._timer.cancel()
 
     # Deadlines
 
-    def _arm(self, now_s: float) -> None:
-        left_s = self._heard_s + self._idle_s - now_s
-        if self._limit_s is not None:
-            left_s = min(left_s, self._began_s + self._limit_s - now_s)
-        self._timer = self._loop.call_later(left_s, self._expire)
-
-    def _disarm(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+    def _deadline(self) -> float:
+        idle_end_s = self._heard_s + self._idle_s
+        return idle_end_s if self._limit_s is None else min(idle_end_s, self._began_s + self._limit_s)
 
     def _expire(self) -> None:
-        """Fail the request if a deadline is exceeded. Tokens don't restart the timer, so it may fire early."""
-        self._timer = None
-        now_s = self._loop.time() + TIMER_RESOLUTION_S
-        if self._limit_s is not None and now_s >= self._began_s + self._limit_s:
+        if self._limit_s is not None and self._loop.time() + TIMER_RESOLUTION_S >= self._began_s + self._limit_s:
             where = "while it was computed" if self._has_token else "while it waited in the queue"
             self.fail(DeadlineExceeded(f"the deadline of {self._limit_s:g} s passed {where}"))
-        elif now_s < self._heard_s + self._idle_s:
-            self._arm(now_s)
         elif self._has_token:
             self.fail(DeadlineExceeded(f"the stream gave nothing for {self._idle_s:g} s"))
         else:

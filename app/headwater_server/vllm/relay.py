@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
 from headwater_server.codecs.wording import PARSE_ERRORS
-from headwater_server.dispatch.deadlines import TIMER_RESOLUTION_S
+from headwater_server.deadline_timer import TIMER_RESOLUTION_S, DeadlineTimer
 from headwater_server.dispatch.pool import Replica
 from headwater_server.errors import (
     RETRY_AFTER_LOST_S,
@@ -97,10 +98,10 @@ class Relay:
         self._choose = choose
         self._on_lost = on_lost
         self._on_left = on_left
-        self._idle_s = idle_s if request.streams else None
+        self._idle_s = idle_s if request.streams else math.inf
+        self._limit_s = math.inf if request.timeout_s is None else request.timeout_s
         self._loop = asyncio.get_running_loop()
         self._began_s = self._heard_s = self._loop.time()
-        self._timer: asyncio.TimerHandle | None = None
         self._answer: VllmAnswer | None = None
         self._tried: VllmReplica | None = None
         """The replica that has failed the request."""
@@ -112,7 +113,8 @@ class Relay:
         self._failure = ""
         """The type of the error that the last try ended with, for the trace; empty without an error."""
         self._is_left = False
-        self._arm(self._began_s)
+        self._timer = DeadlineTimer(self._deadline, self._expire)
+        self._timer.start()
 
     async def whole(self, answer: WholeAnswer) -> bytes:
         """Send the request, and return the client's whole answer. Closes the relay.
@@ -189,8 +191,7 @@ class Relay:
         if self._is_left:
             return
         self._is_left = True
-        if self._timer is not None:
-            self._timer.cancel()
+        self._timer.cancel()
         self._leave_replica()
         self._on_left(self)
 
@@ -282,23 +283,12 @@ class Relay:
 
     # Deadlines
 
-    def _arm(self, now_s: float) -> None:
-        remaining_s = []
-        if self._idle_s is not None:
-            remaining_s.append((self._heard_s if self._is_waiting else now_s) + self._idle_s - now_s)
-        if self._request.timeout_s is not None:
-            remaining_s.append(self._began_s + self._request.timeout_s - now_s)
-        if remaining_s:
-            self._timer = self._loop.call_later(min(remaining_s), self._expire)
+    def _deadline(self) -> float:
+        idle_since_s = self._heard_s if self._is_waiting else self._loop.time()
+        return min(self._began_s + self._limit_s, idle_since_s + self._idle_s)
 
     def _expire(self) -> None:
-        """Fail the request if a deadline is exceeded. Events don't restart the timer, so it may fire early."""
-        self._timer = None
-        now_s = self._loop.time() + TIMER_RESOLUTION_S
-        limit_s, idle_s = self._request.timeout_s, self._idle_s
-        if limit_s is not None and now_s >= self._began_s + limit_s:
-            self.fail(DeadlineExceeded(f"the deadline of {limit_s:g} s passed"))
-        elif idle_s is not None and self._is_waiting and now_s >= self._heard_s + idle_s:
-            self.fail(DeadlineExceeded(f"the stream gave nothing for {idle_s:g} s"))
+        if self._loop.time() + TIMER_RESOLUTION_S >= self._began_s + self._limit_s:
+            self.fail(DeadlineExceeded(f"the deadline of {self._limit_s:g} s passed"))
         else:
-            self._arm(now_s)
+            self.fail(DeadlineExceeded(f"the stream gave nothing for {self._idle_s:g} s"))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import math
 import re
 import select
 import sys
@@ -21,7 +22,7 @@ import httptools
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from headwater_server.dispatch.deadlines import TIMER_RESOLUTION_S
+from headwater_server.deadline_timer import DeadlineTimer
 from headwater_server.errors import (
     BadRequest,
     BodyTooSlow,
@@ -97,10 +98,11 @@ class BoundedConnection(HttpToolsProtocol):
         self._rest_timer: asyncio.TimerHandle | None = None
         self._unread_timer: asyncio.TimerHandle | None = None
         self._head_timer: asyncio.TimerHandle | None = None
-        self._idle_timer: asyncio.TimerHandle | None = None
+        self._idle_timer = DeadlineTimer(self._idle_deadline, self.timeout_keep_alive_handler)
         self._probe_timer: asyncio.TimerHandle | None = None
         """Timer of the next probe; it runs after the client has ended its input."""
-        self._idle_since_s: float | None = None
+        self._idle_since_s = math.inf
+        """Loop time at which the connection became idle; infinite while a request is running."""
         self._running: Exchange | None = None
         """The request that the application handles."""
         self._waiting: list[Exchange] = []
@@ -130,7 +132,8 @@ class BoundedConnection(HttpToolsProtocol):
         """Cancel all timers, stop counting the connection, and tell the running request that its client is gone."""
         self._end_head()
         self._end_rest()
-        for timer in (self._unread_timer, self._idle_timer, self._probe_timer):
+        self._idle_timer.cancel()
+        for timer in (self._unread_timer, self._probe_timer):
             if timer is not None:
                 timer.cancel()
         self._others.remove(self)
@@ -229,7 +232,7 @@ class BoundedConnection(HttpToolsProtocol):
         """Prepare for a request; the parser is at its first byte."""
         self._in_head = True
         self._head_bytes = 0
-        self._idle_since_s = None
+        self._idle_since_s = math.inf
         self.url = b""
         self.headers = []
         self.expect_100_continue = False
@@ -406,23 +409,15 @@ class BoundedConnection(HttpToolsProtocol):
         elif waiting:
             self._unread_timer = self.loop.call_later(self._head_timeout_s, self._watch_reading, unread)
 
-    # uvicorn makes a timer after each answer and cancels it with the next request. Here a single timer keeps running;
-    # when it fires, it checks how long the connection has been idle.
-
     def _note_idle(self) -> None:
+        """Start the idle timer. uvicorn makes a timer after each answer and cancels it with the next request; this
+        timer keeps running."""
         self._idle_since_s = self.loop.time()
-        if self._idle_timer is None and not self.transport.is_closing():
-            self._idle_timer = self.loop.call_later(self.timeout_keep_alive, self._end_if_idle)
+        if not self.transport.is_closing():
+            self._idle_timer.start()
 
-    def _end_if_idle(self) -> None:
-        self._idle_timer = None
-        if self._idle_since_s is None:  # a request is running; its answer starts the next timer
-            return
-        left_s = self._idle_since_s + self.timeout_keep_alive - self.loop.time()
-        if left_s < TIMER_RESOLUTION_S:
-            self.timeout_keep_alive_handler()
-        else:
-            self._idle_timer = self.loop.call_later(left_s, self._end_if_idle)
+    def _idle_deadline(self) -> float:
+        return self._idle_since_s + self.timeout_keep_alive
 
     def _refuse(self, error: HeadwaterError) -> None:
         """Refuse the data that are being parsed, after the answers to earlier requests, and close the connection."""

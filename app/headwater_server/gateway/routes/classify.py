@@ -19,7 +19,7 @@ from headwater_server.gateway.http.bodies import BodyReader, decoded
 from headwater_server.gateway.http.endpoint import Endpoint
 from headwater_server.gateway.http.replies import JSON, Reply, cache_headers
 from headwater_server.gateway.models import Models
-from headwater_server.gateway.routes.mapped import chosen_model, compute, floats, token_sum
+from headwater_server.gateway.routes.mapped import chosen_model, compute, floats, text_calls, token_sum
 
 __all__ = ["ClassifyEndpoint", "ClassifyRequest"]
 
@@ -72,11 +72,11 @@ class ClassifyEndpoint(Endpoint):
         spec = signature.classification
         assert spec is not None
         rows = [_content(item, spec.media, place) for place, item in items]
-        wanted = [spec.scores] if spec.tokens is None else [spec.scores, spec.tokens]
-        outputs, cache = await compute(scope, receive, model, {spec.input: rows}, wanted, "input")
+        calls, wanted = text_calls(model, {spec.input: rows}), [spec.scores, spec.tokens]
+        outputs, cache = await compute(scope, receive, model, calls, len(rows), wanted, "input")
         scores = floats(outputs[spec.scores], spec.scores, lambda row: items[row][0])
         labels = next(output.labels for output in signature.outputs if output.name == spec.scores)
-        tokens = 0 if spec.tokens is None else token_sum(outputs[spec.tokens])
+        tokens = token_sum(outputs, spec.tokens)
         content = {
             "id": scope["state"]["request_id"],
             "object": "list",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import re
-import time
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
@@ -16,25 +15,16 @@ from starlette.types import Receive, Scope
 
 from headwater.datatypes import pack_bytes
 from headwater.errors import DeclarationError
-from headwater.model import Embedding
+from headwater.model import Embedding, Scalar
 from headwater.signature import Signature, TensorSpec
 from headwater_server.codecs.faults import read_json
-from headwater_server.codecs.tensors import Answer, InferRequest, RawTensor
+from headwater_server.codecs.tensors import RawTensor
 from headwater_server.errors import BadRequest
 from headwater_server.gateway.http.bodies import BodyReader, decoded
 from headwater_server.gateway.http.endpoint import Endpoint
-from headwater_server.gateway.http.exchange import DisconnectWatch
 from headwater_server.gateway.http.replies import JSON, Reply, cache_headers
 from headwater_server.gateway.models import Models
-from headwater_server.gateway.routes.mapped import (
-    chosen_model,
-    computed,
-    floats,
-    joined,
-    model_request,
-    row_defaults,
-    rows_at_once,
-)
+from headwater_server.gateway.routes.mapped import Inputs, chosen_model, compute, floats, rows_at_once, token_sum
 from headwater_server.gateway.routes.vllm_requests import answer_embeddings
 from headwater_server.vllm.vllm_model import VllmDispatcher
 
@@ -109,7 +99,8 @@ class EmbeddingsEndpoint(Endpoint):
         body, inputs = await decoded(_read, raw, scope)
         model = chosen_model(self._models, scope, body.model, "embeddings", "embedding")
         signature = model.dispatcher.check_ready()
-        assert signature.embedding is not None
+        spec = signature.embedding
+        assert spec is not None
         if isinstance(model.dispatcher, VllmDispatcher):
             assert signature.vllm is not None
             for field in ("prompt_name", "input_type"):
@@ -118,24 +109,17 @@ class EmbeddingsEndpoint(Endpoint):
             fields = {name: getattr(body, name) for name in _RELAYED if getattr(body, name) is not None}
             parts = _parts(inputs, rows_at_once(len(inputs), signature.vllm.max_requests))
             return await answer_embeddings(scope, receive, model.dispatcher, fields, parts)
-        request = _Request(body, signature, signature.embedding, scope["state"].get("key", ""))
-        route = model.route
-        ends_s = time.monotonic() + route.timeout_s
+        parameters = _row_parameters(body, signature, spec)
+        parts = _parts(inputs, rows_at_once(len(inputs), model.route.max_queue_size))
+        calls, wanted = (_call(part, signature, spec) for part in parts), [spec.output, spec.tokens]
+        outputs, cache = await compute(scope, receive, model, calls, len(inputs), wanted, "input", parameters)
         rows: list[_Vector] = []
-        tokens, caches = 0, set()
-        with DisconnectWatch(scope, receive):
-            for part in _parts(inputs, rows_at_once(len(inputs), route.max_queue_size)):
-                left_us = int(1e6 * (ends_s - time.monotonic()))
-                timeout_us = 0 if len(part) == len(inputs) else max(1, left_us)
-                answer = await computed(model.dispatcher, request.of(part, timeout_us), "input")
-                place = [f"input[{index}]" for index in range(len(rows), len(rows) + len(part))].__getitem__
-                # Rows that share a call are as long as the longest embedding that any of their requests asked for.
-                tensor = answer.outputs[signature.embedding.output]
-                rows.extend(floats([tensor], signature.embedding.output, place, length=body.dimensions))
-                tokens += _tokens(answer, signature.embedding)
-                caches.add(answer.cache)
-        scope["state"]["note"] = f"rows={len(inputs)}"
-        return Reply(200, [_answer(body, rows, tokens)], [JSON, *cache_headers(joined(caches))])
+        for tensor in outputs[spec.output]:
+            place = [f"input[{index}]" for index in range(len(rows), len(rows) + tensor.shape[0])].__getitem__
+            # Rows that share a call are as long as the longest embedding that any of their requests asked for.
+            rows.extend(floats([tensor], spec.output, place, length=body.dimensions))
+        content = _answer(body, rows, token_sum(outputs, spec.tokens))
+        return Reply(200, [content], [JSON, *cache_headers(cache)])
 
 
 def _read(raw: bytes) -> tuple[EmbeddingsRequest, _Inputs]:
@@ -176,68 +160,52 @@ def _parts(inputs: _Inputs, max_inputs: int) -> Iterator[_Inputs]:
     yield inputs[start:]
 
 
-class _Request:
-    """Makes the requests to the model.
-
-    Args:
-        body: the client's request.
-        signature: the model's signature.
-        spec: the model's declaration of how it serves embeddings.
-        owner: see `InferRequest.owner`.
+def _row_parameters(body: EmbeddingsRequest, signature: Signature, spec: Embedding) -> dict[str, Scalar]:
+    """The model's parameters that the request's options set.
 
     Raises:
         BadRequest: the request has an option that the model does not support.
     """
-
-    def __init__(self, body: EmbeddingsRequest, signature: Signature, spec: Embedding, owner: str) -> None:
-        self._owner = owner
-        self._signature = signature
-        self._spec = spec
-        self._row_parameters = row_defaults(signature)
-        self._set("dimensions", spec.dimensions, body.dimensions, "has embeddings of one length only")
-        cut = body.truncate_prompt_tokens
-        if cut is None and _TRUNCATE in self._row_parameters:
-            cut = 0  # then an input that is too long is refused
-        self._set(_TRUNCATE, _TRUNCATE, cut, "cuts no inputs")
-        self._set("input_type", spec.prompt, self._prompt_of(body.input_type), _NO_PROMPTS)
-        self._set("prompt_name", spec.prompt, body.prompt_name, _NO_PROMPTS)
-
-    def _prompt_of(self, input_type: str | None) -> str | None:
-        """The prompt that an ``input_type`` stands for: the prompt with the same name, or with a synonym."""
-        prompts = next(
-            (item.choices or () for item in self._signature.parameters if item.name == self._spec.prompt), ()
-        )
-        names = () if input_type is None else (input_type, *_SYNONYMS.get(input_type, ()))
-        return next((name for name in names if name in prompts), input_type)
-
-    def _set(self, field: str, name: str | None, value: str | int | None, otherwise: str) -> None:
+    by_name = {item.name: item for item in signature.parameters}
+    cut = body.truncate_prompt_tokens
+    if cut is None and _TRUNCATE in by_name and by_name[_TRUNCATE].per == "row":
+        cut = 0  # then an input that is too long is refused
+    # The prompt that an `input_type` stands for is the prompt with the same name, or with a synonym.
+    prompts = by_name[spec.prompt].choices or () if spec.prompt in by_name else ()
+    names = () if body.input_type is None else (body.input_type, *_SYNONYMS.get(body.input_type, ()))
+    prompt = next((name for name in names if name in prompts), body.input_type)
+    chosen: dict[str, Scalar] = {}
+    for field, name, value, otherwise in (
+        ("dimensions", spec.dimensions, body.dimensions, "has embeddings of one length only"),
+        (_TRUNCATE, _TRUNCATE, cut, "cuts no inputs"),
+        ("input_type", spec.prompt, prompt, _NO_PROMPTS),
+        ("prompt_name", spec.prompt, body.prompt_name, _NO_PROMPTS),
+    ):
         if value is None:
-            return
-        chosen = next((item for item in self._signature.parameters if item.name == name), None)
-        if chosen is None:
-            message = f"{field}: model `{self._signature.name}` {otherwise}; leave it out"
-            raise BadRequest(message, field=field)
+            continue
+        if name not in by_name:
+            raise BadRequest(f"{field}: model `{signature.name}` {otherwise}; leave it out", field=field)
         try:
-            self._row_parameters[chosen.name] = chosen.check(value)
+            chosen[name] = by_name[name].check(value)
         except DeclarationError as error:
             raise BadRequest(f"{field}: {error}", field=field) from error
+    return chosen
 
-    def of(self, part: _Inputs, timeout_us: int) -> InferRequest:
-        """The request for some of the inputs. ``timeout_us`` 0: only the deployment's deadline applies.
 
-        Raises:
-            BadRequest: the inputs are token ids, which the model doesn't take.
-        """
-        signature, spec = self._signature, self._spec
-        texts = [entry.encode() if isinstance(entry, str) else b"" for entry in part]
-        inputs = {spec.input: RawTensor("BYTES", (len(part), 1), pack_bytes(texts))}
-        rows = [entry for entry in part if not isinstance(entry, str)]
-        if rows:
-            if _TOKEN_IDS not in signature.inputs:
-                raise BadRequest(f"input: {_HINT}; token ids are not supported", field="input")
-            inputs[_TOKEN_IDS.name] = _padded(rows)
-        wanted = [spec.output] if spec.tokens is None else [spec.output, spec.tokens]
-        return model_request(signature, inputs, len(part), wanted, self._row_parameters, timeout_us, self._owner)
+def _call(part: _Inputs, signature: Signature, spec: Embedding) -> Inputs:
+    """The inputs of the call for some of the texts or lists of token ids.
+
+    Raises:
+        BadRequest: the inputs are token ids, which the model doesn't take.
+    """
+    texts = [entry.encode() if isinstance(entry, str) else b"" for entry in part]
+    inputs: Inputs = {spec.input: RawTensor("BYTES", (len(part), 1), pack_bytes(texts))}
+    rows = [entry for entry in part if not isinstance(entry, str)]
+    if rows:
+        if _TOKEN_IDS not in signature.inputs:
+            raise BadRequest(f"input: {_HINT}; token ids are not supported", field="input")
+        inputs[_TOKEN_IDS.name] = _padded(rows)
+    return inputs
 
 
 def _padded(rows: Sequence[list[int]]) -> RawTensor:
@@ -247,11 +215,6 @@ def _padded(rows: Sequence[list[int]]) -> RawTensor:
     for n, row in enumerate(rows):
         ids[n, : len(row)] = row
     return RawTensor("INT32", ids.shape, ids.tobytes())
-
-
-def _tokens(answer: Answer, spec: Embedding) -> int:
-    """The number of tokens that the model read for a request; 0 if the model doesn't report it."""
-    return 0 if spec.tokens is None else int(np.frombuffer(answer.outputs[spec.tokens].data, "<i4").sum())
 
 
 def _answer(body: EmbeddingsRequest, rows: list[_Vector], tokens: int) -> bytes:

@@ -4,35 +4,25 @@ numbers or texts."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from starlette.types import Receive, Scope
 
 from headwater.datatypes import pack_bytes
 from headwater.model import Scalar
-from headwater.signature import Signature
-from headwater_server.codecs.tensors import Answer, InferRequest, OutputWish, RawTensor
-from headwater_server.dispatch.deployment_protocol import Dispatcher
+from headwater_server.codecs.tensors import InferRequest, OutputWish, RawTensor
 from headwater_server.errors import BadRequest, CallableFailed
 from headwater_server.gateway.http.exchange import DisconnectWatch
 from headwater_server.gateway.models import Models, ServedModel
 from headwater_server.telemetry.catalogue import Route
 from headwater_server.telemetry.recorder import accept
 
-__all__ = [
-    "Computed",
-    "chosen_model",
-    "compute",
-    "computed",
-    "floats",
-    "joined",
-    "model_request",
-    "row_defaults",
-    "rows_at_once",
-    "token_sum",
-]
+__all__ = ["Computed", "Inputs", "chosen_model", "compute", "floats", "rows_at_once", "text_calls", "token_sum"]
+
+Inputs: TypeAlias = dict[Any, RawTensor]
+"""The inputs of a call, by name."""
 
 
 class Computed(NamedTuple):
@@ -41,7 +31,8 @@ class Computed(NamedTuple):
     outputs: dict[str, list[RawTensor]]
     """Tensors of each output, one tensor per call."""
     cache: str
-    """See `joined`."""
+    """How the cache was used: the slowest of the calls' results. A miss is slower than a shared computation, and a
+    shared computation is slower than a hit. Empty: the deployment has no cache."""
 
 
 def chosen_model(models: Models, scope: Scope, name: str, kind: Route, mapping: str) -> ServedModel:
@@ -65,114 +56,87 @@ def chosen_model(models: Models, scope: Scope, name: str, kind: Route, mapping: 
     return model
 
 
-def row_defaults(signature: Signature) -> dict[str, Scalar]:
-    """The defaults of a model's parameters per row."""
-    return {item.name: item.default for item in signature.parameters if item.per == "row"}
-
-
 def rows_at_once(count: int, queue_size: int) -> int:
     """The number of rows in a call: all rows if the queue can hold them, else half a queue but at least 1, for calls in
     sequence."""
     return count if count <= queue_size else max(1, queue_size // 2)
 
 
-def model_request(
-    signature: Signature,
-    inputs: dict[Any, RawTensor],
-    rows: int,
-    wanted: Sequence[str],
-    row_parameters: dict[str, Scalar],
-    timeout_us: int,
-    owner: str,
-) -> InferRequest:
-    """A request for some outputs of a model. If ``timeout_us`` is 0, only the deployment's deadline applies."""
-    return InferRequest(
-        id="",
-        inputs=inputs,
-        rows=rows,
-        outputs=[OutputWish(name, binary=True) for name in wanted],
-        batch_parameters={item.name: item.default for item in signature.parameters if item.per == "batch"},
-        row_parameters=row_parameters,
-        heads=tuple(head.name for head in signature.heads if not set(wanted).isdisjoint(head.outputs)),
-        timeout_us=timeout_us,
-        owner=owner,
-    )
-
-
-async def computed(dispatcher: Dispatcher, request: InferRequest, field: str) -> Answer:
-    """The whole answer to a request.
+def text_calls(model: ServedModel, columns: Mapping[str, Sequence[bytes]]) -> Iterator[Inputs]:
+    """The inputs of the calls that rows need.
 
     Args:
-        dispatcher: the model's dispatcher.
-        request: the request.
-        field: the route's field with the rows, which becomes the ``field`` of a `BadRequest`.
-
-    Raises:
-        HeadwaterError: an error of `Dispatcher.infer`, or of a head that was omitted.
+        model: the model that computes the rows.
+        columns: by input, its rows; each input is BYTES of shape [1], and all have the same number of rows.
     """
-    try:
-        answer = await dispatcher.infer(request)
-    except BadRequest as error:
-        error.field = field
-        raise
-    for head in answer.omitted:  # the route needs every output
-        if head.error is not None:
-            raise head.error
-    return answer
-
-
-def joined(caches: Collection[str]) -> str:
-    """How the cache was used for a request of several calls: the slowest of its calls' results. A miss is slower than a
-    shared computation, and a shared computation is slower than a hit. Empty: the deployment has no cache."""
-    return next((outcome for outcome in ("miss", "shared", "hit") if outcome in caches), "")
+    count = len(next(iter(columns.values())))
+    step = rows_at_once(count, model.route.max_queue_size)
+    for start in range(0, count, step):
+        rows = min(step, count - start)
+        yield {
+            name: RawTensor("BYTES", (rows, 1), pack_bytes(column[start : start + rows]))
+            for name, column in columns.items()
+        }
 
 
 async def compute(
     scope: Scope,
     receive: Receive,
     model: ServedModel,
-    columns: Mapping[str, Sequence[bytes]],
-    wanted: Sequence[str],
+    calls: Iterable[Inputs],
+    count: int,
+    wanted: Sequence[str | None],
     field: str,
     parameters: Mapping[str, Scalar] | None = None,
 ) -> Computed:
-    """Compute rows, within the deployment's ``timeout_s``, in as many calls as its queue needs, in sequence.
+    """Compute rows, within the deployment's ``timeout_s``.
 
     Args:
         scope, receive: ASGI arguments of the request; its body has been read.
         model: the model that computes the rows.
-        columns: by input, its rows; each input is BYTES of shape [1], and all have the same number of rows.
-        wanted: names of the outputs.
-        field: the request's field that contains the rows.
+        calls: the inputs of each call; the calls are made in sequence.
+        count: the number of rows of all calls.
+        wanted: names of the outputs; None is left out.
+        field: the request's field that contains the rows, which becomes the ``field`` of a `BadRequest`.
         parameters: parameters per row that differ from the defaults; the same for all rows.
 
     Raises:
         HeadwaterError: the request can't be answered.
     """
-    route, dispatcher = model.route, model.dispatcher
+    dispatcher = model.dispatcher
     signature = dispatcher.check_ready()
-    count = len(next(iter(columns.values())))
-    rows_per_call = rows_at_once(count, route.max_queue_size)
-    ends_s = time.monotonic() + route.timeout_s
-    tensors: dict[str, list[RawTensor]] = {name: [] for name in wanted}
+    ends_s = time.monotonic() + model.route.timeout_s
+    tensors: dict[str, list[RawTensor]] = {name: [] for name in wanted if name is not None}
+    defaults = {item.name: item.default for item in signature.parameters if item.per == "row"}
     caches = set()
-    owner = scope["state"].get("key", "")
     with DisconnectWatch(scope, receive):
-        for start in range(0, count, rows_per_call):
-            rows = min(rows_per_call, count - start)
-            inputs = {
-                name: RawTensor("BYTES", (rows, 1), pack_bytes(column[start : start + rows]))
-                for name, column in columns.items()
-            }
-            timeout_us = 0 if rows == count else max(1, int(1e6 * (ends_s - time.monotonic())))
-            chosen = {**row_defaults(signature), **(parameters or {})}
-            request = model_request(signature, inputs, rows, wanted, chosen, timeout_us, owner)
-            answer = await computed(dispatcher, request, field)
+        for inputs in calls:
+            rows = next(iter(inputs.values())).shape[0]
+            request = InferRequest(
+                id="",
+                inputs=inputs,
+                rows=rows,
+                outputs=[OutputWish(name, binary=True) for name in tensors],
+                batch_parameters={item.name: item.default for item in signature.parameters if item.per == "batch"},
+                row_parameters={**defaults, **(parameters or {})},
+                heads=tuple(head.name for head in signature.heads if not tensors.keys().isdisjoint(head.outputs)),
+                # 0: only the deployment's deadline applies
+                timeout_us=0 if rows == count else max(1, int(1e6 * (ends_s - time.monotonic()))),
+                owner=scope["state"].get("key", ""),
+            )
+            try:
+                answer = await dispatcher.infer(request)
+            except BadRequest as error:
+                error.field = field
+                raise
+            for head in answer.omitted:  # the route needs every output
+                if head.error is not None:
+                    raise head.error
             caches.add(answer.cache)
-            for name in wanted:
-                tensors[name].append(answer.outputs[name])
+            for name, parts in tensors.items():
+                parts.append(answer.outputs[name])
     scope["state"]["note"] = f"rows={count}"
-    return Computed(tensors, joined(caches))
+    return Computed(tensors, next((outcome for outcome in ("miss", "shared", "hit") if outcome in caches), ""))
 
 
 def floats(
@@ -202,6 +166,6 @@ def floats(
     return array
 
 
-def token_sum(parts: Sequence[RawTensor]) -> int:
-    """The sum of an INT32 output of several calls."""
-    return sum(int(np.frombuffer(part.data, "<i4").sum()) for part in parts)
+def token_sum(outputs: Mapping[str, Sequence[RawTensor]], name: str | None) -> int:
+    """The number of tokens that the model read: the sum of an INT32 output of several calls; 0 if it has no name."""
+    return 0 if name is None else sum(int(np.frombuffer(part.data, "<i4").sum()) for part in outputs[name])

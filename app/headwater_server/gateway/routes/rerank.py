@@ -16,7 +16,7 @@ from headwater_server.gateway.http.bodies import BodyReader, decoded
 from headwater_server.gateway.http.endpoint import Endpoint
 from headwater_server.gateway.http.replies import JSON, Reply, cache_headers
 from headwater_server.gateway.models import Models
-from headwater_server.gateway.routes.mapped import chosen_model, compute, floats, token_sum
+from headwater_server.gateway.routes.mapped import chosen_model, compute, floats, text_calls, token_sum
 
 __all__ = ["RerankEndpoint", "RerankRequest"]
 
@@ -58,10 +58,10 @@ class RerankEndpoint(Endpoint):
         assert spec is not None
         texts = [document if isinstance(document, str) else document.text for document in body.documents]
         columns = {spec.query: [body.query.encode()] * len(texts), spec.document: [text.encode() for text in texts]}
-        wanted = [spec.score] if spec.tokens is None else [spec.score, spec.tokens]
-        outputs, cache = await compute(scope, receive, model, columns, wanted, "documents")
+        calls, wanted = text_calls(model, columns), [spec.score, spec.tokens]
+        outputs, cache = await compute(scope, receive, model, calls, len(texts), wanted, "documents")
         scores = floats(outputs[spec.score], spec.score, "documents[{}]".format)[:, 0].tolist()
-        tokens = 0 if spec.tokens is None else token_sum(outputs[spec.tokens])
+        tokens = token_sum(outputs, spec.tokens)
         order = sorted(range(len(texts)), key=lambda index: -scores[index])[: body.top_n]
         content = {
             "id": scope["state"]["request_id"],

@@ -16,7 +16,7 @@ from headwater_server.gateway.http.bodies import BodyReader
 from headwater_server.gateway.http.endpoint import Endpoint
 from headwater_server.gateway.http.replies import JSON, Reply, cache_headers
 from headwater_server.gateway.models import Models
-from headwater_server.gateway.routes.mapped import chosen_model, compute, floats
+from headwater_server.gateway.routes.mapped import chosen_model, compute, floats, text_calls
 
 __all__ = ["FIELDS", "FORMATS", "TranscriptionsEndpoint"]
 
@@ -62,8 +62,8 @@ class TranscriptionsEndpoint(Endpoint):
                 message = f"language: model `{name}` takes none; leave it out"
                 raise BadRequest(message, field="language")
             parameters[spec.language] = language
-        wanted = [spec.text] if spec.duration is None else [spec.text, spec.duration]
-        outputs, cache = await compute(scope, receive, model, {spec.audio: [file]}, wanted, "file", parameters)
+        calls, wanted = text_calls(model, {spec.audio: [file]}), [spec.text, spec.duration]
+        outputs, cache = await compute(scope, receive, model, calls, 1, wanted, "file", parameters)
         text = unpack_bytes(outputs[spec.text][0].data)[0].decode("utf-8", "replace")
         if kind == "text":
             return Reply(200, [f"{text}\n".encode()], [_PLAIN, *cache_headers(cache)])
