@@ -35,7 +35,7 @@ FORK_TIMEOUT_S: Final = 1.0
 """Seconds that the supervisor waits for a fork, which takes some 20 ms. A process that takes longer is replaced."""
 PREPARE_AFTER_S: Final = 2.0
 """Seconds after a fork at which the processes of the next replica are forked; the last replica has started by then."""
-END_TIMEOUT_S: Final = 1.0
+END_TIMEOUT_S: Final = 2.0
 """Seconds that the process may take to end with the processes that wait for a replica, before it is killed."""
 REASON_BYTES: Final = 64 * 1024
 BINDING: Final = ("headwater_server.binder.warmup", "headwater_server.binder.warmup_lm")

@@ -262,7 +262,7 @@ def _become_host(requests: socket.socket, program: BinderProgram, late_modules: 
     data, fds = _request(requests, host)
     requests.close()
     if not data:
-        host.close()
+        os.kill(binder, signal.SIGKILL)  # it has nothing to clean up, and may be importing
         os.waitpid(binder, 0)
         return
     request = msgspec.json.decode(data, type=ForkRequest)
