@@ -42,8 +42,8 @@ from headwater_server.control.routing import ReplicaRoute
 from headwater_server.process.sweep import make_instance_folder, sweep_stale
 from headwater_server.security.file_watch import FileWatch
 from headwater_server.security.peer_tls import PeerTls
-from headwater_server.supervisor.host import Host
-from headwater_server.supervisor.replica_memory import ReplicaMemory
+from headwater_server.supervisor.child_processes import ChildProcesses
+from headwater_server.supervisor.memory_budget import ReplicaMemory
 from headwater_server.supervisor.replica_process import ReplicaProcess
 from headwater_server.telemetry.logs import set_up_logging
 
@@ -105,7 +105,7 @@ class Agent:
     def __init__(self, spec: AgentSpec, tls: PeerTls | None) -> None:
         self._spec = spec
         self._tls = tls
-        self._host = Host(ReplicaMemory(), spec.user_paths, _no_drain, lambda: None)
+        self._children = ChildProcesses(ReplicaMemory(), spec.user_paths, _no_drain, lambda: None)
         self._replica: ReplicaProcess | None = None
         self._port: Port | None = None
         self._address = ""
@@ -128,21 +128,21 @@ class Agent:
         loop = asyncio.get_running_loop()
         for stale in sweep_stale(spec.runtime_dir):
             logger.warning("swept what an earlier replica left behind: %s", stale)
-        self._host.folder, lock = make_instance_folder(spec.runtime_dir)
+        self._children.folder, lock = make_instance_folder(spec.runtime_dir)
         orders = asyncio.StreamReader()
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(orders), sys.stdin.buffer)
         tasks: list[asyncio.Task[None]] = []
         try:
-            folder = self._host.folder / "r"
+            folder = self._children.folder / "r"
             replica = ReplicaProcess(spec.name, spec.id, spec.deployment, folder, spec.user_paths, self._note)
             replica.token = spec.token
-            self._host.adopt_orphans()
+            self._children.adopt_orphans()
             guardian = replica.start()
-            exited = self._host.follow(guardian, f"the guardian of {spec.id}", replica)
+            exited = self._children.follow(guardian, f"the guardian of {spec.id}", replica)
             pidfd = os.pidfd_open(guardian.pid)  # uvloop keeps SIGCHLD to itself
-            loop.add_reader(pidfd, self._host.reap)
+            loop.add_reader(pidfd, self._children.reap)
             exited.add_done_callback(lambda _: loop.remove_reader(pidfd))
-            replica.exited = self._host.spawn(replica.follow(exited, self._host.end_orphans))
+            replica.exited = self._children.spawn(replica.follow(exited, self._children.end_orphans))
             self._replica = replica
             sockets = ReplicaRoute(spec.id, f"unix:{folder / 'h'}", spec.token, f"unix:{folder / 'g:1'}")
             is_vllm = spec.deployment.is_vllm
@@ -153,7 +153,7 @@ class Agent:
                 self._address = f"{node}:{self._address.rpartition(':')[2]}"
             print(self._address, spec.token, spec.order_token, flush=True)
             tasks = [
-                asyncio.create_task(work) for work in (self._host.watch(), self._beat(), self._tell_ending(replica))
+                asyncio.create_task(work) for work in (self._children.watch(), self._beat(), self._tell_ending(replica))
             ]
             replica.ready.add_done_callback(lambda _: self._tell())
             held = asyncio.create_task(orders.read())
@@ -165,7 +165,7 @@ class Agent:
                 await replica.exited
             # Remove the folder before announcing the end: a supervisor that hears of the end has Ray kill the actor,
             # and Ray kills the actor's child processes, too.
-            shutil.rmtree(self._host.folder, ignore_errors=True)
+            shutil.rmtree(self._children.folder, ignore_errors=True)
             self._tell()
             if not held.done():
                 await asyncio.wait({held}, timeout=LINGER_S)
@@ -176,8 +176,8 @@ class Agent:
                 await self._port.close()
             if self._replica is not None:
                 self._replica.kill()  # no effect if it has ended
-            await self._host.finish()
-            shutil.rmtree(self._host.folder, ignore_errors=True)
+            await self._children.finish()
+            shutil.rmtree(self._children.folder, ignore_errors=True)
             os.close(lock)
 
     def _note(self, stage: str) -> None:

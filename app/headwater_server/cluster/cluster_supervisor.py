@@ -39,10 +39,10 @@ from headwater_server.errors import ConfigError, StartError
 from headwater_server.security.file_watch import FileWatch
 from headwater_server.security.keys_file import keys_are_wanted
 from headwater_server.security.peer_tls import PeerTls
+from headwater_server.supervisor.child_processes import ChildProcesses, until
 from headwater_server.supervisor.handle import ReplicaHandle
-from headwater_server.supervisor.host import Host, until
-from headwater_server.supervisor.orchestrator import Orchestrator
-from headwater_server.supervisor.replica_memory import ReplicaMemory
+from headwater_server.supervisor.memory_budget import ReplicaMemory
+from headwater_server.supervisor.supervisor import Orchestrator
 from headwater_server.telemetry.logs import finish_log, set_up_logging
 
 __all__ = ["Announcement", "SupervisorSpec", "main", "what_is_served"]
@@ -147,7 +147,7 @@ class _Desired(NamedTuple):
         )
 
 
-class ClusterHost(Host):
+class ClusterProcesses(ChildProcesses):
     """Has Ray place replicas, instead of starting them on this machine."""
 
     def __init__(self, config: Config, user_paths: tuple[str, ...], context: Context, *about: Any) -> None:
@@ -165,7 +165,7 @@ class ClusterHost(Host):
         """Nodes that lost a replica without a report. They may be gone without Ray having noticed."""
 
     def launch(self, name: str, config: Deployment, on_progress: Callable[[str], None]) -> ReplicaHandle:
-        """See `Host.launch`. Returns at once: Ray places the replica later."""
+        """See `ChildProcesses.launch`. Returns at once: Ray places the replica later."""
         self._launched += 1
         id = f"{name}-{self._context.epoch:x}.{self._launched}"
         token, order_token = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
@@ -207,7 +207,7 @@ class ClusterHost(Host):
 
     @contextlib.contextmanager
     def replacing(self, name: str) -> Iterator[None]:
-        """See `Host.replacing`. The present replicas don't count when nodes are chosen by the number of the
+        """See `ChildProcesses.replacing`. The present replicas don't count when nodes are chosen by the number of the
         deployment's replicas, so the replacements may start on the same nodes."""
         old = {id for id in self.replicas if _deployment_of(id) == name}
         self._replaced |= old
@@ -284,13 +284,13 @@ class ClusterSupervisor:
         self._storing: asyncio.Task[None] | None = None
         context = Context(ray, epoch, tls, lambda: self._on_change(), self._give_way)
         self._control = ControlServer(
-            lambda command: self._orchestrator.answer(command),
+            lambda command: self._orchestrator.lifecycle.answer(command),
             epoch,
             on_lost=lambda loss: self._orchestrator.note_loss(loss),
             on_workers=lambda: self._on_change(),
         )
-        self._host = ClusterHost(spec.config, spec.user_paths, context, self._control.drain, self._on_change)
-        self._orchestrator = Orchestrator(spec.config, self._host, self._control)
+        self._children = ClusterProcesses(spec.config, spec.user_paths, context, self._control.drain, self._on_change)
+        self._orchestrator = Orchestrator(spec.config, self._children, self._control)
 
     async def run(self, orders: asyncio.StreamReader, output: IO[str]) -> None:
         """Announce on the output that it serves, and serve until an order to stop comes; return when everything has
@@ -316,9 +316,9 @@ class ClusterSupervisor:
         )
         print(msgspec.json.encode(announcement).decode(), file=output, flush=True)
         for task in (self._watch_gateways(), self._watch_head(), self._reconcile()):
-            asyncio.create_task(task).add_done_callback(self._host.note_done)
+            asyncio.create_task(task).add_done_callback(self._children.note_done)
         reading = asyncio.create_task(orders.readline())
-        stopping = asyncio.create_task(self._host.stopping.wait())
+        stopping = asyncio.create_task(self._children.stopping.wait())
         await asyncio.wait({reading, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if not reading.done() or reading.result().strip() != b"stop":
             finish_log()
@@ -350,7 +350,7 @@ class ClusterSupervisor:
         for actor_name, actor in (await self._ray.replicas()).items():
             name = _deployment_of(actor_name.removeprefix(PREFIX))
             if name in sets and not sets[name].is_set_aside:
-                candidates.append((name, self._host.adopt(actor_name, actor, sets[name].config)))
+                candidates.append((name, self._children.adopt(actor_name, actor, sets[name].config)))
             else:
                 logger.warning("%s: nobody wants it any more; it is ended", actor_name)
                 await self._ray.kill(actor)
@@ -384,7 +384,7 @@ class ClusterSupervisor:
         routes = self._orchestrator.routes(max(1, self._control.workers))
         self._control.publish(RoutingTable(tuple(routes), draining=self._is_stopped))
         desired = self._desired()
-        if desired != self._stored and not self._host.is_stopping:
+        if desired != self._stored and not self._children.is_stopping:
             self._stored = desired
             if self._storing is None or self._storing.done():
                 self._storing = asyncio.create_task(self._store())
@@ -437,7 +437,7 @@ class ClusterSupervisor:
             except Exception as error:  # for example, Ray's head is gone
                 logger.error("Ray can't say which replicas there are: %s", error)
                 continue
-            unknown = {name for name in actors if name.removeprefix(PREFIX) not in self._host.replicas}
+            unknown = {name for name in actors if name.removeprefix(PREFIX) not in self._children.replicas}
             for name in unknown & suspects:  # seen twice: a replica seen once may be starting or ending
                 logger.warning("%s: runs, but nobody has it; it is ended", name)
                 await self._ray.kill(actors[name])
@@ -445,12 +445,12 @@ class ClusterSupervisor:
 
     def _give_way(self) -> None:
         logger.error("another supervisor has followed; this one ends")
-        self._host.stop()
+        self._children.stop()
 
     async def _stop(self) -> None:
         """Let gateways drain, end all replicas, and delete the stored desired state."""
         self._is_stopped = True
-        self._host.stop()
+        self._children.stop()
         self._on_change()
         deadline_s = self._first.server.shutdown_timeout_s + GATEWAYS_DRAIN_S
         await until(lambda: self._control.is_deserted, deadline_s)

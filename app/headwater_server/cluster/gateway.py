@@ -32,9 +32,9 @@ from headwater_server.process.proc import GroupUse
 from headwater_server.security.file_watch import FileWatch
 from headwater_server.security.keys_file import keys_are_wanted
 from headwater_server.security.peer_tls import PeerTls
+from headwater_server.supervisor.child_processes import ChildProcesses
 from headwater_server.supervisor.front import Front
-from headwater_server.supervisor.host import Host
-from headwater_server.supervisor.replica_memory import ReplicaMemory
+from headwater_server.supervisor.memory_budget import ReplicaMemory
 from headwater_server.telemetry.observer import ReplicaView
 
 __all__ = ["serve_gateway"]
@@ -76,7 +76,7 @@ class Uplink:
         first: the first result of ``findings``.
         workers: the number of this gateway's workers.
         tls: the cluster's TLS.
-        host: runs the tasks.
+        children: runs the tasks.
         control: talks to this gateway's workers.
         on_change: called when routes have changed.
     """
@@ -90,7 +90,7 @@ class Uplink:
         first: Announcement,
         workers: int,
         tls: PeerTls | None,
-        host: Host,
+        children: ChildProcesses,
         control: ControlServer,
         on_change: Callable[[], None],
     ) -> None:
@@ -105,7 +105,7 @@ class Uplink:
         self._has_moved = asyncio.Event()
         self._hello = functools.partial(Hello, workers=workers, gateway=secrets.token_hex(8))
         self._tls = tls
-        self._host = host
+        self._children = children
         self._control = control
         self._on_change = on_change
         self._trouble = ""
@@ -132,10 +132,10 @@ class Uplink:
         """Connect to the supervisor, and wait for its first table, or until the server is to stop."""
         for work in (self._follow(), self._find(), self._report()):
             task = asyncio.create_task(work)
-            task.add_done_callback(self._host.note_done)
+            task.add_done_callback(self._children.note_done)
             self._tasks.append(task)
         first_table = asyncio.create_task(self._is_known.wait())
-        stopping = asyncio.create_task(self._host.stopping.wait())
+        stopping = asyncio.create_task(self._children.stopping.wait())
         await asyncio.wait({first_table, stopping}, return_when=asyncio.FIRST_COMPLETED)
         first_table.cancel()
         stopping.cancel()
@@ -220,7 +220,7 @@ class Uplink:
                         cutting.cancel()
             except (OSError, ValueError, asyncio.TimeoutError, msgspec.MsgspecError) as error:
                 logger.log(logging.WARNING if is_open else logging.DEBUG, "the cluster's supervisor: %s", error)
-            if is_open and not self._host.is_stopping:
+            if is_open and not self._children.is_stopping:
                 logger.warning("the cluster's supervisor is gone; what it said last stays until it is back")
             with contextlib.suppress(asyncio.TimeoutError):
                 await within(RETRY_S, self._has_moved.wait())
@@ -248,7 +248,7 @@ class Uplink:
                 self._watches[id] = _Watch(route, self._tls, self._on_change)
         if table.draining:
             logger.info("the cluster is being stopped, and this gateway with it")
-            self._host.stop()
+            self._children.stop()
         self._on_change()
 
     async def _report(self) -> None:
@@ -295,9 +295,9 @@ class ClusterGateway(Front):
             on_lost=lambda loss: uplink.link.report_lost(loss),
             on_cancel=lambda request_id: uplink.link.cancel_elsewhere(request_id),
         )
-        host = Host(ReplicaMemory(), (), control.drain, self.on_change)
-        uplink = Uplink(findings, first, config.server.workers, tls, host, control, self.on_change)
-        super().__init__(config, on_serving, control, host, uplink)
+        children = ChildProcesses(ReplicaMemory(), (), control.drain, self.on_change)
+        uplink = Uplink(findings, first, config.server.workers, tls, children, control, self.on_change)
+        super().__init__(config, on_serving, control, children, uplink)
 
 
 async def serve_gateway(

@@ -1,6 +1,6 @@
 """A gateway worker's process: FastAPI on uvicorn, on the socket that the supervisor listens on.
 
-`headwater_server.supervisor.workers` runs it as ``python -m headwater_server.gateway.worker CONTROL_SOCKET SETTINGS_FD
+`headwater_server.supervisor.front` runs it as ``python -m headwater_server.gateway.worker CONTROL_SOCKET SETTINGS_FD
 LISTENER_FD REASON_FD``. It ends when the supervisor does. If its exit status is 1, it has written the reason to
 REASON_FD. CONTROL_SOCKET is not read: it shows in process lists which server a worker belongs to.
 """

@@ -23,7 +23,7 @@ from typing import Final
 
 from headwater_server.config.sections import ReplicaBounds, Scaling
 from headwater_server.control.load import DeploymentLoad
-from headwater_server.supervisor.host import Host
+from headwater_server.supervisor.child_processes import ChildProcesses
 from headwater_server.supervisor.replica_set import ReplicaSet
 
 __all__ = ["Autoscaler", "Demand", "ScalingPolicy"]
@@ -164,7 +164,7 @@ class Autoscaler:
         loads: gives each deployment's load over all gateway workers. If no worker has reported a deployment, its load
             is unknown, and it keeps its number of replicas.
         is_busy: whether a command is running on a deployment; such a deployment is not scaled.
-        host: runs the steps up and down, and says when the server stops.
+        children: runs the steps up and down, and says when the server stops.
         on_utilization: called at every tick with the fraction of its replicas' capacity that each deployment uses, 0 to
             1; only deployments with a ready replica are included.
         clock: in seconds; tests replace it.
@@ -175,14 +175,14 @@ class Autoscaler:
         sets: Mapping[str, ReplicaSet],
         loads: Callable[[], Mapping[str, DeploymentLoad]],
         is_busy: Callable[[str], bool],
-        host: Host,
+        children: ChildProcesses,
         on_utilization: Callable[[Mapping[str, float]], None] = lambda shares: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._sets = sets
         self._loads = loads
         self._is_busy = is_busy
-        self._host = host
+        self._children = children
         self._on_utilization = on_utilization
         self._clock = clock
         self._policies: dict[str, tuple[object, ScalingPolicy]] = {}
@@ -192,8 +192,8 @@ class Autoscaler:
 
     async def run(self) -> None:
         """Decide at every tick until the server stops."""
-        while not self._host.is_stopping:
-            await self._host.wait_for_stop(TICK_S)
+        while not self._children.is_stopping:
+            await self._children.wait_for_stop(TICK_S)
             self.tick()
 
     def tick(self) -> None:
@@ -228,9 +228,9 @@ class Autoscaler:
         count, ready = replica_set.wanted, len(replica_set.ready)
         wanted = policy.wanted(self._clock(), _demand(replica_set, load), count, ready=ready, bounds=replica_set.bounds)
         if wanted > count:
-            self._acting[replica_set.name] = self._host.spawn(replica_set.grow())
+            self._acting[replica_set.name] = self._children.spawn(replica_set.grow())
         elif wanted < count:
-            self._acting[replica_set.name] = self._host.spawn(replica_set.shrink())
+            self._acting[replica_set.name] = self._children.spawn(replica_set.shrink())
         elif policy.is_content:
             replica_set.end_shortage()
 

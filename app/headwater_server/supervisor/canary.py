@@ -25,9 +25,9 @@ from typing import Final
 
 from headwater_server.config.sections import RollbackRule, Traffic
 from headwater_server.control.load import Tally
-from headwater_server.supervisor.composite import Composite
-from headwater_server.supervisor.host import Host
-from headwater_server.supervisor.versions_state import VersionsState
+from headwater_server.supervisor.child_processes import ChildProcesses
+from headwater_server.supervisor.deployments import Deployments
+from headwater_server.supervisor.states import VersionsState
 from headwater_server.telemetry.catalogue import ALL_SERIES, VERSION_TIMES
 from headwater_server.telemetry.recorder import recorder
 
@@ -130,42 +130,36 @@ class Canaries:
     """Compares the versions of all deployments that have a rollback rule, and rolls back.
 
     Args:
-        composites: pipelines and deployments with versions, by name; the mapping may change.
+        deployments: the server's deployments.
         tallies: the counts over all gateway workers, by `Tally.name`.
         is_busy: whether a command is running on a deployment; its versions are not compared then.
-        roll_back: called with the deployment, the version that is to lose its share, and the reason.
-        host: says when the server stops.
-        clock: in seconds; tests replace it.
+        children: says when the server stops, and has a rollback published.
     """
 
     def __init__(
         self,
-        composites: Mapping[str, Composite],
+        deployments: Deployments,
         tallies: Callable[[], Mapping[str, Tally]],
         is_busy: Callable[[str], bool],
-        roll_back: Callable[[VersionsState, str, str], None],
-        host: Host,
-        clock: Callable[[], float] = time.monotonic,
+        children: ChildProcesses,
     ) -> None:
-        self._composites = composites
+        self._deployments = deployments
         self._tallies = tallies
         self._is_busy = is_busy
-        self._roll_back = roll_back
-        self._host = host
-        self._clock = clock
+        self._children = children
         self._comparisons: dict[str, Comparison] = {}
 
     async def run(self) -> None:
         """Compare at every tick until the server stops."""
-        while not self._host.is_stopping:
-            await self._host.wait_for_stop(TICK_S)
+        while not self._children.is_stopping:
+            await self._children.wait_for_stop(TICK_S)
             self.tick()
 
     def tick(self) -> None:
         """Compare the versions of each deployment once."""
         watched = {
             name: composite
-            for name, composite in self._composites.items()
+            for name, composite in self._deployments.composites.items()
             if isinstance(composite, VersionsState)
             and composite.is_watched
             and composite.is_loaded
@@ -180,9 +174,12 @@ class Canaries:
                 comparison = self._comparisons[name] = Comparison(traffic, traffic.rollback)
             counted = self._tallies()
             tallies = {version: counted.get(part, _NONE) for version, part in composite.deployments.items()}
-            verdict = comparison.verdict(self._clock(), tallies)
+            verdict = comparison.verdict(time.monotonic(), tallies)
             if verdict is not None:
                 version, reason = verdict
                 logger.error("%s: rolled back by itself: version `%s`: %s", name, version, reason)
                 recorder().count("headwater_rollbacks", name, version)
-                self._roll_back(composite, version, reason)
+                had = f"it had {100 * traffic.shares[version]:g} %"
+                self._deployments.adopt(name, composite.default_alone())
+                composite.rolled_back = f"version `{version}` lost its share by itself: {reason} ({had})"
+                self._children.on_change()

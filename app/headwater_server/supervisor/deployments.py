@@ -8,13 +8,11 @@ from collections.abc import Callable, Mapping
 from headwater_server.config.overlay import FIELD, check_allowed, lay_over, parse_overlay
 from headwater_server.config.schema import Config, Deployment
 from headwater_server.errors import BadRequest, Conflict
-from headwater_server.supervisor.composite import Composite
-from headwater_server.supervisor.graph_state import GraphState
-from headwater_server.supervisor.host import Host
+from headwater_server.supervisor.child_processes import ChildProcesses
 from headwater_server.supervisor.preflight import runtime_dir_problems
 from headwater_server.supervisor.replica_set import ReplicaSet
 from headwater_server.supervisor.script_settings import Scripts
-from headwater_server.supervisor.versions_state import VersionsState
+from headwater_server.supervisor.states import Composite, GraphState, VersionsState
 
 __all__ = ["Deployments", "config_of"]
 
@@ -22,9 +20,9 @@ __all__ = ["Deployments", "config_of"]
 class Deployments:
     """The server's deployments. A load or reload that brings a configuration changes them."""
 
-    def __init__(self, config: Config, host: Host) -> None:
+    def __init__(self, config: Config, children: ChildProcesses) -> None:
         self._first = config
-        self._host = host
+        self._children = children
         self.config = config
         """The present configuration. The server's section never changes."""
         self.composites: dict[str, Composite] = {}
@@ -33,10 +31,6 @@ class Deployments:
         """Replica sets by name: deployments with replicas, versions, and steps of pipelines."""
         for name in config.deployments:
             self._make(name)
-
-    def is_added(self, name: str) -> bool:
-        """Whether a load added the deployment: the server's configuration does not have it."""
-        return name not in self._first.deployments
 
     def base_of(self, adapter: str) -> str | None:
         """The name of the deployment with an adapter of this name, in the present configuration or in the server's
@@ -47,18 +41,20 @@ class Deployments:
                     return name
         return None
 
-    def with_adapter(self, name: str, adapter: str) -> Deployment:
-        """The deployment with an adapter added. The adapter's folder is taken from the server's configuration, which
-        must name the adapter."""
+    def with_adapter(self, name: str, adapter: str, *, is_loaded: bool) -> Deployment:
+        """The deployment with an adapter added, if ``is_loaded``, or removed. The folder of an added adapter is taken
+        from the server's configuration, which must name the adapter."""
         now = self.config.deployments[name]
-        return now.with_adapters({**now.adapters, adapter: self._first.deployments[name].adapters[adapter]})
+        adapters = dict(now.adapters)
+        if is_loaded:
+            adapters[adapter] = self._first.deployments[name].adapters[adapter]
+        else:
+            del adapters[adapter]
+        return now.with_adapters(adapters)
 
-    def without_adapter(self, name: str, adapter: str) -> Deployment:
-        """The deployment with an adapter removed."""
-        now = self.config.deployments[name]
-        return now.with_adapters(
-            {adapter_name: folder for adapter_name, folder in now.adapters.items() if adapter_name != adapter}
-        )
+    def served(self, name: str) -> ReplicaSet | Composite:
+        """The state of a deployment, pipeline or version."""
+        return self.composites.get(name) or self.sets[name]
 
     def own_sets(self, name: str) -> list[ReplicaSet]:
         """The replica sets of a deployment: its single set, the sets of its versions, or the sets of steps that a
@@ -68,7 +64,7 @@ class Deployments:
         return [self.sets[name]] if name in self.sets else []
 
     def first(self, name: str) -> Deployment | None:
-        """The deployment in the server's configuration; None if it is not there."""
+        """The deployment in the server's configuration; None if it is not there, as when a load added it."""
         return self._first.deployments.get(name)
 
     def proposed(self, name: str, text: object, scripts: Scripts | None = None) -> Deployment:
@@ -156,7 +152,7 @@ class Deployments:
 
     def drop_set(self, replica_set: ReplicaSet) -> None:
         """Remove the replica set of a version after its replicas have ended."""
-        self._host.memory.forget(replica_set.name)
+        self._children.memory.forget(replica_set.name)
         del self.sets[replica_set.name]
 
     def made(self, name: str, config: Deployment) -> dict[str, ReplicaSet]:
@@ -164,7 +160,11 @@ class Deployments:
         part_of = name if config.is_composite else None
         return {
             set_name: ReplicaSet(
-                set_name, deployment, self._host, part_of, set_name.removeprefix(f"{name}.") if config.versions else ""
+                set_name,
+                deployment,
+                self._children,
+                part_of,
+                set_name.removeprefix(f"{name}.") if config.versions else "",
             )
             for set_name, deployment in config.with_replicas(name).items()
         }
@@ -187,7 +187,7 @@ class Deployments:
         """
         self.check_unneeded(name)
         for replica_set in self.own_sets(name):
-            self._host.memory.forget(replica_set.name)
+            self._children.memory.forget(replica_set.name)
         self._drop(name)
         self._configure(name, None)
 

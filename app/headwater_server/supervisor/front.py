@@ -1,40 +1,180 @@
-"""A server's side towards clients, from start to stop: the listening socket, the gateway workers and their routing
-table."""
+"""A server's side towards clients: the listening socket, the gateway workers and their routing table."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
 import signal
 import socket
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from io import FileIO
+from typing import Final, Protocol
+
+import msgspec
 
 from headwater.errors import Problem
 from headwater.signature import Signature
 from headwater_server.config.schema import Config
+from headwater_server.config.sections import Tls
 from headwater_server.control.control_server import ControlServer
+from headwater_server.control.messages import WorkerSettings
 from headwater_server.control.routing import DeploymentRoute, RoutingTable
 from headwater_server.errors import StartError
 from headwater_server.process.sweep import sweep_stale
+from headwater_server.security.kept_files import KeptFiles
 from headwater_server.security.keys_file import keys_are_wanted
 from headwater_server.security.operator import warn_if_exposed
+from headwater_server.security.peer_tls import check_peer_files, peer_files
+from headwater_server.security.tls import Certificate
 from headwater_server.supervisor import preflight
-from headwater_server.supervisor.host import Host, until
+from headwater_server.supervisor.child_processes import Backoff, ChildProcesses, kill, until
 from headwater_server.supervisor.runtime_folder import RuntimeFolder
-from headwater_server.supervisor.workers import Workers
 from headwater_server.telemetry.observer import Observer, ReplicaView, deployment_view
+from headwater_server.telemetry.recorder import recorder
 
-__all__ = ["Backend", "Front"]
+__all__ = ["Backend", "Front", "Workers"]
 
 logger = logging.getLogger("headwater")
 
-CONTROL = "control"
+PING_EVERY_S: Final = 1.0
+PING_TIMEOUT_S: Final = 10.0
+"""A worker that answers no ping for this many seconds, counted in pings every `PING_EVERY_S`, is killed and
+replaced."""
+CONTROL: Final = "control"
 """The control socket's name in the runtime folder."""
-FOLDER_EVERY_S = 1.0
+FOLDER_EVERY_S: Final = 1.0
 """Seconds between checks whether somebody has removed the runtime folder or files in it."""
-WORKER_END_TIMEOUT_S = 5.0
+WORKER_END_TIMEOUT_S: Final = 5.0
 """Seconds that a gateway worker may take to end once nothing is in flight in it."""
+
+
+class Workers:
+    """All gateway workers of a server."""
+
+    def __init__(self, config: Config, children: ChildProcesses, control: ControlServer, observer: Observer) -> None:
+        self.pids: dict[int, int] = {}
+        """Process ids of the running workers, by index."""
+        self._leaving: set[int] = set()
+        """Process ids of workers that were asked to end."""
+        self._config = config
+        self._children = children
+        self._control = control
+        self._observer = observer
+        self._kept: dict[str, KeptFiles] = {}
+        """Copies of the certificates that a worker reads when it starts, by field of `WorkerSettings`."""
+        if (tls := config.server.tls) is not None:
+            pair = [tls.certificate, tls.key]
+            self._kept["kept_tls"] = KeptFiles(pair, lambda paths: Certificate(Tls(certificate=paths[0], key=paths[1])))
+        if config.cluster is not None and config.cluster.tls is not None:
+            self._kept["kept_cluster_tls"] = KeptFiles(peer_files(config.cluster.tls), check_peer_files)
+
+    def start(self, listener: socket.socket) -> None:
+        """Have tasks start the workers, which accept connections from the listener, and replace workers that end, until
+        the server stops."""
+        cluster = self._config.cluster
+        settings = WorkerSettings(
+            control=str(self._children.folder / CONTROL),
+            server=self._config.server.model_dump(mode="json"),
+            security=self._config.security.model_dump(mode="json"),
+            cluster_tls=str(cluster.tls) if cluster is not None and cluster.tls is not None else "",
+        )
+        for index in range(self._config.server.workers):
+            self._children.spawn(self._keep(index, listener, settings))
+
+    def kill(self) -> None:
+        """Kill all workers that still run."""
+        for pid in self.pids.values():
+            kill(pid)
+
+    def replace_those_without_files(self, *, all: bool = False) -> None:
+        """Have workers with a removed file of counts, or all workers, end (SIGTERM); they are then replaced."""
+        for index, pid in self.pids.items():
+            if (all or not self._observer.has_file(index)) and pid not in self._leaving:
+                self._leaving.add(pid)
+                logger.warning("gateway worker %d (%d) is replaced, since files of it were removed", index, pid)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
+
+    async def watch(self) -> None:
+        """Kill workers with an event loop that hangs; they are replaced. Copy new certificates."""
+        while True:
+            self.end_silent()
+            for kept in self._kept.values():
+                kept.renew()
+            await asyncio.sleep(PING_EVERY_S)
+
+    def end_silent(self) -> None:
+        """Ping all workers, and kill workers that have not answered for too long."""
+        unanswered = self._control.ping()
+        for index, pid in self.pids.items():
+            # Counted in pings, not by a clock: while the supervisor itself is stopped, no worker can answer it.
+            if unanswered.get(pid, 0) * PING_EVERY_S >= PING_TIMEOUT_S:
+                text = "gateway worker %d (%d) has given no sign of life for %g s: killing it"
+                logger.error(text, index, pid, PING_TIMEOUT_S)
+                kill(pid)
+
+    async def _keep(self, index: int, listener: socket.socket, settings: WorkerSettings) -> None:
+        backoff = Backoff()
+        with open(os.memfd_create("reason"), "w+b", buffering=0) as reason:  # noqa: ASYNC230 - it is in memory
+            while not self._children.is_stopping:
+                began_s = time.monotonic()
+                try:
+                    process = self._start(index, listener, settings, reason)
+                except OSError as error:
+                    logger.error("gateway worker %d can't be started: %s", index, error)
+                else:
+                    self.pids[index] = process.pid
+                    code = await self._children.follow(process, f"gateway worker {index}")
+                    del self.pids[index]
+                    self._observer.end_worker(index)
+                    if self._children.is_stopping:
+                        return
+                    self._leaving.discard(process.pid)
+                    reason.seek(0)
+                    why = signal.strsignal(-code) if code < 0 else reason.read().decode()
+                    logger.error("gateway worker %d ended with %d%s; starting another", index, code, why and f": {why}")
+                    recorder().count("headwater_worker_restarts")
+                await self._children.wait_for_stop(backoff.after(time.monotonic() - began_s))
+
+    def _start(
+        self, index: int, listener: socket.socket, settings: WorkerSettings, reason: FileIO
+    ) -> subprocess.Popen[bytes]:
+        """Start a worker. If it ends by itself, it writes the reason to the file ``reason``.
+
+        Raises:
+            OSError: the process can't be started.
+        """
+        reason.seek(0)
+        reason.truncate()
+        kept = {}
+        for field, files in self._kept.items():
+            files.renew()
+            kept[field] = list(map(str, files.copies))
+        worker_settings = msgspec.structs.replace(
+            settings, index=index, metrics=self._observer.start_worker(index), **kept
+        )
+        # In memory, since a worker must be able to start while the disk is full.
+        with open(os.memfd_create("settings", os.MFD_CLOEXEC), "wb", buffering=0) as file:
+            file.write(msgspec.json.encode(worker_settings))
+            fds = (file.fileno(), listener.fileno(), reason.fileno())
+            return subprocess.Popen(
+                [sys.executable, "-m", "headwater_server.gateway.worker", settings.control, *map(str, fds)],
+                cwd=self._children.folder,
+                env={
+                    **os.environ,
+                    "OMP_NUM_THREADS": "1",
+                    "OPENBLAS_NUM_THREADS": "1",
+                    "TOKENIZERS_PARALLELISM": "false",  # batches of one
+                },
+                pass_fds=fds,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
 
 
 class Backend(Protocol):
@@ -88,7 +228,7 @@ class Front:
         on_serving: called once, when `Backend.is_decided` holds, with the base URL and each deployment's name,
             signature (None: it does not serve yet) and reason; without steps and versions.
         control: the control socket to the gateway workers.
-        host: owns the processes; must call `on_change` when a deployment has changed.
+        children: owns the processes; must call `on_change` when a deployment has changed.
         backend: decides about the deployments.
     """
 
@@ -97,7 +237,7 @@ class Front:
         config: Config,
         on_serving: Callable[[str, list[tuple[str, Signature | None, str]]], None],
         control: ControlServer,
-        host: Host,
+        children: ChildProcesses,
         backend: Backend,
     ) -> None:
         self.observer = Observer(None)
@@ -106,7 +246,7 @@ class Front:
         self._config = config
         self._on_serving = on_serving
         self._control = control
-        self._host = host
+        self._children = children
         self._backend = backend
         self._is_leaving = False
         """Whether the server is about to stop: it still serves, but is no longer ready."""
@@ -122,9 +262,9 @@ class Front:
             StartError: the address can't be bound, a check of `preflight` found a problem, or the runtime folder can't
                 be made.
         """
-        self._host.adopt_orphans()  # a process with PID 1 adopts orphans anyway
+        self._children.adopt_orphans()  # a process with PID 1 adopts orphans anyway
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGCHLD, self._host.reap)
+        loop.add_signal_handler(signal.SIGCHLD, self._children.reap)
         numbers = [signal.SIGTERM, signal.SIGINT]
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
             numbers.append(signal.SIGHUP)
@@ -140,21 +280,21 @@ class Front:
             logger.info("listening on %s", self._url)
             if not keys_are_wanted(self._config.security.keys_file):
                 warn_if_exposed(listener.getsockname())
-            await self._control.start(self._host.folder / CONTROL)
+            await self._control.start(self._children.folder / CONTROL)
             await self._backend.prepare()
             self._publish()
-            workers = Workers(self._config, self._host, self._control, self.observer)
+            workers = Workers(self._config, self._children, self._control, self.observer)
             workers.start(listener)
             for watch in (
-                self._host.watch(),
+                self._children.watch(),
                 workers.watch(),
                 self.observer.watch(self._backend.replica_views),
                 self._watch_folder(folder, workers),
             ):
                 watching.append(asyncio.create_task(watch))
-                watching[-1].add_done_callback(self._host.note_done)
+                watching[-1].add_done_callback(self._children.note_done)
             self._backend.start()
-            await self._host.stopping.wait()
+            await self._children.stopping.wait()
             listener.close()  # the workers hold it too: connections are refused once the last worker has ended
             await self._stop(workers)
         finally:
@@ -165,7 +305,7 @@ class Front:
             folder.close()
         if self._failure:  # logged last, since an operator reads the end of the log first
             logger.critical("every deployment has failed: %s", self._failure)
-        return self._host.status
+        return self._children.status
 
     def _listen(self) -> socket.socket:
         server = self._config.server
@@ -198,7 +338,7 @@ class Front:
                     self.observer.restore()
                 workers.replace_those_without_files(all=is_lost)
                 is_lost = False
-                self._host.end_cut_off()
+                self._children.end_cut_off()
             except OSError as error:
                 logger.error("server.runtime_dir: what was removed of %s can't be made again: %s", folder.path, error)
 
@@ -219,8 +359,10 @@ class Front:
             for problem in self._backend.problems():
                 raise StartError(str(problem))
             folder = RuntimeFolder(parent)
-            self._host.folder = folder.path
-            self.observer = Observer(self._host.folder / "metrics" if "metrics" in self._config.server.pages else None)
+            self._children.folder = folder.path
+            self.observer = Observer(
+                self._children.folder / "metrics" if "metrics" in self._config.server.pages else None
+            )
         except OSError as error:
             raise StartError(f"server.runtime_dir: can't make a folder there: {error}") from error
         return folder
@@ -236,20 +378,22 @@ class Front:
             for problem in self._backend.warnings():
                 logger.warning("%s", problem)
         # If every deployment has failed, the server ends, so that the operator notices.
-        if not self._host.is_stopping and (failure := self._backend.failure):
+        if not self._children.is_stopping and (failure := self._backend.failure):
             self._failure = failure
-            self._host.stop(1)
+            self._children.stop(1)
 
     def _publish(self) -> list[DeploymentRoute]:
         routes = self._backend.routes(self._config.server.workers)
-        self._control.publish(RoutingTable(tuple(routes), draining=self._host.is_stopping, leaving=self._is_leaving))
+        self._control.publish(
+            RoutingTable(tuple(routes), draining=self._children.is_stopping, leaving=self._is_leaving)
+        )
         self.observer.see_deployments(map(deployment_view, routes))
         return routes
 
     def _on_stop_signal(self, number: int) -> None:
-        if number == signal.SIGHUP and (self._is_leaving or self._host.is_stopping):
+        if number == signal.SIGHUP and (self._is_leaving or self._children.is_stopping):
             return  # a terminal that closes sends several SIGHUPs: from the kernel and from the shell
-        if self._host.is_stopping:
+        if self._children.is_stopping:
             self.is_hurried = True
             return
         name, delay_s = signal.Signals(number).name, self._config.server.drain_delay_s
@@ -257,10 +401,10 @@ class Front:
             logger.info("%s: not ready from now on; stopping in %g s", name, delay_s)
             self._is_leaving = True
             self._publish()
-            asyncio.get_running_loop().call_later(delay_s, self._host.stop)
+            asyncio.get_running_loop().call_later(delay_s, self._children.stop)
             return
         logger.info("%s: stopping", name)
-        self._host.stop()
+        self._children.stop()
 
     async def _stop(self, workers: Workers) -> None:
         self._publish()  # workers are then no longer ready, answer requests in flight, and end
@@ -269,7 +413,7 @@ class Front:
         workers.kill()
         await self._backend.end(lambda: self.is_hurried)
         await self._control.finish()
-        await self._host.finish()
+        await self._children.finish()
         logger.info("stopped")
 
 

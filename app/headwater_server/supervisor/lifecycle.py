@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Final
 
 from headwater.errors import LoadError
@@ -18,14 +18,13 @@ from headwater_server.control.routing import State
 from headwater_server.errors import CallableFailed, Conflict, HeadwaterError, NotFound
 from headwater_server.process.adapter_folders import find_adapters
 from headwater_server.supervisor.adapters import changed_adapters, fit
-from headwater_server.supervisor.composite import Composite
+from headwater_server.supervisor.child_processes import ChildProcesses
 from headwater_server.supervisor.deployments import Deployments, config_of
 from headwater_server.supervisor.handle import ReplicaHandle
-from headwater_server.supervisor.host import Host
 from headwater_server.supervisor.replica_set import ReplicaSet
 from headwater_server.supervisor.script_settings import Scripts, scripts_of
-from headwater_server.supervisor.starter import Retired, stop_or_kill
-from headwater_server.supervisor.versions_state import VersionsState
+from headwater_server.supervisor.slot import Retired, stop_or_kill
+from headwater_server.supervisor.states import VersionsState
 
 __all__ = ["Lifecycle"]
 
@@ -40,9 +39,9 @@ that is still being received."""
 class Lifecycle:
     """Carries out operators' commands."""
 
-    def __init__(self, deployments: Deployments, host: Host) -> None:
+    def __init__(self, deployments: Deployments, children: ChildProcesses) -> None:
         self._deployments = deployments
-        self._host = host
+        self._children = children
         self._busy: dict[str, str] = {}
         """The running command, by model."""
 
@@ -57,51 +56,59 @@ class Lifecycle:
                 command's ``config``, or the present configuration.
             why: the reason, for the log.
         """
-        actions = {"load": self._load, "unload": self._unload, "reload": self._reload}
-        name = command.model
-        text, config = command.arguments.get("config"), section
+        name, began = command.model, time.monotonic()
         base = self._deployments.base_of(name) if self._is_free(name) else None
-        if base is not None:
-            return await self._answer_on_adapter(command, base)
-        if command.action in TRAFFIC_ACTIONS:
-            return self._answer_on_traffic(command)
-        began = time.monotonic()
         try:
-            # An unknown name may be loaded if the command brings a configuration.
-            is_new = command.action == "load" and self._is_free(name) and (section or text) is not None
-            is_scale = command.action == "scale"
-            sets, composite = ([], None) if is_new else self._find(name, is_scale=is_scale)
-            with self._alone(command.action, name, sets):
-                addition = ""
-                if config is None and text is not None:
-                    config = await self._proposed(name, text)
-                if config is not None:
-                    addition = f", with a configuration that sets {', '.join(sorted(config.model_fields_set))}"
-                logger.info("%s: %s, %s%s", name, command.action, why, addition)
-                if is_scale:
-                    retired = await sets[0].scale(ReplicaBounds.model_validate(command.arguments))
-                else:
-                    retired = await actions[command.action](name, sets, composite, config)
+            if base is not None:
+                state, retired = await self._change_adapter(command, base)
+            elif command.action in TRAFFIC_ACTIONS:
+                return CommandAnswer(command.id, 200, self._change_traffic(command))
+            else:
+                state, retired = await self._change_replicas(command, section, why)
         except HeadwaterError as error:
             return CommandAnswer(command.id, error.status, {"error": error.message})
-        if not is_scale and not self._is_free(name):  # the command may have replaced these objects
-            sets, composite = self._find(name)
         content: dict[str, Any] = {
             "name": name,
-            "state": (composite or sets[0]).state.value,
+            "state": state.value,
             "took_s": round(time.monotonic() - began, 3),
             **(retired.report() if retired is not None else {}),
         }
-        if is_scale:
-            (replica_set,) = sets
-            counts = {
+        if command.action == "scale":
+            replica_set = self._deployments.sets[name]
+            content["replicas"] = {
                 "ready": len(replica_set.ready),
                 "wanted": replica_set.wanted,
                 "min": replica_set.bounds.min,
                 "max": replica_set.bounds.max,
             }
-            content["replicas"] = counts
-        return _answered(command, content, retired)
+        if retired is not None and retired.leftovers:
+            content["error"] = f"model `{name}`: {command.action}: this remains: {retired.leftovers[0]}"
+            logger.error("%s", content["error"])
+        return CommandAnswer(command.id, 500 if "error" in content else 200, content)
+
+    async def _change_replicas(
+        self, command: Command, config: Deployment | None, why: str
+    ) -> tuple[State, Retired | None]:
+        """Load, unload, reload or scale a model. Returns the model's state afterwards, and the result of ending
+        replicas; None: no replica was ended. ``config`` and ``why`` are the arguments of `answer`."""
+        actions = {"load": self._load, "unload": self._unload, "reload": self._reload}
+        name, action, text = command.model, command.action, command.arguments.get("config")
+        # An unknown name may be loaded if the command brings a configuration.
+        if not (action == "load" and self._is_free(name) and (config or text) is not None):
+            self._check(name, is_scale=action == "scale")
+        with self._alone(action, name):
+            addition = ""
+            if config is None and text is not None:
+                config = await self._proposed(name, text)
+            if config is not None:
+                addition = f", with a configuration that sets {', '.join(sorted(config.model_fields_set))}"
+            logger.info("%s: %s, %s%s", name, action, why, addition)
+            if action == "scale":
+                retired = await self._deployments.sets[name].scale(ReplicaBounds.model_validate(command.arguments))
+            else:
+                retired = await actions[action](name, config)
+        is_gone = self._is_free(name)  # unloaded, and not in the server's configuration
+        return State.UNAVAILABLE if is_gone else self._deployments.served(name).state, retired
 
     async def _proposed(self, name: str, text: object) -> Deployment:
         """See `Deployments.proposed`. If the PyTriton scripts that the merged section names differ from the scripts in
@@ -110,60 +117,51 @@ class Lifecycle:
         if set(scripts_of(proposed)) == (set() if original is None else set(scripts_of(original))):
             return proposed
         both = [proposed] if original is None else [proposed, original]
-        scripts = Scripts(self._host.search)
+        scripts = Scripts(self._children.search)
         await asyncio.to_thread(scripts.run, both)
         for warning in scripts.warnings():
             logger.warning("%s", warning)
         return self._deployments.proposed(name, text, scripts)
 
-    def _answer_on_traffic(self, command: Command) -> CommandAnswer:
-        """Carry out a command that changes how requests are shared among versions. It takes effect at once."""
-        name = command.model
-        try:
-            sets, state = self._find(name)
-            if not isinstance(state, VersionsState):
-                raise Conflict(f"model `{name}`: expected a deployment with `versions`; it has none")
-            with self._alone(command.action, name, sets):
-                action, is_undo = command.action, bool(command.arguments.get("undo"))
-                if action == "promote":
-                    config = state.promoted(str(command.arguments.get("version", "")))
-                else:
-                    config = state.traffic_before(is_undo=is_undo)
-                before = _shares(state.config)
-                logger.info("%s: %s, at an operator's request: %s", name, action, _shares(config))
-                self._deployments.adopt(name, config)
-                if action == "rollback" and not is_undo:
-                    state.rolled_back = f"rolled back at an operator's request, from {before}"
-        except HeadwaterError as error:
-            return CommandAnswer(command.id, error.status, {"error": error.message})
+    def _change_traffic(self, command: Command) -> dict[str, Any]:
+        """Change how requests are shared among versions, which takes effect at once. Returns the answer's content."""
+        name, action, is_undo = command.model, command.action, bool(command.arguments.get("undo"))
+        self._check(name)
+        state = self._deployments.composites.get(name)
+        if not isinstance(state, VersionsState):
+            raise Conflict(f"model `{name}`: expected a deployment with `versions`; it has none")
+        with self._alone(action, name):
+            if action == "promote":
+                config = state.promoted(str(command.arguments.get("version", "")))
+            else:
+                config = state.traffic_before(is_undo=is_undo)
+            before = _shares(state.config)
+            logger.info("%s: %s, at an operator's request: %s", name, action, _shares(config))
+            self._deployments.adopt(name, config)
+            if action == "rollback" and not is_undo:
+                state.rolled_back = f"rolled back at an operator's request, from {before}"
         traffic = config.shared_traffic
-        content = {"name": name, "state": state.state.value, "traffic": traffic.shares, "default": traffic.default}
-        return CommandAnswer(command.id, 200, content)
+        return {"name": name, "state": state.state.value, "traffic": traffic.shares, "default": traffic.default}
 
-    async def _answer_on_adapter(self, command: Command, base: str) -> CommandAnswer:
-        """Carry out a command on a LoRA adapter of the deployment ``base``: load and unload only."""
+    async def _change_adapter(self, command: Command, base: str) -> tuple[State, Retired | None]:
+        """Load or unload a LoRA adapter of the deployment ``base``. Returns the adapter's state afterwards, and the
+        result of ending replicas."""
         name, action = command.model, command.action
-        began = time.monotonic()
-        try:
-            is_there = name in self._deployments.config.deployments[base].adapters
-            if action not in ("load", "unload") or command.arguments:
-                expected = f"expected load or unload, without a configuration; or reload of `{base}`, with one"
-                raise Conflict(f"model `{name}`: it is a LoRA adapter of `{base}`: {expected}")
-            if is_there is (action == "load"):
-                raise Conflict(f"model `{name}`: the LoRA adapter is {'already' if is_there else 'not'} loaded")
-            sets, composite = self._find(base)
-            with self._alone(action, base, sets):
-                logger.info("%s: %s of the adapter `%s`, at an operator's request", base, action, name)
-                change = self._deployments.with_adapter if action == "load" else self._deployments.without_adapter
-                retired = await self._reload(base, sets, composite, change(base, name))
-        except HeadwaterError as error:
-            return CommandAnswer(command.id, error.status, {"error": error.message})
-        state = self._deployments.sets[base].state if action == "load" else State.UNAVAILABLE
-        content = {"name": name, "state": state.value, "took_s": round(time.monotonic() - began, 3), **retired.report()}
-        return _answered(command, content, retired)
+        is_load = action == "load"
+        is_there = name in self._deployments.config.deployments[base].adapters
+        if action not in ("load", "unload") or command.arguments:
+            expected = f"expected load or unload, without a configuration; or reload of `{base}`, with one"
+            raise Conflict(f"model `{name}`: it is a LoRA adapter of `{base}`: {expected}")
+        if is_there is is_load:
+            raise Conflict(f"model `{name}`: the LoRA adapter is {'already' if is_there else 'not'} loaded")
+        self._check(base)
+        with self._alone(action, base):
+            logger.info("%s: %s of the adapter `%s`, at an operator's request", base, action, name)
+            retired = await self._reload(base, self._deployments.with_adapter(base, name, is_loaded=is_load))
+        return self._deployments.sets[base].state if is_load else State.UNAVAILABLE, retired
 
-    def _find(self, name: str, *, is_scale: bool = False) -> tuple[list[ReplicaSet], Composite | None]:
-        """A model's replica sets, and its `Composite` if it has no replicas itself.
+    def _check(self, name: str, *, is_scale: bool = False) -> None:
+        """Check that a command on a model is possible.
 
         Raises:
             NotFound: the model is unknown.
@@ -184,7 +182,6 @@ class Lifecycle:
             role = "version of" if sets[0].version else "step of the pipeline"
             text = f"it is a {role} `{sets[0].part_of}`, and is loaded and unloaded with it"
             raise Conflict(f"model `{name}`: {text}")
-        return sets, composite
 
     def is_busy(self, name: str) -> bool:
         """Whether a command is running on a deployment, or on the pipeline or the deployment with versions that it
@@ -196,13 +193,13 @@ class Lifecycle:
         return name not in self._deployments.sets and name not in self._deployments.composites
 
     @contextlib.contextmanager
-    def _alone(self, action: str, name: str, sets: list[ReplicaSet]) -> Iterator[None]:
-        """A context in which no other command on the model or these parts of it runs; notifies the host at its end.
+    def _alone(self, action: str, name: str) -> Iterator[None]:
+        """A context in which no other command on the model or its parts runs; publishes the state at its end.
 
         Raises:
             Conflict: another command is under way.
         """
-        names = dict.fromkeys((name, *(replica_set.name for replica_set in sets)))
+        names = dict.fromkeys((name, *(replica_set.name for replica_set in self._deployments.own_sets(name))))
         for model in names:
             if model in self._busy:
                 raise Conflict(f"model `{model}`: {self._busy[model]} is under way; expected {action} after its end")
@@ -212,16 +209,14 @@ class Lifecycle:
         finally:
             for model in names:
                 del self._busy[model]
-            self._host.on_change()
+            self._children.on_change()
 
-    async def _load(
-        self, name: str, sets: list[ReplicaSet], composite: Composite | None, config: Deployment | None
-    ) -> None:
+    async def _load(self, name: str, config: Deployment | None) -> None:
+        sets, composite = self._deployments.own_sets(name), self._deployments.composites.get(name)
         loaded = [replica_set for replica_set in sets if replica_set.is_loaded and not replica_set.is_failing]
         is_whole = len(loaded) == len(sets) and (composite is None or composite.is_loaded)
-        is_there = bool(sets) or composite is not None
-        if is_there and (is_whole or (loaded and config is not None)):
-            state = (composite or sets[0]).state.value
+        if not self._is_free(name) and (is_whole or (loaded and config is not None)):
+            state = self._deployments.served(name).state.value
             loaded_text = "already loaded" if is_whole else "loaded in part"
             raise Conflict(f"model `{name}` is {state}: it is {loaded_text}; expected reload, or unload first")
         await asyncio.gather(*(replica_set.end_failing() for replica_set in sets))
@@ -236,19 +231,18 @@ class Lifecycle:
         except Conflict:  # there is no capacity, so no replica was started
             if undo is not None and not any(replica_set.is_loaded for replica_set in self._deployments.own_sets(name)):
                 undo()
-                self._host.on_change()
             raise
 
     async def _start(self, name: str) -> None:
         """Start the parts of a model that are not loaded."""
-        sets, composite = self._find(name)
-        missing = [replica_set for replica_set in sets if not replica_set.is_loaded]
+        composite = self._deployments.composites.get(name)
         if composite is None:
-            await sets[0].load()
+            await self._deployments.sets[name].load()
             return
+        missing = [replica_set for replica_set in self._deployments.own_sets(name) if not replica_set.is_loaded]
         before = None if composite.is_loaded else (composite.state, composite.reason)
         composite.hold(State.LOADING, f"loading its {composite.parts}, at an operator's request")
-        self._host.on_change()
+        self._children.on_change()
         outcomes = await asyncio.gather(*(replica_set.load() for replica_set in missing), return_exceptions=True)
         refused = [outcome for outcome in outcomes if isinstance(outcome, Conflict)]
         if before is not None and refused and len(refused) == len(outcomes) - outcomes.count(None):
@@ -258,46 +252,39 @@ class Lifecycle:
                 await replica_set.begin_unload(0.0)
             await asyncio.gather(*(replica_set.end_unload() for replica_set in started))
             composite.hold(*before)
-            self._host.on_change()
+            self._children.on_change()
             _raise_first(outcomes)
         composite.release()
-        self._host.on_change()
+        self._children.on_change()
         _raise_first(outcomes)
         if composite.state is not State.READY:
             text = f"its own {composite.parts} are loaded, but it is {composite.state.value}: {composite.reason}"
             raise CallableFailed(f"model `{name}`: {text}")
 
-    async def _unload(
-        self, name: str, sets: list[ReplicaSet], composite: Composite | None, config: Deployment | None
-    ) -> Retired:
+    async def _unload(self, name: str, config: Deployment | None) -> Retired:
         assert config is None
-        is_added = self._deployments.is_added(name)
+        is_added, served = self._deployments.first(name) is None, self._deployments.served(name)
         if is_added:
             self._deployments.check_unneeded(name)
-        if (
-            not any(replica_set.is_loaded for replica_set in sets)
-            and not (composite is not None and composite.is_loaded)
-            and not is_added
-        ):
-            served = composite or sets[0]
+        elif not any(part.is_loaded for part in (served, *self._deployments.own_sets(name))):
             raise Conflict(f"model `{name}` is {served.state.value}, so there is nothing to unload: {served.reason}")
-        retired = await self._end(sets, composite)
+        retired = await self._end(name)
         if is_added and not retired.leftovers:
             self._deployments.forget(name)
-            self._host.on_change()
         return retired
 
-    async def _end(self, sets: list[ReplicaSet], composite: Composite | None) -> Retired:
+    async def _end(self, name: str) -> Retired:
         """Drain a model and end its replicas. A pipeline drains before its steps, since its requests need them, and a
         deployment before its versions."""
-        left_s = (composite or sets[0]).config.drain_timeout_s
+        sets, composite = self._deployments.own_sets(name), self._deployments.composites.get(name)
+        left_s = self._deployments.served(name).config.drain_timeout_s
         drained = Drained()
         if composite is not None:
             deadline = time.monotonic() + left_s
             composite.is_set_aside = True
             composite.hold(State.DRAINING, "it is being unloaded; requests in flight are still answered")
-            self._host.on_change()
-            drained = await self._host.drain(composite.name, left_s, None)
+            self._children.on_change()
+            drained = await self._children.drain(composite.name, left_s, None)
             left_s = max(0.0, deadline - time.monotonic())
         drained = sum(await asyncio.gather(*(replica_set.begin_unload(left_s) for replica_set in sets)), drained)
         if composite is not None:
@@ -305,27 +292,24 @@ class Lifecycle:
         retired = sum(await asyncio.gather(*(replica_set.end_unload() for replica_set in sets)), Retired())
         if composite is not None:
             composite.note_unloaded(retired.leftovers)
-            self._host.on_change()
+            self._children.on_change()
         retired.drained = drained
         return retired
 
-    async def _reload(
-        self, name: str, sets: list[ReplicaSet], composite: Composite | None, config: Deployment | None
-    ) -> Retired:
-        if not (composite.is_loaded if composite is not None else sets[0].is_loaded):
+    async def _reload(self, name: str, config: Deployment | None) -> Retired:
+        sets, served = self._deployments.own_sets(name), self._deployments.served(name)
+        if not served.is_loaded:
             raise Conflict(f"model `{name}` is not loaded; expected load")
-        if (
-            config is not None
-            and composite is None
-            and (retired := await self._adapt(name, sets[0], config)) is not None
-        ):
-            return retired
+        if config is not None and isinstance(served, ReplicaSet):
+            retired = await self._adapt(name, served, config)
+            if retired is not None:
+                return retired
         now = self._deployments.config.deployments[name]
         wanted = config or now
         if now.versions and wanted.versions and (wanted.strategy == "beside" or not _changed_versions(now, wanted)):
             return await self._reload_versions(name, wanted)
         if wanted.strategy == "recreate":
-            retired = await self._end(sets, composite)
+            retired = await self._end(name)
             if not retired.leftovers:
                 try:
                     await self._start_with(name, config)
@@ -340,11 +324,7 @@ class Lifecycle:
         fresh = await self._started(sets, wanted)
         if config is not None:
             self._deployments.adopt(name, config)
-        # All sets switch in the same routing table, since the steps of a pipeline must fit each other.
-        old = [replica_set.switch(started) for replica_set, started in fresh]
-        self._host.on_change()
-        retiring = (replica_set.retire(slots) for replica_set, slots in zip(sets, old, strict=True))
-        return sum(await asyncio.gather(*retiring), Retired())
+        return await self._replace(fresh)
 
     async def _reload_versions(self, name: str, wanted: Deployment) -> Retired:
         """Start replicas of new and changed versions, or of all versions if the configuration is unchanged; then end
@@ -357,14 +337,19 @@ class Lifecycle:
         is_same = not fresh and not gone and now.shared_traffic == wanted.shared_traffic
         changed = _changed_versions(now, wanted) or (list(wanted.versions) if is_same else [])
         starting = [*fresh.values(), *(sets[f"{name}.{version}"] for version in changed)]
-        switched = await self._started(starting, wanted)
+        ready = await self._started(starting, wanted)
         self._deployments.adopt_versions(name, wanted, fresh)
-        old = [replica_set.switch(started) for replica_set, started in switched]
-        self._host.on_change()
-        retiring = (replica_set.retire(slots) for (replica_set, _), slots in zip(switched, old, strict=True) if slots)
-        return sum(
-            await asyncio.gather(*retiring, *(self._ended_version(replica_set) for replica_set in gone)), Retired()
-        )
+        return await self._replace(ready, gone)
+
+    async def _replace(
+        self, fresh: list[tuple[ReplicaSet, list[ReplicaHandle]]], gone: Collection[ReplicaSet] = ()
+    ) -> Retired:
+        """Have sets serve with fresh replicas, retire their old replicas, and end the removed versions in ``gone``. All
+        sets switch in the same routing table, since the steps of a pipeline must fit each other."""
+        old = [(replica_set, replica_set.switch(started)) for replica_set, started in fresh]
+        self._children.on_change()
+        retiring = (replica_set.retire(slots) for replica_set, slots in old if slots)
+        return sum(await asyncio.gather(*retiring, *map(self._ended_version, gone)), Retired())
 
     async def _ended_version(self, replica_set: ReplicaSet) -> Retired:
         """Drain and end a removed version, and drop its replica set."""
@@ -373,7 +358,7 @@ class Lifecycle:
         retired = await replica_set.end_unload()
         retired.drained = drained
         self._deployments.drop_set(replica_set)
-        self._host.on_change()
+        self._children.on_change()
         return retired
 
     async def _started(
@@ -413,7 +398,7 @@ class Lifecycle:
             return None
         added, removed = changed
         try:
-            new_adapters = await asyncio.to_thread(find_adapters, added, self._host.search)
+            new_adapters = await asyncio.to_thread(find_adapters, added, self._children.search)
         except LoadError as error:
             raise CallableFailed(str(error)) from error
         if added and not (
@@ -429,10 +414,10 @@ class Lifecycle:
             raise error.again(f"{error.message}; what served before goes on serving") from error
         replica_set.adapter_loads.update(added.keys())
         self._deployments.adopt(name, config)
-        self._host.on_change()
+        self._children.on_change()
         retired = Retired()
         if removed:
-            retired.drained = await self._host.drain(name, config.drain_timeout_s, None, removed)
+            retired.drained = await self._children.drain(name, config.drain_timeout_s, None, removed)
             try:
                 await self._fit(replica_set, config.adapters)
             except CallableFailed as error:  # no request reaches the adapter any more
@@ -443,7 +428,9 @@ class Lifecycle:
         """Have all serving replicas load and unload adapters; raises as `fit`. On return every serving replica has
         exactly these adapters: nothing is awaited between that check and the return."""
         while late := [replica for replica in replica_set.ready.values() if replica.adapters != adapters]:
-            fits = (fit(replica, adapters, self._host.search, replica_set.config.load_timeout_s) for replica in late)
+            fits = (
+                fit(replica, adapters, self._children.search, replica_set.config.load_timeout_s) for replica in late
+            )
             _raise_first(await asyncio.gather(*fits, return_exceptions=True))
 
 
@@ -458,15 +445,6 @@ def _changed_versions(now: Deployment, wanted: Deployment) -> list[str]:
     """Versions in both configurations with fields that differ."""
     both = [version for version in now.versions if version in wanted.versions]
     return [version for version in both if now.version(version) != wanted.version(version)]
-
-
-def _answered(command: Command, content: dict[str, Any], retired: Retired | None) -> CommandAnswer:
-    """The answer to a command that was carried out; an error if something remains of replicas that should have
-    ended."""
-    if retired is not None and retired.leftovers:
-        content["error"] = f"model `{command.model}`: {command.action}: this remains: {retired.leftovers[0]}"
-        logger.error("%s", content["error"])
-    return CommandAnswer(command.id, 500 if "error" in content else 200, content)
 
 
 def _raise_first(outcomes: list[Any], addition: str = "") -> None:

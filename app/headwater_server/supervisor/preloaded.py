@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import contextlib
+import importlib.util
+import json
 import logging
 import os
 import socket
@@ -11,24 +14,35 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
+from headwater.errors import LoadError
+from headwater.reference import find_folder, find_path, is_language_model, kind_and_path
 from headwater.wire.handshake import READY, BinderProgram, ForkRequest
 from headwater_server.config.schema import Deployment
 from headwater_server.process.interpreter import foreign_environment, stage_package
 from headwater_server.process.launcher import BINDER
-from headwater_server.supervisor.heavy_imports import heavy_imports
-from headwater_server.supervisor.host import Backoff, Host, kill
+from headwater_server.supervisor.child_processes import Backoff, ChildProcesses, kill
 from headwater_server.supervisor.replica_process import Fork, changes_between, environment_of
 
-__all__ = ["Preloaded", "Preloads"]
+__all__ = ["Preloaded", "Preloads", "heavy_imports"]
 
 logger = logging.getLogger("headwater")
 
+HEAVY: Final = ("torch", "transformers", "tokenizers", "safetensors")
+"""Packages that start neither threads nor CUDA when they are imported."""
+_ENGINE: Final = (
+    "torch",
+    "transformers",
+    "headwater.lm.causal_lm",
+    "headwater.lm.grammars",
+    "headwater.lm.slot_engine",
+)
 IMPORT_TIMEOUT_S: Final = 60.0
 """Seconds that the first starts wait for the imports at most; then they don't fork."""
 FORK_TIMEOUT_S: Final = 1.0
@@ -44,22 +58,104 @@ _PAD: Final = " " * 200
 """An argument that makes room: replicas write their command lines into its memory."""
 
 
+def heavy_imports(deployment: Deployment, search: Sequence[str]) -> list[str]:
+    """The slow modules that replicas import, each as ``MODULE`` or ``MODULE:NAME``: modules of `HEAVY`, and for
+    language models also modules of Headwater's engine.
+
+    Empty for vLLM, and for models that import torch only after they have chosen a device: the choice depends on whether
+    torch is imported.
+
+    Args:
+        deployment: a deployment with replicas.
+        search: folders that come first on the replicas' ``sys.path``.
+    """
+    if deployment.is_vllm:
+        return []
+    if deployment.interpreter is not None:
+        packages = deployment.interpreter.absolute().parent.parent.glob("lib/python3*/site-packages")
+        search = [*search, *map(str, packages)]
+    steps = [] if deployment.pipeline is None else deployment.pipeline.spec().steps
+    named = [(step.model, step.options) for step in steps] or [(deployment.model or "", deployment.options)]
+    imports: dict[str, None] = {}
+    has_torch = False
+    for reference, options in named:
+        is_first, modules = _of_model(reference, options, search)
+        has_torch = has_torch or is_first
+        imports.update(dict.fromkeys(modules))
+    return list(imports) if has_torch else []
+
+
+def _of_model(reference: str, options: Mapping[str, Any], search: Sequence[str]) -> tuple[bool, list[str]]:
+    """Whether torch is imported before the device is chosen, and the modules to import."""
+    kind, path = kind_and_path(reference)
+    if is_language_model(reference):
+        with contextlib.suppress(LoadError):
+            return "engine" not in options, [*_ENGINE, *_architecture(find_folder(reference, search))]
+    elif kind == "hf":
+        with contextlib.suppress(LoadError):
+            return True, ["torch", "transformers", *_architecture(find_path("", path, search, "folder"))]
+    elif kind == "torch":
+        return True, ["torch"]
+    elif not kind:
+        return _of_source(reference.partition(":")[0], search)
+    return False, []
+
+
+def _architecture(folder: Path) -> list[str]:
+    """The module of transformers that implements a folder's model, judged by its ``config.json``; empty if unknown."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        name = str(json.loads((folder / "config.json").read_text())["model_type"]).replace("-", "_")
+        return [f"transformers.models.{name}.modeling_{name}"]
+    return []
+
+
+def _of_source(module: str, search: Sequence[str]) -> tuple[bool, list[str]]:
+    try:
+        tree = ast.parse(_source(module, search))
+    except (OSError, SyntaxError, ValueError):  # the replica reports the error
+        return False, []
+    at_once = [name for statement in tree.body for name in _heavy(statement)]
+    names = [name for node in ast.walk(tree) for name in _heavy(node)]
+    return any(name.partition(":")[0].partition(".")[0] == "torch" for name in at_once), names
+
+
+def _source(module: str, search: Sequence[str]) -> bytes:
+    """The source of a module, found without importing its parent packages."""
+    package, *names = module.split(".")
+    spec = PathFinder.find_spec(package, list(search)) or importlib.util.find_spec(package)
+    for name in names:
+        spec = spec and PathFinder.find_spec(name, list(spec.submodule_search_locations or ()))
+    if spec is None or spec.origin is None:
+        raise FileNotFoundError(module)
+    return Path(spec.origin).read_bytes()
+
+
+def _heavy(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        names = [alias.name for alias in node.names]
+    elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+        names = [f"{node.module}:{alias.name}" for alias in node.names]
+    else:
+        return
+    yield from (name for name in names if name.replace(":", ".").partition(".")[0] in HEAVY)
+
+
 class Preloaded:
     """A process that forks replicas. It is started again when it ends, unless it could not fork.
 
     Args:
-        host: follows the process.
+        children: follows the process.
         interpreter: the Python of the models; None: Headwater's Python.
         environment: the environment of the models.
         modules: the modules to import.
     """
 
     def __init__(
-        self, host: Host, interpreter: Path | None, environment: Mapping[str, str], modules: Sequence[str]
+        self, children: ChildProcesses, interpreter: Path | None, environment: Mapping[str, str], modules: Sequence[str]
     ) -> None:
         self.decided: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done once it is first known whether the process can fork; `is_ready` says whether it can."""
-        self._host = host
+        self._children = children
         self._interpreter = interpreter
         self._environment = environment
         self._modules = modules if interpreter is not None else [*BINDING, *modules]
@@ -78,7 +174,7 @@ class Preloaded:
         """Keep the process running until the server stops, or the process reports that it can't fork or ends before it
         can."""
         backoff = Backoff()
-        while not self._host.is_stopping:
+        while not self._children.is_stopping:
             began_s = time.monotonic()
             try:
                 is_fit = await self._live()
@@ -90,17 +186,17 @@ class Preloaded:
                     self.decided.set_result(None)
             if not is_fit:
                 return
-            await self._host.wait_for_stop(backoff.after(time.monotonic() - began_s))
+            await self._children.wait_for_stop(backoff.after(time.monotonic() - began_s))
 
     async def _live(self) -> bool:
         """Start the process and follow it to its end. Returns whether it could fork."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours:
             with theirs:
-                command = [self._python(), "-m", "headwater.replica.preloaded", str(self._host.folder)]
+                command = [self._python(), "-m", "headwater.replica.preloaded", str(self._children.folder)]
                 process = self._process = subprocess.Popen(  # noqa: ASYNC220  # starting takes milliseconds
                     [*command, str(theirs.fileno()), *self._modules, _PAD],
-                    cwd=self._host.folder,
+                    cwd=self._children.folder,
                     env=self._environment,
                     pass_fds=(theirs.fileno(),),
                     stdin=subprocess.DEVNULL,
@@ -108,8 +204,8 @@ class Preloaded:
                     stderr=subprocess.DEVNULL,
                     start_new_session=True,
                 )
-            ended = self._host.follow(process, "the process that replicas are forked from")
-            stopping = asyncio.ensure_future(self._host.stopping.wait())
+            ended = self._children.follow(process, "the process that replicas are forked from")
+            stopping = asyncio.ensure_future(self._children.stopping.wait())
             ours.setblocking(False)
             said = asyncio.ensure_future(asyncio.get_running_loop().sock_recv(ours, REASON_BYTES))
             awaited: list[asyncio.Future[Any]] = [stopping, said]
@@ -123,7 +219,7 @@ class Preloaded:
                         self.decided.set_result(None)
                     awaited[1] = ended
                     await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
-                elif not self._host.is_stopping:
+                elif not self._children.is_stopping:
                     reason = text.decode(errors="replace") or "the process that imports has ended"
                     logger.warning("replicas are started without preloaded imports: %s", reason)
                 return text == READY
@@ -146,7 +242,7 @@ class Preloaded:
         if self._interpreter is None:
             return sys.executable
         if self._stage is None:
-            self._stage = stage_package(Path(tempfile.mkdtemp(dir=self._host.folder), "python"))
+            self._stage = stage_package(Path(tempfile.mkdtemp(dir=self._children.folder), "python"))
             self._environment = foreign_environment(self._environment, self._stage)
         return os.path.abspath(self._interpreter)
 
@@ -203,25 +299,25 @@ class Preloads:
     replicas with heavy imports.
 
     Args:
-        host: owns their processes.
+        children: owns their processes.
         deployments: the deployments that are started with the server.
     """
 
-    def __init__(self, host: Host, deployments: Iterable[Deployment]) -> None:
+    def __init__(self, children: ChildProcesses, deployments: Iterable[Deployment]) -> None:
         modules_by_key: dict[_Key, list[str]] = {}
         for deployment in deployments:
-            if modules := heavy_imports(deployment, host.search):
+            if modules := heavy_imports(deployment, children.search):
                 modules_by_key.setdefault(_key(deployment), []).extend(modules)
-        self._host = host
+        self._children = children
         self._all = {
-            key: Preloaded(host, key[0], dict(key[1]), list(dict.fromkeys(modules)))
+            key: Preloaded(children, key[0], dict(key[1]), list(dict.fromkeys(modules)))
             for key, modules in modules_by_key.items()
         }
 
     def start(self) -> None:
         """Start the processes."""
         for preloaded in self._all.values():
-            self._host.spawn(preloaded.run())
+            self._children.spawn(preloaded.run())
 
     async def wait(self, deployment: Deployment) -> None:
         """Wait until a replica of the deployment can be forked, or should be started without forking."""
@@ -235,7 +331,7 @@ class Preloads:
 
     def _of(self, deployment: Deployment) -> Preloaded | None:
         preloaded = self._all.get(_key(deployment))
-        return preloaded if preloaded is not None and heavy_imports(deployment, self._host.search) else None
+        return preloaded if preloaded is not None and heavy_imports(deployment, self._children.search) else None
 
 
 _Key = tuple[Path | None, tuple[tuple[str, str], ...]]

@@ -15,8 +15,8 @@ from headwater_server.control.messages import Command
 from headwater_server.control.routing import State
 from headwater_server.errors import ConfigError
 from headwater_server.security.file_watch import POLL_S, FileWatch
+from headwater_server.supervisor.child_processes import ChildProcesses
 from headwater_server.supervisor.deployments import Deployments
-from headwater_server.supervisor.host import Host
 from headwater_server.supervisor.lifecycle import Lifecycle
 from headwater_server.supervisor.preflight import runtime_dir_problems
 
@@ -34,7 +34,7 @@ class Reloader:
         config_file: the file that the configuration is read from, if any.
         deployments: the present deployments.
         lifecycle: loads, reloads and unloads deployments.
-        host: knows the files that replicas have imported.
+        children: knows the files that replicas have imported.
     """
 
     def __init__(
@@ -43,13 +43,13 @@ class Reloader:
         config_file: Path | None,
         deployments: Deployments,
         lifecycle: Lifecycle,
-        host: Host,
+        children: ChildProcesses,
     ) -> None:
         self._read = read
         self._config_file = None if config_file is None else config_file.absolute()
         self._deployments = deployments
         self._lifecycle = lifecycle
-        self._host = host
+        self._children = children
         self._first = deployments.config
         self._wanted: Mapping[str, Deployment] = deployments.config.deployments
         """The deployments as the configuration's file has them."""
@@ -64,12 +64,12 @@ class Reloader:
         """Reload changed deployments until the server stops. Changes are collected until a poll finds no further
         change, so that files that change together cause a single reload."""
         changed: set[Path] = set()
-        while not self._host.is_stopping:
-            await self._host.wait_for_stop(POLL_S)
+        while not self._children.is_stopping:
+            await self._children.wait_for_stop(POLL_S)
             now = self._watch.changed()
             self._watch.watch(self._files(), self._since_s)
             changed |= now
-            if changed and not now and not self._host.is_stopping:
+            if changed and not now and not self._children.is_stopping:
                 self._since_s = time.time()
                 await self._take(changed)
                 changed = set()
@@ -128,9 +128,9 @@ class Reloader:
         steps = deployment.pipeline.all_steps().values() if deployment.pipeline is not None else ()
         files = set()
         for model in (deployment.model, *(step.model for step in steps)):
-            files |= files_of_model(model or "", self._host.search)
+            files |= files_of_model(model or "", self._children.search)
         for set_name in deployment.with_replicas(name):
-            files |= {Path(file) for file in self._host.imported.get(set_name, ())}
+            files |= {Path(file) for file in self._children.imported.get(set_name, ())}
         return files
 
 

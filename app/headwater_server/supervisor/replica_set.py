@@ -19,11 +19,10 @@ from headwater_server.control.route_kinds import Kind, LanguageKind, TensorKind,
 from headwater_server.control.routing import CRASH_WINDOW_S, DeploymentRoute, State
 from headwater_server.errors import CallableFailed, Conflict, MemoryBudgetExceeded
 from headwater_server.security.key_losses import KeyLosses
+from headwater_server.supervisor.child_processes import ChildProcesses
 from headwater_server.supervisor.handle import ReplicaHandle
-from headwater_server.supervisor.host import Host
-from headwater_server.supervisor.served import Served
-from headwater_server.supervisor.slot import SLOW_FIRST_S, SLOW_LONGEST_S, Slot
-from headwater_server.supervisor.starter import ReplicaStarter, Retired
+from headwater_server.supervisor.slot import SLOW_FIRST_S, SLOW_LONGEST_S, ReplicaStarter, Retired, Slot
+from headwater_server.supervisor.states import Served
 
 __all__ = ["ReplicaSet"]
 
@@ -41,7 +40,7 @@ class ReplicaSet(Served):
     """A deployment with replicas, as the supervisor sees it."""
 
     def __init__(
-        self, name: str, config: Deployment, host: Host, part_of: str | None = None, version: str = ""
+        self, name: str, config: Deployment, children: ChildProcesses, part_of: str | None = None, version: str = ""
     ) -> None:
         super().__init__(name, config, "waiting to start")
         self.part_of = part_of
@@ -60,8 +59,8 @@ class ReplicaSet(Served):
         """Why it has fewer replicas than its configuration or its load requires; empty if it has enough."""
         self._trouble = ""
         """Why its last start failed, in words for operators, until a start succeeds; see `failure`."""
-        self.host = host
-        self.starter = ReplicaStarter(name, host)
+        self.children = children
+        self.starter = ReplicaStarter(name, children)
         self._slots: list[Slot] = []
         """Slots that serve are in the order in which they began to serve."""
         self._leaving: list[Slot] = []
@@ -70,7 +69,7 @@ class ReplicaSet(Served):
         self._crashes: dict[str, float] = {}
         """Recent losses of serving replicas that count against no API key: the time of each loss, by replica id."""
         self._key_losses = KeyLosses(CRASH_WINDOW_S)
-        self.generation = host.first_generation
+        self.generation = children.first_generation
         """Counts loads and reloads that replace the replicas; see `DeploymentRoute.generation`."""
         self.adapter_loads: Counter[str] = Counter()
         """How many commands have loaded each adapter into the serving replicas."""
@@ -162,7 +161,7 @@ class ReplicaSet(Served):
             self.set_state(State.FAILED, error.message)
             raise
         self.switch(fresh)
-        self.host.on_change()
+        self.children.on_change()
 
     async def begin_unload(self, timeout_s: float) -> Drained:
         """Refuse new requests, stop replacing replicas, and wait until nothing is in flight; after ``timeout_s`` end
@@ -173,7 +172,7 @@ class ReplicaSet(Served):
         if not _serving([*self._slots, *self._leaving]):
             return Drained()
         self.set_state(State.DRAINING, "it is being unloaded; requests in flight are still answered")
-        return await self.host.drain(self.name, timeout_s, None)
+        return await self.children.drain(self.name, timeout_s, None)
 
     async def end_unload(self) -> Retired:
         """End all replicas. Afterwards it is UNAVAILABLE, or FAILED if anything of them remains."""
@@ -182,13 +181,13 @@ class ReplicaSet(Served):
         self.enter(State.UNLOADING, "its replicas are being ended")
         retired = await self._end(self._leaving)
         self.note_unloaded(retired.leftovers)
-        self.host.on_change()
+        self.children.on_change()
         return retired
 
     async def start_fresh(self, config: Deployment) -> list[ReplicaHandle]:
         """Start replicas with this configuration beside the serving replicas. Raises as `ReplicaStarter.start_all`."""
         try:
-            with self.host.replacing(self.name):
+            with self.children.replacing(self.name):
                 return await self.starter.start_all(config, self._within(self._bounds_of(config)))
         except MemoryBudgetExceeded as error:
             raise error.again(
@@ -197,7 +196,7 @@ class ReplicaSet(Served):
             ) from error
 
     def switch(self, fresh: list[ReplicaHandle]) -> list[Slot]:
-        """Replace the replicas; this takes effect with the host's next `on_change`. A new generation begins, in which
+        """Replace the replicas; this takes effect with the next `on_change`. A new generation begins, in which
         earlier crashes don't count and no key is barred. Returns the slots of the old replicas, for `retire`."""
         old = self._let_go(self._slots)
         self._crashes.clear()
@@ -211,7 +210,7 @@ class ReplicaSet(Served):
     async def retire(self, old: list[Slot]) -> Retired:
         """Let replaced replicas finish their requests in flight, for at most ``drain_timeout_s``, and end them."""
         ids = list(_serving(old))
-        drained = await self.host.drain(self.name, self.config.drain_timeout_s, ids) if ids else Drained()
+        drained = await self.children.drain(self.name, self.config.drain_timeout_s, ids) if ids else Drained()
         retired = await self._end(old)
         retired.drained = drained
         return retired
@@ -220,7 +219,7 @@ class ReplicaSet(Served):
         """End the replicas of released slots, and check for leftovers."""
         for slot in slots:
             slot.serves = False
-        self.host.on_change()
+        self.children.on_change()
         retired = await self.starter.end([slot.replica for slot in slots if slot.replica is not None])
         self._leaving = [slot for slot in self._leaving if slot not in slots]
         return retired
@@ -249,7 +248,7 @@ class ReplicaSet(Served):
         if time.monotonic() < self._no_growth_before_s:
             return
         try:
-            places = await self.host.memory.reserve(self.name, self.config, 1)
+            places = await self.children.memory.reserve(self.name, self.config, 1)
         except MemoryBudgetExceeded as error:
             if self.is_scalable:
                 self._note_shortage(error.message)
@@ -257,13 +256,13 @@ class ReplicaSet(Served):
         if not places:
             return
         if not self.is_scalable or self.wanted >= self.bounds.max:  # a command has come meanwhile
-            self.host.memory.release(places[0])
+            self.children.memory.release(places[0])
             return
         self.shortage = ""
         self.wanted += 1
         logger.info("%s: scaling up to %d replicas", self.name, self.wanted)
         self._slots.append(Slot(self, place=places[0]))
-        self.host.on_change()
+        self.children.on_change()
 
     async def shrink(self) -> None:
         """Remove a replica because the load doesn't require it. Its requests in flight are finished first."""
@@ -277,13 +276,13 @@ class ReplicaSet(Served):
     @property
     def is_scalable(self) -> bool:
         """Whether load may now change the number of replicas, as far as the bounds permit."""
-        return self.state is State.READY and not self.is_set_aside and not self.host.is_stopping
+        return self.state is State.READY and not self.is_set_aside and not self.children.is_stopping
 
     def end_shortage(self) -> None:
         """Note that the load requires no more replicas than there are. If no replica is missing, the shortage ends."""
         if self.shortage and len(self._slots) >= self.wanted and not any(slot.is_slow for slot in self._slots):
             self.shortage = ""
-            self.host.on_change()
+            self.children.on_change()
 
     def _bounds_of(self, config: Deployment) -> ReplicaBounds:
         """The bounds under a new configuration: bounds that an operator set stay, unless the configuration's bounds
@@ -298,7 +297,7 @@ class ReplicaSet(Served):
         """Retire the ``count`` least needed replicas; returns None if it is not more than 0."""
         released = self._let_go(_least_needed(self._slots, count))
         self.wanted = len(self._slots)
-        self.host.on_change()
+        self.children.on_change()
         return await self.retire(released) if released else None
 
     def _let_go(self, slots: list[Slot]) -> list[Slot]:
@@ -310,7 +309,7 @@ class ReplicaSet(Served):
         return slots
 
     def _take(self, fresh: list[ReplicaHandle]) -> None:
-        """Add serving replicas; they get requests from the host's next `on_change`."""
+        """Add serving replicas; they get requests from the next `on_change`."""
         self._slots += [Slot(self, replica) for replica in fresh]
         self.signature = fresh[-1].signature
         self.enter(State.READY, f"replica {fresh[-1].id} ready")
@@ -325,7 +324,7 @@ class ReplicaSet(Served):
         if not self.ready and self.state in (State.LOADING, State.UNAVAILABLE):
             self.enter(self.state, reason)
         if (self.shortage, self.reason) != before:
-            self.host.on_change()
+            self.children.on_change()
 
     # Replicas
 
@@ -337,7 +336,7 @@ class ReplicaSet(Served):
             self._slots.remove(slot)
             slot.release()
             self.wanted = len(self._slots)
-            self.host.on_change()
+            self.children.on_change()
 
     def note_loss(self, loss: ReplicaLoss) -> None:
         """Note which API keys' requests a lost replica had, for `note_crash`. The replica has ended or may still
@@ -357,7 +356,7 @@ class ReplicaSet(Served):
         if key in self._barred():
             text = "%s: requests of the API key `%s` ended %d replicas within %g s, and are refused for now"
             logger.error(text, self.name, key, self.config.max_crashes, CRASH_WINDOW_S)
-            asyncio.get_running_loop().call_later(self._barred()[key] - time.time(), self.host.on_change)
+            asyncio.get_running_loop().call_later(self._barred()[key] - time.time(), self.children.on_change)
         return True
 
     def _barred(self) -> dict[str, float]:
@@ -381,7 +380,7 @@ class ReplicaSet(Served):
             self.failure = f"trying again after: {cause}"
             self.set_state(State.LOADING, f"trying again after: {reason}")
         else:
-            self.host.on_change()
+            self.children.on_change()
 
     def note_ready(self, slot: Slot, replica: ReplicaHandle) -> None:
         """Note that a slot's replica serves."""
@@ -400,7 +399,7 @@ class ReplicaSet(Served):
         if slot.is_kept and not self.ready:
             self.set_state(State.UNAVAILABLE, replica.reason)
         else:
-            self.host.on_change()
+            self.children.on_change()
 
     def note_failed_start(self, slot: Slot, replica: ReplicaHandle, failed_starts: int) -> None:
         """Note that a replica ended before it was ready; ``failed_starts`` is the number of consecutive failed starts
@@ -423,7 +422,7 @@ class ReplicaSet(Served):
         losses within `CRASH_WINDOW_S` that count against no key, only slowly."""
         now_s = time.monotonic()
         if self._charge(replica.id, now_s):
-            self.host.on_change()
+            self.children.on_change()
             return
         recent = {id: at_s for id, at_s in self._crashes.items() if at_s >= now_s - CRASH_WINDOW_S}
         self._crashes = {**recent, replica.id: now_s}
@@ -441,7 +440,7 @@ class ReplicaSet(Served):
         if any(not sibling.is_slow for sibling in self._slots):
             self.shortage = f"one replica less, which is tried again slowly: {reason}"
             logger.error("%s: %s", self.name, self.shortage)
-            self.host.on_change()
+            self.children.on_change()
             return
         pauses = f"{SLOW_FIRST_S:g} to {SLOW_LONGEST_S:g} s"
         logger.error(
@@ -460,7 +459,7 @@ class ReplicaSet(Served):
                 self.wanted = len(self._slots)
                 self._no_growth_before_s = time.monotonic() + GROW_RETRY_S
             self.shortage = shortage
-            self.host.on_change()
+            self.children.on_change()
             return
         logger.error(
             "%s: FAILED and not tried again; fix it, then load it or restart the server: %s", self.name, reason
@@ -468,12 +467,12 @@ class ReplicaSet(Served):
         self.set_state(State.FAILED, reason, has_given_up=True)
 
     def set_state(self, state: State, reason: str, has_given_up: bool = False) -> None:
-        """Enter a state, and notify the host."""
+        """Enter a state, and have it published."""
         self.enter(state, reason, has_given_up)
-        self.host.on_change()
+        self.children.on_change()
 
     def enter(self, state: State, reason: str, has_given_up: bool = False) -> None:
-        """Enter a state; the caller notifies the host."""
+        """Enter a state; the caller has it published."""
         super().enter(state, reason)
         if state is State.READY:
             self.failure = self._trouble = ""

@@ -1,26 +1,48 @@
-"""A place for a replica in a set: starts a replica, follows it to its end, and starts the next replica."""
+"""Places for replicas in a set: start replicas where there is capacity, follow them to their end, start the next."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Mapping
-from typing import Final, Protocol
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, Final, Protocol
 
+from headwater.wire.handshake import OWN_SIDE
 from headwater_server.config.schema import Deployment
-from headwater_server.errors import CallableFailed, MemoryBudgetExceeded
+from headwater_server.control.messages import Drained
+from headwater_server.errors import CallableFailed, HeadwaterError, MemoryBudgetExceeded, Unavailable
+from headwater_server.process.proc import GroupUse
 from headwater_server.supervisor.adapters import fit
+from headwater_server.supervisor.child_processes import Backoff, ChildProcesses
 from headwater_server.supervisor.handle import ReplicaHandle
-from headwater_server.supervisor.host import Backoff, Host
-from headwater_server.supervisor.replica_memory import Place
-from headwater_server.supervisor.starter import FIRST_MEASURED_RETRY_S, ReplicaStarter
+from headwater_server.supervisor.memory_budget import Place
 from headwater_server.telemetry.recorder import recorder
 
-__all__ = ["Owner", "Slot"]
+__all__ = [
+    "FIRST_MEASURED_RETRY_S",
+    "REPLICA_END_TIMEOUT_S",
+    "Owner",
+    "ReplicaStarter",
+    "Retired",
+    "Slot",
+    "stop_or_kill",
+]
 
 logger = logging.getLogger("headwater")
 
+REPLICA_END_TIMEOUT_S: Final = 20.0
+"""Seconds that a replica and its guardian may take to end; then they are killed."""
+REPLICA_KILL_TIMEOUT_S: Final = 10.0
+"""Seconds that killed replicas may take to be gone; then they are no longer waited for."""
+LONG_START_S: Final = 60.0
+"""A start that takes longer than this many seconds waits for something other than a core, so other starts no longer
+wait for it."""
+FIRST_MEASURED_RETRY_S: Final = 0.2
+"""Seconds between checks whether the first replica was measured, while further replicas wait for that."""
 SLOW_FIRST_S: Final = 30.0
 SLOW_LONGEST_S: Final = 480.0
 """Shortest and longest pause before a restart in a slot that `is_slow`, in seconds."""
@@ -30,13 +52,222 @@ PLACE_RETRY_S: Final = 2.0
 """Seconds until the next try to reserve memory for a replica after the memory budget refused it."""
 
 
+@dataclass
+class Retired:
+    """The result of ending replicas."""
+
+    drained: Drained = field(default_factory=Drained)
+    before: GroupUse = field(default_factory=GroupUse)
+    """Resources that the replicas' processes used before they were ended; zeros if they could not be measured."""
+    after: GroupUse = field(default_factory=GroupUse)
+    """Resources that they used afterwards; more than zero if processes remain."""
+    leftovers: list[str] = field(default_factory=list)
+    """Descriptions of files and processes that remain of the replicas."""
+    warnings: list[str] = field(default_factory=list)
+    """Reasons of replicas that ended otherwise than in order, and other troubles for the operator."""
+
+    def report(self) -> dict[str, Any]:
+        """The fields of an operator's answer. ``freed.gpu_bytes`` is None if the use of GPU memory is unknown."""
+        gpu_bytes = None
+        if self.before.gpu_bytes is not None and self.after.gpu_bytes is not None:
+            gpu_bytes = self.before.gpu_bytes - self.after.gpu_bytes
+        return {
+            "drained": self.drained.drained,
+            "ended": self.drained.ended,
+            "freed": {"host_bytes": self.before.resident_bytes - self.after.resident_bytes, "gpu_bytes": gpu_bytes},
+            "leftovers": self.leftovers,
+            **({"warnings": self.warnings} if self.warnings else {}),
+        }
+
+    def __add__(self, other: Retired) -> Retired:
+        """The sum of both."""
+        return Retired(
+            self.drained + other.drained,
+            self.before + other.before,
+            self.after + other.after,
+            self.leftovers + other.leftovers,
+            self.warnings + other.warnings,
+        )
+
+
+class ReplicaStarter:
+    """Starts and ends the replicas of a deployment."""
+
+    def __init__(self, name: str, children: ChildProcesses) -> None:
+        self.failure = ""
+        """Why the last failed start of `start_all` failed, in words for clients."""
+        self._name = name
+        self._children = children
+
+    @contextlib.asynccontextmanager
+    async def turn(self, config: Deployment) -> AsyncGenerator[None, None]:
+        """A context for starting a replica. It waits until the replica can be forked, if it is to be forked, and limits
+        the number of simultaneous starts, except starts that take longer than `LONG_START_S`."""
+        if self._children.forks is not None:
+            await self._children.forks.wait(config)
+        await self._children.start_slots.acquire()
+        with contextlib.ExitStack() as held:
+            held.callback(self._children.start_slots.release)
+            held.callback(asyncio.get_running_loop().call_later(LONG_START_S, held.close).cancel)
+            yield
+
+    def launch(self, place: Place, config: Deployment, on_progress: Callable[[str], None]) -> ReplicaHandle:
+        """Start a replica in reserved capacity.
+
+        Raises:
+            OSError: as `ChildProcesses.launch`; the capacity is then released.
+        """
+        try:
+            replica = self._children.launch(self._name, config.on(place.device), on_progress)
+        except OSError:
+            self._children.memory.release(place)
+            raise
+        self._children.memory.attach(place, replica)
+        return replica
+
+    async def await_ready(self, replica: ReplicaHandle, place: Place, config: Deployment) -> bool:
+        """Wait until a replica is ready, and measure it. Returns whether it became ready. A replica that takes longer
+        than ``load_timeout_s`` to be placed, or then to be ready, is killed."""
+        await replica.wait_for_place(config.load_timeout_s)
+        if not replica.has_place and not replica.ending.is_set():
+            replica.reason = f"no place for it within load_timeout_s = {config.load_timeout_s:g} s"
+            replica.kill()
+            return False
+        started = time.monotonic()
+        # Not wait_for, which before Python 3.12 loses a cancellation that comes just when the replica becomes ready.
+        if not (await asyncio.wait({replica.ready}, timeout=config.load_timeout_s))[0]:
+            replica.reason = f"not ready within load_timeout_s = {config.load_timeout_s:g} s"
+            replica.kill()
+            return False
+        if not replica.ready.result():
+            return False
+        took_s = time.monotonic() - started
+        excess = await self._children.memory.settle(config, place)
+        if excess is not None:
+            text = "%s: all replicas together exceed the memory budget; this one stays, and no other is started: %s"
+            logger.warning(text, self._name, excess)
+        logger.info(
+            "%s: ready after %.1f s on %s%s", replica.id, took_s, replica.facts.get("device", "?"),
+            _own_python(config, replica.facts),
+        )  # fmt: skip
+        return True
+
+    async def start_all(
+        self, config: Deployment, count: int, on_progress: Callable[[str], None] = lambda text: None
+    ) -> list[ReplicaHandle]:
+        """Start ``count`` replicas, with a single try for each. Afterwards all of them are ready; after an error all of
+        them are gone.
+
+        ``on_progress`` is called when there is capacity for replicas, and with each stage of a start.
+
+        Raises:
+            CallableFailed: a replica didn't start, or was lost before the last replica was ready.
+            MemoryBudgetExceeded: the memory budget doesn't allow them.
+            Unavailable: the server is stopping.
+        """
+        fresh: list[ReplicaHandle] = []
+        try:
+            while len(fresh) < count:
+                places = await self._children.memory.reserve(self._name, config, count - len(fresh))
+                if not places:
+                    await self._children.wait_for_stop(FIRST_MEASURED_RETRY_S)
+                else:
+                    on_progress("loading, at an operator's request")
+                starts = (self._start_one(place, config, on_progress) for place in places)
+                outcomes = await asyncio.gather(*starts)
+                fresh += [outcome for outcome in outcomes if not isinstance(outcome, str)]
+                reasons = [outcome for outcome in outcomes if isinstance(outcome, str)]
+                if self._children.is_stopping:
+                    raise Unavailable("the server is stopping")
+                if reasons:
+                    raise CallableFailed(f"a replica of `{self._name}` did not start: {reasons[0]}")
+            if (lost := self.lost(fresh)) is not None:
+                raise lost
+        except HeadwaterError:
+            await stop_or_kill(fresh)
+            raise
+        return fresh
+
+    def lost(self, fresh: Collection[ReplicaHandle]) -> CallableFailed | None:
+        """The error if a replica that was started together with others can no longer be used; otherwise None."""
+        for replica in fresh:
+            if replica.ending.is_set():
+                reason = replica.account() or "it ended"
+                self.failure = replica.cause()
+                return CallableFailed(f"a replica of `{self._name}` was lost before all others were ready: {reason}")
+        return None
+
+    async def _start_one(
+        self, place: Place, config: Deployment, on_progress: Callable[[str], None]
+    ) -> ReplicaHandle | str:
+        """Start a replica. Returns the replica once it is ready, or the reason after a failed start has ended."""
+        async with self.turn(config):
+            if self._children.is_stopping:
+                self._children.memory.release(place)
+                return "the server is stopping"
+            try:
+                replica = self.launch(place, config, on_progress)
+            except OSError as error:
+                self.failure = f"it can't be started: {error.strerror}"
+                return f"it can't be started: {error}"
+            if await self.await_ready(replica, place, config) and not replica.ending.is_set():
+                return replica
+        await stop_or_kill([replica])
+        recorder().count("headwater_replica_start_failures", self._name)
+        self.failure = replica.cause()
+        return replica.account() or "ended before it was ready"
+
+    async def end(self, replicas: Collection[ReplicaHandle]) -> Retired:
+        """End replicas, and check for leftovers. ``drained`` of the result is empty."""
+        before = await _measure(replicas)
+        await stop_or_kill(replicas)
+        remains = await asyncio.gather(*(replica.remains() for replica in replicas))
+        retired = Retired(before=before, after=await _measure(replicas), leftovers=[*chain(*remains)])
+        for replica in replicas:
+            if replica.reason not in ("", "stopped", "stopped before it was ready"):
+                retired.warnings.append(f"replica {replica.id}: {replica.reason}")
+        return retired
+
+
+async def _measure(replicas: Collection[ReplicaHandle]) -> GroupUse:
+    try:
+        return sum(await asyncio.gather(*(replica.use() for replica in replicas)), GroupUse())
+    except OSError as error:  # for example no file descriptors; the replicas are ended all the same
+        logger.error("the memory of replicas that are ended can't be measured: %s", error)
+        return GroupUse()
+
+
+async def stop_or_kill(replicas: Collection[ReplicaHandle]) -> None:
+    """Stop replicas, and kill replicas that take longer than `REPLICA_END_TIMEOUT_S`. Returns when they have ended, or
+    `REPLICA_KILL_TIMEOUT_S` after they were killed."""
+    if not replicas:
+        return
+    for replica in replicas:
+        replica.stop()
+    _, late = await asyncio.wait({replica.exited for replica in replicas}, timeout=REPLICA_END_TIMEOUT_S)
+    if late:
+        for replica in replicas:
+            replica.kill()
+        await asyncio.wait(late, timeout=REPLICA_KILL_TIMEOUT_S)
+
+
+def _own_python(deployment: Deployment, facts: Mapping[str, str]) -> str:
+    """For the log: the Python that a replica runs under, and versions of that Python and its packages; empty for
+    Headwater's Python."""
+    if deployment.interpreter is None:
+        return ""
+    return f", under {deployment.interpreter}: " + ", ".join(
+        f"{name} {version}" for name, version in facts.items() if name != "device" and not name.startswith(OWN_SIDE)
+    )
+
+
 class Owner(Protocol):
     """The replica set that has a slot. It is notified of events of the slot's replicas, and may then release the
     slot."""
 
     name: str
     config: Deployment
-    host: Host
+    children: ChildProcesses
     starter: ReplicaStarter
     shortage: str
     """See `headwater_server.supervisor.replica_set.ReplicaSet`; a slot that has found capacity empties it."""
@@ -73,7 +304,7 @@ class Slot:
         self._place = place
         self._failed_starts = 0
         self._pausing: asyncio.Future[None] | None = None
-        owner.host.spawn(self._run())
+        owner.children.spawn(self._run())
 
     def release(self) -> None:
         """Start no further replica. The present replica stays until it is ended."""
@@ -89,7 +320,7 @@ class Slot:
 
     @property
     def _is_wanted(self) -> bool:
-        return self.is_kept and not self._owner.host.is_stopping
+        return self.is_kept and not self._owner.children.is_stopping
 
     async def _run(self) -> None:
         backoff, slow = Backoff(), Backoff(SLOW_FIRST_S, SLOW_LONGEST_S)
@@ -115,7 +346,7 @@ class Slot:
         while self._place is None and self._is_wanted:
             retry_s = FIRST_MEASURED_RETRY_S
             try:
-                places = await self._owner.host.memory.reserve(self._owner.name, self._owner.config, 1)
+                places = await self._owner.children.memory.reserve(self._owner.name, self._owner.config, 1)
                 self._place = places[0] if places else None
             except MemoryBudgetExceeded as error:
                 retry_s = PLACE_RETRY_S
@@ -134,7 +365,7 @@ class Slot:
         or when its start has failed."""
         place, self._place = self._place, None
         owner = self._owner
-        if place is None or owner.host.is_stopping:
+        if place is None or owner.children.is_stopping:
             return
         config = owner.config
         try:
@@ -155,7 +386,7 @@ class Slot:
         owner = self._owner
         try:
             while replica.adapters != owner.config.adapters:
-                await fit(replica, owner.config.adapters, owner.host.search, owner.config.load_timeout_s)
+                await fit(replica, owner.config.adapters, owner.children.search, owner.config.load_timeout_s)
         except CallableFailed as error:
             replica.reason = error.message
             replica.kill()
@@ -168,7 +399,7 @@ class Slot:
         if has_served:
             await replica.ending.wait()
             was_listed, self.serves = self.serves, False
-            if was_listed and not self._owner.host.is_stopping:
+            if was_listed and not self._owner.children.is_stopping:
                 logger.error("%s: lost: %s", replica.id, replica.reason)
                 self._owner.note_lost(self, replica)
         await replica.exited
@@ -190,10 +421,10 @@ class Slot:
 
     async def _pause(self, timeout_s: float) -> None:
         """Wait before the next try; `release` and `hurry` end the wait."""
-        self._pausing = asyncio.ensure_future(self._owner.host.wait_for_stop(timeout_s))
+        self._pausing = asyncio.ensure_future(self._owner.children.wait_for_stop(timeout_s))
         await asyncio.wait({self._pausing})
 
     def _release_place(self) -> None:
         if self._place is not None:
-            self._owner.host.memory.release(self._place)
+            self._owner.children.memory.release(self._place)
             self._place = None

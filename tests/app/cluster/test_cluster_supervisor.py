@@ -89,8 +89,8 @@ class Bench:
     async def end(self) -> None:
         """End it as a process that is killed."""
         self.running.cancel()
-        self.supervisor._host.stop()
-        tasks = [self.running, *self.supervisor._host._tasks]
+        self.supervisor._children.stop()
+        tasks = [self.running, *self.supervisor._children._tasks]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -296,7 +296,7 @@ def test_no_replica_is_placed_on_a_node_that_has_just_hung(monkeypatch: pytest.M
                 await until(lambda: len(ray.started) == 3)
                 assert chosen(ray)[-1] == "n2"
                 await until(lambda: len(gateway.ids()) == 2)
-                bench.supervisor._host._hung["n1"] -= HUNG_S
+                bench.supervisor._children._hung["n1"] -= HUNG_S
                 await gateway.tell("scale", "a", min=3, max=3)
                 assert chosen(ray)[-1] == "n1"
 
@@ -511,7 +511,7 @@ def test_storage_that_can_not_be_written_is_tried_again(
                 orchestrator = bench.supervisor._orchestrator
                 await until(lambda: bool(orchestrator.sets["a"].ready) and DESIRED in ray.storage)
                 ray.failures = 2
-                assert (await orchestrator.answer(Command(1, "unload", "a"))).status == 200
+                assert (await orchestrator.lifecycle.answer(Command(1, "unload", "a"))).status == 200
                 await until(lambda: _Desired.decoded(ray.storage[DESIRED]).set_aside == {"a"})
                 assert ray.failures == 0
             finally:

@@ -347,9 +347,9 @@ def test_a_cluster_that_is_stopped_ends_the_gateway() -> None:
         supervisor = Supervisor(4)
         async with joining(supervisor) as bench:
             supervisor.control.publish(table(plain("a-4.1"), draining=True))
-            await bench.gateway._host.stopping.wait()
+            await bench.gateway._children.stopping.wait()
             await until(lambda: all(worker.table.draining for worker in bench.workers))
-            assert bench.gateway._host.status == 0
+            assert bench.gateway._children.status == 0
 
     run(scenario)
 
@@ -426,7 +426,7 @@ def test_nothing_is_known_before_the_first_table(monkeypatch: pytest.MonkeyPatch
         if ending == "table":
             await bench.found.put(announcement)
         else:
-            bench.gateway._host.stop()
+            bench.gateway._children.stop()
         await preparing
         ids = [one.id for route in bench.uplink.routes(2) for one in route.replicas]
         assert ids == (["a-4.1"] if ending == "table" else [])

@@ -20,14 +20,14 @@ from headwater_server.control.routing import ReplicaRoute, State
 from headwater_server.errors import MemoryBudgetExceeded
 from headwater_server.process.proc import GroupUse
 from headwater_server.process.vllm_program import ask_vllm
-from headwater_server.supervisor.composite import Composite
+from headwater_server.supervisor.child_processes import FIRST_BACKOFF_S, ChildProcesses
 from headwater_server.supervisor.deployments import Deployments
 from headwater_server.supervisor.handle import ReplicaHandle
-from headwater_server.supervisor.host import FIRST_BACKOFF_S, Host
 from headwater_server.supervisor.lifecycle import Lifecycle
-from headwater_server.supervisor.replica_memory import ReplicaMemory
+from headwater_server.supervisor.memory_budget import ReplicaMemory
 from headwater_server.supervisor.replica_set import ReplicaSet
 from headwater_server.supervisor.slot import SLOW_FIRST_S, Slot
+from headwater_server.supervisor.states import Composite
 from headwater_server.telemetry.recorder import recorder, use
 from headwater_server.telemetry.store import SeriesKey, Store
 
@@ -113,7 +113,7 @@ class Replica:
         return ReplicaRoute(self.id, f"unix:{self.socket}", "")
 
 
-class Supervisor(Host):
+class Supervisor(ChildProcesses):
     """Stands for the supervisor: it has the sets, and does as told by the test."""
 
     def __init__(self, deployments: dict[str, Any], allow_load: str = "settings") -> None:
@@ -542,7 +542,7 @@ def test_what_remains_makes_it_failed_and_is_told() -> None:
 
 
 def test_a_replica_that_does_not_end_when_told_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headwater_server.supervisor.starter.REPLICA_END_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("headwater_server.supervisor.slot.REPLICA_END_TIMEOUT_S", 0.05)
 
     async def scenario() -> None:
         supervisor = Supervisor(one())

@@ -18,8 +18,7 @@ from headwater_server.control.routing import State
 from headwater_server.errors import MemoryBudgetExceeded
 from headwater_server.process.machine import HOST
 from headwater_server.process.proc import GroupUse
-from headwater_server.supervisor.memory_budget import MemoryBudget
-from headwater_server.supervisor.replica_memory import ReplicaMemory
+from headwater_server.supervisor.memory_budget import MemoryBudget, ReplicaMemory
 from headwater_server.supervisor.supervisor import Supervisor as RealSupervisor
 from tests.app.supervisor.test_lifecycle import (
     GRAPH,
@@ -32,7 +31,7 @@ from tests.app.supervisor.test_lifecycle import (
     settle,
     until,
 )
-from tests.app.supervisor.test_replica_scaling import BUSY, QUIET, Host, range_of, started
+from tests.app.supervisor.test_replica_scaling import BUSY, QUIET, Machine, range_of, started
 
 # A replica that is lost while others start
 
@@ -103,7 +102,7 @@ def test_a_replica_that_is_ready_while_another_is_measured_is_measured_too() -> 
     may_measure.set()
 
     async def scenario() -> None:
-        host = Host({**one(), "b": {"model": "m:B"}})
+        machine = Machine({**one(), "b": {"model": "m:B"}})
         measuring: list[int] = []
 
         def measure(groups: Collection[int]) -> Mapping[int, Mapping[str, int]]:
@@ -111,22 +110,22 @@ def test_a_replica_that_is_ready_while_another_is_measured_is_measured_too() -> 
             assert may_measure.wait(10)
             return {group: {HOST: 100} for group in groups}
 
-        host.memory = ReplicaMemory(MemoryBudget({HOST: 1000}), measure, used=lambda: {})
-        host.auto_ready = False
-        for found in host.sets.values():
+        machine.memory = ReplicaMemory(MemoryBudget({HOST: 1000}), measure, used=lambda: {})
+        machine.auto_ready = False
+        for found in machine.sets.values():
             found.start()
-        await until(lambda: len(host.launched) == 2)
+        await until(lambda: len(machine.launched) == 2)
         may_measure.clear()
         begun = len(measuring)
-        host.launched[0].get_ready()
+        machine.launched[0].get_ready()
         await until(lambda: len(measuring) > begun)
-        host.launched[1].get_ready()
+        machine.launched[1].get_ready()
         await settle()
         may_measure.set()
-        await until(lambda: all(found.ready for found in host.sets.values()))
-        host.auto_ready = True
-        answer = await asyncio.wait_for(host.scale("b", 2), 5)  # the second waits for the first one's size
-        assert (answer.status, len(host.sets["b"].ready)) == (200, 2)
+        await until(lambda: all(found.ready for found in machine.sets.values()))
+        machine.auto_ready = True
+        answer = await asyncio.wait_for(machine.scale("b", 2), 5)  # the second waits for the first one's size
+        assert (answer.status, len(machine.sets["b"].ready)) == (200, 2)
 
     try:
         run(scenario)
@@ -140,37 +139,37 @@ def test_a_load_that_finds_room_for_the_first_replica_only_leaves_the_state_as_i
     caplog.set_level(logging.CRITICAL)
 
     async def scenario() -> None:
-        host = Host(one(replicas=2), limit=150)
-        host.failing.add("a")
-        a = host.sets["a"]
+        machine = Machine(one(replicas=2), limit=150)
+        machine.failing.add("a")
+        a = machine.sets["a"]
         a.start()
         await until(lambda: a.state is State.FAILED)
         reason = a.reason
-        host.failing.clear()
-        status, error = await host.told("load", "a")
+        machine.failing.clear()
+        status, error = await machine.told("load", "a")
         assert (status, "no capacity for another replica" in error) == (409, True)
-        assert (a.state, a.reason, a.is_loaded, host.alive) == (State.FAILED, reason, False, [])
-        assert host.memory.budget.taken(HOST) == 0
+        assert (a.state, a.reason, a.is_loaded, machine.alive) == (State.FAILED, reason, False, [])
+        assert machine.memory.budget.taken(HOST) == 0
 
     run(scenario)
 
 
 def test_a_pipeline_of_which_one_step_has_no_room_is_not_loaded_in_part() -> None:
     async def scenario() -> None:
-        host = Host({"p": {"pipeline": GRAPH}, "shared": {"model": "m:Shared"}}, limit=350)
-        await started(host, name="p.trunk")
-        await until(lambda: all(found.ready for found in host.sets.values()))
-        graph = host.composites["p"]
-        assert (await host.told("unload", "p"))[0] == 200
-        assert (await host.scale("shared", 2)).status == 200
+        machine = Machine({"p": {"pipeline": GRAPH}, "shared": {"model": "m:Shared"}}, limit=350)
+        await started(machine, name="p.trunk")
+        await until(lambda: all(found.ready for found in machine.sets.values()))
+        graph = machine.composites["p"]
+        assert (await machine.told("unload", "p"))[0] == 200
+        assert (await machine.scale("shared", 2)).status == 200
         before = graph.state, graph.reason
-        status, error = await host.told("load", "p")
+        status, error = await machine.told("load", "p")
         assert (status, "no capacity" in error) == (409, True)
         assert (graph.state, graph.reason, graph.is_loaded) == (*before, False)
-        assert not any(host.sets[name].is_loaded for name in ("p.trunk", "p.head"))
-        assert host.memory.budget.taken(HOST) == 200
-        assert (await host.scale("shared", 1)).status == 200
-        assert (await host.told("load", "p"))[0] == 200
+        assert not any(machine.sets[name].is_loaded for name in ("p.trunk", "p.head"))
+        assert machine.memory.budget.taken(HOST) == 200
+        assert (await machine.scale("shared", 1)).status == 200
+        assert (await machine.told("load", "p"))[0] == 200
 
     run(scenario)
 
@@ -203,26 +202,26 @@ def test_a_model_that_finds_no_room_to_be_recreated_is_unloaded_and_says_so(
 
 def test_a_slot_that_is_released_before_it_begins_gives_its_room_back() -> None:
     async def scenario() -> None:
-        host = Host(range_of(1, 3), limit=1000)
-        a = await started(host)
+        machine = Machine(range_of(1, 3), limit=1000)
+        a = await started(machine)
         await a.grow()
         assert a.wanted == 2
         await a.begin_unload(1)  # before the slot's task has had its first step
         await a.end_unload()
-        assert (host.alive, host.memory.budget.taken(HOST)) == ([], 0)
+        assert (machine.alive, machine.memory.budget.taken(HOST)) == ([], 0)
 
     run(scenario)
 
 
 def test_a_load_with_a_config_for_which_there_is_no_room_keeps_what_an_operator_scaled() -> None:
     async def scenario() -> None:
-        host = Host({**one(), "b": {"model": "m:B"}}, limit=450)
-        a = await started(host)
-        await until(lambda: bool(host.sets["b"].ready))
-        assert (await host.scale("a", 2)).status == 200
-        assert (await host.told("unload", "a"))[0] == 200
-        assert (await host.told("load", "a", {"replicas": 4}))[0] == 409
-        assert (await host.told("load", "a"))[0] == 200
+        machine = Machine({**one(), "b": {"model": "m:B"}}, limit=450)
+        a = await started(machine)
+        await until(lambda: bool(machine.sets["b"].ready))
+        assert (await machine.scale("a", 2)).status == 200
+        assert (await machine.told("unload", "a"))[0] == 200
+        assert (await machine.told("load", "a", {"replicas": 4}))[0] == 409
+        assert (await machine.told("load", "a"))[0] == 200
         assert (len(a.ready), a.bounds.max) == (2, 2)
 
     run(scenario)
@@ -238,23 +237,23 @@ def test_after_a_slot_has_given_up_load_scales_the_others(
     monkeypatch.setattr("headwater_server.supervisor.replica_set.GROW_RETRY_S", 0.0)
 
     async def scenario() -> None:
-        host = Host(range_of(1, 3, max_crashes=2))
-        a = await started(host)
-        host.loads["a"] = BUSY
-        await host.tick(5)
+        machine = Machine(range_of(1, 3, max_crashes=2))
+        a = await started(machine)
+        machine.loads["a"] = BUSY
+        await machine.tick(5)
         assert list(a.ready) == ["a-0", "a-1", "a-2"]
-        host.launched[0].end("killed")
+        machine.launched[0].end("killed")
         await until(lambda: list(a.ready) == ["a-1", "a-2", "a-3"])
-        host.launched[3].end("killed")
+        machine.launched[3].end("killed")
         await until(lambda: a.wanted == 2)
         assert (a.state, list(a.ready), a.route(1).shortage.startswith("one replica less: 2 replicas were lost")) == (
             State.READY, ["a-1", "a-2"], True,
         )  # fmt: skip
-        await host.tick(5)
+        await machine.tick(5)
         assert list(a.ready) == ["a-1", "a-2", "a-4"]
-        host.loads["a"] = QUIET
-        while len(host.alive) > 1:  # each step down takes as long as the end that it waits for
-            await host.tick(0.5)
+        machine.loads["a"] = QUIET
+        while len(machine.alive) > 1:  # each step down takes as long as the end that it waits for
+            await machine.tick(0.5)
         assert (len(a.ready), a.wanted) == (1, 1)
 
     run(scenario)
@@ -264,14 +263,14 @@ def test_who_has_a_fixed_number_says_what_is_missing_and_fails_with_the_last(cap
     caplog.set_level(logging.CRITICAL)
 
     async def scenario() -> None:
-        host = Host(one(replicas=2, max_crashes=1))
-        a = await started(host, 2)
-        host.launched[0].end("killed")
+        machine = Machine(one(replicas=2, max_crashes=1))
+        a = await started(machine, 2)
+        machine.launched[0].end("killed")
         await until(lambda: bool(a.shortage))
-        assert (a.state, list(a.ready), a.wanted, len(host.launched)) == (State.READY, ["a-1"], 2, 2)
-        host.launched[1].end("killed")
+        assert (a.state, list(a.ready), a.wanted, len(machine.launched)) == (State.READY, ["a-1"], 2, 2)
+        machine.launched[1].end("killed")
         await until(lambda: a.state is State.FAILED)
-        assert (a.has_given_up, a.is_loaded, len(host.launched)) == (False, True, 2)
+        assert (a.has_given_up, a.is_loaded, len(machine.launched)) == (False, True, 2)
 
     run(scenario)
 
@@ -282,11 +281,11 @@ def test_why_the_last_replica_is_not_replaced_is_told_whatever_was_missing_befor
     caplog.set_level(logging.CRITICAL)
 
     async def scenario() -> None:
-        host = Host(one(replicas=3), limit=250)
-        a = await started(host, 2)
+        machine = Machine(one(replicas=3), limit=250)
+        a = await started(machine, 2)
         await until(lambda: "no capacity" in a.shortage)
-        host.memory.budget.limits[HOST] = 50
-        for replica in list(host.launched):
+        machine.memory.budget.limits[HOST] = 50
+        for replica in list(machine.launched):
             replica.end("killed")
         await until(lambda: "no capacity" in a.reason)
         assert (a.state, a.shortage) == (State.UNAVAILABLE, a.reason)
@@ -332,7 +331,7 @@ def test_a_replica_that_the_machine_has_no_room_for_says_so_and_keeps_none_from_
 
 
 def test_a_start_that_takes_long_keeps_no_other_from_starting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headwater_server.supervisor.starter.LONG_START_S", 0.01)
+    monkeypatch.setattr("headwater_server.supervisor.slot.LONG_START_S", 0.01)
 
     async def scenario() -> None:
         supervisor = Supervisor({**one(), "b": {"model": "m:B"}})
@@ -351,34 +350,34 @@ def test_a_start_that_takes_long_keeps_no_other_from_starting(monkeypatch: pytes
 
 def test_what_waits_for_its_turn_to_start_is_unloaded_at_once_and_gives_its_room_back() -> None:
     async def scenario() -> None:
-        host = Host({"b": {"model": "m:B"}, **one(memory=100)}, limit=1000)
-        host.start_slots = asyncio.Semaphore(1)
-        host.auto_ready = False
-        host.sets["b"].start()
-        await until(lambda: len(host.launched) == 1)
-        host.sets["a"].start()
-        await until(lambda: host.memory.budget.taken(HOST) == 100)
-        status, _ = await asyncio.wait_for(host.told("unload", "a"), 5)
-        assert (status, host.memory.budget.taken(HOST), len(host.launched)) == (200, 0, 1)
-        host.launched[0].get_ready()
-        await until(lambda: bool(host.sets["b"].ready))
+        machine = Machine({"b": {"model": "m:B"}, **one(memory=100)}, limit=1000)
+        machine.start_slots = asyncio.Semaphore(1)
+        machine.auto_ready = False
+        machine.sets["b"].start()
+        await until(lambda: len(machine.launched) == 1)
+        machine.sets["a"].start()
+        await until(lambda: machine.memory.budget.taken(HOST) == 100)
+        status, _ = await asyncio.wait_for(machine.told("unload", "a"), 5)
+        assert (status, machine.memory.budget.taken(HOST), len(machine.launched)) == (200, 0, 1)
+        machine.launched[0].get_ready()
+        await until(lambda: bool(machine.sets["b"].ready))
         await settle()
-        assert (len(host.launched), host.sets["a"].state) == (1, State.UNAVAILABLE)
+        assert (len(machine.launched), machine.sets["a"].state) == (1, State.UNAVAILABLE)
 
     run(scenario)
 
 
 def test_what_is_about_to_leave_at_an_unload_is_not_told_as_lost(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
-        host = Host(range_of(1, 2))
-        a = await started(host)
-        host.loads["a"] = BUSY
-        await host.tick(5)
-        host.loads["a"] = QUIET
-        host.drain_gate = asyncio.Event()
-        await host.tick(5)
-        assert (len(a.ready), len(host.alive)) == (1, 2)
-        assert (await host.told("unload", "a"))[0] == 200
+        machine = Machine(range_of(1, 2))
+        a = await started(machine)
+        machine.loads["a"] = BUSY
+        await machine.tick(5)
+        machine.loads["a"] = QUIET
+        machine.drain_gate = asyncio.Event()
+        await machine.tick(5)
+        assert (len(a.ready), len(machine.alive)) == (1, 2)
+        assert (await machine.told("unload", "a"))[0] == 200
         assert a.route(1).retiring == ()
         assert "lost" not in caplog.text
 
@@ -393,9 +392,9 @@ def test_what_cannot_be_measured_keeps_no_replica_waiting(caplog: pytest.LogCapt
         raise OSError(24, "Too many open files")
 
     async def scenario() -> None:
-        host = Host(one(replicas=2))
-        host.memory = ReplicaMemory(MemoryBudget({HOST: 1000}), measure, used=lambda: {})
-        await started(host, 2)
+        machine = Machine(one(replicas=2))
+        machine.memory = ReplicaMemory(MemoryBudget({HOST: 1000}), measure, used=lambda: {})
+        await started(machine, 2)
         assert "can't be measured: [Errno 24] Too many open files" in caplog.text
 
     run(scenario)
@@ -408,12 +407,12 @@ def test_what_cannot_be_measured_ends_all_the_same(
         raise OSError(24, "Too many open files")
 
     async def scenario() -> None:
-        host = Host(one())
-        a = await started(host)
+        machine = Machine(one())
+        a = await started(machine)
         monkeypatch.setattr(Replica, "use", no_descriptors)
-        answer = await host.do("unload", "a")
+        answer = await machine.do("unload", "a")
         assert (answer.status, answer.content["leftovers"]) == (200, [])
-        assert (host.alive, a.state) == ([], State.UNAVAILABLE)
+        assert (machine.alive, a.state) == ([], State.UNAVAILABLE)
         assert "replicas that are ended can't be measured: [Errno 24] Too many open files" in caplog.text
 
     run(scenario)
@@ -421,14 +420,14 @@ def test_what_cannot_be_measured_ends_all_the_same(
 
 def test_an_added_model_that_is_forgotten_leaves_no_figure_behind() -> None:
     async def scenario() -> None:
-        host = Host(one(), limit=1000, allow_load="any")
-        await started(host)
-        host.sizes["b"] = 800
-        assert (await host.told("load", "b", {"model": "m:B"}))[0] == 200
-        assert (await host.told("unload", "b"))[0] == 200
-        host.sizes["b"] = 100
-        assert (await host.scale("a", 5)).status == 200
-        assert (await host.told("load", "b", {"model": "m:Small"}))[0] == 200
+        machine = Machine(one(), limit=1000, allow_load="any")
+        await started(machine)
+        machine.sizes["b"] = 800
+        assert (await machine.told("load", "b", {"model": "m:B"}))[0] == 200
+        assert (await machine.told("unload", "b"))[0] == 200
+        machine.sizes["b"] = 100
+        assert (await machine.scale("a", 5)).status == 200
+        assert (await machine.told("load", "b", {"model": "m:Small"}))[0] == 200
 
     run(scenario)
 
@@ -437,12 +436,12 @@ def test_a_slot_that_finds_no_room_after_a_reload_has_replaced_it_changes_nothin
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario() -> None:
-        host = Host(range_of(1, 3), limit=1000)
-        a = await started(host)
-        assert (await host.scale("a", 2)).status == 200
-        assert (await host.scale("a", 1, 3)).status == 200
+        machine = Machine(range_of(1, 3), limit=1000)
+        a = await started(machine)
+        assert (await machine.scale("a", 2)).status == 200
+        assert (await machine.scale("a", 1, 3)).status == 200
         looking, found = asyncio.Event(), asyncio.Event()
-        reserve = host.memory.reserve
+        reserve = machine.memory.reserve
 
         async def late(*arguments: Any) -> Any:
             if not looking.is_set():
@@ -451,15 +450,15 @@ def test_a_slot_that_finds_no_room_after_a_reload_has_replaced_it_changes_nothin
                 raise MemoryBudgetExceeded("no capacity")
             return await reserve(*arguments)
 
-        monkeypatch.setattr(host.memory, "reserve", late)
-        host.launched[0].end("killed")
+        monkeypatch.setattr(machine.memory, "reserve", late)
+        machine.launched[0].end("killed")
         await looking.wait()
-        host.drain_gate = asyncio.Event()
-        reloading = asyncio.create_task(host.told("reload", "a"))
+        machine.drain_gate = asyncio.Event()
+        reloading = asyncio.create_task(machine.told("reload", "a"))
         await until(lambda: list(a.ready) == ["a-2", "a-3"])
         found.set()
         await settle()
-        host.drain_gate.set()
+        machine.drain_gate.set()
         assert await reloading == (200, "")
         assert (list(a.ready), a.wanted, a.shortage, a.state) == (["a-2", "a-3"], 2, "", State.READY)
         assert "Traceback" not in caplog.text
@@ -479,25 +478,25 @@ def test_a_server_whose_last_model_fails_while_a_reload_may_mend_it_waits_for_wh
     async def scenario() -> None:
         config = Config.model_validate({"deployments": one()})
         server, fake = RealSupervisor(config, (), lambda url, told: None), Supervisor(one())
-        monkeypatch.setattr(server._host, "launch", fake.launch)
+        monkeypatch.setattr(server._children, "launch", fake.launch)
         a = server.orchestrator.sets["a"]
         a.start()
         await until(lambda: bool(a.ready))
         fake.auto_ready = False
-        reloading = asyncio.create_task(server.orchestrator.answer(Command(1, "reload", "a")))
+        reloading = asyncio.create_task(server.orchestrator.lifecycle.answer(Command(1, "reload", "a")))
         await until(lambda: len(fake.launched) == 2)
         fake.launched[0].end("killed")
         await until(lambda: len(fake.launched) == 3)
         fake.launched[2].is_permanent = True
         fake.launched[2].end("its file is gone")
         await until(lambda: a.state is State.FAILED)
-        assert not server._host.is_stopping
+        assert not server._children.is_stopping
         if is_mended:
             fake.launched[1].get_ready()
         else:
             fake.launched[1].end("killed, too")
         assert (await reloading).status == (200 if is_mended else 500)
-        assert server._host.is_stopping is not is_mended
+        assert server._children.is_stopping is not is_mended
 
     run(scenario)
 
@@ -505,7 +504,7 @@ def test_a_server_whose_last_model_fails_while_a_reload_may_mend_it_waits_for_wh
 # Everything at once
 
 
-class Storm(Host):
+class Storm(Machine):
     """Where replicas need a moment to start, and some don't, or can't."""
 
     def __init__(self, chance: random.Random, limit: int) -> None:

@@ -14,8 +14,7 @@ from headwater_server.config.schema import Deployment
 from headwater_server.errors import MemoryBudgetExceeded
 from headwater_server.process.gpu import gpu_name
 from headwater_server.process.machine import HOST
-from headwater_server.supervisor.memory_budget import MemoryBudget
-from headwater_server.supervisor.replica_memory import ReplicaMemory
+from headwater_server.supervisor.memory_budget import MemoryBudget, ReplicaMemory
 
 GPU = "GPU 0"
 MIB = 2**20

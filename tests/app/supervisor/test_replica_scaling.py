@@ -15,8 +15,7 @@ from headwater_server.control.messages import Command, CommandAnswer, Drained
 from headwater_server.control.routing import State
 from headwater_server.process.machine import HOST
 from headwater_server.supervisor.autoscaler import Autoscaler
-from headwater_server.supervisor.memory_budget import MemoryBudget
-from headwater_server.supervisor.replica_memory import ReplicaMemory
+from headwater_server.supervisor.memory_budget import MemoryBudget, ReplicaMemory
 from headwater_server.supervisor.replica_set import ReplicaSet
 from tests.app.supervisor.test_lifecycle import GRAPH, Supervisor, one, run, settle, until
 
@@ -24,7 +23,7 @@ NO_GROUP = 1 << 22
 """The groups of the tests' replicas are numbered from here: no process has such a number, as process 1 has 1."""
 
 
-class Host(Supervisor):
+class Machine(Supervisor):
     """With memory, of which each replica takes as much as `size` says."""
 
     def __init__(
@@ -89,16 +88,16 @@ BUSY = DeploymentLoad("a", 9, 1.0, 1.0, 10)
 QUIET = DeploymentLoad("a", 0, 0.0, 0.0, 0)
 
 
-async def started(host: Host, count: int = 1, name: str = "a") -> ReplicaSet:
-    for found in host.sets.values():
+async def started(machine: Machine, count: int = 1, name: str = "a") -> ReplicaSet:
+    for found in machine.sets.values():
         found.start()
-    await until(lambda: len(host.sets[name].ready) == count)
-    return host.sets[name]
+    await until(lambda: len(machine.sets[name].ready) == count)
+    return machine.sets[name]
 
 
-def configs(host: Host) -> list[Deployment]:
+def configs(machine: Machine) -> list[Deployment]:
     """What each replica was started with."""
-    return [replica.config for replica in host.launched if replica.config is not None]
+    return [replica.config for replica in machine.launched if replica.config is not None]
 
 
 def check(scenario: Callable[[], Awaitable[None]]) -> None:
@@ -108,29 +107,29 @@ def check(scenario: Callable[[], Awaitable[None]]) -> None:
 def test_workers_are_told_how_to_batch_and_have_their_share_of_what_is_bounded() -> None:
     async def scenario() -> None:
         batching = {"max_queue_size": 9, "max_queue_delay_ms": 3, "priority_weights": {1: 2, 10: 1}, "max_padding": 0.2}
-        route = (await started(Host(one(batching=batching)))).route(2)
+        route = (await started(Machine(one(batching=batching)))).route(2)
         assert (route.max_queue_size, route.max_queue_delay_ms, route.max_padding) == (5, 3, 0.2)
         assert route.priority_weights == {1: 2, 10: 1}
-        assert (await started(Host(one()))).route(2).max_padding == 0
+        assert (await started(Machine(one()))).route(2).max_padding == 0
 
     check(scenario)
 
 
 def test_how_busy_replicas_are_is_told_of_all_deployments_that_have_some() -> None:
     async def scenario() -> None:
-        host = Host({**one(replicas=2, instances=2), "b": {"model": "m:B"}})
-        host.failing.add("b")
-        await started(host, 2)
+        machine = Machine({**one(replicas=2, instances=2), "b": {"model": "m:B"}})
+        machine.failing.add("b")
+        await started(machine, 2)
         for computing, share in ((0.0, 0.0), (1.0, 0.25), (4.0, 1.0), (9.0, 1.0)):  # by two workers at once, too
-            host.loads = {"a": DeploymentLoad("a", 0, 0.0, computing, 1)}
-            await host.tick(0.5)
-            assert host.utilization == {"a": share}
-        host.loads = {}
-        await host.tick(0.5)
-        assert host.utilization == {"a": 0.0}
-        await host.told("unload", "a")
-        await host.tick(0.5)
-        assert host.utilization == {}
+            machine.loads = {"a": DeploymentLoad("a", 0, 0.0, computing, 1)}
+            await machine.tick(0.5)
+            assert machine.utilization == {"a": share}
+        machine.loads = {}
+        await machine.tick(0.5)
+        assert machine.utilization == {"a": 0.0}
+        await machine.told("unload", "a")
+        await machine.tick(0.5)
+        assert machine.utilization == {}
 
     check(scenario)
 
@@ -140,107 +139,107 @@ def test_how_busy_replicas_are_is_told_of_all_deployments_that_have_some() -> No
 
 def test_a_command_adds_replicas_and_takes_the_newest_away_once_they_have_finished() -> None:
     async def scenario() -> None:
-        host = Host(one(drain_timeout_s=7))
-        a = await started(host)
-        answer = await host.scale("a", 3)
+        machine = Machine(one(drain_timeout_s=7))
+        a = await started(machine)
+        answer = await machine.scale("a", 3)
         assert (answer.status, answer.content["replicas"]) == (200, {"ready": 3, "wanted": 3, "min": 3, "max": 3})
         assert list(a.ready) == ["a-0", "a-1", "a-2"]
-        host.drain_gate = asyncio.Event()
-        scaling = asyncio.create_task(host.scale("a", 1))
+        machine.drain_gate = asyncio.Event()
+        scaling = asyncio.create_task(machine.scale("a", 1))
         await settle()
         # They get nothing new, and are there until they have finished.
         route = a.route(1)
         assert [one.id for one in route.replicas] == ["a-0"]
         assert {one.id for one in route.retiring} == {"a-1", "a-2"}
-        assert host.alive == ["a-0", "a-1", "a-2"]
-        host.drain_gate.set()
+        assert machine.alive == ["a-0", "a-1", "a-2"]
+        machine.drain_gate.set()
         answer = await scaling
         assert (answer.status, answer.content["replicas"]["ready"], answer.content["leftovers"]) == (200, 1, [])
-        assert [(name, timeout_s, sorted(ids or ())) for name, timeout_s, ids in host.drains] == [
+        assert [(name, timeout_s, sorted(ids or ())) for name, timeout_s, ids in machine.drains] == [
             ("a", 7, ["a-1", "a-2"])
         ]
-        assert (host.alive, a.route(1).retiring, a.state) == (["a-0"], (), State.READY)
+        assert (machine.alive, a.route(1).retiring, a.state) == (["a-0"], (), State.READY)
 
     check(scenario)
 
 
 def test_of_a_scaling_in_which_one_replica_fails_nothing_stays() -> None:
     async def scenario() -> None:
-        host = Host(one())
-        a = await started(host)
-        host.auto_ready = False
-        scaling = asyncio.create_task(host.scale("a", 3))
-        await until(lambda: len(host.launched) == 3)
-        host.launched[1].get_ready()
-        host.launched[2].end("out of memory")
+        machine = Machine(one())
+        a = await started(machine)
+        machine.auto_ready = False
+        scaling = asyncio.create_task(machine.scale("a", 3))
+        await until(lambda: len(machine.launched) == 3)
+        machine.launched[1].get_ready()
+        machine.launched[2].end("out of memory")
         answer = await scaling
         assert (answer.status, "out of memory" in answer.content["error"]) == (500, True)
-        assert (host.alive, list(a.ready), a.wanted, a.bounds.max, a.state) == (["a-0"], ["a-0"], 1, 1, State.READY)
+        assert (machine.alive, list(a.ready), a.wanted, a.bounds.max, a.state) == (["a-0"], ["a-0"], 1, 1, State.READY)
 
     check(scenario)
 
 
 def test_what_an_operator_set_stays_over_a_crash_a_reload_and_an_unload_but_not_over_another_configuration() -> None:
     async def scenario() -> None:
-        host = Host(one())
-        a = await started(host)
-        await host.scale("a", 2)
-        host.launched[0].end("killed")
+        machine = Machine(one())
+        a = await started(machine)
+        await machine.scale("a", 2)
+        machine.launched[0].end("killed")
         await until(lambda: list(a.ready) == ["a-1", "a-2"])
-        assert (await host.told("reload", "a"))[0] == 200
-        assert (list(a.ready), host.alive) == (["a-3", "a-4"], ["a-3", "a-4"])
-        assert (await host.told("unload", "a"))[0] == 200
-        assert host.alive == []
-        assert (await host.told("load", "a"))[0] == 200
+        assert (await machine.told("reload", "a"))[0] == 200
+        assert (list(a.ready), machine.alive) == (["a-3", "a-4"], ["a-3", "a-4"])
+        assert (await machine.told("unload", "a"))[0] == 200
+        assert machine.alive == []
+        assert (await machine.told("load", "a"))[0] == 200
         assert len(a.ready) == 2
-        assert (await host.told("reload", "a", {"replicas": 3}))[0] == 200
-        assert (len(a.ready), a.bounds.min, len(host.alive)) == (3, 3, 3)
+        assert (await machine.told("reload", "a", {"replicas": 3}))[0] == 200
+        assert (len(a.ready), a.bounds.min, len(machine.alive)) == (3, 3, 3)
 
     check(scenario)
 
 
 def test_what_is_not_there_or_not_loaded_or_has_no_replicas_is_not_scaled() -> None:
     async def scenario() -> None:
-        host = Host({**one(), "p": {"pipeline": GRAPH}, "shared": {"model": "m:S"}})
-        await started(host)
+        machine = Machine({**one(), "p": {"pipeline": GRAPH}, "shared": {"model": "m:S"}})
+        await started(machine)
         await settle()
-        assert (await host.scale("nothing", 2)).status == 404
-        answer = await host.scale("p", 2)
+        assert (await machine.scale("nothing", 2)).status == 404
+        answer = await machine.scale("p", 2)
         assert answer.status == 409
         assert answer.content["error"].endswith("expected one of `p.trunk`, `p.head`")
-        assert (await host.scale("p.trunk", 2)).status == 200
-        await host.do("unload", "a")
-        answer = await host.scale("a", 2)
+        assert (await machine.scale("p.trunk", 2)).status == 200
+        await machine.do("unload", "a")
+        answer = await machine.scale("a", 2)
         assert (answer.status, "expected it loaded" in answer.content["error"]) == (409, True)
-        assert len(host.sets["a"].ready) == 0
+        assert len(machine.sets["a"].ready) == 0
 
     check(scenario)
 
 
 def test_one_command_at_a_time_a_pipeline_and_its_steps_together() -> None:
     async def scenario() -> None:
-        host = Host({"p": {"pipeline": GRAPH}, "shared": {"model": "m:S"}})
-        await started(host, name="p.trunk")
+        machine = Machine({"p": {"pipeline": GRAPH}, "shared": {"model": "m:S"}})
+        await started(machine, name="p.trunk")
         await settle()
-        host.auto_ready = False
-        scaling = asyncio.create_task(host.scale("p.trunk", 2))
+        machine.auto_ready = False
+        scaling = asyncio.create_task(machine.scale("p.trunk", 2))
         await settle()
         for action, name in (("reload", "p"), ("unload", "p")):
-            status, error = await host.told(action, name)
+            status, error = await machine.told(action, name)
             assert (status, "`p.trunk`: scale is under way" in error) == (409, True)
-        assert (await host.scale("p.trunk", 3)).status == 409
-        host.launched[-1].get_ready()
+        assert (await machine.scale("p.trunk", 3)).status == 409
+        machine.launched[-1].get_ready()
         assert (await scaling).status == 200
-        reloading = asyncio.create_task(host.told("reload", "p"))
+        reloading = asyncio.create_task(machine.told("reload", "p"))
         await settle()
-        assert (await host.scale("p.trunk", 3)).status == 409
-        for replica in host.launched:
+        assert (await machine.scale("p.trunk", 3)).status == 409
+        for replica in machine.launched:
             if not replica.ready.done():
                 replica.get_ready()
         await settle()
-        host.auto_ready = True
+        machine.auto_ready = True
         assert (await reloading)[0] == 200
-        assert len(host.sets["p.trunk"].ready) == 2
+        assert len(machine.sets["p.trunk"].ready) == 2
 
     check(scenario)
 
@@ -250,30 +249,30 @@ def test_one_command_at_a_time_a_pipeline_and_its_steps_together() -> None:
 
 def test_beyond_the_budget_a_scaling_is_refused_with_figures_and_changes_nothing() -> None:
     async def scenario() -> None:
-        host = Host(one(), limit=350)
-        a = await started(host)
-        assert (await host.scale("a", 3)).status == 200
-        answer = await host.scale("a", 4)
+        machine = Machine(one(), limit=350)
+        a = await started(machine)
+        assert (await machine.scale("a", 3)).status == 200
+        answer = await machine.scale("a", 4)
         assert answer.status == 409
         assert answer.content["error"].startswith("no capacity for another replica of `a`: memory of the machine")
-        assert (len(host.launched), a.wanted, a.bounds.max, a.shortage) == (3, 3, 3, "")
-        answer = await host.scale("a", 2)
-        assert (answer.status, len(host.alive)) == (200, 2)
-        assert (await host.scale("a", 3)).status == 200
+        assert (len(machine.launched), a.wanted, a.bounds.max, a.shortage) == (3, 3, 3, "")
+        answer = await machine.scale("a", 2)
+        assert (answer.status, len(machine.alive)) == (200, 2)
+        assert (await machine.scale("a", 3)).status == 200
 
     check(scenario)
 
 
 def test_a_reload_beside_needs_room_for_both_and_recreate_does_not() -> None:
     async def scenario() -> None:
-        host = Host(one(replicas=2), limit=350)
-        a = await started(host, 2)
-        status, error = await host.told("reload", "a")
+        machine = Machine(one(replicas=2), limit=350)
+        a = await started(machine, 2)
+        status, error = await machine.told("reload", "a")
         assert status == 409
         assert "no capacity for 2 more replicas of `a`" in error
         assert "expected `strategy: recreate`" in error
-        assert (a.state, list(a.ready), len(host.launched)) == (State.READY, ["a-0", "a-1"], 2)
-        assert (await host.told("reload", "a", {"strategy": "recreate"}))[0] == 200
+        assert (a.state, list(a.ready), len(machine.launched)) == (State.READY, ["a-0", "a-1"], 2)
+        assert (await machine.told("reload", "a", {"strategy": "recreate"}))[0] == 200
         assert len(a.ready) == 2
 
     check(scenario)
@@ -281,44 +280,44 @@ def test_a_reload_beside_needs_room_for_both_and_recreate_does_not() -> None:
 
 def test_a_load_for_which_there_is_no_room_leaves_the_state_as_it_was() -> None:
     async def scenario() -> None:
-        host = Host({**one(), "b": {"model": "m:B", "memory": 300}}, limit=350)
-        b = host.sets["b"]
+        machine = Machine({**one(), "b": {"model": "m:B", "memory": 300}}, limit=350)
+        b = machine.sets["b"]
         b.start()
         await until(lambda: len(b.ready) == 1)
-        before = host.sets["a"].state
-        assert await host.told("unload", "b") == (200, "")
-        host.sets["a"].start()
-        await until(lambda: len(host.sets["a"].ready) == 1)
+        before = machine.sets["a"].state
+        assert await machine.told("unload", "b") == (200, "")
+        machine.sets["a"].start()
+        await until(lambda: len(machine.sets["a"].ready) == 1)
         assert before is State.LOADING
-        states = list(host.states["b"])
-        status, error = await host.told("load", "b")
+        states = list(machine.states["b"])
+        status, error = await machine.told("load", "b")
         assert (status, "it takes 0 MiB" in error) == (409, True)
-        assert (b.state, host.states["b"]) == (State.UNAVAILABLE, states)
+        assert (b.state, machine.states["b"]) == (State.UNAVAILABLE, states)
 
     check(scenario)
 
 
 def test_the_first_replica_shows_what_one_takes_before_others_start() -> None:
     async def scenario() -> None:
-        host = Host(one(replicas=3), limit=1000)
-        host.sizes["a"] = 400
-        host.auto_ready = False
-        a = host.sets["a"]
+        machine = Machine(one(replicas=3), limit=1000)
+        machine.sizes["a"] = 400
+        machine.auto_ready = False
+        a = machine.sets["a"]
         a.start()
-        await until(lambda: len(host.launched) == 1)
+        await until(lambda: len(machine.launched) == 1)
         for _ in range(5):
             await settle()
-        assert len(host.launched) == 1
-        host.launched[0].get_ready()
-        await until(lambda: len(host.launched) == 2)
-        host.launched[1].get_ready()
+        assert len(machine.launched) == 1
+        machine.launched[0].get_ready()
+        await until(lambda: len(machine.launched) == 2)
+        machine.launched[1].get_ready()
         await until(lambda: len(a.ready) == 2)
         await until(lambda: bool(a.shortage))
         # The third would cross the budget: the others serve, and it is told why there are no more.
-        assert (a.state, len(host.launched), a.route(1).shortage) == (State.READY, 2, a.shortage)
-        host.launched[0].end("killed")
-        await until(lambda: len(host.launched) == 3)
-        host.launched[2].get_ready()
+        assert (a.state, len(machine.launched), a.route(1).shortage) == (State.READY, 2, a.shortage)
+        machine.launched[0].end("killed")
+        await until(lambda: len(machine.launched) == 3)
+        machine.launched[2].get_ready()
         await until(lambda: len(a.ready) == 2)
 
     check(scenario)
@@ -326,11 +325,11 @@ def test_the_first_replica_shows_what_one_takes_before_others_start() -> None:
 
 def test_a_replica_that_is_too_large_stays_if_it_is_the_first(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
-        host = Host(one(replicas=2), limit=300)
-        host.sizes["a"] = 400
-        a = await started(host)
+        machine = Machine(one(replicas=2), limit=300)
+        machine.sizes["a"] = 400
+        a = await started(machine)
         await until(lambda: bool(a.shortage))
-        assert (list(a.ready), len(host.launched)) == (["a-0"], 1)
+        assert (list(a.ready), len(machine.launched)) == (["a-0"], 1)
         assert "this one stays, and no other is started" in caplog.text
 
     check(scenario)
@@ -338,11 +337,11 @@ def test_a_replica_that_is_too_large_stays_if_it_is_the_first(caplog: pytest.Log
 
 def test_replicas_go_where_there_are_fewest_and_leave_where_there_are_most() -> None:
     async def scenario() -> None:
-        host = Host(one(device=["cuda:0", "cuda:1"], replicas=3, memory=100), limit=10_000)
-        a = await started(host, 3)
-        placed = [str(config.device) for config in configs(host)]
+        machine = Machine(one(device=["cuda:0", "cuda:1"], replicas=3, memory=100), limit=10_000)
+        a = await started(machine, 3)
+        placed = [str(config.device) for config in configs(machine)]
         assert sorted(placed) == ["cuda:0", "cuda:0", "cuda:1"]
-        await host.scale("a", 2)
+        await machine.scale("a", 2)
         left = [placed[int(id.removeprefix("a-"))] for id in a.ready]
         assert sorted(left) == ["cuda:0", "cuda:1"]
 
@@ -352,26 +351,26 @@ def test_replicas_go_where_there_are_fewest_and_leave_where_there_are_most() -> 
 def test_a_full_gpu_sends_replicas_to_the_other() -> None:
     async def scenario() -> None:
         fields = {"device": ["cuda:0", "cuda:1"], "replicas": 3, "memory": 100}
-        host = Host(one(**fields), limit=10_000, gpus={"GPU 0": 250, "GPU 1": 150})
-        a = await started(host, 3)
-        placed = [str(config.device) for config in configs(host)]
+        machine = Machine(one(**fields), limit=10_000, gpus={"GPU 0": 250, "GPU 1": 150})
+        a = await started(machine, 3)
+        placed = [str(config.device) for config in configs(machine)]
         assert sorted(placed) == ["cuda:0", "cuda:0", "cuda:1"]
-        answer = await host.scale("a", 4)
+        answer = await machine.scale("a", 4)
         assert (answer.status, len(a.ready)) == (409, 3)
 
     check(scenario)
 
 
 @pytest.mark.parametrize(
-    ("limit", "host", "gpu"), [(None, 800, 1600), (0.5, 500, 1000), (700, 700, 1600), (1.0, 1000, 2000)]
+    ("limit", "bytes_of_host", "gpu"), [(None, 800, 1600), (0.5, 500, 1000), (700, 700, 1600), (1.0, 1000, 2000)]
 )
 def test_a_part_bounds_machine_and_gpus_and_a_size_the_machine(
-    limit: float | int | None, host: int, gpu: int, monkeypatch: pytest.MonkeyPatch
+    limit: float | int | None, bytes_of_host: int, gpu: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headwater_server.supervisor.replica_memory.host_capacity", lambda: 1000)
-    monkeypatch.setattr("headwater_server.supervisor.replica_memory.gpu_capacities", lambda: {"GPU 0": 2000})
+    monkeypatch.setattr("headwater_server.supervisor.memory_budget.host_capacity", lambda: 1000)
+    monkeypatch.setattr("headwater_server.supervisor.memory_budget.gpu_capacities", lambda: {"GPU 0": 2000})
     server = Server() if limit is None else Server.model_validate({"memory_limit": limit})
-    assert ReplicaMemory.of(server).budget.limits == {HOST: host, "GPU 0": gpu}
+    assert ReplicaMemory.of(server).budget.limits == {HOST: bytes_of_host, "GPU 0": gpu}
 
 
 # By load
@@ -379,64 +378,64 @@ def test_a_part_bounds_machine_and_gpus_and_a_size_the_machine(
 
 def test_load_brings_replicas_up_to_the_most_and_quiet_takes_them_away() -> None:
     async def scenario() -> None:
-        host = Host(range_of(1, 3))
-        a = await started(host)
-        host.loads["a"] = BUSY
-        await host.tick(30)
+        machine = Machine(range_of(1, 3))
+        a = await started(machine)
+        machine.loads["a"] = BUSY
+        await machine.tick(30)
         assert len(a.ready) == a.wanted == 3
-        host.loads["a"] = QUIET
-        while len(host.alive) > 1:  # an end is looked into in a thread
-            await host.tick(1)
-        await host.tick(60)
-        assert (len(a.ready), len(host.alive), a.wanted) == (1, 1, 1)
+        machine.loads["a"] = QUIET
+        while len(machine.alive) > 1:  # an end is looked into in a thread
+            await machine.tick(1)
+        await machine.tick(60)
+        assert (len(a.ready), len(machine.alive), a.wanted) == (1, 1, 1)
 
     check(scenario)
 
 
 def test_load_that_nobody_reports_changes_nothing() -> None:
     async def scenario() -> None:
-        host = Host(range_of(1, 3))
-        a = await started(host)
-        host.loads["a"] = BUSY
-        await host.tick(30)
-        host.loads["a"] = QUIET
-        await host.tick(1.5)  # not long enough
-        host.loads.clear()
-        await host.tick(200)
-        host.loads["a"] = QUIET
-        await host.tick(1.5)  # nor is it now
-        assert (len(a.ready), len(host.alive), a.wanted) == (3, 3, 3)
+        machine = Machine(range_of(1, 3))
+        a = await started(machine)
+        machine.loads["a"] = BUSY
+        await machine.tick(30)
+        machine.loads["a"] = QUIET
+        await machine.tick(1.5)  # not long enough
+        machine.loads.clear()
+        await machine.tick(200)
+        machine.loads["a"] = QUIET
+        await machine.tick(1.5)  # nor is it now
+        assert (len(a.ready), len(machine.alive), a.wanted) == (3, 3, 3)
 
     check(scenario)
 
 
 def test_without_a_range_load_changes_nothing() -> None:
     async def scenario() -> None:
-        host = Host(one(replicas=2))
-        a = await started(host, 2)
-        host.loads["a"] = BUSY
-        await host.tick(30)
-        host.loads.clear()
-        await host.tick(200)
-        assert len(a.ready) == len(host.launched) == 2
+        machine = Machine(one(replicas=2))
+        a = await started(machine, 2)
+        machine.loads["a"] = BUSY
+        await machine.tick(30)
+        machine.loads.clear()
+        await machine.tick(200)
+        assert len(a.ready) == len(machine.launched) == 2
 
     check(scenario)
 
 
 def test_where_there_is_no_room_it_is_told_once_until_there_is(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
-        host = Host(range_of(1, 3), limit=250)
-        a = await started(host)
-        host.loads["a"] = BUSY
+        machine = Machine(range_of(1, 3), limit=250)
+        a = await started(machine)
+        machine.loads["a"] = BUSY
         for _ in range(40):
-            host.now_s += 0.5
-            host.autoscaler.tick()
+            machine.now_s += 0.5
+            machine.autoscaler.tick()
             await asyncio.sleep(0.01)  # it measures in a thread
         assert (len(a.ready), a.wanted) == (2, 2)
         assert "no capacity for another replica of `a`" in a.route(1).shortage
         assert caplog.text.count("no capacity for another replica of `a`") == 1
-        host.loads["a"] = QUIET
-        await host.tick(1)
+        machine.loads["a"] = QUIET
+        await machine.tick(1)
         assert a.route(1).shortage == ""
 
     check(scenario)
@@ -444,15 +443,15 @@ def test_where_there_is_no_room_it_is_told_once_until_there_is(caplog: pytest.Lo
 
 def test_a_command_under_way_keeps_load_from_changing_anything() -> None:
     async def scenario() -> None:
-        host = Host(range_of(1, 3))
-        a = await started(host)
-        host.auto_ready = False
-        reloading = asyncio.create_task(host.told("reload", "a"))
+        machine = Machine(range_of(1, 3))
+        a = await started(machine)
+        machine.auto_ready = False
+        reloading = asyncio.create_task(machine.told("reload", "a"))
         await settle()
-        host.loads["a"] = BUSY
-        await host.tick(30)
-        assert len(host.launched) == 2
-        host.launched[1].get_ready()
+        machine.loads["a"] = BUSY
+        await machine.tick(30)
+        assert len(machine.launched) == 2
+        machine.launched[1].get_ready()
         assert await reloading == (200, "")
         assert (list(a.ready), a.wanted) == (["a-1"], 1)
 
@@ -461,72 +460,72 @@ def test_a_command_under_way_keeps_load_from_changing_anything() -> None:
 
 def test_an_unload_ends_what_was_about_to_leave_too() -> None:
     async def scenario() -> None:
-        host = Host(range_of(1, 2))
-        a = await started(host)
-        host.loads["a"] = BUSY
-        await host.tick(5)
+        machine = Machine(range_of(1, 2))
+        a = await started(machine)
+        machine.loads["a"] = BUSY
+        await machine.tick(5)
         assert len(a.ready) == 2
-        host.loads["a"] = QUIET
-        host.drain_gate = asyncio.Event()
-        await host.tick(5)
-        assert (len(a.ready), len(host.alive)) == (1, 2)
+        machine.loads["a"] = QUIET
+        machine.drain_gate = asyncio.Event()
+        await machine.tick(5)
+        assert (len(a.ready), len(machine.alive)) == (1, 2)
         # The unload has waited for all of its requests, and not for the one that was about to leave.
-        assert await host.told("unload", "a") == (200, "")
-        assert (host.alive, a.state) == ([], State.UNAVAILABLE)
-        host.drain_gate.set()
-        await host.tick(30)
-        assert host.alive == []
+        assert await machine.told("unload", "a") == (200, "")
+        assert (machine.alive, a.state) == ([], State.UNAVAILABLE)
+        machine.drain_gate.set()
+        await machine.tick(30)
+        assert machine.alive == []
 
     check(scenario)
 
 
 def test_a_replica_that_dies_while_it_leaves_is_not_replaced() -> None:
     async def scenario() -> None:
-        host = Host(range_of(1, 2))
-        a = await started(host)
-        host.loads["a"] = BUSY
-        await host.tick(5)
-        host.loads["a"] = QUIET
-        host.drain_gate = asyncio.Event()
-        await host.tick(5)
-        host.launched[1].end("killed")
+        machine = Machine(range_of(1, 2))
+        a = await started(machine)
+        machine.loads["a"] = BUSY
+        await machine.tick(5)
+        machine.loads["a"] = QUIET
+        machine.drain_gate = asyncio.Event()
+        await machine.tick(5)
+        machine.launched[1].end("killed")
         await settle()
-        host.drain_gate.set()
+        machine.drain_gate.set()
         await settle()
-        assert (list(a.ready), host.alive, a.route(1).retiring) == (["a-0"], ["a-0"], ())
+        assert (list(a.ready), machine.alive, a.route(1).retiring) == (["a-0"], ["a-0"], ())
 
     check(scenario)
 
 
 def test_a_reload_while_load_starts_another_replica_replaces_both() -> None:
     async def scenario() -> None:
-        host = Host(range_of(1, 2))
-        a = await started(host)
-        host.auto_ready = False
-        host.loads["a"] = BUSY
-        await host.tick(5)
-        assert (len(host.launched), len(a.ready)) == (2, 1)
-        reloading = asyncio.create_task(host.told("reload", "a"))
+        machine = Machine(range_of(1, 2))
+        a = await started(machine)
+        machine.auto_ready = False
+        machine.loads["a"] = BUSY
+        await machine.tick(5)
+        assert (len(machine.launched), len(a.ready)) == (2, 1)
+        reloading = asyncio.create_task(machine.told("reload", "a"))
         await settle()
-        for replica in host.launched[2:]:
+        for replica in machine.launched[2:]:
             replica.get_ready()
         assert await reloading == (200, "")
-        assert (list(a.ready), host.alive) == (["a-2", "a-3"], ["a-2", "a-3"])
+        assert (list(a.ready), machine.alive) == (["a-2", "a-3"], ["a-2", "a-3"])
 
     check(scenario)
 
 
 def test_load_that_calls_for_what_cannot_start_leaves_what_serves_alone(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
-        host = Host(range_of(1, 2))
-        a = await started(host)
-        host.failing.add("a")
-        host.loads["a"] = BUSY
-        await host.tick(5)
-        await until(lambda: a.wanted == 1 and len(host.alive) == 1)
-        tried = len(host.launched)
-        await host.tick(60)
-        assert (a.state, list(a.ready), len(host.launched)) == (State.READY, ["a-0"], tried)
+        machine = Machine(range_of(1, 2))
+        a = await started(machine)
+        machine.failing.add("a")
+        machine.loads["a"] = BUSY
+        await machine.tick(5)
+        await until(lambda: a.wanted == 1 and len(machine.alive) == 1)
+        tried = len(machine.launched)
+        await machine.tick(60)
+        assert (a.state, list(a.ready), len(machine.launched)) == (State.READY, ["a-0"], tried)
         assert a.shortage == "another replica did not start: RuntimeError: no weights here"
 
     caplog.set_level(logging.CRITICAL)
@@ -537,14 +536,14 @@ def test_what_lost_too_many_replicas_keeps_trying_for_as_many_as_there_are_at_le
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def scenario() -> None:
-        host = Host(range_of(2, 3, max_crashes=1))
-        a = await started(host, 2)
-        host.auto_ready = False
-        host.launched[0].end("killed by SIGKILL")
-        await until(lambda: len(host.launched) == 3)
+        machine = Machine(range_of(2, 3, max_crashes=1))
+        a = await started(machine, 2)
+        machine.auto_ready = False
+        machine.launched[0].end("killed by SIGKILL")
+        await until(lambda: len(machine.launched) == 3)
         assert (a.state, a.wanted, list(a.ready)) == (State.READY, 2, ["a-1"])
         assert "tried again slowly" in a.shortage
-        host.launched[2].get_ready()
+        machine.launched[2].get_ready()
         await until(lambda: len(a.ready) == 2)
 
     caplog.set_level(logging.CRITICAL)

@@ -21,10 +21,9 @@ from headwater_server.control.routing import State, unavailable
 from headwater_server.errors import CallableFailed, MemoryBudgetExceeded
 from headwater_server.process.machine import HOST as HOST_MEMORY
 from headwater_server.process.proc import group_members
+from headwater_server.supervisor.child_processes import ChildProcesses
 from headwater_server.supervisor.handle import ReplicaHandle
-from headwater_server.supervisor.host import Host as RealHost
-from headwater_server.supervisor.memory_budget import MemoryBudget
-from headwater_server.supervisor.replica_memory import ReplicaMemory
+from headwater_server.supervisor.memory_budget import MemoryBudget, ReplicaMemory
 from headwater_server.supervisor.replica_process import ReplicaProcess
 from headwater_server.supervisor.replica_set import ReplicaSet
 
@@ -79,7 +78,7 @@ while True:  # briefly: a signal just before a sleep begins does not end it
 """
 
 
-class Host(RealHost):
+class Processes(ChildProcesses):
     """Remembers the replicas that it has started."""
 
     def __init__(self, folder: Path) -> None:
@@ -108,16 +107,16 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ReplicaProcess, "_command", command)
 
 
-def run(scenario: Callable[[Host, ReplicaSet], Awaitable[None]], **fields: Any) -> None:
+def run(scenario: Callable[[Processes, ReplicaSet], Awaitable[None]], **fields: Any) -> None:
     async def main() -> None:
         with tempfile.TemporaryDirectory(prefix="hw-") as folder:
-            host = Host(Path(folder))
-            replicas = ReplicaSet("m", Deployment.model_validate({"model": "m:M", **fields}), host)
+            children = Processes(Path(folder))
+            replicas = ReplicaSet("m", Deployment.model_validate({"model": "m:M", **fields}), children)
             try:
-                await asyncio.wait_for(scenario(host, replicas), 60)
+                await asyncio.wait_for(scenario(children, replicas), 60)
             finally:
-                host.stop()
-                for replica in host.launched:
+                children.stop()
+                for replica in children.launched:
                     replica.kill()
                 await replicas.end_unload()
 
@@ -125,10 +124,10 @@ def run(scenario: Callable[[Host, ReplicaSet], Awaitable[None]], **fields: Any) 
 
 
 def test_unload_ends_the_whole_group_and_measures_it() -> None:
-    async def scenario(host: Host, replicas: ReplicaSet) -> None:
+    async def scenario(children: Processes, replicas: ReplicaSet) -> None:
         await replicas.load()
         assert (replicas.state, list(replicas.ready)) == (State.READY, ["m-1"])
-        (replica,) = host.launched
+        (replica,) = children.launched
         group = replica.group
         assert len(group_members({group})) == 2
         await replicas.begin_unload(1)
@@ -144,10 +143,10 @@ def test_unload_ends_the_whole_group_and_measures_it() -> None:
 
 
 def test_a_reload_has_both_for_a_while_and_then_only_the_new_one() -> None:
-    async def scenario(host: Host, replicas: ReplicaSet) -> None:
+    async def scenario(children: Processes, replicas: ReplicaSet) -> None:
         await replicas.load()
         fresh = await replicas.start_fresh(replicas.config)
-        old, new = (replica.group for replica in host.launched)
+        old, new = (replica.group for replica in children.launched)
         assert len(group_members({old, new})) == 4
         retired = await replicas.retire(replicas.switch(fresh))
         assert (retired.leftovers, group_members({old}), len(group_members({new}))) == ([], [], 2)
@@ -157,45 +156,45 @@ def test_a_reload_has_both_for_a_while_and_then_only_the_new_one() -> None:
 
 
 def test_replicas_are_added_while_what_they_really_take_fits_and_leave_nothing_when_they_go() -> None:
-    async def scenario(host: Host, replicas: ReplicaSet) -> None:
+    async def scenario(children: Processes, replicas: ReplicaSet) -> None:
         # A replica's two processes share 100 MB, which count once.
-        host.memory = ReplicaMemory(MemoryBudget({HOST_MEMORY: 290_000_000}))
+        children.memory = ReplicaMemory(MemoryBudget({HOST_MEMORY: 290_000_000}))
         await replicas.load()
         await replicas.scale(ReplicaBounds(min=2, max=2))
         assert list(replicas.ready) == ["m-1", "m-2"]
-        assert 200_000_000 < host.memory.budget.taken(HOST_MEMORY) < 290_000_000
+        assert 200_000_000 < children.memory.budget.taken(HOST_MEMORY) < 290_000_000
         with pytest.raises(MemoryBudgetExceeded, match=r"no capacity for another replica of `m`: .* of the 277 MiB"):
             await replicas.scale(ReplicaBounds(min=3, max=3))
         with pytest.raises(MemoryBudgetExceeded, match="expected `strategy: recreate`"):
             await replicas.start_fresh(replicas.config)
-        assert (list(replicas.ready), len(host.launched), replicas.bounds.max) == (["m-1", "m-2"], 2, 2)
-        leaving = host.launched[1]
+        assert (list(replicas.ready), len(children.launched), replicas.bounds.max) == (["m-1", "m-2"], 2, 2)
+        leaving = children.launched[1]
         group = leaving.group
         retired = await replicas.scale(ReplicaBounds(min=1, max=1))
         assert retired is not None
         assert (retired.leftovers, retired.warnings, group_members({group})) == ([], [], [])
         assert retired.before.resident_bytes - retired.after.resident_bytes > 100_000_000
         assert not leaving.directory.exists()
-        assert host.memory.budget.taken(HOST_MEMORY) < 150_000_000
+        assert children.memory.budget.taken(HOST_MEMORY) < 150_000_000
         assert (replicas.state, list(replicas.ready)) == (State.READY, ["m-1"])
 
     run(scenario)
 
 
 def test_a_start_that_fails_leaves_nothing_and_says_why() -> None:
-    async def scenario(host: Host, replicas: ReplicaSet) -> None:
+    async def scenario(children: Processes, replicas: ReplicaSet) -> None:
         with pytest.raises(CallableFailed, match="RuntimeError: no weights here"):
             await replicas.load()
-        assert (replicas.state, replicas.is_loaded, len(host.launched)) == (State.FAILED, False, 1)
-        assert not host.launched[0].directory.exists()
+        assert (replicas.state, replicas.is_loaded, len(children.launched)) == (State.FAILED, False, 1)
+        assert not children.launched[0].directory.exists()
 
     run(scenario, options={"mode": "fails"})
 
 
 def test_an_unload_that_raises_is_told_and_the_group_is_gone_all_the_same() -> None:
-    async def scenario(host: Host, replicas: ReplicaSet) -> None:
+    async def scenario(children: Processes, replicas: ReplicaSet) -> None:
         await replicas.load()
-        group = host.launched[0].group
+        group = children.launched[0].group
         await replicas.begin_unload(1)
         retired = await replicas.end_unload()
         assert retired.warnings == ["replica m-1: RuntimeError: no end"]
@@ -205,25 +204,25 @@ def test_an_unload_that_raises_is_told_and_the_group_is_gone_all_the_same() -> N
 
 
 def test_a_replica_whose_guardian_is_killed_while_it_is_unloaded_leaves_nothing() -> None:
-    async def scenario(host: Host, replicas: ReplicaSet) -> None:
+    async def scenario(children: Processes, replicas: ReplicaSet) -> None:
         await replicas.load()
-        group = host.launched[0].group
+        group = children.launched[0].group
         guardian = _parent(group)
         await replicas.begin_unload(1)
         os.kill(guardian, signal.SIGKILL)
         retired = await replicas.end_unload()
         assert (retired.leftovers, group_members({group})) == ([], [])
-        assert not host.launched[0].directory.exists()
+        assert not children.launched[0].directory.exists()
 
     run(scenario)
 
 
 def test_crashes_in_a_row_end_in_failure_with_the_last_lines() -> None:
-    async def scenario(host: Host, replicas: ReplicaSet) -> None:
+    async def scenario(children: Processes, replicas: ReplicaSet) -> None:
         replicas.start()
-        while replicas.state is not State.FAILED:  # noqa: ASYNC110 - the host is told, not the test
+        while replicas.state is not State.FAILED:  # noqa: ASYNC110 - the set is told, not the test
             await asyncio.sleep(0.01)
-        assert len(host.launched) == 2
+        assert len(children.launched) == 2
         assert (replicas.has_given_up, replicas.is_loaded) == (False, True)
         assert replicas.reason == (
             "2 replicas were lost within 300 s, the last: exited with status 3; the last lines of its "
@@ -238,11 +237,11 @@ def test_crashes_in_a_row_end_in_failure_with_the_last_lines() -> None:
 def test_a_model_that_lost_too_many_replicas_goes_on_trying_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headwater_server.supervisor.slot.SLOW_FIRST_S", 0.01)
 
-    async def scenario(host: Host, replicas: ReplicaSet) -> None:
+    async def scenario(children: Processes, replicas: ReplicaSet) -> None:
         replicas.start()
         while replicas.state is not State.FAILED:  # noqa: ASYNC110 - as above
             await asyncio.sleep(0.01)
-        assert len(host.launched) == 1
+        assert len(children.launched) == 1
         replicas.config = Deployment.model_validate({"model": "m:M", "options": {"mode": "fails"}, "max_crashes": 1})
         while "did not start: RuntimeError" not in replicas.reason:  # noqa: ASYNC110 - as above
             await asyncio.sleep(0.01)
@@ -256,7 +255,7 @@ def test_a_model_that_lost_too_many_replicas_goes_on_trying_slowly(monkeypatch: 
 
 
 def test_replicas_that_end_with_one_keys_requests_count_against_that_key() -> None:
-    async def scenario(host: Host, replicas: ReplicaSet) -> None:
+    async def scenario(children: Processes, replicas: ReplicaSet) -> None:
         def note(id: str, **loss: Any) -> None:
             replicas.note_loss(ReplicaLoss("m", id, **loss))
 
@@ -286,9 +285,9 @@ def test_replicas_that_end_with_one_keys_requests_count_against_that_key() -> No
 def test_crashes_that_are_long_ago_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headwater_server.supervisor.replica_set.CRASH_WINDOW_S", 0.3)
 
-    async def scenario(host: Host, replicas: ReplicaSet) -> None:
+    async def scenario(children: Processes, replicas: ReplicaSet) -> None:
         replicas.start()
-        while len(host.launched) < 3:  # noqa: ASYNC110 - as above
+        while len(children.launched) < 3:  # noqa: ASYNC110 - as above
             await asyncio.sleep(0.01)
         assert replicas.state is not State.FAILED
 
@@ -296,11 +295,11 @@ def test_crashes_that_are_long_ago_do_not_count(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_what_cannot_change_by_trying_again_fails_at_once(caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario(host: Host, replicas: ReplicaSet) -> None:
+    async def scenario(children: Processes, replicas: ReplicaSet) -> None:
         replicas.start()
         while replicas.state is not State.FAILED:  # noqa: ASYNC110 - as above
             await asyncio.sleep(0.01)
-        assert (len(host.launched), replicas.has_given_up) == (1, True)
+        assert (len(children.launched), replicas.has_given_up) == (1, True)
         assert replicas.reason == "model m:M: there is no module 'm'; looked in /srv/models"
         assert unavailable(replicas.route(1)).message == "model `m` is FAILED: there is no module 'm'"
         assert any("m-1: did not start (not tried again): model m:M" in text for text in caplog.messages)
@@ -315,9 +314,9 @@ def test_starts_for_which_the_machine_lacks_something_are_tried_again_without_en
 ) -> None:
     monkeypatch.setattr("headwater_server.supervisor.replica_set.FAILED_STARTS_LIMIT", 1)
 
-    async def scenario(host: Host, replicas: ReplicaSet) -> None:
+    async def scenario(children: Processes, replicas: ReplicaSet) -> None:
         replicas.start()
-        while len(host.launched) < 3:  # noqa: ASYNC110 - as above
+        while len(children.launched) < 3:  # noqa: ASYNC110 - as above
             await asyncio.sleep(0.01)
         assert replicas.state is State.LOADING
         assert ("space on a disk" if mode == "lacks" else "Resource temporarily unavailable") in replicas.reason
@@ -330,10 +329,10 @@ def test_starts_for_which_the_machine_lacks_something_are_tried_again_without_en
 def test_while_it_tries_again_operators_and_clients_are_told_why_it_failed() -> None:
     stages: list[tuple[str, str]] = []
 
-    async def scenario(host: Host, replicas: ReplicaSet) -> None:
-        host.on_change = lambda: stages.append((replicas.reason, unavailable(replicas.route(1)).message))
+    async def scenario(children: Processes, replicas: ReplicaSet) -> None:
+        children.on_change = lambda: stages.append((replicas.reason, unavailable(replicas.route(1)).message))
         replicas.start()
-        while len(host.launched) < 2 or not host.launched[1].ending.is_set():  # noqa: ASYNC110 - as above
+        while len(children.launched) < 2 or not children.launched[1].ending.is_set():  # noqa: ASYNC110 - as above
             await asyncio.sleep(0.01)
 
     run(scenario, options={"mode": "fails later"})
@@ -347,7 +346,7 @@ def test_while_it_tries_again_operators_and_clients_are_told_why_it_failed() -> 
 
 
 def test_a_load_that_fails_tells_clients_the_error_and_not_where() -> None:
-    async def scenario(host: Host, replicas: ReplicaSet) -> None:
+    async def scenario(children: Processes, replicas: ReplicaSet) -> None:
         with pytest.raises(CallableFailed, match=r"at /srv/m\.py:3"):
             await replicas.load()
         assert unavailable(replicas.route(1)).message == "model `m` is FAILED: OSError: no weights"
@@ -356,7 +355,7 @@ def test_a_load_that_fails_tells_clients_the_error_and_not_where() -> None:
 
 
 def test_a_start_that_ends_without_a_word_is_told_with_the_last_lines() -> None:
-    async def scenario(host: Host, replicas: ReplicaSet) -> None:
+    async def scenario(children: Processes, replicas: ReplicaSet) -> None:
         with pytest.raises(CallableFailed, match=r"killed by SIGSEGV; .*: Fatal Python error: Segmentation fault \| "):
             await replicas.load()
 
@@ -371,7 +370,7 @@ def test_what_cannot_be_listed_after_the_end_may_remain(monkeypatch: pytest.Monk
     def no_descriptors(groups: Collection[int]) -> list[int]:
         raise OSError(24, "Too many open files")
 
-    async def scenario(host: Host, replicas: ReplicaSet) -> None:
+    async def scenario(children: Processes, replicas: ReplicaSet) -> None:
         await replicas.load()
         monkeypatch.setattr("headwater_server.supervisor.replica_process.group_members", no_descriptors)
         await replicas.begin_unload(0)

@@ -58,7 +58,7 @@ def test_all_workers_are_replaced_after_a_removal_even_if_the_first_try_failed(
 
         server = SimpleNamespace(
             _control=SimpleNamespace(start=start),
-            _host=SimpleNamespace(end_cut_off=lambda: None),
+            _children=SimpleNamespace(end_cut_off=lambda: None),
             observer=SimpleNamespace(is_damaged=False, restore=lambda: None),
         )
         workers: Any = SimpleNamespace(replace_those_without_files=lambda *, all: replaced.put_nowait(all))

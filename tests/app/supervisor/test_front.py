@@ -16,9 +16,9 @@ import pytest
 
 from headwater_server.config.schema import Config
 from headwater_server.control.control_server import ControlServer
-from headwater_server.supervisor.host import Host, until
-from headwater_server.supervisor.replica_memory import ReplicaMemory
-from headwater_server.supervisor.workers import Workers
+from headwater_server.supervisor.child_processes import ChildProcesses, until
+from headwater_server.supervisor.front import Workers
+from headwater_server.supervisor.memory_budget import ReplicaMemory
 from headwater_server.telemetry.observer import Observer
 
 
@@ -47,13 +47,13 @@ def test_a_worker_that_gives_no_sign_of_life_is_killed_and_no_other(
     sleepers: list[subprocess.Popen[bytes]], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = Config.model_validate({"deployments": {"m": {"model": "m:M"}}})
-    monkeypatch.setattr("headwater_server.supervisor.workers.TIMEOUT_S", 4)
+    monkeypatch.setattr("headwater_server.supervisor.front.PING_TIMEOUT_S", 4)
     silent, alive, stranger = sleepers
 
     async def scenario() -> None:
         control, pings = ControlServer(), Pings()
-        host = Host(ReplicaMemory(), (), control.drain, lambda: None)
-        workers = Workers(config, host, cast(ControlServer, pings), Observer(None))
+        children = ChildProcesses(ReplicaMemory(), (), control.drain, lambda: None)
+        workers = Workers(config, children, cast(ControlServer, pings), Observer(None))
         workers.pids = {0: silent.pid, 1: alive.pid}
         pings.unanswered = {silent.pid: 3, alive.pid: 0, stranger.pid: 99}
         workers.end_silent()
@@ -74,16 +74,16 @@ def test_the_log_says_why_a_worker_ended(tmp_path: Path, caplog: pytest.LogCaptu
 
     async def scenario() -> None:
         control = ControlServer()
-        host = Host(ReplicaMemory(), (), control.drain, lambda: None)
-        host.folder = tmp_path
-        asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, host.reap)
-        workers = Workers(config, host, control, Observer(None))
+        children = ChildProcesses(ReplicaMemory(), (), control.drain, lambda: None)
+        children.folder = tmp_path
+        asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, children.reap)
+        workers = Workers(config, children, control, Observer(None))
         with socket.create_server(("127.0.0.1", 0)) as listener:
             workers.start(listener)
             await until(lambda: "starting another" in caplog.text, 60)
-            host.stop()
+            children.stop()
             workers.kill()
-            await host.finish()
+            await children.finish()
 
     asyncio.run(scenario())
     reason = f"server.tls.certificate: {tls['certificate']}: can't be read: No such file or directory"

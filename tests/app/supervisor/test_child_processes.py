@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from headwater_server.control.control_server import ControlServer
-from headwater_server.supervisor.host import Backoff, Host
-from headwater_server.supervisor.replica_memory import ReplicaMemory
+from headwater_server.supervisor.child_processes import Backoff, ChildProcesses
+from headwater_server.supervisor.memory_budget import ReplicaMemory
 from tests.running import wait_for
 
 
@@ -29,42 +29,42 @@ def state(pid: int) -> str:
     return str(psutil.Process(pid).status())
 
 
-def new_host() -> Host:
-    return Host(ReplicaMemory(), (), ControlServer().drain, lambda: None)
+def new_children() -> ChildProcesses:
+    return ChildProcesses(ReplicaMemory(), (), ControlServer().drain, lambda: None)
 
 
 def test_a_child_that_is_stopped_at_two_looks_is_found(child: subprocess.Popen[bytes]) -> None:
     async def scenario() -> None:
-        host = new_host()
-        exited = host.follow(child, "a child")
-        assert host.stopped() == []
+        children = new_children()
+        exited = children.follow(child, "a child")
+        assert children.stopped() == []
         child.send_signal(signal.SIGSTOP)
         wait_for(lambda: state(child.pid) == psutil.STATUS_STOPPED, what="the stop")
-        assert host.stopped() == []
-        assert host.stopped() == [child.pid]
+        assert children.stopped() == []
+        assert children.stopped() == [child.pid]
         child.send_signal(signal.SIGCONT)
         wait_for(lambda: state(child.pid) != psutil.STATUS_STOPPED, what="the process to go on")
-        assert host.stopped() == []
+        assert children.stopped() == []
         child.send_signal(signal.SIGSTOP)
         wait_for(lambda: state(child.pid) == psutil.STATUS_STOPPED, what="the stop")
-        assert host.stopped() == []  # looks before it went on don't count
+        assert children.stopped() == []  # looks before it went on don't count
         child.kill()
         wait_for(lambda: state(child.pid) == psutil.STATUS_ZOMBIE, what="the end")
-        assert host.stopped() == []
-        host.reap()
+        assert children.stopped() == []
+        children.reap()
         assert await exited == child.returncode == -signal.SIGKILL
-        assert host.stopped() == []
+        assert children.stopped() == []
 
     asyncio.run(scenario())
 
 
 def test_a_child_that_was_reaped_elsewhere_is_not_found(child: subprocess.Popen[bytes]) -> None:
     async def scenario() -> None:
-        host = new_host()
-        host.follow(child, "a child")
+        children = new_children()
+        children.follow(child, "a child")
         child.kill()
         child.wait()
-        assert [host.stopped() for _ in range(3)] == [[], [], []]
+        assert [children.stopped() for _ in range(3)] == [[], [], []]
 
     asyncio.run(scenario())
 

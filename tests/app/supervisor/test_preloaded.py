@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from headwater_server.config.schema import Deployment
-from headwater_server.supervisor.heavy_imports import heavy_imports
+from headwater_server.supervisor.preloaded import heavy_imports
 
 ENGINE = ["torch", "transformers", "headwater.lm.causal_lm", "headwater.lm.grammars", "headwater.lm.slot_engine"]
 

@@ -1,4 +1,4 @@
-"""State that all replica sets share: processes, tasks, memory, and whether the server is stopping."""
+"""Child processes and tasks of the supervisor, and what all replica sets share: memory, whether the server stops."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from headwater_server.process.machine import cpu_count
 from headwater_server.process.proc import working_folder
 from headwater_server.process.sweep import process_stats
 from headwater_server.supervisor.handle import ReplicaHandle
-from headwater_server.supervisor.replica_memory import ReplicaMemory
+from headwater_server.supervisor.memory_budget import ReplicaMemory
 from headwater_server.supervisor.replica_process import Child, Fork, ReplicaProcess
 
-__all__ = ["Backoff", "Forks", "Host", "kill", "until"]
+__all__ = ["Backoff", "ChildProcesses", "Forks", "kill", "until"]
 
 logger = logging.getLogger("headwater")
 
@@ -54,10 +54,6 @@ class _Child:
 class Forks(Protocol):
     """Forks replicas; see `headwater_server.supervisor.preloaded`."""
 
-    def start(self) -> None:
-        """Start the processes that fork."""
-        ...
-
     async def wait(self, deployment: Deployment) -> None:
         """Wait until a replica of the deployment can be forked, or should be started without forking."""
         ...
@@ -67,7 +63,7 @@ class Forks(Protocol):
         ...
 
 
-class Host:
+class ChildProcesses:
     """Owns the processes and tasks of everything that is served.
 
     Args:
@@ -107,7 +103,7 @@ class Host:
         """The server's exit status."""
         self._user_paths = user_paths
         self._launched = 0
-        self._children: dict[int, _Child] = {}
+        self._followed: dict[int, _Child] = {}
         """The followed children, by process id."""
         self._stopped: set[int] = set()
         """Process ids of children that were stopped (SIGSTOP) at the last call of `stopped`."""
@@ -154,12 +150,6 @@ class Host:
         """Wait for the spawned tasks."""
         await asyncio.gather(*self._tasks)
 
-    async def prepare(self, config: Deployment) -> None:
-        """Wait, before `launch`, until a replica of the deployment can be forked or should be started without
-        forking."""
-        if self.forks is not None:
-            await self.forks.wait(config)
-
     def launch(self, name: str, config: Deployment, on_progress: Callable[[str], None]) -> ReplicaHandle:
         """Start a replica of a deployment, and follow it to its end; ``on_progress`` is called with each stage of its
         start. ``config`` names a single device.
@@ -181,7 +171,7 @@ class Host:
 
     def replacing(self, name: str) -> contextlib.AbstractContextManager[None]:
         """A context for starting replicas that are about to replace the deployment's present replicas. It matters only
-        in a cluster; see `headwater_server.cluster.cluster_supervisor.ClusterHost`."""
+        in a cluster; see `headwater_server.cluster.cluster_supervisor.ClusterProcesses`."""
         return contextlib.nullcontext()
 
     def follow(self, process: Child, role: str, replica: ReplicaProcess | None = None) -> asyncio.Future[int]:
@@ -191,7 +181,7 @@ class Host:
         ``role`` is the name in the log; ``replica`` is the replica of a guardian.
         """
         exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._children[process.pid] = _Child(process, role, replica, exited)
+        self._followed[process.pid] = _Child(process, role, replica, exited)
         return exited
 
     def adopt_orphans(self) -> None:
@@ -226,7 +216,7 @@ class Host:
             for pid, stat in process_stats()
             if stat.parent == supervisor_pid
             and stat.session != session
-            and pid not in self._children
+            and pid not in self._followed
             and pid not in asked
         ]
 
@@ -239,7 +229,7 @@ class Host:
                 return
             if pid == 0:
                 return
-            child = self._children.pop(pid, None)
+            child = self._followed.pop(pid, None)
             if child is not None:
                 # Without this Popen would wait for a process that is already reaped.
                 child.process.returncode = os.waitstatus_to_exitcode(status)
@@ -250,7 +240,7 @@ class Host:
         """Kill children that are stopped, since they neither work nor end. New processes replace them."""
         while True:
             for pid in self.stopped():
-                child = self._children[pid]
+                child = self._followed[pid]
                 if child.replica is not None:
                     child.replica.mark_ending("its guardian is stopped")
                 logger.error("%s (%d) is stopped: killing it", child.role, pid)
@@ -269,7 +259,7 @@ class Host:
     def stopped(self) -> list[int]:
         """The followed children that are stopped (SIGSTOP), and were already stopped at the last call."""
         before, self._stopped = self._stopped, set()
-        for pid in self._children:
+        for pid in self._followed:
             with contextlib.suppress(psutil.NoSuchProcess):
                 if psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
                     self._stopped.add(pid)
