@@ -68,6 +68,12 @@ def parents(running: Running) -> list[int]:
     return [pid for pid, command in processes_of(running.folder).items() if PRELOADED in command]
 
 
+def waiting(running: Running) -> list[int]:
+    """The processes that wait for a replica: its guardian's parent, its guardian and its host."""
+    found = [pid for pid, command in processes_of(running.folder).items() if "headwater.replica waiting" in command]
+    return found if len(found) == 3 else []
+
+
 @pytest.mark.parametrize("threads", ["all", "1"])
 def test_a_forked_replica_has_the_circumstances_of_one_that_is_started_anew(forking: Running, threads: str) -> None:
     forked, cold = seen(forking, f"forked-{threads}"), seen(forking, f"cold-{threads}")
@@ -125,9 +131,11 @@ def test_under_another_python_replicas_are_forked_too(forking: Running, tmp_path
             assert forked["same"][what] == ours["same"][what]
         assert len(forked["same"]["descriptors"]) == len(ours["same"]["descriptors"])
         host = running.process("theirs", "host")
+        next_hosts = wait_for(lambda: waiting(running), 30, "the next replica's processes")
         os.kill(running.process("theirs", "tritonserver"), signal.SIGKILL)
         wait_for(lambda: not Path(f"/proc/{host}").exists(), 30, "it to be gone")
         wait_for(lambda: running.is_ready("theirs"), 60, "the next")
+        assert running.process("theirs", "host") in next_hosts
 
 
 def test_nothing_is_left(forking: Running) -> None:
