@@ -39,7 +39,10 @@
 
 from __future__ import annotations
 
+import copy
 from typing import ClassVar, Final
+
+from headwater.errors import OutputMismatch
 
 __all__ = [
     "RETRY_AFTER_LOST_S",
@@ -98,6 +101,9 @@ class HeadwaterError(Exception):
     """OpenAI's ``code``: a word for programs. Where OpenAI's API defines a word for the error, it is that word. None:
     the error has no word."""
 
+    fault: str | None = None
+    """The rest of a message that begins with the path of ``field``; None: the message doesn't begin with it."""
+
     def __init_subclass__(
         cls, status: int | None = None, *, may_quote: bool | None = None, code: str | None = None
     ) -> None:
@@ -116,12 +122,25 @@ class HeadwaterError(Exception):
     def again(self, message: str | None = None) -> HeadwaterError:
         """Return a copy of this error, optionally with another message. Needed because an exception object that is
         raised in several tasks collects the tracebacks of all of them."""
-        text = self.message if message is None else message
-        return type(self)(text, field=self.field, retry_after_s=self.retry_after_s)
+        copied = copy.copy(self)
+        if message is not None:
+            copied.message, copied.args, copied.fault = message, (message,), None
+        return copied
 
 
 class BadRequest(HeadwaterError, status=400):
     """The request's content is wrong."""
+
+    @classmethod
+    def about(cls, field: str, fault: str) -> BadRequest:
+        """An error whose message begins with the field's path; ``fault`` is the rest of the message."""
+        error = cls(f"{field}{fault}", field=field)
+        error.fault = fault
+        return error
+
+    def moved(self, field: str) -> BadRequest:
+        """A copy with another path of the field, for a request in which the field has another place."""
+        return self.about(field, f": {self.message}" if self.fault is None else self.fault)
 
 
 class ContextTooLong(BadRequest, code="context_length_exceeded"):
@@ -199,6 +218,9 @@ class CallableFailed(HeadwaterError, status=500, code="failed"):
     """The user's callable raised, or its output contradicts its declaration. Also: an operator's command failed, or the
     gateway has a bug."""
 
+    mismatch: OutputMismatch | None = None
+    """The output that contradicts its declaration."""
+
 
 class ContractBroken(CallableFailed):
     """An engine repeated a token, skipped a token, or sent tokens after the end: its output can't be trusted."""
@@ -240,7 +262,17 @@ class VersionNotSupported(HeadwaterError, status=505):
 
 
 class ConfigError(Exception):
-    """The configuration is wrong; the message names the field, the expected value and the given value."""
+    """The configuration is wrong; the message names the field, the expected value and the given value.
+
+    Args:
+        reason: the expected and the given value.
+        field: the field at fault; empty: ``reason`` names the field.
+        fix: how to fix it; empty: ``reason`` suffices.
+    """
+
+    def __init__(self, reason: str, *, field: str = "", fix: str = "") -> None:
+        super().__init__((f"{field}: " if field else "") + reason + (f"; {fix}" if fix else ""))
+        self.reason, self.field, self.fix = reason, field, fix
 
 
 class StartError(Exception):

@@ -21,6 +21,7 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 __all__ = [
     "FAULTS",
@@ -31,6 +32,7 @@ __all__ = [
     "LoadError",
     "ModelError",
     "ModelUnfit",
+    "OutputMismatch",
     "Problem",
     "ReplicaError",
     "Shortage",
@@ -63,12 +65,19 @@ class ModelError(Exception):
 class DeclarationError(ModelError):
     """A declaration contradicts itself or another declaration, or a value doesn't fit its declaration.
 
-    Each argument is the message of a fault.
+    Args:
+        faults: a message for each fault.
+        expected: the values that the declaration allows, if a value doesn't fit.
+        fix: how to fix it, if the faults don't say so.
     """
 
+    def __init__(self, *faults: str, expected: str = "", fix: str = "") -> None:
+        super().__init__(*faults)
+        self.expected, self.fix = expected, fix
+
     def __str__(self) -> str:
-        """All messages in one line."""
-        return "; ".join(map(str, self.args))
+        """The faults and the fix in one line."""
+        return "; ".join(filter(None, (*map(str, self.args), self.fix)))
 
 
 class BadInput(ModelError):
@@ -79,8 +88,22 @@ class BadInput(ModelError):
     """
 
 
+class OutputMismatch(NamedTuple):
+    """An output that doesn't match its declaration."""
+
+    output: str
+    rows: int
+    """The number of rows that the callable got."""
+    datatype: str
+    shape: tuple[int, ...]
+    """The shape that the callable returned, batch axis included."""
+
+
 class BadOutput(ModelError):
     """A callable returned something other than it declared: wrong name, datatype, shape or batch length."""
+
+    mismatch: OutputMismatch | None = None
+    """What it returned, if an output has the wrong datatype, shape or batch length."""
 
 
 class ReplicaError(ModelError):

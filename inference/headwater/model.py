@@ -126,25 +126,28 @@ class Parameter:
         is converted.
 
         Raises:
-            DeclarationError: the value has another type, is out of bounds or is no choice; the message states the
-                expectation.
+            DeclarationError: the value has another type, is out of bounds or is no choice; `DeclarationError.expected`
+                says which values are allowed.
         """
         wanted = _PARAMETER_TYPES[self.type]
         if wanted is float and isinstance(value, int) and not isinstance(value, bool):
             with contextlib.suppress(OverflowError):  # an int too large for a float is refused below
                 value = float(value)
         if not isinstance(value, wanted) or (wanted is not bool and isinstance(value, bool)):
-            raise DeclarationError(f"parameter {self.name!r}: expected {self.type}, got {_shown(value)}")
+            raise self._misfit(self.type, value)
         assert isinstance(value, (str, int, float, bool))
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             if self.minimum is not None and not value >= self.minimum:
-                raise DeclarationError(f"parameter {self.name!r}: expected at least {self.minimum}, got {value!r}")
+                raise self._misfit(f"at least {self.minimum}", value)
             if self.maximum is not None and not value <= self.maximum:
-                raise DeclarationError(f"parameter {self.name!r}: expected at most {self.maximum}, got {value!r}")
+                raise self._misfit(f"at most {self.maximum}", value)
         if self.choices is not None and value not in self.choices:
-            allowed = ", ".join(repr(choice) for choice in self.choices)
-            raise DeclarationError(f"parameter {self.name!r}: expected one of {allowed}, got {_shown(value)}")
+            raise self._misfit(f"one of {', '.join(map(repr, self.choices))}", value)
         return value
+
+    def _misfit(self, expected: str, value: object) -> DeclarationError:
+        text = f"parameter {self.name!r}: expected {expected}, got {_shown(value)}"
+        return DeclarationError(text, expected=expected)
 
 
 def _shown(value: object) -> str:

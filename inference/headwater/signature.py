@@ -147,8 +147,8 @@ class Signature(msgspec.Struct, frozen=True):
         if self.streams or not self.idempotent:
             why = "streams its results" if self.streams else "is not idempotent"
             raise DeclarationError(
-                f"cache: expected a model that answers equal requests equally, got `{self.name}`, which {why}; remove "
-                "`cache`"
+                f"cache: expected a model that answers equal requests equally, got `{self.name}`, which {why}",
+                fix="remove `cache`",
             )
 
     def example_row(self) -> dict[str, Any]:

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 import yaml
 
-from headwater_server.config.schema import Config, Deployment, read_config
+from headwater_server.config.reader import read_config
+from headwater_server.config.schema import Config, Deployment
 from tests.pages import PAGES, ROOT, Block, Command, blocks
 from tests.running import Running, serve
 

@@ -12,7 +12,8 @@ from fastapi import FastAPI, Request, Response
 from starlette.types import Message
 
 from headwater_server.config.overlay import check_allowed, lay_over, parse_overlay
-from headwater_server.config.schema import Config, Server, read_config
+from headwater_server.config.reader import read_config
+from headwater_server.config.schema import Config, Server
 from headwater_server.control.messages import CommandAnswer
 from headwater_server.errors import HeadwaterError
 from headwater_server.gateway.app import body_reader

@@ -18,7 +18,8 @@ from headwater.reference import find_folder, is_vllm
 from headwater.signature import Signature, VllmSpec, text_signature
 from headwater_server.cli.script_config import load_with_scripts
 from headwater_server.config.pipeline import Pipeline
-from headwater_server.config.schema import PLACEHOLDER, Deployment, InvalidConfig, is_model_reference, read_config
+from headwater_server.config.reader import PLACEHOLDER, InvalidConfig, is_model_reference, read_config
+from headwater_server.config.schema import Deployment
 from headwater_server.errors import ConfigError
 from headwater_server.process.adapter_folders import find_adapters, lora_rank
 from headwater_server.process.interpreter import InterpreterError
@@ -104,11 +105,10 @@ def check(
         for name, deployment in served.items():
             shown |= deployment.with_replicas(name) if deployment.versions else {name: deployment}
         deployments = [
-            _summary(name, deployment, (signatures | joined).get(name), pythons) for name, deployment in shown.items()
+            _summary(name, deployment, (signatures | joined).get(name), pythons)
+            | ({"notes": notes[name]} if name in notes else {})
+            for name, deployment in shown.items()
         ]
-        for summary in deployments:
-            if summary["name"] in notes:
-                summary["notes"] = notes[summary["name"]]
         problems += _cache_problems({**computed, **served}, signatures | joined)
         problems += free_shared_memory_problems(needed_shared_memory_bytes(computed, signatures))
         problems += address_problems(config.server.host, config.server.port)
@@ -175,12 +175,12 @@ def _look_at_vllm(
     title = f"deployment {name}"
     python: dict[str, Any] = {"path": os.path.abspath(str(deployment.python)), "versions": {}}
     try:
-        install = find_vllm(str(deployment.python), {**os.environ, **deployment.environment})
+        environ = {**os.environ, **deployment.environment}
+        install = find_vllm(str(deployment.python), environ)
         python["versions"] = {"vllm": install.version}
         folder = find_folder(deployment.model or "", path)
         options = deployment.checked_options
         lora_rank(options, find_adapters(deployment.adapters, path))
-        environ = {**os.environ, **deployment.environment}
         problems = (device_problem(device, environ, options, install) for device in deployment.placements)
         problem = next(filter(None, problems), None) or folder_problem(folder, options, install)
     except InterpreterError as error:
@@ -244,16 +244,11 @@ def _joined(
         if len(step_signatures) < len(steps):
             continue  # the problems of the missing steps are already reported
         try:
-            plan = make_plan(
-                deployment.pipeline.spec(),
-                step_signatures,
-                name=name,
-                max_batch_size=deployment.batching.max_batch_size,
-            )
-            joined[name] = plan.signature
+            spec, rows = deployment.pipeline.spec(), deployment.batching.max_batch_size
+            joined[name] = make_plan(spec, step_signatures, name=name, max_batch_size=rows).signature
         except DeclarationError as error:
-            fix = "correct the pipeline, or the model's declaration"
-            problems.append(Problem(f"deployment {name}", str(error), fix))
+            fix = error.fix or "correct the pipeline, or the model's declaration"
+            problems.append(Problem(f"deployment {name}", "; ".join(error.args), fix))
     return joined, problems
 
 
@@ -264,8 +259,7 @@ def _cache_problems(deployments: Mapping[str, Deployment], signatures: Mapping[s
             try:
                 signatures[name].check_cacheable()
             except DeclarationError as error:
-                reason, _, fix = str(error).rpartition("; ")
-                yield Problem(f"deployment {name}", reason, fix)
+                yield Problem(f"deployment {name}", "; ".join(error.args), error.fix)
 
 
 def _places(name: str, pipeline: Pipeline) -> dict[str, str]:
@@ -297,11 +291,8 @@ def _ended(name: str, deployment: Deployment, tried: Sequence[str], status: int 
                 break
     how = f"took more than {PROCESS_TIMEOUT_S:g} s" if status is None else f"ended the process with status {status}"
     said = f": {last_line(errors)}" if errors.strip() else ""
-    return Problem(
-        title,
-        f"{model}: importing or constructing it {how}{said}",
-        "do slow or risky work in load(), not on import or in the constructor",
-    )
+    fix = "do slow or risky work in load(), not on import or in the constructor"
+    return Problem(title, f"{model}: importing or constructing it {how}{said}", fix)
 
 
 def _summary(

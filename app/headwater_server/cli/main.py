@@ -175,7 +175,7 @@ def _serve(options: argparse.Namespace) -> int:
     import asyncio
 
     from headwater_server.cli.script_config import load_with_scripts
-    from headwater_server.config.schema import is_model_reference
+    from headwater_server.config.reader import is_model_reference
     from headwater_server.supervisor.supervisor import Supervisor
     from headwater_server.telemetry.log_output import never_blocking
     from headwater_server.telemetry.logs import set_up_logging
@@ -290,7 +290,7 @@ def _section(file_or_json: str) -> str:
     """
     if file_or_json.lstrip().startswith("{"):
         return file_or_json
-    from headwater_server.config.schema import read_yaml
+    from headwater_server.config.reader import read_yaml
 
     try:
         return json.dumps(read_yaml(Path(file_or_json)))

@@ -141,7 +141,7 @@ def config_flags(options: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ConfigError: a value of ``--set`` has no ``=``, or two options set the same field.
     """
-    from headwater_server.config.schema import Unparsed
+    from headwater_server.config.reader import Unparsed
 
     flags: dict[str, Any] = {}
     for pair in options.fields:

@@ -12,7 +12,8 @@ from headwater.reference import kind_and_path, script_and_name
 from headwater.user_folders import module_named_headwater
 from headwater_server.cli.default_python import DefaultPython, default_python
 from headwater_server.config.content import config_content
-from headwater_server.config.schema import Config, Deployment, is_model_reference, load_what, read_config
+from headwater_server.config.reader import is_model_reference, load_what, read_config
+from headwater_server.config.schema import Config, Deployment
 from headwater_server.config.sections import OWN_PYTHON
 from headwater_server.errors import ConfigError
 from headwater_server.supervisor.script_settings import KIND, Scripts, scripts_of
@@ -32,7 +33,7 @@ class LoadedConfig(NamedTuple):
 
 
 def load_with_scripts(source: str, *, flags: Mapping[str, Any], python: str | None = None) -> LoadedConfig:
-    """Read the configuration or model that a command names, as `headwater_server.config.schema.load_what` does, and run
+    """Read the configuration or model that a command names, as `headwater_server.config.reader.load_what` does, and run
     its PyTriton scripts, each in a separate process.
 
     ``pytriton:SCRIPT`` alone becomes a deployment for each model that the script binds.

@@ -31,7 +31,8 @@ from headwater_server.cluster.nodes import Node, choose, needs
 from headwater_server.cluster.ray_client import PREFIX, RayClient
 from headwater_server.cluster.remote_replica import Context, RemoteReplica
 from headwater_server.config.content import config_content, content
-from headwater_server.config.schema import Config, Deployment, read_config
+from headwater_server.config.reader import read_config
+from headwater_server.config.schema import Config, Deployment
 from headwater_server.config.sections import ReplicaBounds
 from headwater_server.control.control_server import ControlServer
 from headwater_server.control.routing import RoutingTable

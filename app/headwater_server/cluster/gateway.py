@@ -21,7 +21,8 @@ from headwater_server.cluster.cluster_supervisor import Announcement, Supervisor
 from headwater_server.cluster.dial import connected, within
 from headwater_server.cluster.discovery import Trouble, announcements
 from headwater_server.config.cluster import Cluster
-from headwater_server.config.schema import PLACEHOLDER, Config
+from headwater_server.config.reader import PLACEHOLDER
+from headwater_server.config.schema import Config
 from headwater_server.control.control_server import ControlServer
 from headwater_server.control.link import SupervisorLink
 from headwater_server.control.load import LoadReport, together

@@ -76,8 +76,8 @@ class _Inputs(msgspec.Struct):
 
 def at(path: str, tensor: str | None, message: str) -> BadRequest:
     """A `BadRequest` whose message names the field by its path and, if given, the tensor."""
-    named = f"{path} (tensor {shown(tensor)})" if tensor is not None else path
-    return BadRequest(f"{named}: {message}", field=path)
+    named = f" (tensor {shown(tensor)})" if tensor is not None else ""
+    return BadRequest.about(path, f"{named}: {message}")
 
 
 def shown(value: object) -> str:

@@ -173,7 +173,7 @@ def _single(text: bytes, declared: DeclaredInput) -> RawTensor:
     try:
         data = declared.data.pack(b"[%b]" % text, shape[1:], 1, None)
     except BadRequest as error:  # the message names the scalar as an array's first element
-        raise BadRequest(error.message.replace(f"{path}[0]", path, 1), field=path) from None
+        raise error.moved(path) from None
     return RawTensor(spec.datatype, tuple(shape), data)
 
 

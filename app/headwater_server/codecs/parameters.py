@@ -230,6 +230,5 @@ def _checked(parameter: Parameter, value: object, where: str) -> Scalar:
     except OverflowError:
         raise at(path, None, f"expected float, got {shown(value)}, which is beyond a float") from None
     except DeclarationError as error:
-        # The error's message quotes the whole value in Python's notation; `shown` quotes it as JSON, and shortened.
-        message = str(error).removeprefix(f"parameter {parameter.name!r}: ").rpartition(", got ")[0]
-        raise at(path, None, f"{message}, got {shown(value)}") from None
+        # The error's message quotes the value in Python's notation; `shown` quotes it as JSON.
+        raise at(path, None, f"expected {error.expected}, got {shown(value)}") from None

@@ -30,10 +30,8 @@ class Cluster(Section):
 
     def _faults(self) -> Iterator[str]:
         if self.tls is None and self.host is not None and not _is_loopback(self.host):
-            yield (
-                f"host: expected a loopback address without `cluster.tls`, got {self.host!r}: whoever reaches "
-                "the replicas' ports could use them; set `cluster.tls`"
-            )
+            why = "whoever reaches the replicas' ports could use them; set `cluster.tls`"
+            yield f"host: expected a loopback address without `cluster.tls`, got {self.host!r}: {why}"
 
 
 def placement_of(device: str | tuple[str, ...] | NodePlacement, gpus: int) -> NodePlacement:
@@ -52,9 +50,8 @@ def placement_of(device: str | tuple[str, ...] | NodePlacement, gpus: int) -> No
         return NodePlacement(gpus=gpus)
     if device in ("auto", "cpu"):
         return NodePlacement()
-    raise ValueError(
-        f"device: expected cpu, cuda, or {{gpus, cpus, labels, pack}}, since Ray chooses the GPUs, got {device!r}"
-    )
+    expected = "expected cpu, cuda, or {gpus, cpus, labels, pack}, since Ray chooses the GPUs"
+    raise ValueError(f"device: {expected}, got {device!r}")
 
 
 def _is_loopback(host: str) -> bool:

@@ -6,7 +6,8 @@ import json
 from collections import Counter
 from typing import Any, Final
 
-from headwater_server.config.schema import Config, read_config
+from headwater_server.config.reader import read_config
+from headwater_server.config.schema import Config
 from headwater_server.config.sections import given, laid_over
 from headwater_server.errors import BadRequest, ConfigError, Forbidden
 
@@ -42,7 +43,6 @@ def parse_overlay(text: object) -> dict[str, Any]:
         raise _wrong(f"not valid JSON: {error}") from error
     if not isinstance(fields, dict):
         raise _wrong(f"expected an object with a deployment's fields, got {_kind(fields)}")
-    _check_depth(fields, MAX_DEPTH)
     if (count := _count_keys(fields)) > MAX_KEYS:
         raise _wrong(f"expected at most {MAX_KEYS} fields beside what is in `options`, got {count}")
     return fields
@@ -129,21 +129,16 @@ def _no_number(text: str) -> None:
     raise ValueError(f"{text} is no number in JSON")
 
 
-def _check_depth(value: object, levels: int) -> None:
-    if isinstance(value, (dict, list)):
-        if not levels:
-            raise _wrong(f"expected at most {MAX_DEPTH} levels of nesting, got more")
-        for item in value.values() if isinstance(value, dict) else value:
-            _check_depth(item, levels - 1)
-
-
-def _count_keys(value: object) -> int:
-    """The number of a section's fields on all levels, without the content of ``options``."""
-    if isinstance(value, list):
-        return sum(map(_count_keys, value))
-    if not isinstance(value, dict):
+def _count_keys(value: object, levels: int = MAX_DEPTH) -> int:
+    """The number of a section's fields on all levels, without the content of ``options``; raises `BadRequest` if there
+    are more levels than ``levels``."""
+    if not isinstance(value, (dict, list)):
         return 0
-    return len(value) + sum(_count_keys(item) for name, item in value.items() if name != "options")
+    if not levels:
+        raise _wrong(f"expected at most {MAX_DEPTH} levels of nesting, got more")
+    items = value.items() if isinstance(value, dict) else (("", item) for item in value)
+    counts = [(name, _count_keys(item, levels - 1)) for name, item in items]
+    return (len(value) if isinstance(value, dict) else 0) + sum(count for name, count in counts if name != "options")
 
 
 def _kind(value: object) -> str:

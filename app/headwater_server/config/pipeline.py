@@ -71,9 +71,14 @@ class Step(Section):
         """The step's settings for its replicas: the fields that are set, without `_STEP_FIELDS`."""
         return {name: value for name, value in self if name not in _STEP_FIELDS and value is not None}
 
-
-def _kept(cache: sections.Cache) -> FeatureCacheSpec:
-    return FeatureCacheSpec(cache.max_bytes, cache.ttl_s or 0, cache.per_key)
+    def spec(self, name: str, placement: str) -> StepSpec:
+        """The step as the `StepSpec` of the package `headwater`."""
+        kept = None if placement == "graph" else self.cache
+        cache = None if kept is None else FeatureCacheSpec(kept.max_bytes, kept.ttl_s or 0, kept.per_key)
+        return StepSpec(
+            name, self.model or "", self.deployment or "", self.options, self.inputs, self.timeout_s, self.on_error,
+            cache,
+        )  # fmt: skip
 
 
 class EmbeddingMap(Section):
@@ -130,26 +135,21 @@ class Pipeline(Section):
 
     def _step_faults(self, name: str, step: Step) -> Iterator[str]:
         if not _STEP_NAME.match(name) or name == INPUT:
-            yield (
-                f"step name {name!r}: expected letters, digits, '_' or '-', at most 50 characters, and not {INPUT!r}"
-            )
+            expected = f"expected letters, digits, '_' or '-', at most 50 characters, and not {INPUT!r}"
+            yield f"step name {name!r}: {expected}"
         if isinstance(self.heads, dict) and name == TRUNK and name in self.heads:
-            yield (f"heads: {TRUNK!r} is the trunk's own name; rename the head")
+            yield f"heads: {TRUNK!r} is the trunk's own name; rename the head"
         is_head = name in self.heads
         for field in ("timeout_s", "on_error"):
             if field in step.model_fields_set and not is_head:
                 yield f"step `{name}`, {field}: expected for heads only"
         if self.placement == "fused":
             if step.deployment is not None:
-                yield (
-                    f"step `{name}`: a fused pipeline computes its steps in one replica: expected `model`, got "
-                    f"deployment `{step.deployment}`; or choose `placement: graph`"
-                )
+                where = f"step `{name}`: a fused pipeline computes its steps in one replica"
+                yield f"{where}: expected `model`, got deployment `{step.deployment}`; or choose `placement: graph`"
             for field in (setting for setting in step.own_settings() if setting != "cache"):
-                yield (
-                    f"step `{name}`, {field}: a fused pipeline's steps share one replica; set it in the deployment, or "
-                    "choose `placement: graph`"
-                )
+                where = f"step `{name}`, {field}: a fused pipeline's steps share one replica"
+                yield f"{where}; set it in the deployment, or choose `placement: graph`"
 
     def all_steps(self) -> Mapping[str, Step]:
         """Every step by name, the trunk under the name ``trunk``."""
@@ -161,19 +161,7 @@ class Pipeline(Section):
     def spec(self) -> PipelineSpec:
         """The pipeline as the `PipelineSpec` of the package `headwater`."""
         return PipelineSpec(
-            steps=tuple(
-                StepSpec(
-                    name=name,
-                    model=step.model or "",
-                    deployment=step.deployment or "",
-                    options=step.options,
-                    inputs=step.inputs,
-                    timeout_s=step.timeout_s,
-                    on_error=step.on_error,
-                    cache=None if step.cache is None or self.placement == "graph" else _kept(step.cache),
-                )
-                for name, step in self.all_steps().items()
-            ),
+            steps=tuple(step.spec(name, self.placement) for name, step in self.all_steps().items()),
             heads=tuple(self.heads),
             placement=self.placement,
             trunk=TRUNK if self.trunk is not None else None,

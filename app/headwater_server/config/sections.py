@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -19,6 +19,7 @@ from pydantic import (
 )
 
 from headwater.reference import PATH_KINDS, is_language_model, kind_and_path, parse_reference
+from headwater_server.config.validation import Faults, messages
 
 __all__ = [
     "OWN_PYTHON",
@@ -27,7 +28,6 @@ __all__ = [
     "Cache",
     "Device",
     "Environment",
-    "Faults",
     "Instances",
     "LogFormat",
     "MemoryLimit",
@@ -75,18 +75,18 @@ class Section(BaseModel):
         return ()
 
 
-def given(section: Section) -> dict[str, Any]:
+def given(section: BaseModel) -> dict[str, Any]:
     """The fields set in a section, without fields that were left out; nested sections stay objects."""
     return {name: value for name, value in section if name in section.model_fields_set}
 
 
 def laid_over(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of ``base`` with the fields of ``over`` laid over it: each `Section` and plain mapping is merged, on all
-    levels; other values, such as a `Value` or a `Cache`, are replaced; and None restores a field's default."""
+    """A copy of ``base`` with the fields of ``over`` laid over it: sections and plain mappings are merged, on all
+    levels; other values, such as a `Value`, are replaced; and None restores a field's default."""
     merged = dict(base)
     for name, value in over.items():
         before = merged.get(name)
-        if isinstance(before, Section):
+        if isinstance(before, BaseModel) and not isinstance(before, Value):
             before = given(before)
         if value is None:
             merged.pop(name, None)
@@ -95,23 +95,6 @@ def laid_over(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
         else:
             merged[name] = value
     return merged
-
-
-class Faults(ValueError):
-    """Faults of a section; the exception's arguments are messages.
-
-    Args:
-        messages: a message for each fault.
-        deployments: names of the deployments at fault, if the faults were found in the configuration as a whole.
-    """
-
-    def __init__(self, messages: Sequence[str], deployments: Collection[str] = ()) -> None:
-        super().__init__(*messages)
-        self.deployments = deployments
-
-    def __str__(self) -> str:
-        """All messages, separated by semicolons."""
-        return "; ".join(map(str, self.args))
 
 
 def _check_model_reference(value: str) -> str:
@@ -171,9 +154,9 @@ def _read_device(value: object) -> str | tuple[str, ...] | NodePlacement:
             return NodePlacement.model_validate(value)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
-            where, text = ".".join(map(str, first["loc"])), str(first["msg"]).removeprefix("Value error, ")
+            where = "".join(f"{part}: " for part in first["loc"])
             expected = f"{_DEVICES}, or in a cluster {{gpus, cpus, labels, pack}}"
-            raise ValueError(f"{expected}; {f'{where}: ' if where else ''}{text[:1].lower()}{text[1:]}") from None
+            raise ValueError(f"{expected}; {where}{'; '.join(messages(first))}") from None
     if not isinstance(value, (list, tuple)) or not value:
         raise ValueError(_DEVICES)
     for device in value:
@@ -396,9 +379,8 @@ class Traffic(Value):
         if not self.shares or abs(total - 1) > SHARES_TOLERANCE:
             raise ValueError(f"expected shares by version that sum to 1, got {total:g}")
         if share := self.shares.get(self.shadow):
-            raise ValueError(
-                f"shadow: expected a version without a share, got {self.shadow!r}, which has {share:g} of the requests"
-            )
+            expected = "expected a version without a share"
+            raise ValueError(f"shadow: {expected}, got {self.shadow!r}, which has {share:g} of the requests")
         if self.shadow and self.shadow == self.default:
             raise ValueError(f"shadow: expected another version than the default, got {self.shadow!r}")
         return self

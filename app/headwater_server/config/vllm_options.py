@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, ValidationError
 
-from headwater.errors import did_you_mean
 from headwater_server.config.sections import PositiveInt, PositiveSeconds, Section
+from headwater_server.config.validation import describe
 
 __all__ = ["VllmOptions", "option_faults"]
 
@@ -88,7 +88,7 @@ class VllmOptions(Section):
     def _faults(self) -> Iterator[str]:
         if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
             expected = f"expected at least max_num_seqs = {self.max_num_seqs}"
-            yield f"options.max_num_batched_tokens: {expected}, got {self.max_num_batched_tokens}"
+            yield f"max_num_batched_tokens: {expected}, got {self.max_num_batched_tokens}"
 
 
 FORBIDDEN = {
@@ -111,14 +111,4 @@ def option_faults(options: Mapping[str, Any]) -> Iterator[str]:
     try:
         VllmOptions.model_validate(dict(options))
     except ValidationError as error:
-        for detail in error.errors(include_url=False):
-            name = ".".join(map(str, detail["loc"]))
-            if detail["type"] == "extra_forbidden":
-                plain = name.lstrip("-").replace("-", "_")
-                reason = f"not allowed: {FORBIDDEN[plain]}" if plain in FORBIDDEN else "unknown option of vLLM"
-                yield f"options.{name}: {reason}{did_you_mean(plain, VllmOptions.model_fields)}"
-            elif not name:
-                yield from detail["ctx"]["error"].args
-            else:
-                message = str(detail["msg"]).removeprefix("Value error, ")
-                yield f"options.{name}: {message[:1].lower()}{message[1:]}, got {detail['input']!r:.80}"
+        yield from describe(error, VllmOptions, ("options",), refused=FORBIDDEN)

@@ -23,7 +23,6 @@ from headwater_server.control.route_kinds import (
 from headwater_server.errors import RETRY_AFTER_LOST_S, RateLimited, Unavailable
 
 __all__ = [
-    "LAST_LINES",
     "CacheShare",
     "DeploymentRoute",
     "ReplicaRoute",
@@ -32,9 +31,6 @@ __all__ = [
     "check_key",
     "unavailable",
 ]
-
-LAST_LINES: Final = "; the last lines of its log: "
-"""Precedes a replica's last log lines in a reason; they are for operators, not for clients."""
 
 
 class State(str, enum.Enum):
@@ -194,18 +190,14 @@ class DeploymentRoute(msgspec.Struct, frozen=True):
     @property
     def cause(self) -> str:
         """The reason, in words for clients."""
-        return self.failure or self.reason.partition(LAST_LINES)[0]
+        return self.failure or self.reason
 
     @property
     def at_once(self) -> int:
         """The calls that a replica computes at once; this worker's share. If calls stream or are coroutines, only the
         calls in flight limit that number."""
-        signature = self.signature
-        return (
-            self.max_in_flight
-            if signature is not None and (signature.streams or signature.overlaps)
-            else self.instances
-        )
+        is_unbounded = self.signature is not None and (self.signature.streams or self.signature.overlaps)
+        return self.max_in_flight if is_unbounded else self.instances
 
     @property
     def gives_embeddings(self) -> bool:

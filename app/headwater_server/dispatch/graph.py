@@ -7,9 +7,7 @@ import asyncio
 import functools
 import logging
 import math
-import re
 from collections.abc import Callable, Hashable
-from typing import Final
 
 from headwater.datatypes import DATATYPES
 from headwater.pipeline import INPUT, PlannedStep, Wire, tensor_text
@@ -33,13 +31,6 @@ from headwater_server.telemetry.recorder import recorder
 __all__ = ["GraphDispatcher"]
 
 logger = logging.getLogger("headwater.graph")
-
-_BAD_OUTPUT: Final = re.compile(
-    r"(?:row \d+: )?output '(?P<name>[^']+)': expected \w+ \[(?P<asked>\d+)(?:[^]\d][^]]*)?\], "
-    r"got (?P<datatype>\w+) \[(?P<rows>\d+)(?P<shape>(?:[^]\d][^]]*)?)\](?:: \d+ rows went in)?\Z"
-)
-"""Matches the message of `headwater.wire.arrays.wire` about an output that doesn't match its declaration. The message
-may be about a part of the request's rows."""
 
 
 class GraphDispatcher(TensorDispatcher["_GraphRun"]):
@@ -85,10 +76,8 @@ class GraphDispatcher(TensorDispatcher["_GraphRun"]):
         limit = self.route.max_queue_size
         if self._rows and self._rows + request.rows > limit:
             # Refused here, so that the trunk doesn't compute rows that its heads would refuse.
-            raise QueueFull(
-                f"model `{self.route.name}`: the queue is full: {self._rows} of {limit} rows are under way",
-                retry_after_s=1,
-            )
+            taken = f"{self._rows} of {limit} rows are under way"
+            raise QueueFull(f"model `{self.route.name}`: the queue is full: {taken}", retry_after_s=1)
         collector = Collector(wanted_heads(request, signature), is_stream=is_stream, meter=self._meter)
         run = _GraphRun(self.route, request, collector, self._find)
         self._requests.add(run)
@@ -198,11 +187,11 @@ class _GraphRun:
             return self._tasks[wire.step].result()
         except HeadwaterError as error:
             # Raise a copy: an exception that is raised in several tasks collects the tracebacks of them all.
-            match = _BAD_OUTPUT.match(error.message.removeprefix(f"step `{wire.step}`: "))
-            if match is None or match["name"] != wire.output:
+            mismatch = error.mismatch if isinstance(error, CallableFailed) else None
+            if mismatch is None or mismatch.output != wire.output or not mismatch.shape:
                 raise error.again() from None
-            rows = int(match["rows"]) * self.request.rows // int(match["asked"])
-            got = f"{match['datatype']} [{rows}{match['shape']}]"
+            rows = mismatch.shape[0] * self.request.rows // mismatch.rows  # the call may have had a part of the rows
+            got = tensor_text(mismatch.datatype, (rows, *mismatch.shape[1:]))
             raise _mismatch(step, wire, self.request.rows, got) from error
 
     def _request(self, step: PlannedStep, inputs: dict[str, RawTensor], *, is_kept: bool) -> InferRequest:
@@ -212,15 +201,17 @@ class _GraphRun:
         wanted = {output.name for output in self.request.outputs} if step.name in self.collector.heads else set()
         wanted |= {wire.output for consumer in self._steps for wire in consumer.wires if wire.step == step.name}
         parameters = {parameter.name for parameter in signature.parameters}
+        batch, row = (
+            {name: value for name, value in values.items() if name in parameters}
+            for values in (self.request.batch_parameters, self.request.row_parameters)
+        )
         return InferRequest(
             id=self.request.id,
             inputs=inputs,
             rows=self.request.rows,
             outputs=[OutputWish(spec.name, True) for spec in signature.outputs if is_kept or spec.name in wanted],
-            batch_parameters={
-                name: value for name, value in self.request.batch_parameters.items() if name in parameters
-            },
-            row_parameters={name: value for name, value in self.request.row_parameters.items() if name in parameters},
+            batch_parameters=batch,
+            row_parameters=row,
             priority=self.request.priority,
             owner=self.request.owner,
             # No `timeout_us`: the step is cancelled at the pipeline's deadline, and must not fail just before.
@@ -252,9 +243,8 @@ def _checked(tensor: RawTensor | None, step: PlannedStep, wire: Wire, rows: int)
 def _mismatch(step: PlannedStep, wire: Wire, rows: int, got: str) -> CallableFailed:
     spec = step.expected[wire.input]
     expected = tensor_text(spec.datatype, (rows, *spec.shape))
-    return CallableFailed(
-        f"step `{step.name}`, input `{wire.input}`: expected {expected}, got {got} from `{wire.step}`"
-    )
+    where = f"step `{step.name}`, input `{wire.input}`"
+    return CallableFailed(f"{where}: expected {expected}, got {got} from `{wire.step}`")
 
 
 def _kind(route: DeploymentRoute) -> GraphKind:

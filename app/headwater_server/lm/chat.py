@@ -192,8 +192,9 @@ class ChatRequest(StreamFields, kw_only=True):
             counts_usage=self.counts_usage, tools=plan.tools,
         )  # fmt: skip
 
-    def plan(self, text: LanguageText, limits: EngineLimits) -> TextPlan:
-        """Check the request, and convert it into tokens. Takes too long for the event loop.
+    def plan(self, text: LanguageText, limits: EngineLimits, prompt: str = "messages") -> TextPlan:
+        """Check the request, and convert it into tokens. Takes too long for the event loop. ``prompt`` is the client's
+        field that contains the prompt, for messages.
 
         Raises:
             BadRequest: a field is wrong, or exceeds a limit of the model.
@@ -213,10 +214,10 @@ class ChatRequest(StreamFields, kw_only=True):
         )
         if use is not None and grammar is None:  # with a grammar the model can't write reasoning
             use = use.after(rendered)
-        ids = text_ids("messages", rendered, text.encode_chat, limits)
+        ids = text_ids(prompt, rendered, text.encode_chat, limits)
         default = max(limits.cache_tokens // limits.max_sequences - len(ids), LEAST_CHAT_TOKENS)
-        prompt = Prompt(ids, answer_tokens("messages", path, ids, wanted, default, limits))
-        return plan([prompt], self.n or 1, sampling, end, limits, self.timeout_s, grammar)._replace(tools=use)
+        prompts = [Prompt(ids, answer_tokens(prompt, path, ids, wanted, default, limits))]
+        return plan(prompts, self.n or 1, sampling, end, limits, self.timeout_s, grammar)._replace(tools=use)
 
     def _tool_use(
         self, text: LanguageText, limits: EngineLimits, grammar: Grammar | None

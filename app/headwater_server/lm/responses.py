@@ -182,7 +182,7 @@ class ResponsesRequest(StreamFields, kw_only=True):
             parallel_tool_calls=self.parallel_tool_calls,
         )
         try:
-            plan = chat.plan(text, limits)
+            plan = chat.plan(text, limits, prompt="input")
         except BadRequest as error:
             raise _renamed(error, names) from None
         if has_logprobs and plan.tools is not None:
@@ -219,10 +219,9 @@ class ResponsesRequest(StreamFields, kw_only=True):
 
     def _check_state(self) -> None:
         keeps = "this server keeps no answers"
-        if self.store:
-            raise at("store", None, f"{keeps}, so none can be asked for later; expected false, got true")
-        if self.background:
-            raise at("background", None, f"{keeps}, so none can be asked for later; expected false, got true")
+        for field in ("store", "background"):
+            if getattr(self, field):
+                raise at(field, None, f"{keeps}, so none can be asked for later; expected false, got true")
         if self.previous_response_id is not None:
             fix = "leave it out, and send the earlier items in input"
             raise at("previous_response_id", None, f"{keeps}, so there is none to go on from; {fix}")
@@ -368,5 +367,4 @@ def _renamed(error: BadRequest, names: Mapping[str, str]) -> BadRequest:
     outer = [name for name in names if path == name or path.startswith((f"{name}.", f"{name}["))]
     longest = max(outer, key=len, default="")
     field = names.get(longest, "") + path[len(longest) :]
-    said = error.message.removeprefix(path).replace(" in messages, and an answer", " in input, and an answer", 1)
-    return type(error)(field + said, field=field)
+    return error.moved(field)

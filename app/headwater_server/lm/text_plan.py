@@ -9,7 +9,7 @@ import msgspec
 
 from headwater.engine import EngineLimits, Grammar, Sampling
 from headwater_server.codecs.faults import at
-from headwater_server.errors import ContextTooLong
+from headwater_server.errors import BadRequest, ContextTooLong
 from headwater_server.lm.sampling_fields import TextEnd
 from headwater_server.lm.sequence import SequenceSpec
 from headwater_server.lm.text.stop_automaton import StopAutomaton
@@ -19,16 +19,7 @@ from headwater_server.lm.text_stream import TextStream
 if TYPE_CHECKING:  # importing tokenizers takes memory: only workers with a language model import it
     from headwater_server.lm.text.token_texts import TokenTexts
 
-__all__ = [
-    "Prompt",
-    "TextPlan",
-    "answer_tokens",
-    "bounded_ids",
-    "check_count",
-    "check_size",
-    "plan",
-    "text_ids",
-]
+__all__ = ["Prompt", "TextPlan", "answer_tokens", "bounded_ids", "check_count", "check_size", "plan", "text_ids"]
 
 _TOKEN_CHARACTERS: Final = 256
 """An upper bound of the average number of characters per token, for any text that fits into a context."""
@@ -141,12 +132,9 @@ def check_size(field: str, text: str, limits: EngineLimits) -> None:
     Raises:
         ContextTooLong: the text has more than `_TOKEN_CHARACTERS` characters for each token of the context or cache.
     """
-    bound, bound_name = _bound(limits)
-    max_characters = bound * _TOKEN_CHARACTERS
+    max_characters = _bound(limits)[0] * _TOKEN_CHARACTERS
     if len(text) > max_characters:
-        expected = f"expected at most {max_characters} characters, got {len(text)}; shorten it"
-        message = f"{field}: {bound_name} is {bound} tokens, prompt and answer together; {expected}"
-        raise ContextTooLong(message, field=field)
+        raise _too_long(field, f"at most {max_characters} characters, got {len(text)}", limits)
 
 
 def bounded_ids(text: str, encode: Callable[[str], list[int]], max_tokens: int) -> list[int] | None:
@@ -170,9 +158,10 @@ def text_ids(field: str, text: str, encode: Callable[[str], list[int]], limits: 
         BadRequest: the text is certainly too long, or not Unicode text.
     """
     check_size(field, text, limits)
-    ids = bounded_ids(text, encode, _bound(limits)[0])
+    bound = _bound(limits)[0]
+    ids = bounded_ids(text, encode, bound)
     if ids is None:
-        raise _too_long(field, "more", limits)
+        raise _too_long(field, f"at most {bound - 1} in the prompt, got more", limits)
     return ids
 
 
@@ -182,16 +171,15 @@ def check_count(field: str, count: int, limits: EngineLimits) -> None:
     Raises:
         ContextTooLong: no answer fits.
     """
-    if count >= _bound(limits)[0]:
-        raise _too_long(field, str(count), limits)
+    bound = _bound(limits)[0]
+    if count >= bound:
+        raise _too_long(field, f"at most {bound - 1} in the prompt, got {count}", limits)
 
 
-def _too_long(field: str, count: str, limits: EngineLimits) -> ContextTooLong:
+def _too_long(field: str, expected: str, limits: EngineLimits) -> BadRequest:
     bound, bound_name = _bound(limits)
-    expected = f"expected at most {bound - 1} in the prompt, got {count}; shorten it"
-    return ContextTooLong(
-        f"{field}: {bound_name} is {bound} tokens, prompt and answer together; {expected}", field=field
-    )
+    fault = f": {bound_name} is {bound} tokens, prompt and answer together; expected {expected}; shorten it"
+    return ContextTooLong.about(field, fault)
 
 
 def answer_tokens(
@@ -221,10 +209,10 @@ def answer_tokens(
     if wanted is None:
         return min(default, max_tokens)
     if wanted > max_tokens:
-        raise ContextTooLong(
-            f"{path}: {bound_name} is {bound} tokens, but this request comes to {len(ids) + wanted}: {len(ids)} in "
-            f"{field}, and an answer of {wanted}; expected at most {max_tokens}, or a shorter prompt",
-            field=path,
+        raise ContextTooLong.about(
+            path,
+            f": {bound_name} is {bound} tokens, but this request comes to {len(ids) + wanted}: {len(ids)} in {field}, "
+            f"and an answer of {wanted}; expected at most {max_tokens}, or a shorter prompt",
         )
     return wanted
 

@@ -10,7 +10,7 @@ import hashlib
 import hmac
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Final
 
 import msgspec
@@ -65,12 +65,13 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
     keys: tuple[Key, ...]
 
 
-def read_keys(content: object, source: str, *, is_text: bool = False) -> tuple[Key, ...]:
+def read_keys(content: object, field: str, place: str = "", *, is_text: bool = False) -> tuple[Key, ...]:
     """Check the content of a file of keys.
 
     Args:
         content: ``{"keys": [...]}``; each item has the fields of `Key`.
-        source: the name of the source in messages.
+        field: the configuration's field, or another name of the source, for messages.
+        place: the path of the field's file and a colon, for messages; empty: there is no file.
         is_text: whether numbers and ``null`` are given as strings.
 
     Raises:
@@ -79,31 +80,35 @@ def read_keys(content: object, source: str, *, is_text: bool = False) -> tuple[K
     try:
         keys = msgspec.convert(content, _File, strict=not is_text).keys
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{source}: expected {{keys: [{{name, sha256, scopes}}, ...]}}: {error}") from None
+        reason = f"{place}expected {{keys: [{{name, sha256, scopes}}, ...]}}: {error}"
+        raise ConfigError(reason, field=field) from None
+    for fault, fix in _faults(keys):
+        raise ConfigError(f"{place}{fault}", field=field, fix=fix)
+    return keys
+
+
+def _faults(keys: Sequence[Key]) -> Iterator[tuple[str, str]]:
+    """The faults of keys, each with the way to fix it, which may be empty."""
     if len(keys) > MAX_KEYS:
-        raise ConfigError(f"{source}: keys: expected at most {MAX_KEYS}, got {len(keys)}")
+        yield f"keys: expected at most {MAX_KEYS}, got {len(keys)}", ""
     names: set[str] = set()
     digests: set[str] = set()
     for index, key in enumerate(keys):
-        where = f"{source}: keys[{index}]"
+        where = f"keys[{index}]"
         if not _NAME.match(key.name):
-            raise ConfigError(
-                f"{where}.name: expected letters, digits, '_', '.', '@' or '-', at most 64, got {key.name[:80]!r}"
-            )
+            expected = "expected letters, digits, '_', '.', '@' or '-', at most 64"
+            yield f"{where}.name: {expected}, got {key.name[:80]!r}", ""
         if key.name in names:
-            raise ConfigError(f"{where}.name: expected each name once, got {key.name} twice; revoke one")
+            yield f"{where}.name: expected each name once, got {key.name} twice", "revoke one"
         if not _DIGEST.match(key.sha256):
-            raise ConfigError(
-                f"{where}.sha256: expected the key's SHA-256 in 64 lower-case hexadecimal digits, got something else; "
-                "`headwater keys add` writes it"
-            )
+            expected = "expected the key's SHA-256 in 64 lower-case hexadecimal digits"
+            yield f"{where}.sha256: {expected}, got something else", "`headwater keys add` writes it"
         if key.sha256 in digests:
-            raise ConfigError(f"{where}.sha256: expected each key once; {key.name} is the same as another")
+            yield f"{where}.sha256: expected each key once; {key.name} is the same as another", ""
         if not key.scopes:
-            raise ConfigError(f"{where}.scopes: expected at least one of {', '.join(SCOPES)}")
+            yield f"{where}.scopes: expected at least one of {', '.join(SCOPES)}", ""
         names.add(key.name)
         digests.add(key.sha256)
-    return keys
 
 
 def make_key() -> tuple[str, str]:

@@ -15,10 +15,11 @@ import yaml
 
 from headwater_server.errors import ConfigError
 from headwater_server.security.keys import Key, read_keys
-from headwater_server.security.regular_file import read_regular
+from headwater_server.security.regular_file import require_regular
 
 __all__ = ["ENVIRONMENT_NAME", "change_file", "keys_are_wanted", "known_keys", "read_file"]
 
+FIELD = "security.keys_file"
 ENVIRONMENT_NAME = "HEADWATER_KEYS"
 """The environment variable that may hold keys, in the format of a file of keys."""
 
@@ -40,15 +41,17 @@ def known_keys(path: Path | None, environment: Mapping[str, str] = os.environ) -
     """
     text = environment.get(ENVIRONMENT_NAME)
     keys: list[Key] = []
-    sources = []
+    fields = []
+    place = ""
     if text is not None:
         keys += _parsed(text, ENVIRONMENT_NAME)
-        sources.append(f"environment variable {ENVIRONMENT_NAME}")
+        fields.append(f"environment variable {ENVIRONMENT_NAME}")
     if path is not None:
         keys += read_file(path)
-        sources.append(f"security.keys_file: {path}")
+        fields.append(FIELD)
+        place = f"{path}: "
     # Check all keys together, to find names that occur in both sources.
-    return read_keys({"keys": msgspec.to_builtins(keys)}, " and ".join(sources))
+    return read_keys({"keys": msgspec.to_builtins(keys)}, " and ".join(fields), place)
 
 
 def read_file(path: Path) -> tuple[Key, ...]:
@@ -58,24 +61,16 @@ def read_file(path: Path) -> tuple[Key, ...]:
         ConfigError: the file can't be read, is no regular file, users other than its owner may write it, or it is
             invalid.
     """
-    where = f"security.keys_file: {path}"
-    try:
-        raw, mode = read_regular(path)
-    except OSError as error:
-        raise ConfigError(
-            f"{where}: can't be read: {error.strerror}; `headwater keys add NAME --file {path}` creates it"
-        ) from error
-    if raw is None:
-        raise ConfigError(f"{where}: expected a regular file, got a FIFO, a socket or a device")
+    raw, mode = require_regular(FIELD, path, fix=f"`headwater keys add NAME --file {path}` creates it")
     if mode & 0o022:
-        raise ConfigError(
-            f"{where}: expected a file that only its owner may write, got mode {mode:04o}: anyone with write access "
-            f"could grant themselves a key; chmod 600 {path}"
-        )
+        reason = f"expected a file that only its owner may write, got mode {mode:04o}"
+        why = "anyone with write access could grant themselves a key"
+        raise ConfigError(f"{path}: {reason}: {why}", field=FIELD, fix=f"chmod 600 {path}")
     try:
-        return _parsed(raw.decode(), where)
+        return _parsed(raw.decode(), FIELD, f"{path}: ")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{where}: expected UTF-8 text: {error.reason} at byte {error.start}") from error
+        reason = f"{path}: expected UTF-8 text: {error.reason} at byte {error.start}"
+        raise ConfigError(reason, field=FIELD) from error
 
 
 def change_file(path: Path, change: Callable[[Sequence[Key]], Sequence[Key]]) -> None:
@@ -98,21 +93,22 @@ def change_file(path: Path, change: Callable[[Sequence[Key]], Sequence[Key]]) ->
         raise ConfigError(f"{path}: can't be written: {error.strerror}") from error
 
 
-def _parsed(text: str, source: str) -> tuple[Key, ...]:
+def _parsed(text: str, field: str, place: str = "") -> tuple[Key, ...]:
     # JSON, as `headwater keys` writes it, is YAML too, but reading a thousand keys as YAML would block for a second.
     with contextlib.suppress(msgspec.DecodeError, UnicodeEncodeError, RecursionError):
-        return read_keys(msgspec.json.decode(text), source)
+        return read_keys(msgspec.json.decode(text), field, place)
     try:
         # Every scalar stays text: YAML would turn `created` into a date, and fail at an impossible one.
         content = yaml.load(text, yaml.BaseLoader)
     except yaml.YAMLError as error:
         # The error's text is left out, because it quotes the line.
         position = getattr(error, "problem_mark", None)
-        place = "" if position is None else f" at line {position.line + 1}"
-        raise ConfigError(f"{source}: expected JSON or YAML, got something else{place}") from None
+        got = "something else" if position is None else f"something else at line {position.line + 1}"
     except RecursionError:
-        raise ConfigError(f"{source}: expected JSON or YAML, got something nested too deeply") from None
-    return read_keys(content, source, is_text=True)
+        got = "something nested too deeply"
+    else:
+        return read_keys(content, field, place, is_text=True)
+    raise ConfigError(f"{place}expected JSON or YAML, got {got}", field=field)
 
 
 @contextlib.contextmanager

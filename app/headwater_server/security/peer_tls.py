@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from headwater_server.errors import ConfigError
-from headwater_server.security.tls import load_pair, require_regular
+from headwater_server.security.regular_file import require_regular
+from headwater_server.security.tls import load_pair
 
 __all__ = ["PeerTls", "check_peer_files", "peer_files"]
 
@@ -136,11 +137,10 @@ class _LoadedCertificates:
                     sides.remove(side)
         except ssl.SSLError as error:
             why = getattr(error, "verify_message", "") or error.reason or "no TLS 1.3"
-            raise ConfigError(
-                f"{FIELD}: {certificate}: expected a certificate that {authority} has signed, for "
-                f"the DNS name `{PeerTls.server_name}`, for servers and clients, and valid now, got one that peers "
-                f"refuse: {why}; issue it again"
-            ) from error
+            name = f"the DNS name `{PeerTls.server_name}`"
+            expected = f"expected a certificate that {authority} has signed, for {name}, for servers and clients"
+            reason = f"{certificate}: {expected}, and valid now, got one that peers refuse: {why}"
+            raise ConfigError(reason, field=FIELD, fix="issue it again") from error
 
 
 def _trust(context: ssl.SSLContext, path: Path) -> None:

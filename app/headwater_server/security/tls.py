@@ -8,9 +8,9 @@ from pathlib import Path
 
 from headwater_server.config.sections import Tls
 from headwater_server.errors import ConfigError
-from headwater_server.security.regular_file import read_regular
+from headwater_server.security.regular_file import require_regular
 
-__all__ = ["Certificate", "load_pair", "require_regular"]
+__all__ = ["Certificate", "load_pair"]
 
 logger = logging.getLogger("headwater")
 
@@ -67,43 +67,21 @@ def load_pair(context: ssl.SSLContext, certificate: tuple[str, Path], key: tuple
             passphrase, or certificate and key don't match.
     """
     require_regular(*certificate)
-    mode = require_regular(*key)
+    _, mode = require_regular(*key)
     field, path = key
     if mode & 0o027:
-        raise ConfigError(
-            f"{field}: {path}: expected a private key that only its owner may write and at most its "
-            f"group may read, got mode {mode:04o}; chmod 600 {path}"
-        )
+        expected = "expected a private key that only its owner may write and at most its group may read"
+        raise ConfigError(f"{path}: {expected}, got mode {mode:04o}", field=field, fix=f"chmod 600 {path}")
 
     def no_passphrase() -> str:
-        raise ConfigError(
-            f"{field}: expected a private key without a passphrase, since the server can't ask for one; decrypt the "
-            "key with `openssl pkey`"
-        )
+        expected = "expected a private key without a passphrase, since the server can't ask for one"
+        raise ConfigError(expected, field=field, fix="decrypt the key with `openssl pkey`")
 
     try:
         context.load_cert_chain(certificate[1], path, password=no_passphrase)
     except ssl.SSLError as error:
-        raise ConfigError(
-            f"{field.removesuffix('.key')}: {certificate[1]} and {path}: expected a certificate and its private key, "
-            f"both in PEM, got files that can't be used together: {error.reason or 'no PEM'}"
-        ) from error
-
-
-def require_regular(field: str, path: Path) -> int:
-    """Check that a path is a regular file that can be read. Returns the file's mode bits.
-
-    Args:
-        field: the configuration field that names the file, for messages.
-        path: the file.
-
-    Raises:
-        ConfigError: the file can't be read, or isn't a regular file.
-    """
-    try:
-        content, mode = read_regular(path)
-    except OSError as error:
-        raise ConfigError(f"{field}: {path}: can't be read: {error.strerror}") from error
-    if content is None:
-        raise ConfigError(f"{field}: {path}: expected a regular file, got a FIFO, a socket or a device")
-    return mode
+        reason = (
+            f"{certificate[1]} and {path}: expected a certificate and its private key, both in PEM, got files that "
+            f"can't be used together: {error.reason or 'no PEM'}"
+        )
+        raise ConfigError(reason, field=field.removesuffix(".key")) from error

@@ -53,8 +53,6 @@ REPLICA_SOCKET_BYTES = len("/r99999/c999")
 """The longest path of a replica's socket (`headwater.wire.bridge.socket_path`) in the server's folder."""
 VLLM_SOCKET_BYTES = len("/r99999/xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx")
 """The longest path of a socket of vLLM's processes in the server's folder."""
-
-
 LEAST_OPEN_FILES: Final = 256
 """Number of open files that each process must be allowed. Triton has 70 files open without any request; each
 connection, call and replica adds a few more."""
@@ -69,9 +67,8 @@ def open_listener(host: str, port: int) -> socket.socket:
         OSError: listening isn't possible; `socket.gaierror` if the host's name has no address.
         UnicodeError: the host is not a valid name.
     """
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
+    addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, kind, protocol, _, address = addresses[0]
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.socket(family, kind, protocol))
         # An earlier server's connections that are still closing don't prevent listening.
@@ -144,9 +141,8 @@ def temporary_folder_problems(deployments: Iterable[Deployment]) -> list[Problem
             return []
     except OSError as error:
         reason = f"can't write in {BACKEND_FOLDERS}, where Triton does whatever TMPDIR says: {error.strerror}"
-        return [
-            Problem("temporary folder", reason, f"mount a tmpfs there: docker run --tmpfs {BACKEND_FOLDERS}:rw,exec")
-        ]
+        fix = f"mount a tmpfs there: docker run --tmpfs {BACKEND_FOLDERS}:rw,exec"
+        return [Problem("temporary folder", reason, fix)]
 
 
 def open_files_problems() -> list[Problem]:
@@ -170,9 +166,7 @@ def security_problems(config: Config) -> list[Problem]:
         try:
             attempt()
         except ConfigError as error:
-            title, _, text = str(error).partition(": ")
-            reason, _, fix = text.rpartition("; ")
-            problems.append(Problem(title, reason or fix, fix if reason else "correct it"))
+            problems.append(Problem(error.field, error.reason, error.fix or "correct it"))
     return problems
 
 
@@ -210,15 +204,13 @@ def shared_memory_problems(needed_bytes: int, free_bytes: int, total_bytes: int)
     used = max(total_bytes - free_bytes, 0)
     # A quarter more, since inputs may be larger than assumed; in steps of 64 MiB.
     size_mib = -(-(used + needed_bytes * 5 // 4) // (64 * MIB)) * 64
-    return [
-        Problem(
-            "shared memory",
-            f"the replicas need about {size_text(needed_bytes)} in {SHARED_MEMORY}, {size_text(free_bytes)} of "
-            f"{size_text(total_bytes)} are free (counted with {ASSUMED_DIMENSION} for a dimension that varies)",
-            f"docker run --shm-size={size_mib}m (containers have 64 MB by default; in Kubernetes mount an emptyDir "
-            f"with `medium: Memory` at {SHARED_MEMORY}), or lower max_batch_size, max_in_flight or replicas",
-        )
-    ]
+    reason = (
+        f"the replicas need about {size_text(needed_bytes)} in {SHARED_MEMORY}, {size_text(free_bytes)} of "
+        f"{size_text(total_bytes)} are free (counted with {ASSUMED_DIMENSION} for a dimension that varies)"
+    )
+    kubernetes = f"in Kubernetes mount an emptyDir with `medium: Memory` at {SHARED_MEMORY}"
+    docker = f"docker run --shm-size={size_mib}m (containers have 64 MB by default; {kubernetes})"
+    return [Problem("shared memory", reason, f"{docker}, or lower max_batch_size, max_in_flight or replicas")]
 
 
 def region_problems(deployments: Iterable[Deployment]) -> list[Problem]:

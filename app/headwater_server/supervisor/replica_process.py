@@ -22,7 +22,7 @@ from headwater.errors import shortage_in
 from headwater.signature import Signature
 from headwater.wire.handshake import COMMAND, GO, HOST, STATUS, ForkRequest, ReplicaSpec, ReplicaStatus
 from headwater_server.config.schema import Deployment
-from headwater_server.control.routing import LAST_LINES, ReplicaRoute
+from headwater_server.control.routing import ReplicaRoute
 from headwater_server.process.machine import cpu_count
 from headwater_server.process.priority import START_NICE, may_raise_priority, set_priority, set_session_priority
 from headwater_server.process.proc import GroupUse, group_members, group_uses, working_folder
@@ -296,7 +296,7 @@ class ReplicaProcess:
         text = " | ".join(lines[first : first + REPORTED_LINES])
         if len(text) > REPORTED_CHARACTERS:
             text = "..." + text[-REPORTED_CHARACTERS:]
-        return f"{self.reason or 'it ended'}{LAST_LINES}{text}"
+        return f"{self.reason or 'it ended'}; the last lines of its log: {text}"
 
     def cause(self) -> str:
         """See `ReplicaHandle.cause`."""

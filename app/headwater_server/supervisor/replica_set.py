@@ -410,7 +410,7 @@ class ReplicaSet(Served):
         tries = "tried again slowly" if is_tried else "tried again" if replica.is_shortage else tries
         logger.error("%s: did not start (%s): %s", replica.id, tries, reason)
         if is_tried:
-            self._try_slowly(slot, f"a replica did not start: {reason}")
+            self._try_slowly(slot, "a replica did not start: ", replica)
         elif replica.is_permanent or (failed_starts >= FAILED_STARTS_LIMIT and not replica.is_shortage):
             self.failure = replica.cause()
             self._give_up(slot, reason, f"another replica did not start: {reason}")
@@ -428,11 +428,13 @@ class ReplicaSet(Served):
         self._crashes = {**recent, replica.id: now_s}
         if len(self._crashes) >= self.config.max_crashes:
             lost = f"{len(self._crashes)} replicas were lost within {CRASH_WINDOW_S:g} s"
-            self._try_slowly(slot, f"{lost}, the last: {replica.account()}")
+            self._try_slowly(slot, f"{lost}, the last: ", replica)
 
-    def _try_slowly(self, slot: Slot, reason: str) -> None:
+    def _try_slowly(self, slot: Slot, why: str, replica: ReplicaHandle) -> None:
         """Have a slot try again after a long pause. A slot that only load required is removed; load may require it
-        again."""
+        again. ``why`` begins the reason, which ends with the account of the slot's last replica."""
+        reason = f"{why}{replica.account() or 'ended before it was ready'}"
+        self.failure = f"{why}{replica.reason or 'it ended'}"  # without the last lines of its log
         if len(self._slots) > self.bounds.min:
             self._give_up(slot, reason, f"one replica less: {reason}")
             return

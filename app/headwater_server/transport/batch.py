@@ -202,7 +202,9 @@ def row_error(reports: Sequence[RowReport], first_row: int, rows: int) -> Headwa
         if report.status is Status.BROKEN:
             return ReplicaLost(f"the replica can't continue: {report.message}", retry_after_s=RETRY_AFTER_LOST_S)
         kind = OutOfMemory if report.status is Status.OUT_OF_MEMORY else CallableFailed
-        return kind(f"{where}{report.message}")
+        error = kind(f"{where}{report.message}")
+        error.mismatch = report.mismatch
+        return error
     return None
 
 

@@ -82,7 +82,8 @@ class Failures(FailureLog):
             return RowReport(Status.RAISED, text)
         if isinstance(error, BadOutput):
             # The message of a handover already names the step.
-            return RowReport(Status.BAD_OUTPUT, text if text.startswith("step `") else f"{self._where}{text}")
+            message = text if text.startswith("step `") else f"{self._where}{text}"
+            return RowReport(Status.BAD_OUTPUT, message, error.mismatch)
         reason = f"{type(error).__name__}: {text}" if text else type(error).__name__
         if isinstance(error, ReplicaError) or breaks_device(reason, self._device):
             self._on_broken(reason)

@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from headwater.datatypes import DATATYPES, bf16_to_float32, float32_to_bf16
-from headwater.errors import BadOutput
+from headwater.errors import BadOutput, OutputMismatch
 from headwater.pipeline import tensor_text
 from headwater.signature import TensorSpec
 
@@ -45,7 +45,9 @@ def wire(spec: TensorSpec, value: object, rows: int) -> Array:
     if datatype != spec.datatype or not fits((rows, *spec.shape), array.shape):
         expected, got = tensor_text(spec.datatype, (rows, *spec.shape)), tensor_text(datatype, array.shape)
         is_count = datatype == spec.datatype and fits(spec.shape, array.shape[1:])
-        raise BadOutput(f"{where}: expected {expected}, got {got}{f': {rows} rows went in' if is_count else ''}")
+        error = BadOutput(f"{where}: expected {expected}, got {got}{f': {rows} rows went in' if is_count else ''}")
+        error.mismatch = OutputMismatch(spec.name, rows, datatype, array.shape)
+        raise error
     return np.ascontiguousarray(array)
 
 

@@ -6,8 +6,9 @@ an additional output, `REPORT`: ``UINT8 [rows, width]``. The bytes of a row are
 - a `Status` (1 byte);
 - the microseconds that the callable took (little-endian uint32, the same in all rows of a call);
 - the number of rows in the execution of the callable (little-endian uint16, the same in all rows of a call);
-- UTF-8 text, padded with zeros. In a failed row it is the error's message. In a row that succeeded it is empty, or the
-  JSON ``{"output": shape}`` of the outputs without elements (they are sent as placeholders, see `placeholder_shape`).
+- UTF-8 text, padded with zeros. In a failed row it is the error's message; the JSON of an `OutputMismatch` may follow
+  after a zero. In a row that succeeded it is empty, or the JSON ``{"output": shape}`` of the outputs without elements
+  (they are sent as placeholders, see `placeholder_shape`).
 
 Triton may merge waiting calls into one execution of the callable. In all merged calls except the first, the high bit
 of the first byte is set, so that the gateway counts the execution only once.
@@ -25,6 +26,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import numpy as np
 
+from headwater.errors import OutputMismatch
 from headwater.wire.parcel import ChannelNote
 from headwater.wire.shared_memory import SharedCall
 
@@ -73,6 +75,8 @@ class RowReport(NamedTuple):
     status: Status
     message: str = ""
     """Why the row failed; for a row that succeeded, empty or the JSON described in the module's docstring."""
+    mismatch: OutputMismatch | None = None
+    """The output at fault, if the row failed because the output doesn't match its declaration."""
 
 
 class CallReport(NamedTuple):
@@ -140,7 +144,7 @@ def encode_reports(
 ) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Encode a report for each row; the other arguments are fields of `CallReport`. Returns UINT8 [rows, width]."""
     # A failed row's message may be cut; the JSON of a row that succeeded must stay whole.
-    texts = [report.message.encode() if report.status is Status.OK else _cut(report.message) for report in reports]
+    texts = [report.message.encode() if report.status is Status.OK else _failure(report) for report in reports]
     width = _HEAD.size + max((len(text) for text in texts), default=0)
     compute_us = min(compute_us, 0xFFFFFFFF)
     held_rows = min(held_rows, 0xFFFF)
@@ -171,13 +175,17 @@ def decode_reports(raw: bytes | memoryview, rows: int) -> CallReport:
         if width == _HEAD.size:
             reports.append(RowReport(Status(status)))
             continue
-        text = raw[offset + _HEAD.size : offset + width].rstrip(b"\0")
-        reports.append(RowReport(Status(status), text.decode("utf-8", "replace")))
+        text, _, rest = raw[offset + _HEAD.size : offset + width].rstrip(b"\0").partition(b"\0")
+        try:
+            mismatch = msgspec.json.decode(rest, type=OutputMismatch) if rest else None
+        except msgspec.DecodeError as error:
+            raise ValueError(f"expected the JSON of an output: {error}") from None
+        reports.append(RowReport(Status(status), text.decode("utf-8", "replace"), mismatch))
     return CallReport(reports * rows if is_alike else reports, compute_us, bool(first & _MERGED), held_rows)
 
 
-def _cut(message: str) -> bytes:
-    text = message.replace("\0", "").encode("utf-8", "replace")
-    if len(text) <= MAX_MESSAGE_BYTES:
-        return text
-    return text[:MAX_MESSAGE_BYTES].decode("utf-8", "ignore").encode() + b" [cut]"
+def _failure(report: RowReport) -> bytes:
+    text = report.message.replace("\0", "").encode("utf-8", "replace")
+    if len(text) > MAX_MESSAGE_BYTES:
+        text = text[:MAX_MESSAGE_BYTES].decode("utf-8", "ignore").encode() + b" [cut]"
+    return text if report.mismatch is None else text + b"\0" + msgspec.json.encode(report.mismatch)

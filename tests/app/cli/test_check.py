@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 import headwater
-from headwater.errors import Problem
+from headwater.errors import DeclarationError, Problem
 from headwater.pipeline import PipelineSpec, StepSpec
 from headwater.replica.probe import Finding, ProbeRequest
 from headwater.signature import Signature, TensorSpec, text_signature
@@ -368,8 +368,8 @@ def test_everything_wrong_with_vllm_is_told_before_a_start(
     _, report = run({"deployments": {**wrong, "right": {"model": TINY, "python": python}}})
     assert [one["ok"] for one in report["deployments"]] == [False] * 7 + [True]  # the invalid ones are left out
     said = {one["title"].removeprefix("deployment "): one["reason"] for one in report["problems"][2:]}
-    assert "max_num_sequences: unknown option of vLLM; did you mean `max_num_seqs`?" in report["problems"][0]["reason"]
-    assert "trust_remote_code: not allowed" in report["problems"][1]["reason"]
+    assert "max_num_sequences`: unknown field; did you mean `max_num_seqs`?" in report["problems"][0]["reason"]
+    assert "trust_remote_code`: not allowed" in report["problems"][1]["reason"]
     assert said == {
         "missing": f"the model's Python, {tmp_path}/nowhere/python: there is no such file",
         "without": f"the model's Python, {sys.executable}: vllm is not installed there",
@@ -413,6 +413,18 @@ def test_models_whose_answers_can_not_be_kept(run: Run, tmp_path: Path) -> None:
     assert problem["title"] == "deployment wrong"
     expected = "cache: expected a model that answers equal requests equally, got `wrong`, which is not idempotent"
     assert (problem["reason"], problem["fix"]) == (expected, "remove `cache`")
+
+
+def test_a_problem_with_a_cache_has_the_parts_of_its_error_however_it_is_worded(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check_cacheable(self: Signature) -> None:
+        raise DeclarationError("reworded; twice", fix="do a; then b")
+
+    monkeypatch.setattr(Signature, "check_cacheable", check_cacheable)
+    _, report = run({"deployments": {"a": {**SCALE, "cache": {"max_bytes": "1MiB"}}}})
+    (problem,) = [problem for problem in report["problems"] if problem["title"] == "deployment a"]
+    assert (problem["reason"], problem["fix"]) == ("reworded; twice", "do a; then b")
 
 
 def test_what_a_model_s_python_lacks_is_named_with_the_command_that_installs_it(

@@ -14,7 +14,8 @@ from headwater_server.cli.check import check
 from headwater_server.cli.default_python import default_python
 from headwater_server.cli.script_config import load_with_scripts
 from headwater_server.config.overlay import lay_over
-from headwater_server.config.schema import Config, read_config
+from headwater_server.config.reader import read_config
+from headwater_server.config.schema import Config
 from headwater_server.config.sections import OWN_PYTHON
 from headwater_server.errors import ConfigError
 

@@ -17,7 +17,7 @@ from headwater.runtime.loader import load_model
 from headwater.signature import HeadSpec, Signature, TensorSpec
 from headwater_server.codecs.generate_body import GenerateDecoder, GenerateEncoder
 from headwater_server.codecs.tensors import Answer, HeadAnswer, InferRequest, OutputWish, RawTensor
-from headwater_server.config.schema import load_config
+from headwater_server.config.reader import load_config
 from headwater_server.errors import BadRequest, CallableFailed, DeadlineExceeded
 
 SIGNATURE = Signature(

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from headwater_server.config.schema import Config, read_config
+from headwater_server.config.reader import read_config
+from headwater_server.config.schema import Config
 from headwater_server.config.sections import NodePlacement
 from headwater_server.errors import ConfigError
 

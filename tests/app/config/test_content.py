@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from headwater_server.config.content import config_content
-from headwater_server.config.schema import Config, load_config, read_config
+from headwater_server.config.reader import load_config, read_config
+from headwater_server.config.schema import Config
 
 CONFIGS = sorted(path for path in (Path(__file__).parents[3] / "configs").glob("*.yaml"))
 CLUSTER = {

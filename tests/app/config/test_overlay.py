@@ -15,7 +15,8 @@ import yaml
 from pydantic import BaseModel
 
 from headwater_server.config.overlay import CODE_FIELDS, MAX_CONFIG_BYTES, check_allowed, lay_over, parse_overlay
-from headwater_server.config.schema import Config, Deployment, read_config
+from headwater_server.config.reader import read_config
+from headwater_server.config.schema import Config, Deployment
 from headwater_server.errors import BadRequest, Forbidden
 
 ROOT = Path(__file__).parents[3]
@@ -102,6 +103,29 @@ def test_sections_are_merged_and_other_values_replaced() -> None:
     )
     assert (found.batching.max_batch_size, found.batching.max_queue_size) == (8, 99)
     assert (found.timeout_s, found.warmup_batch_sizes, found.drain_timeout_s) == (5, (2,), 3)
+
+
+def test_a_cache_is_merged_as_other_sections_are() -> None:
+    cache = laid({"cache": {"max_bytes": "1MiB"}}, cache={"max_bytes": "4MiB", "ttl_s": 5, "per_key": True}).cache
+    assert cache is not None
+    assert (cache.max_bytes, cache.ttl_s, cache.per_key) == (2**20, 5, True)
+    cache = laid({"cache": {"ttl_s": None}}, cache={"max_bytes": "4MiB", "ttl_s": 5}).cache
+    assert cache is not None
+    assert (cache.max_bytes, cache.ttl_s) == (4 * 2**20, None)
+    assert laid({"cache": None}, cache={"max_bytes": "4MiB"}).cache is None
+
+
+@pytest.mark.parametrize("placement", ["fused", "graph"])
+def test_a_steps_cache_is_merged_too(placement: str) -> None:
+    steps = {"trunk": {"model": "m:T", "cache": {"max_bytes": 9, "per_key": True}}, "heads": {"h": {"model": "m:H"}}}
+    first = config({"p": {"pipeline": {"placement": placement, **steps}}})
+    pipeline = (
+        lay_over(first, first, "p", {"pipeline": {"trunk": {"cache": {"max_bytes": 5}}}}).deployments["p"].pipeline
+    )
+    assert pipeline is not None
+    assert pipeline.trunk is not None
+    assert pipeline.trunk.cache is not None
+    assert (pipeline.trunk.cache.max_bytes, pipeline.trunk.cache.per_key) == (5, True)
 
 
 def test_null_takes_the_default() -> None:

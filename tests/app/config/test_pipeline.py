@@ -9,7 +9,8 @@ import pytest
 
 from headwater.model import Embedding
 from headwater.pipeline import FeatureCacheSpec, StepSpec
-from headwater_server.config.schema import Config, load_config, read_config
+from headwater_server.config.reader import load_config, read_config
+from headwater_server.config.schema import Config
 from headwater_server.errors import ConfigError
 
 MODEL = {"model": "m:M"}

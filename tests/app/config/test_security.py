@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from headwater_server.config.schema import Config, read_config
+from headwater.errors import Problem
+from headwater_server.config.reader import read_config
+from headwater_server.config.schema import Config
 from headwater_server.errors import ConfigError
 from headwater_server.supervisor.preflight import security_problems
 
@@ -43,6 +45,17 @@ def test_what_no_browser_sends_as_an_origin_is_refused(origin: str) -> None:
 
 def test_nothing_is_wrong_with_nothing() -> None:
     assert security_problems(config()) == []
+
+
+def test_a_problem_has_the_parts_of_its_error_however_it_is_worded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def known_keys(path: object) -> None:
+        raise ConfigError("x: reworded; twice", field="keys: file", fix="do a; then b")
+
+    monkeypatch.setattr("headwater_server.supervisor.preflight.known_keys", known_keys)
+    (problem,) = security_problems(config())
+    assert problem == Problem("keys: file", "x: reworded; twice", "do a; then b")
 
 
 def test_what_cannot_be_read_is_a_problem(tmp_path: Path) -> None:

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 from headwater.datatypes import pack_bytes
+from headwater.errors import OutputMismatch
 from headwater.model import Parameter
 from headwater.pipeline import PipelineSpec, Plan, StepSpec, make_plan
 from headwater.signature import Signature, TensorSpec
+from headwater.wire.report import RowReport, Status
 from headwater_server.codecs.tensors import Answer, HeadAnswer, InferRequest, Outputs, OutputWish, RawTensor
 from headwater_server.control.route_kinds import GraphKind
 from headwater_server.control.routing import CacheShare, DeploymentRoute, ReplicaRoute, State
@@ -29,6 +31,7 @@ from headwater_server.errors import (
     ReplicaLost,
     Unavailable,
 )
+from headwater_server.transport.batch import row_error
 from headwater_server.transport.segments import RemoteSegment
 from tests.app.dispatch import test_dispatcher as replicas
 from tests.counted import count_from_zero, counts_of
@@ -471,27 +474,48 @@ def test_a_head_that_takes_what_another_cannot_is_answered() -> None:
     run(scenario)
 
 
+def mismatched(*fields: Any) -> CallableFailed:
+    """A replica's error about an output; its words say nothing."""
+    error = row_error([RowReport(Status.BAD_OUTPUT, "some words", OutputMismatch(*fields))], 0, 1)
+    assert isinstance(error, CallableFailed)
+    return error
+
+
 @pytest.mark.parametrize(
-    ("told", "got"),
+    ("rows", "datatype", "shape", "got"),
     [
-        ("output 'features': expected FP32 [8, 384], got FP32 [8, 0]", "FP32 [8, 0]"),
-        ("row 0: output 'features': expected FP32 [1, 384], got FP32 [1, 0]", "FP32 [8, 0]"),
-        ("output 'features': expected FP32 [16, 384], got FP64 [16, 384]", "FP64 [8, 384]"),
-        ("output 'features': expected FP32 [8, 384], got FP32 [0, 384]: 8 rows went in", "FP32 [0, 384]"),
-        ("row 0: output 'features': expected FP32 [1, 384], got FP32 [2, 384]: 1 rows went in", "FP32 [16, 384]"),
+        (8, "FP32", (8, 0), "FP32 [8, 0]"),
+        (1, "FP32", (1, 0), "FP32 [8, 0]"),
+        (16, "FP64", (16, 384), "FP64 [8, 384]"),
+        (8, "FP32", (0, 384), "FP32 [0, 384]"),
+        (1, "FP32", (2, 384), "FP32 [16, 384]"),
     ],
 )
-def test_an_output_that_its_own_replica_refuses_is_told_in_the_words_of_the_hand_over(told: str, got: str) -> None:
+def test_an_output_that_its_own_replica_refuses_is_told_in_the_words_of_the_hand_over(
+    rows: int, datatype: str, shape: tuple[int, ...], got: str
+) -> None:
     async def scenario() -> None:
         bench = Bench(plan(WIDE))
         task = bench.send(8, heads=["head_b"])
         await settle()
-        bench.call("trunk").fail(CallableFailed(told))
+        bench.call("trunk").fail(mismatched("features", rows, datatype, shape))
         with pytest.raises(CallableFailed) as caught:
             await task
         assert caught.value.message == (
             f"step `head_b`, input `features`: expected FP32 [8, 384], got {got} from `trunk`"
         )
+
+    run(scenario)
+
+
+def test_a_refused_output_that_the_step_does_not_read_keeps_its_words() -> None:
+    async def scenario() -> None:
+        bench = Bench(plan(WIDE))
+        task = bench.send(8, heads=["head_b"])
+        await settle()
+        bench.call("trunk").fail(mismatched("other", 8, "FP32", (8, 1)))
+        with pytest.raises(CallableFailed, match=r"^step `trunk`: some words$"):
+            await task
 
     run(scenario)
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from headwater.engine import SAMPLING_FIELDS, EngineLimits, Sampling
-from headwater_server.errors import BadRequest
+from headwater_server.errors import BadRequest, ContextTooLong
 from headwater_server.lm.chat import ChatRequest
 from headwater_server.lm.responses import ResponsesRequest
 from headwater_server.lm.text.language import LanguageText
@@ -42,6 +42,33 @@ def refused(limits: EngineLimits = LIMITS, **fields: Any) -> BadRequest:
         planned(limits, **fields)
     assert caught.value.message.startswith(f"{caught.value.field}: ")
     return caught.value
+
+
+def refused_with(kind: type[BadRequest]) -> BadRequest:
+    with pytest.raises(kind) as caught:
+        planned()
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        ("messages[0].content", "input"),
+        ("max_completion_tokens", "max_output_tokens"),
+        ("logprobs", "include"),
+    ],
+)
+def test_a_chats_error_is_about_the_field_of_this_api_however_it_is_worded(
+    path: str, field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def plan(*args: object, **options: object) -> TextPlan:
+        raise ContextTooLong.about(path, f" reworded in messages, and an answer, {path}")
+
+    monkeypatch.setattr(ChatRequest, "plan", plan)
+    error = refused_with(ContextTooLong)
+    assert error.field is not None
+    assert error.field.startswith(field)
+    assert error.message == f"{error.field} reworded in messages, and an answer, {path}"
 
 
 def test_a_string_is_a_users_message() -> None:

@@ -230,6 +230,8 @@ def test_crashes_in_a_row_end_in_failure_with_the_last_lines() -> None:
         )
         client = unavailable(replicas.route(1)).message
         assert client.endswith("the last: exited with status 3")
+        replicas.reason = "reworded"
+        assert unavailable(replicas.route(1)).message == client
 
     run(scenario, options={"mode": "crashes"}, max_crashes=2)
 

@@ -14,7 +14,8 @@ import httpx
 import pytest
 
 import headwater_server.errors
-from headwater_server.config.schema import Server, read_config
+from headwater_server.config.reader import read_config
+from headwater_server.config.schema import Server
 from headwater_server.config.sections import LogFormat
 from headwater_server.errors import BadRequest, CallableFailed, ConfigError, HeadwaterError, QueueFull, Unavailable
 from headwater_server.gateway.app import create_app

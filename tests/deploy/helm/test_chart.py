@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from headwater_server import __version__
-from headwater_server.config.schema import Server, read_config
+from headwater_server.config.reader import read_config
+from headwater_server.config.schema import Server
 from headwater_server.errors import ConfigError
 from tests.deploy.charts import EXAMPLES, ROOT, VERSIONS, Manifest, manifests, only, problems, variants
 from tests.pages import section

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from headwater_server import __version__
-from headwater_server.config.schema import read_config
+from headwater_server.config.reader import read_config
 from tests.deploy.charts import DEPLOY, VERSIONS, Manifest, only, problems, variants
 
 FOUND: list[Manifest] = [

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headwater import BadInput, Model, Parameter, Tensor
+from headwater.errors import OutputMismatch
 from headwater.runtime.capacity import Capacity
 from headwater.runtime.fused import FusedPipeline
 from headwater.runtime.step import Given, Made, Step
@@ -606,22 +607,26 @@ class TestDeclarations:
     """Of what a head returns, only what it declares travels."""
 
     @pytest.mark.parametrize(
-        ("returned", "message"),
+        ("returned", "message", "mismatch"),
         [
-            (rows(1), "step `step`: Liar returned ndarray, expected a dict of output name to array"),
-            ({"y": rows(1), "z": 1}, "step `step`: Liar returned an output 'z', expected y"),
-            ({}, "step `step`: Liar returned no output 'y', expected y"),
-            ({"y": rows(1, 2)}, "step `step`: output 'y': expected FP32 [1, 1], got FP32 [2, 1]: 1 rows went in"),
+            (rows(1), "step `step`: Liar returned ndarray, expected a dict of output name to array", None),
+            ({"y": rows(1), "z": 1}, "step `step`: Liar returned an output 'z', expected y", None),
+            ({}, "step `step`: Liar returned no output 'y', expected y", None),
+            (
+                {"y": rows(1, 2)},
+                "step `step`: output 'y': expected FP32 [1, 1], got FP32 [2, 1]: 1 rows went in",
+                OutputMismatch("y", 1, "FP32", (2, 1)),
+            ),
         ],
         ids=["no dict", "unknown name", "missing", "rows"],
     )
-    def test_what_differs_is_named(self, returned: Any, message: str) -> None:
+    def test_what_differs_is_named(self, returned: Any, message: str, mismatch: OutputMismatch | None) -> None:
         class Liar(Stage):
             def __call__(self, **inputs: Any) -> Any:
                 return returned
 
         made = run(step_of(Liar(positive, ["x"], "y")), 1)
-        assert made.failures == {0: RowReport(Status.BAD_OUTPUT, message)}
+        assert made.failures == {0: RowReport(Status.BAD_OUTPUT, message, mismatch)}
 
 
 class _Reuses(Model):

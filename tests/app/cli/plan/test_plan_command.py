@@ -16,7 +16,7 @@ from headwater_server.cli.plan.prediction import Prediction, fit
 from headwater_server.cli.plan.profiles import Budget, Profile
 from headwater_server.cli.plan.subject import make_subject
 from headwater_server.cli.plan.trial import Trial
-from headwater_server.config.schema import read_config
+from headwater_server.config.reader import read_config
 
 POINT = Point(8)
 MEASURED = Measured(POINT, 1000, 100, 200, 700, 700, 100.0, 5.0, 9.0, 16)

@@ -18,7 +18,8 @@ from headwater_server.cli.plan.point import Point, grid
 from headwater_server.cli.plan.profiles import Budget
 from headwater_server.cli.plan.report import plan_json, plan_page, plan_text
 from headwater_server.cli.plan.subject import Subject, choose_deployment, make_subject
-from headwater_server.config.schema import Config, read_config
+from headwater_server.config.reader import read_config
+from headwater_server.config.schema import Config
 from headwater_server.errors import CommandError
 
 GIB = 2**30

@@ -10,7 +10,8 @@ import yaml
 from headwater_server.cli.plan.point import Point, grid, section_of, takes_instances, threads_of
 from headwater_server.cli.plan.profiles import profile_yaml
 from headwater_server.cli.plan.subject import make_subject
-from headwater_server.config.schema import Config, Deployment, read_config
+from headwater_server.config.reader import read_config
+from headwater_server.config.schema import Config, Deployment
 
 
 def config_of(**section: Any) -> Config:

@@ -15,7 +15,7 @@ from headwater_server.cli.plan.point import Point
 from headwater_server.cli.plan.profiles import served_at
 from headwater_server.cli.plan.subject import WARMUP_S, Subject, make_subject
 from headwater_server.cli.server_client import Metadata, ServerClient, Tensor
-from headwater_server.config.schema import read_config
+from headwater_server.config.reader import read_config
 from headwater_server.errors import CommandError
 
 URL = "http://127.0.0.1:8000"

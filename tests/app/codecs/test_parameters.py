@@ -1,0 +1,56 @@
+"""Parameters of requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from headwater.errors import DeclarationError
+from headwater.model import Model, Parameter, Tensor
+from headwater.signature import Signature
+from headwater_server.codecs.parameters import RequestParameters
+from headwater_server.errors import BadRequest
+
+
+class Tuned(Model):
+    """Takes a number."""
+
+    inputs = (Tensor("x", "FP32", [1]),)
+    outputs = (Tensor("y", "FP32", [1]),)
+    parameters = (Parameter("rate", "float", 1.0, minimum=0, maximum=2), Parameter("kind", "str", "a", choices=["a"]))
+
+    def __call__(self, *, x: Any, parameters: Any) -> Any:
+        """Not called."""
+
+
+def refused(name: str, value: object) -> str:
+    parameters = RequestParameters(Signature.of(Tuned(), name="m", max_batch_size=1), binary=False)
+    with pytest.raises(BadRequest) as caught:
+        parameters.take({name: value}, parameters.request(None))
+    return caught.value.message
+
+
+CASES: list[tuple[str, object, str]] = [
+    ("rate", "x", "parameters.rate: expected float, got 'x'"),
+    ("rate", -1, "parameters.rate: expected at least 0, got -1"),
+    ("rate", 3, "parameters.rate: expected at most 2, got 3"),
+    ("rate", True, "parameters.rate: expected float, got true"),
+    ("kind", "b, got c", "parameters.kind: expected one of 'a', got 'b, got c'"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "message"), CASES)
+def test_a_value_that_does_not_fit_is_told_as_json(name: str, value: object, message: str) -> None:
+    assert refused(name, value) == message
+
+
+@pytest.mark.parametrize(("name", "value", "message"), CASES)
+def test_the_declarations_own_words_do_not_matter(
+    name: str, value: object, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def misfit(self: Parameter, expected: str, value: object) -> DeclarationError:
+        return DeclarationError("reworded, got something", expected=expected)
+
+    monkeypatch.setattr(Parameter, "_misfit", misfit)
+    assert refused(name, value) == message
