@@ -47,8 +47,8 @@ def _refuse_hidden() -> None:
         their_file, our_file = (getattr(PathFinder.find_spec(name, path), "origin", None) for path in (theirs, ours))
         if their_file and our_file and not os.path.samefile(their_file, our_file):
             sys.exit(
-                f"headwater: PYTHONPATH: expected no {name}, of which Headwater's own Python has another, {our_file}, "
-                f"got {their_file}; set PYTHONPATH in the `environment` of the deployments that need it, not for "
+                f"headwater: PYTHONPATH: expected no {name}, since Headwater's Python already has {our_file}, got "
+                f"{their_file}; set PYTHONPATH in the `environment` of the deployments that need it, not for "
                 "headwater"
             )
 

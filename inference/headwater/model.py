@@ -63,7 +63,7 @@ class Tensor:
         for dim in dims:
             if not isinstance(dim, int) or isinstance(dim, bool) or (dim < 1 and dim != -1):
                 raise DeclarationError(
-                    f"tensor {self.name!r}, shape: expected positive dimensions, or -1 for one that varies, got {dim!r}"
+                    f"tensor {self.name!r}, shape: expected positive dimensions, or -1 for any size, got {dim!r}"
                 )
         if not dims:
             raise DeclarationError(f"tensor {self.name!r}, shape: expected one row's shape such as [1], got []")
@@ -73,7 +73,7 @@ class Tensor:
             raise DeclarationError(f"tensor {self.name!r}, labels: expected a list of texts, got {self.labels!r}")
         if labels and len(labels) != dims[-1]:
             raise DeclarationError(
-                f"tensor {self.name!r}, labels: expected {dims[-1]}, one for each place of the last dimension, got "
+                f"tensor {self.name!r}, labels: expected {dims[-1]}, a label for each place of the last dimension, got "
                 f"{len(labels)}"
             )
         object.__setattr__(self, "labels", labels)
@@ -110,7 +110,7 @@ class Parameter:
     def __post_init__(self) -> None:
         _check_name("parameter", self.name)
         if self.name in _RESERVED_PARAMETERS:
-            raise DeclarationError(f"parameter {self.name!r}: the protocol gives this name a meaning of its own")
+            raise DeclarationError(f"parameter {self.name!r}: the protocol already uses this name")
         if self.type not in _PARAMETER_TYPES:
             raise DeclarationError(
                 f"parameter {self.name!r}, type: expected one of {', '.join(_PARAMETER_TYPES)}, got {self.type!r}"

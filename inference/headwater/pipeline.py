@@ -234,7 +234,7 @@ def _cache_faults(step: PlannedStep) -> Iterator[str]:
         return
     if step.parents:
         yield (
-            f"step `{step.name}`, cache: expected a step that reads the pipeline's inputs only, got one that reads "
+            f"step `{step.name}`, cache: expected a step that reads the pipeline's inputs only, got a step that reads "
             f"{_listed(step.parents)}; move `cache` to a step before it"
         )
     with contextlib.suppress(DeclarationError):
@@ -319,7 +319,7 @@ def _wire(spec: PipelineSpec, step: StepSpec, tensor: TensorSpec, signatures: Ma
         if output not in outputs:
             hint = did_you_mean(output, outputs)
             raise DeclarationError(
-                f"{where}: nobody produces `{producer}.{output}`; the outputs of `{producer}` are "
+                f"{where}: no step produces `{producer}.{output}`; the outputs of `{producer}` are "
                 f"{_listed(outputs)}{hint}"
             )
         return Wire(tensor.name, producer, output)
@@ -411,7 +411,7 @@ def _signature(
     if all(tensor.optional for tensor in inputs):
         optional = _listed(tensor.name for tensor in inputs)
         raise DeclarationError(
-            "pipeline, inputs: expected at least one that isn't optional, got "
+            "pipeline, inputs: expected at least one required input, got "
             f"{f'only {optional}' if optional else 'none'}; map a step's input to `{INPUT}.NAME`"
         )
     streaming = [step.name for step in steps if step.signature.streams]

@@ -196,7 +196,7 @@ class Signature(msgspec.Struct, frozen=True):
             if inspect.isgeneratorfunction(hook) or inspect.isasyncgenfunction(hook):
                 raise DeclarationError(
                     f"{kind}.{hook.__name__}: expected a function or a coroutine function, got a generator function, "
-                    "of which nothing would run; remove its `yield`"
+                    "whose body would never run; remove its `yield`"
                 )
         call = type(model).__call__
         description = (inspect.getdoc(model) or "").split("\n\n")[0].replace("\n", " ")

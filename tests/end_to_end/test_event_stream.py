@@ -393,7 +393,7 @@ def test_a_reader_that_is_slow_blocks_the_work_and_is_cut_off(gateway: Gateway, 
         assert b'"final"' not in received
         assert not received.endswith(b"0\r\n\r\n")
     assert gateway.log[-1]["status"] == 499
-    assert "took nothing" in gateway.log[-1]["note"]
+    assert "read no data" in gateway.log[-1]["note"]
     wait_for(lambda: gateway.models.is_idle)
 
 
@@ -410,7 +410,7 @@ def test_a_client_that_reads_nothing_is_cut_off_though_nothing_more_is_said(gate
         ask_and_wait_to_be_cut_off(gateway, connection)
         assert streaming.left.is_set()
     assert gateway.log[-1]["status"] == 499
-    assert "took nothing" in gateway.log[-1]["note"]
+    assert "read no data" in gateway.log[-1]["note"]
 
 
 def test_a_stream_on_which_nothing_happens_has_one_task(gateway: Gateway, pipeline: Fake) -> None:

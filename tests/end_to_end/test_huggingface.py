@@ -133,7 +133,7 @@ def test_a_model_of_another_kind_is_named(running: Running) -> None:
         f"{running.url}/v1/rerank", json={"model": "embedder", "query": "x", "documents": ["y"]}
     )
     assert answer.status_code == 400
-    assert answer.json()["error"]["message"] == "model: `embedder` ranks no documents; models that do: `reranker`"
+    assert answer.json()["error"]["message"] == "model: `embedder` does not rank documents; models that do: `reranker`"
 
 
 def test_requests_are_counted_by_route(running: Running) -> None:

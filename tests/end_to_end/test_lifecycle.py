@@ -265,7 +265,7 @@ def test_what_fails_to_start_leaves_the_old_one_in_a_reload_and_nothing_in_a_loa
     answer = command(running, "reload", "unary")
     assert answer.status_code == 500
     assert "invalid literal for int()" in answer.json()["error"]
-    assert "goes on serving" in answer.json()["error"]
+    assert "still serves" in answer.json()["error"]
     assert running.replica_folders("unary") == [replica]
     assert running.index("unary")["state"] == "READY"
     assert version(running) == seen

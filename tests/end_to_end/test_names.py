@@ -138,7 +138,7 @@ def test_a_module_that_headwater_imports_is_refused_on_the_python_path(file: str
         assert ended.returncode == 1
         name = file.partition("/")[0].removesuffix(".py")
         assert ended.stderr.startswith(
-            f"headwater: PYTHONPATH: expected no {name}, of which Headwater's own Python has"
+            f"headwater: PYTHONPATH: expected no {name}, since Headwater's Python already has"
         )
         assert f"got {tmp_path / file}; set PYTHONPATH in the `environment` of the deployments" in ended.stderr
 

@@ -256,7 +256,7 @@ class TestErrors:
 
     def test_a_token_id_of_another_tokenizer(self, client: openai.OpenAI) -> None:
         error = refused(lambda: client.embeddings.create(model="text", input=[101, 99_999]), openai.BadRequestError)
-        assert "this model's own tokenizer, from 0 to 30521" in error.message
+        assert "this model's tokenizer, from 0 to 30521" in error.message
 
     def test_an_empty_list(self, client: openai.OpenAI) -> None:
         error = refused(lambda: client.embeddings.create(model="text", input=[]), openai.BadRequestError)

@@ -298,7 +298,7 @@ def test_what_models_share_on_pytriton_they_have_apart_here_and_the_log_says_so(
         wait_for(lambda url=url: has_learned(url), what="a loss")  # type: ignore[misc]
     assert not np.allclose(predicted(bare.url), before)
     np.testing.assert_array_equal(predicted(running.url), before)
-    assert running.log.read_text().count("online_learning.py: Train and Predict share OnlineLearning, of which") == 1
+    assert running.log.read_text().count("online_learning.py: Train and Predict share OnlineLearning, but each") == 1
 
 
 @pytest.mark.parametrize("pipeline", ["fused", "graph"])

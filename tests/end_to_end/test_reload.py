@@ -100,7 +100,7 @@ def test_the_configuration_is_read_again(running: Running) -> None:
     times = {"model": "times:Times", "warmup_batch_sizes": [1]}
     change(running, times={**times, "no_such_field": 1})
     wait_for(lambda: "no_such_field" in running.log.read_text(), 60, "the log to say why")
-    assert "so that the old one stays" in running.log.read_text()
+    assert "keeping the previous configuration" in running.log.read_text()
     assert answer(running) == 4
 
     change(running, times=times, negative=ADDED)

@@ -290,7 +290,7 @@ def test_an_answer_that_follows_a_schema_is_shown_as_json(page: Page, browser: B
     properties = {"of": {"const": []}, "text": {"const": 'a, {"b": 1}'}}
     required = {"required": ["of", "text"], "additionalProperties": False}
     chat(page, demo, 200, schema={"type": "object", "properties": properties, **required})
-    assert told(page) == "Done: the model ended it."
+    assert told(page) == "Done: the model ended the answer."
     assert page.text(".parsed h3") == "Answer as JSON"
     shown = page.text(".parsed pre")
     assert shown.splitlines() == ["{", '  "of": [],', '  "text": "a, {\\"b\\": 1}"', "}"]
@@ -319,7 +319,7 @@ def test_json_is_laid_out_as_it_is_written(page: Page, demo: Running, text: str,
 
 def test_an_answer_cut_before_its_json_is_whole_says_so(page: Page, demo: Running) -> None:
     chat(page, demo, 3, schema={"const": "a text that is much longer than three tokens"})
-    assert told(page) == "Cut: as many tokens as were asked for, and the JSON is not whole. Allow more tokens."
+    assert told(page) == "Cut: the token limit was reached, and the JSON is incomplete. Allow more tokens."
     assert page.text(".stream") != ""
     assert page.text(".parsed") == ""
 
@@ -538,7 +538,7 @@ def test_a_server_that_wants_a_key_is_given_one_which_is_kept_nowhere(browser: B
             }})()"""
         )
         page.wait("!document.querySelector('#key-form').hidden")
-        assert page.text("#banner") == "The server wants an API key."
+        assert page.text("#banner") == "The server requires an API key."
         page.fill("#key", "secret-1")
         page.press("Enter")
         page.wait("document.querySelector('#banner').innerText === ''")

@@ -75,11 +75,11 @@ mounts = pytest.mark.skipif(not _can_mount(), reason="needs leave to make a moun
 @pytest.mark.parametrize(
     ("script", "reason", "fix"),
     [
-        ("d=$(mktemp -d) && cd $d && rmdir $d && ", "the working folder was removed", "cd to a folder"),
+        ("d=$(mktemp -d) && cd $d && rmdir $d && ", "the working folder was removed", "cd to an existing folder"),
         ("ulimit -n 40 && ", "a process may open 40 files here; expected 256", "LimitNOFILE="),
         # In a folder that can be written, wherever this clone lies.
         pytest.param(
-            f"{READ_ONLY}cd /dev/shm && ", "can't write in /tmp, where Triton does", "mount a tmpfs", marks=mounts
+            f"{READ_ONLY}cd /dev/shm && ", "can't write in /tmp, where Triton writes", "mount a tmpfs", marks=mounts
         ),
         pytest.param(f"{READ_ONLY}cd /tmp && ", "no folder for temporary files", "mount a tmpfs at /tmp", marks=mounts),
         pytest.param(

@@ -90,7 +90,7 @@ def test_a_tensor_that_contradicts_itself_is_refused(arguments: Any, message: st
         ({"default": 5, "maximum": 4}, "expected at most 4, got 5"),
         ({"default": 5, "choices": (1, 2)}, "expected one of 1, 2, got 5"),
         ({"default": 1, "per": "call"}, "expected 'batch' or 'row'"),
-        ({"default": 1, "name": "timeout"}, "a meaning of its own"),
+        ({"default": 1, "name": "timeout"}, "the protocol already uses this name"),
         ({"default": 1, "type": "number"}, "type: expected one of str"),
     ],
 )

@@ -130,7 +130,7 @@ def test_a_source_that_is_none_is_known_without_any_model(source: str, message: 
 def test_an_output_that_nobody_produces() -> None:
     message = refused({"trunk": model("x", "features; norm"), "a": HEAD_A}, None, {"a": {"features": "trunk.feature"}})
     assert message == (
-        "step `a`, input `features`: nobody produces `trunk.feature`; the outputs of `trunk` are `features`, `norm`; "
+        "step `a`, input `features`: no step produces `trunk.feature`; the outputs of `trunk` are `features`, `norm`; "
         "did you mean `features`?"
     )
 
@@ -246,13 +246,13 @@ def test_an_input_of_the_pipeline_on_which_steps_disagree(other: str) -> None:
 def test_no_input_of_the_pipeline() -> None:
     message = refused({"a": model("x?", "a")}, ("a",))
     assert message == (
-        "pipeline, inputs: expected at least one that isn't optional, got none; map a step's input to `input.NAME`"
+        "pipeline, inputs: expected at least one required input, got none; map a step's input to `input.NAME`"
     )
 
 
 def test_optional_inputs_of_the_pipeline_only() -> None:
     message = refused({"trunk": model("x?; z?", "features FP32 [8]"), "a": HEAD_A})
-    assert "pipeline, inputs: expected at least one that isn't optional, got only `x`, `z`" in message
+    assert "pipeline, inputs: expected at least one required input, got only `x`, `z`" in message
 
 
 TEXT_TRUNK = model("text BYTES [1]; n", "features FP32 [8]")
@@ -518,7 +518,7 @@ def test_all_faults_are_named_at_once_with_the_names_that_may_be_meant() -> None
     with pytest.raises(DeclarationError) as caught:
         planned(steps, None, {"a": {"features": "trunk.featurs"}, "b": {"feature": "trunk.features"}})
     first, second = caught.value.args
-    assert "nobody produces `trunk.featurs`" in first
+    assert "no step produces `trunk.featurs`" in first
     assert first.endswith("; did you mean `features`?")
     assert second == "step `b`, inputs: expected some of its inputs `features`, got `feature`; did you mean `features`?"
 

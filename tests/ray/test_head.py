@@ -29,7 +29,7 @@ STEADY = 40
 AWAY_S = 12.0
 PATIENCE_S = 15
 """How long Ray's processes wait for a head in the tests without storage; by default it is 60 s."""
-GONE = "doesn't answer: what runs is served, but nothing is placed, repaired or scaled"
+GONE = "doesn't answer: running replicas serve, but no replica is placed, replaced or scaled"
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +150,7 @@ def test_without_a_storage_it_is_served_as_long_as_ray_lets_it(tmp_path: Path, i
         gone_s = time.monotonic()
         if is_restarted:
             found.restart_head()
-            words = "was started anew without what it knew"
+            words = "was restarted without its stored state"
         else:
             words = GONE
         for one in (served.serving, served.joined):

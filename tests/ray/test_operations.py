@@ -120,4 +120,4 @@ def test_another_configuration_is_refused(served: Served, folder: Path) -> None:
         [sys.executable, "-m", "headwater_server", "serve", str(path)], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 1
-    assert "it serves other deployments than this configuration; expected `headwater join`" in done.stderr
+    assert "serves other deployments than this configuration; expected `headwater join`" in done.stderr

@@ -111,5 +111,5 @@ def test_a_decoder_pools_if_it_is_told_to(client: openai.OpenAI) -> None:
     found = vectors(client, "decoder", ["x = 1", "x = 1", "def f():"])
     assert np.abs(found[0] - found[1]).max() < 1e-5
     assert np.abs(found[0] - found[2]).max() > 1e-2
-    with pytest.raises(openai.BadRequestError, match="gives embeddings only"):
+    with pytest.raises(openai.BadRequestError, match="serves only embeddings"):
         client.completions.create(model="decoder", prompt="x")

@@ -142,7 +142,7 @@ def test_vllms_other_routes_are_not_ours(vllm_server: Running, path: str) -> Non
 def test_a_route_of_ours_is_not_answered_by_vllm(vllm_server: Running) -> None:
     body = {"model": "tiny", "query": "x", "documents": ["x"]}
     answer = vllm_server.client.post(f"{vllm_server.url}/rerank", json=body)
-    assert (answer.status_code, "`tiny` ranks no documents" in answer.text) == (400, True), answer.text
+    assert (answer.status_code, "`tiny` does not rank documents" in answer.text) == (400, True), answer.text
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])

@@ -176,7 +176,7 @@ class EmbeddedTriton(Triton):  # type: ignore[misc]  # pytriton has no type anno
                 raise _not_started(ended, self._log_lines())
             _check_threads()
             if progress.is_stuck(time.monotonic()):
-                text = f"Triton has stood still for {STUCK_S:g} s, as it does where it could not start a thread"
+                text = f"Triton has made no progress for {STUCK_S:g} s, as happens if it could not start a thread"
                 raise Shortage(errno.EAGAIN, text)
             time.sleep(0.02)
 

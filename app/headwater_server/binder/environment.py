@@ -106,7 +106,7 @@ def _python_problems() -> Iterable[Problem]:
         yield Problem(
             "Python version",
             f"expected Python 3.10 to 3.12, got {platform.python_version()} ({sys.executable})",
-            "install Headwater into a virtual environment of one of these",
+            "install Headwater into a virtual environment with Python 3.10 to 3.12",
         )
 
 
@@ -114,16 +114,16 @@ def _numpy_problems() -> Iterable[Problem]:
     version = installed_version("numpy")
     if version is None or int(version.partition(".")[0]) >= 2:
         why = (
-            "found none"
+            "which is not installed"
             if version is None
             else f"got {version}: with numpy 2 PyTriton silently passes tensors without elements between its "
             "processes, and every request fails with 'expected N, got 0'"
         )
         yield Problem(
-            "numpy version of Headwater's own Python",
+            "numpy version of Headwater's Python",
             f"expected numpy 1.x in {sys.prefix}, {why}",
-            "install Headwater into a virtual environment of its own, and name the Python of your packages, which may "
-            f"have any numpy, as `python` of the deployment (python: {sys.executable})",
+            "install Headwater into a separate virtual environment, and set `python` of the deployment to the "
+            f"interpreter that has your packages, with any version of numpy (python: {sys.executable})",
         )
 
 
@@ -132,7 +132,7 @@ def _stub_problem() -> Problem:
     folder = package_folder("pytriton")
     if version is None or folder is None:
         return Problem(
-            "PyTriton", "expected nvidia-pytriton, found none", f"{sys.executable} -m pip install nvidia-pytriton"
+            "PyTriton", "nvidia-pytriton is not installed", f"{sys.executable} -m pip install nvidia-pytriton"
         )
     there = sorted(
         (stub.parent.name for stub in folder.glob("tritonserver/python_backend_stubs/*/triton_python_backend_stub")),
@@ -140,7 +140,7 @@ def _stub_problem() -> Problem:
     )
     return Problem(
         "PyTriton's stub",
-        f"nvidia-pytriton {version} has no stub for Python {_PYTHON}, only for {', '.join(there) or 'none'}",
+        f"nvidia-pytriton {version} has no stub for Python {_PYTHON}, only for {', '.join(there) or 'no version'}",
         "install Headwater into a virtual environment of Python 3.10 to 3.12",
     )
 

@@ -85,7 +85,7 @@ def check(
         for problem in error.problems:
             problems.append(Problem("configuration", f"{error.source}: {problem}", "correct the named field"))
     except ConfigError as error:
-        problems.append(Problem("configuration", str(error), "correct what the reason names"))
+        problems.append(Problem("configuration", str(error), "correct the fault that the reason names"))
     with ModelSide({}) as side:
         versions, triton_problems = side.triton_report()
         of_models, unknown = side.report()
@@ -184,7 +184,7 @@ def _look_at_vllm(
         problems = (device_problem(device, environ, options, install) for device in deployment.placements)
         problem = next(filter(None, problems), None) or folder_problem(folder, options, install)
     except InterpreterError as error:
-        hint = "" if os.path.exists(error.path) else "; `make vllm-env` makes one in .venv-vllm"
+        hint = "" if os.path.exists(error.path) else "; `make vllm-env` creates this environment in .venv-vllm"
         reason = f"the model's Python, {error.path}: {error.reason}"
         return python, Problem(title, reason, f"{error.fix}{hint}")
     except LoadError as error:

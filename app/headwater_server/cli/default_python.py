@@ -50,14 +50,14 @@ def default_python(config: Config, option: str | None, folder: Path, environ: Ma
     if option:
         return DefaultPython(Path(option).expanduser(), "--python")
     if config.cluster is not None:
-        return DefaultPython(OWN_PYTHON, "no `python` is given, and other nodes lack what is active on this one")
+        return DefaultPython(OWN_PYTHON, "no `python` is set, and other nodes lack this node's active environment")
     for variable in ACTIVE:
         if prefix := environ.get(variable):
             return _of_environment(Path(prefix), f"the active environment ({variable})")
     beside = folder / ".venv"
     if (beside / "bin" / "python").exists() and not (beside / "bin" / "headwater").exists():
-        return _of_environment(beside, "the environment beside the configuration")
-    return DefaultPython(OWN_PYTHON, "no `python` is given, and no environment is active")
+        return _of_environment(beside, "the environment .venv in the folder of the configuration")
+    return DefaultPython(OWN_PYTHON, "no `python` is set, and no environment is active")
 
 
 def _of_environment(prefix: Path, why: str) -> DefaultPython:

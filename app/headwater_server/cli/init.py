@@ -29,7 +29,7 @@ def write_template(kind: str, folder: Path) -> list[Path]:
     targets = [folder / source.name for source in sources]
     for target in targets:
         if target.exists() or target.is_symlink():
-            raise CommandError(f"{target}: it is there already, and nothing is overwritten; name another folder")
+            raise CommandError(f"{target}: already exists, and is not overwritten; name another folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for source, target in zip(sources, targets, strict=True):

@@ -85,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     check = commands.add_parser("check", help="check the environment and, if given, a configuration or model")
     check.add_argument("what", nargs="?", metavar="CONFIG | MODULE:CLASS | KIND:PATH", help="as for `headwater serve`")
     check.add_argument("--json", action="store_true", help="print JSON")
-    check.add_argument("--load", action="store_true", help="load the models, too, and call those that answer whole")
+    check.add_argument("--load", action="store_true", help="also load all models, and call models without streams")
     check.add_argument("--host")
     check.add_argument("--port", type=int)
     add_python_option(check)
@@ -94,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
 
     init = commands.add_parser("init", help="write a folder to begin with: a model, a configuration, a test")
     init.add_argument("kind", metavar="KIND", choices=KINDS, help=f"one of {', '.join(KINDS)}")
-    init.add_argument("folder", nargs="?", type=Path, metavar="FOLDER", help="default: one named as the kind")
+    init.add_argument("folder", nargs="?", type=Path, metavar="FOLDER", help="default: the name of the kind")
     init.set_defaults(run=_init)
 
     status = commands.add_parser("status", help="show the models of a running server, and their states")
@@ -113,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
         if action != "unload":
             command.add_argument(
                 "--config", metavar="FILE | JSON",
-                help="a deployment's section, merged into the one that the server was started with: a YAML or JSON "
+                help="a deployment's section, merged into the section that the server was started with: a YAML or JSON "
                 "file, or JSON such as '{\"timeout_s\": 5}'",
             )  # fmt: skip
         _add_url(command)
@@ -190,7 +190,7 @@ def _serve(options: argparse.Namespace) -> int:
     announce = _announcer(config)
     if options.reload:
         if config.cluster is not None:
-            raise CommandError("--reload: expected replicas on this machine, got the section `cluster`; remove one")
+            raise CommandError("--reload: expected replicas on this machine, got the section `cluster`; remove either")
         # Cached bytecode is matched by the source's size and its time in seconds, so it could be stale after an edit
         # within the same second.
         os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
@@ -246,7 +246,7 @@ def _check(options: argparse.Namespace) -> int:
 
     for name, value in (("--load", options.load), ("--python", options.python)):
         if options.what is None and value:
-            raise CommandError(f"{name}: expected a CONFIG or a model beside it, got none")
+            raise CommandError(f"{name}: expected a CONFIG or a model as well, got neither")
     flags = config_flags(options)
     return check(options.what, as_json=options.json, flags=flags, loads=options.load, python=options.python)
 

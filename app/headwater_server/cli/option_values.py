@@ -129,8 +129,8 @@ def add_python_option(command: argparse.ArgumentParser) -> None:
     """Add ``--python``, which `headwater_server.cli.script_config.load_with_scripts` takes."""
     command.add_argument(
         "--python", metavar="PATH",
-        help="the interpreter of models for which the configuration names none; own: Headwater's; default: that of "
-        "the active environment, or of .venv beside the configuration, or Headwater's",
+        help="the interpreter of models without `python` in the configuration; own: Headwater's interpreter; default: "
+        "the interpreter of the active environment, or of .venv in the configuration's folder, or Headwater's",
     )  # fmt: skip
 
 

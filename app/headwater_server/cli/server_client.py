@@ -188,7 +188,7 @@ class ServerClient:
         names = self.models()
         if len(names) != 1:
             models = ", ".join(names) or "no ready model"
-            raise CommandError(f"--model: expected the name of a model, got none; the server has {models}")
+            raise CommandError(f"--model: expected the name of a model, got no name; the server has {models}")
         return names[0]
 
     def metadata(self, model: str) -> Metadata:
@@ -252,7 +252,7 @@ class ServerClient:
                 "there?"
             ) from error
         if response.status_code == 401:
-            got = "one that is not valid" if self._headers else "none"
+            got = "an invalid key" if self._headers else "no key"
             raise CommandError(
                 f"{self._url}: expected one of the server's API keys in the environment variable {KEY_VARIABLE}, or in "
                 f"--api-key-file of `headwater bench`, got {got}"

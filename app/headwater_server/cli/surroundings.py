@@ -45,9 +45,9 @@ def require_folders() -> None:
     try:
         os.getcwd()
     except FileNotFoundError:
-        raise CommandError("the working folder was removed; cd to a folder that is there, and start again") from None
+        raise CommandError("the working folder was removed; cd to an existing folder, and start again") from None
     try:
         tempfile.gettempdir()
     except FileNotFoundError:
-        tried = "of $TMPDIR, /tmp, /var/tmp and the working folder none can be written"
+        tried = "can't write in $TMPDIR, /tmp, /var/tmp or the working folder"
         raise CommandError(f"no folder for temporary files: {tried}; mount a tmpfs at /tmp") from None

@@ -127,7 +127,7 @@ class Agent:
         spec = self._spec
         loop = asyncio.get_running_loop()
         for stale in sweep_stale(spec.runtime_dir):
-            logger.warning("swept what an earlier replica left behind: %s", stale)
+            logger.warning("removed leftovers of an earlier replica: %s", stale)
         self._children.folder, lock = make_instance_folder(spec.runtime_dir)
         orders = asyncio.StreamReader()
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(orders), sys.stdin.buffer)

@@ -334,7 +334,7 @@ class ClusterSupervisor:
         """
         desired = _read_desired(await self._ray.get(DESIRED))
         if desired is not None and desired.began_as != what_is_served(self._first):
-            logger.warning("what an earlier supervisor stored is of another configuration, and is ignored")
+            logger.warning("ignoring the stored state of an earlier supervisor: it has another configuration")
             desired = None
         sets = self._orchestrator.sets
         if desired is not None:
@@ -353,7 +353,7 @@ class ClusterSupervisor:
             if name in sets and not sets[name].is_set_aside:
                 candidates.append((name, self._children.adopt(actor_name, actor, sets[name].config)))
             else:
-                logger.warning("%s: nobody wants it any more; it is ended", actor_name)
+                logger.warning("%s: ending this replica: its deployment is not served any more", actor_name)
                 await self._ray.kill(actor)
         if candidates:
             await asyncio.wait(
@@ -371,7 +371,7 @@ class ClusterSupervisor:
             if fits and not replica.ending.is_set() and len(running.get(name, ())) < replica_set.bounds.max:
                 running.setdefault(name, []).append(replica)
             else:
-                logger.warning("%s: was starting, or is not what is wanted; it is ended", replica.id)
+                logger.warning("%s: ending this replica: not ready, or not as the configuration says", replica.id)
                 replica.kill()
         if running:
             ids = ", ".join(handle.id for handles in running.values() for handle in handles)
@@ -440,12 +440,12 @@ class ClusterSupervisor:
                 continue
             unknown = {name for name in actors if name.removeprefix(PREFIX) not in self._children.replicas}
             for name in unknown & suspects:  # seen twice: a replica seen once may be starting or ending
-                logger.warning("%s: runs, but nobody has it; it is ended", name)
+                logger.warning("%s: ending this replica: it runs, but the supervisor does not know it", name)
                 await self._ray.kill(actors[name])
             suspects = unknown
 
     def _give_way(self) -> None:
-        logger.error("another supervisor has followed; this one ends")
+        logger.error("another supervisor has taken over; this supervisor stops")
         self._children.stop()
 
     async def _stop(self) -> None:
@@ -476,7 +476,7 @@ def _read_desired(raw: bytes | None) -> _Desired | None:
     try:
         return _Desired.decoded(raw)
     except Exception as error:  # another version of Headwater stored it
-        logger.warning("what an earlier supervisor stored can't be read, and is ignored: %r", error)
+        logger.warning("ignoring the stored state of an earlier supervisor, which can't be read: %r", error)
         return None
 
 

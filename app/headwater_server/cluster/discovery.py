@@ -159,7 +159,7 @@ def _look(ray: RayClient) -> Announcement | Trouble | None:
     try:
         said = ray.ask(ray.find(NAME), ANSWER_TIMEOUT_S)
     except ActorGone:
-        text = "cluster: nothing is served there; expected `headwater serve CONFIG` on one of its machines before"
+        text = "cluster: no server runs there; run `headwater serve CONFIG` on one of its machines first"
         return Trouble(text)
     except TimeoutError:
         return None

@@ -222,7 +222,7 @@ class Uplink:
             except (OSError, ValueError, asyncio.TimeoutError, msgspec.MsgspecError) as error:
                 logger.log(logging.WARNING if is_open else logging.DEBUG, "the cluster's supervisor: %s", error)
             if is_open and not self._children.is_stopping:
-                logger.warning("the cluster's supervisor is gone; what it said last stays until it is back")
+                logger.warning("the cluster's supervisor is gone; its last table stays in use until it is back")
             with contextlib.suppress(asyncio.TimeoutError):
                 await within(RETRY_S, self._has_moved.wait())
 
@@ -329,7 +329,7 @@ async def serve_gateway(
         assert isinstance(first, Announcement)
         if config is not None and first.serves != what_is_served(config):
             raise StartError(
-                "cluster: it serves other deployments than this configuration; expected `headwater join` to add a "
+                "cluster: serves other deployments than this configuration; expected `headwater join` to add a "
                 "gateway to it, load and reload to change its models, or `headwater stop` to end it first"
             )
         if config is None:

@@ -161,7 +161,7 @@ class PortConnection(asyncio.BufferedProtocol):
         self._port.connections.add(self)
         tls = transport.get_extra_info("ssl_object")
         if not self._port.is_peer(transport):
-            self._refuse(Refusal("403 Forbidden", "certificate: expected one of the cluster, got another name"))
+            self._refuse(Refusal("403 Forbidden", "certificate: expected the cluster's certificate, got another name"))
         elif tls is not None and tls.selected_alpn_protocol() == "h2":
             self._relay_grpc(b"")
         else:
@@ -243,13 +243,13 @@ class PortConnection(asyncio.BufferedProtocol):
 
     def _begin_call(self, head: RequestHead, rest: bytes) -> None:
         if head.path != f"/v2/models/{self._port.name}/infer":
-            raise Refusal("404 Not Found", "path: expected that of this replica's model")
+            raise Refusal("404 Not Found", "path: expected the path of this replica's model")
         if head.method != "POST":
             raise Refusal("405 Method Not Allowed", "method: expected POST")
         length, json_length = head.length, head.json_length
         self._inputs_bytes, size_bytes = head.segment or (0, 0)
         if json_length + self._inputs_bytes > length:
-            raise Refusal("400 Bad Request", "content-length: expected what the other lengths add up to, got less")
+            raise Refusal("400 Bad Request", "content-length: expected at least the sum of the other lengths, got less")
         self._body_left = length - self._inputs_bytes
         self._is_asked = True
         self._answer_head = bytearray()
@@ -366,7 +366,7 @@ class PortConnection(asyncio.BufferedProtocol):
     def _relay_vllm(self, head: RequestHead, raw: bytes, rest: bytes) -> None:
         """Relay a request unchanged, and all bytes of its answer."""
         if (head.method, head.path) not in _VLLM:
-            raise Refusal("404 Not Found", "path: expected one that gateways ask of a vLLM")
+            raise Refusal("404 Not Found", "path: expected a path of vLLM that gateways request")
         self._body_left = len(raw) + head.length
         self._is_relay = True
         self._read = self._read_relayed

@@ -95,7 +95,7 @@ class RayClient:
         except (ConnectionError, RuntimeError, ValueError, OSError, TimeoutError) as error:
             text = _first_line(error)
             raise StartError(
-                f"cluster.address: no Ray at {address!r}: {text}; start one with `ray start --head`, or name its head "
+                f"cluster.address: no Ray at {address!r}: {text}; start Ray with `ray start --head`, or name its head "
                 "as HOST:PORT"
             ) from error
 
@@ -112,13 +112,13 @@ class RayClient:
             return ""
         if "WrongClusterID" in str(error):
             return (
-                f"Ray's head at {self.head} was started anew without what it knew: what runs is served until Ray ends "
-                "it; expected a storage behind the head, and now `ray stop` and `ray start` on every machine, then "
+                f"Ray's head at {self.head} was restarted without its stored state: running replicas serve until Ray "
+                "ends them; give the head a storage, and now run `ray stop` and `ray start` on every machine, then "
                 "`headwater serve`"
             )
         return (
-            f"Ray's head at {self.head} doesn't answer: what runs is served, but nothing is placed, repaired or "
-            "scaled; expected it back at this address"
+            f"Ray's head at {self.head} doesn't answer: running replicas serve, but no replica is placed, replaced or "
+            "scaled; restart the head at this address"
         )
 
     async def _call(self, function: Any, *arguments: Any) -> Any:

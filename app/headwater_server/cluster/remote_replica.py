@@ -192,7 +192,7 @@ class RemoteReplica:
         """See `ReplicaHandle.account`."""
         if self.state is not None and self.state.account:
             return self.state.account
-        return f"{self.reason}: no node can have it: {self._missing}" if self._missing else self.reason
+        return f"{self.reason}: no node has room for it: {self._missing}" if self._missing else self.reason
 
     def cause(self) -> str:
         """See `ReplicaHandle.cause`."""
@@ -248,7 +248,7 @@ class RemoteReplica:
                     return said
                 elif not killed.done():
                     self._missing, has_room = await look()
-                    waits = f"no node can have it: {self._missing}; waiting for one that can"
+                    waits = f"no node has room for it: {self._missing}; waiting for a node with room"
                     self._on_progress(waits if self._missing else "waiting for a place in the cluster")
                     due_s = (due_s or loop.time()) if has_room or self.node else None
                     if due_s is not None and loop.time() - due_s >= PLACE_AGAIN_S:

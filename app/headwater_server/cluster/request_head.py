@@ -62,7 +62,7 @@ class RequestHead:
                 raise _bad("headers: expected lines `NAME: VALUE`, got something else")
             name = header[1].decode().lower()
             if name in self._headers:
-                raise _bad("headers: expected each once, got one more than once")
+                raise _bad("headers: expected each header once, got a header more than once")
             self._headers[name] = header[2].decode("latin-1").strip(" \t")
 
     def header(self, name: str) -> str:

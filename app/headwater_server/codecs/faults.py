@@ -276,7 +276,7 @@ def _without_long_strings(text: bytes) -> bytes:
 def _unique(pairs: list[tuple[str, object]]) -> None:
     if len(pairs) != len(dict(pairs)):
         ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
-        raise at(key_text(key), None, "expected every key of an object once, got this one twice; leave one out")
+        raise at(key_text(key), None, "expected every key of an object once, got this key twice; remove one of the two")
 
 
 _PAIRS: Final = json.JSONDecoder(object_pairs_hook=_unique, strict=False, parse_int=len, parse_float=len)
@@ -330,7 +330,7 @@ def unreadable(
     if fault.bounded is not None:
         return at(place, tensor, f"expected {bounds_at(kind, fault.path, fault.bounded)}{_got(fault, text)}")
     if fault.is_out_of_range:
-        return at(place, tensor, "expected a number in range, got one beyond it")
+        return at(place, tensor, "expected a number in range, got a number out of range")
     return at(place, tensor, f"expected a valid value, got this: {fault.text[:200]}")
 
 
@@ -394,7 +394,7 @@ def _malformed(fault: ParsedError, text: bytes | memoryview, path: str, binary: 
     # A lone surrogate: a high surrogate that no low surrogate follows. msgspec names it only in some cases.
     before = text[-16:] if fault.byte is None else text[max(position - 6, 0) : position]
     if "surrogate" in fault.text or _HIGH_SURROGATE.search(bytes(before)):
-        hint = f"; bytes that are no text can be sent as {binary}" if binary else ""
+        hint = f"; bytes that are not text can be sent as {binary}" if binary else ""
         return at(path, None, f"expected strings of Unicode text, got a lone surrogate{hint}")
     return at(path, None, f"expected JSON, got malformed JSON: {fault.text}")
 

@@ -127,7 +127,7 @@ class GenerateDecoder:
                 fix += "; or leave its head out of parameters.heads" if heads is not None else ""
                 raise at("outputs", name, f"expected a datatype that has a JSON form, got {datatype.name}; {fix}")
             if name in _ANSWER_FIELDS:
-                raise at("outputs", name, "expected a name that is no field of the answer; use /infer")
+                raise at("outputs", name, "expected a name that is not a field of the answer; use /infer")
         request.outputs = [OutputWish(name, binary=False) for name in names]
 
 

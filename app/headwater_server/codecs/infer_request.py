@@ -291,7 +291,7 @@ def _unknown(path: str, kind: str, name: str, tensors: dict[str, Any]) -> BadReq
 
 
 def _wrong_datatype(index: int, name: str, declared: str, got: str) -> BadRequest:
-    hint = "" if got in DATATYPES else f", which is no datatype; the datatypes are {', '.join(DATATYPES)}"
+    hint = "" if got in DATATYPES else f", which is not a datatype; the datatypes are {', '.join(DATATYPES)}"
     return at(f"inputs[{index}].datatype", name, f"expected {declared} as the model declares, got {shown(got)}{hint}")
 
 

@@ -68,7 +68,7 @@ def element_count(shape: list[int], declared: DeclaredInput, index: int | None) 
     path, name = _named(declared, index)
     if index is None:
         expected = ", ".join(map(str, declared.spec.shape))
-        raise at(path, name, f"expected a row of shape [{expected}], got one of {shape_text(shape[1:])}")
+        raise at(path, name, f"expected a row of shape [{expected}], got a row of shape {shape_text(shape[1:])}")
     expected = ", ".join(["rows", *map(str, declared.spec.shape)])
     for axis, dim in enumerate(shape):
         if dim < 0:

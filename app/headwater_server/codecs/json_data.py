@@ -246,11 +246,11 @@ class JsonData:
         fault = parsed(error)
         subscript = fault.path
         if not isinstance(error, msgspec.ValidationError):
-            return self._bad(index, f"[{start}:]", f"expected a flat array of {wanted}, got another element among them")
+            return self._bad(index, f"[{start}:]", f"expected a flat array of {wanted}, got an element of another type")
         if start and subscript:
             subscript = f"[{start + int(subscript[1:-1])}]"
         if fault.is_out_of_range:
-            return self._bad(index, subscript, f"expected a number in {self._datatype}'s range, got one beyond it")
+            return self._bad(index, subscript, f"expected a number in {self._datatype}'s range, got another number")
         got = fault.got
         if not subscript:
             return self._bad(index, "", f"expected an array of {wanted}, got {kind_of(got)}")

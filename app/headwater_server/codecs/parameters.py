@@ -62,7 +62,7 @@ class _HeadChoice:
         else:
             raise at(path, None, f"expected names of heads, as a list or separated by commas, got {shown(value)}")
         if not named:
-            raise at(path, None, f"expected at least one of {self._listed}, got none")
+            raise at(path, None, f"expected at least one of {self._listed}, got no head")
         heads = set()
         for index, name in enumerate(named):
             place = f"{path}[{index}]" if isinstance(value, list) else path
@@ -93,7 +93,7 @@ class _HeadChoice:
             if heads and owner not in heads:
                 expected = f"expected an output of the heads {', '.join(map(repr, heads))} (parameters.{_HEADS})"
                 fix = "add the head there, or leave the output out"
-                raise at(f"outputs[{index}].name", output, f"{expected}, got one of head {owner!r}; {fix}")
+                raise at(f"outputs[{index}].name", output, f"{expected}, got an output of head {owner!r}; {fix}")
             owners.add(owner)
         return tuple(name for name in self.names if name in owners)
 

@@ -44,7 +44,7 @@ def parse_overlay(text: object) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise _wrong(f"expected an object with a deployment's fields, got {_kind(fields)}")
     if (count := _count_keys(fields)) > MAX_KEYS:
-        raise _wrong(f"expected at most {MAX_KEYS} fields beside what is in `options`, got {count}")
+        raise _wrong(f"expected at most {MAX_KEYS} fields outside `options`, got {count}")
     return fields
 
 
@@ -62,7 +62,7 @@ def check_allowed(config: Config, name: str, fields: dict[str, Any]) -> None:
     allowed = config.server.allow_load
     if allowed == "never":
         raise Forbidden(
-            f"{FIELD}: expected none, since server.allow_load is never: models are loaded only as in the server's "
+            f"{FIELD}: not allowed, since server.allow_load is never: models are loaded only from the server's "
             "configuration",
             field=FIELD,
         )
@@ -79,7 +79,7 @@ def check_allowed(config: Config, name: str, fields: dict[str, Any]) -> None:
     for field in fields:
         if field in CODE_FIELDS:
             raise Forbidden(
-                f"{FIELD}.{field}: it chooses what is executed, and server.allow_load is settings; {fix}", field=FIELD
+                f"{FIELD}.{field}: it chooses the code that runs, and server.allow_load is settings; {fix}", field=FIELD
             )
 
 
@@ -126,7 +126,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_number(text: str) -> None:
-    raise ValueError(f"{text} is no number in JSON")
+    raise ValueError(f"{text} is not a number in JSON")
 
 
 def _count_keys(value: object, levels: int = MAX_DEPTH) -> int:

@@ -62,7 +62,7 @@ class Step(Section):
         if (self.model is None) == (self.deployment is None):
             yield "expected either `model` or `deployment`"
         if self.model is not None and is_language_model(self.model):
-            yield f"model: a language model can't be a step, got {self.model!r}; serve it as a deployment of its own"
+            yield f"model: a language model can't be a step, got {self.model!r}; serve it as a separate deployment"
         if self.deployment is not None and (self.options or self.own_settings()):
             names = [f"`{name}`" for name in ("options", *self.own_settings()) if name in self.model_fields_set]
             yield f"{', '.join(names)}: expected in the deployment `{self.deployment}`, not in the step"
@@ -138,7 +138,7 @@ class Pipeline(Section):
             expected = f"expected letters, digits, '_' or '-', at most 50 characters, and not {INPUT!r}"
             yield f"step name {name!r}: {expected}"
         if isinstance(self.heads, dict) and name == TRUNK and name in self.heads:
-            yield f"heads: {TRUNK!r} is the trunk's own name; rename the head"
+            yield f"heads: {TRUNK!r} is the name of the trunk; rename the head"
         is_head = name in self.heads
         for field in ("timeout_s", "on_error"):
             if field in step.model_fields_set and not is_head:

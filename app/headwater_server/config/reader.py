@@ -159,7 +159,7 @@ def _check_expanded(content: Any, limit: int, where: str) -> None:
         path.append(str(large[0]))
         content = large[1]
     place = f"`{'.'.join(path)}`: " if path else ""
-    expected = f"expected at most {limit} characters with every alias replaced by what it stands for"
+    expected = f"expected at most {limit} characters with every alias expanded"
     got = f"got {_expanded_size(content, sizes)}; write fewer aliases (*name) of aliases"
     raise ConfigError(f"{where}: {place}{expected}, {got}")
 

@@ -92,21 +92,21 @@ class Deployment(Section):
             yield from self._version_faults()
             return
         if self.traffic is not None:
-            yield "traffic: expected `versions`, which it is shared among"
+            yield "traffic: expected `versions`, which share the requests"
         if (self.model is None) == (self.pipeline is None):
             yield "expected either `model` or `pipeline`"
         if self.pipeline is not None and self.options:
-            yield "options: expected in the pipeline's steps, each of which has its own"
+            yield "options: expected in the pipeline's steps, each of which has separate options"
         got = f"got {self.instances}; raise `replicas`"
         if self.instances > 1 and self.pipeline is not None and not self.is_graph:
             yield f"instances: expected 1 for a fused pipeline, which computes one batch at a time, {got}"
         if self.instances > 1 and self.is_language_model:
             yield f"instances: expected 1 for a language model, whose engine computes all sequences together, {got}"
         if self.max_compute_s is not None and self.is_language_model:
-            expected = "expected none for a language model, whose engine's steps are bounded by `options.max_step_s`"
+            expected = "not supported for a language model, whose engine's steps are bounded by `options.max_step_s`"
             yield f"max_compute_s: {expected}, got {self.max_compute_s:g}"
         if self.cache is not None and self.is_language_model:
-            yield "cache: expected none for a language model, whose answers are streams, and sampled; got one"
+            yield "cache: not supported for a language model, whose answers are sampled streams; remove it"
         if self.is_vllm:
             if self.interpreter is None:
                 yield "python: expected the interpreter of an environment that has vLLM, such as vllm-env/bin/python"
@@ -123,20 +123,20 @@ class Deployment(Section):
                 yield f"versions: {expected}{', '.join(map(repr, sections.Traffic.model_fields))}, got {name!r}"
             for field in ("versions", "traffic"):
                 if field in fields:
-                    yield f"{where}.{field}: expected beside the deployment's `versions`, not in one of them"
+                    yield f"{where}.{field}: expected in the deployment itself, not in a version"
             try:
                 version = self.version(name)
             except ValidationError as error:
                 yield from describe(error, Deployment, ("versions", name))
                 continue
             if version.is_graph:
-                yield f"{where}.pipeline: expected placement fused: a graph's steps have no versions; give each its own"
+                yield f"{where}.pipeline: expected placement fused; in a graph, each step's deployment has versions"
             if version.is_vllm:
-                expected = "expected a model that Headwater computes: those of vLLM have no versions"
+                expected = "expected a model that Headwater computes: models of vLLM have no versions"
                 yield f"{where}.model: {expected}, got {version.model!r}"
             kinds.add(version.is_language_model)
         if len(kinds) > 1:
-            yield "versions: expected all of them to be language models, or none of them"
+            yield "versions: expected only language models, or no language models"
         if self.traffic is not None:
             yield from self.traffic.faults(self.versions)
             if self.traffic.shadow and True in kinds:

@@ -189,7 +189,7 @@ def _parse_size(value: object) -> object:
 def _read_limit(value: object) -> float | int:
     size = _parse_size(value)
     if isinstance(size, bool) or not isinstance(size, (int, float)) or size <= 0 or (size > 1 and size != int(size)):
-        raise ValueError("expected a part such as 0.8, or bytes, or a number with a unit such as 16GiB")
+        raise ValueError("expected a fraction such as 0.8, or bytes, or a number with a unit such as 16GiB")
     return float(size) if size <= 1 else int(size)
 
 
@@ -402,7 +402,7 @@ class Traffic(Value):
         version_names = ", ".join(f"`{version}`" for version in versions)
         for version in self.shares:
             if version not in versions:
-                yield f"traffic: expected shares of the versions {version_names}, got one of `{version}`"
+                yield f"traffic: expected shares of the versions {version_names}, got a share of `{version}`"
         if self.default and self.default not in versions:
             yield f"traffic.default: expected one of the versions {version_names}, got {self.default!r}"
         if self.shadow and self.shadow not in versions:

@@ -285,7 +285,7 @@ class ControlServer:
         order = Cancel(next(self._numbers), request_id)
         answers, late = await self._ask(self._workers - {asking}, order, CANCEL_TIMEOUT_S)
         if late:
-            logger.warning("%d gateway workers did not report in time what they cancelled", late)
+            logger.warning("%d gateway workers did not report their cancelled requests in time", late)
         return sum(answer.streams for answer in answers)
 
     async def finish(self) -> None:

@@ -90,7 +90,7 @@ class DeploymentChange(msgspec.Struct, frozen=True, omit_defaults=True):
         """
         rest = self.route or before
         if rest is None:
-            raise ValueError(f"expected a change of a known deployment, got one of {self.name!r}")
+            raise ValueError(f"expected a change of a known deployment, got a change of {self.name!r}")
         had = before or rest
         replicas = self.replicas.applied(had.replicas) if self.replicas else had.replicas
         retiring = self.retiring.applied(had.retiring) if self.retiring else had.retiring

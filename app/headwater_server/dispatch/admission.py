@@ -18,7 +18,7 @@ MEMORY_S = 5.0
 RETRY_AFTER_LIMIT_S: Final = 60
 ROWS_OF_ALL: Final = "server.max_queue_size"
 BYTES_OF_ALL: Final = "server.max_queue_bytes"
-GAVE_WAY: Final = "; the request gave way to one whose class or model has less than its share"
+GAVE_WAY: Final = "; a request whose class or model has less than its share took the place"
 
 
 class DrainRate:

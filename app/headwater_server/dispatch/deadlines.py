@@ -94,7 +94,7 @@ class Deadlines:
 
     def _expire(self) -> None:
         if self._is_idle_limit and self._piece_s is not None:
-            self._collector.fail(DeadlineExceeded(f"the stream gave nothing for {self._timeout_s:g} s"))
+            self._collector.fail(DeadlineExceeded(f"the stream sent no output for {self._timeout_s:g} s"))
             return
         for head in list(self._collector.undecided):
             self._expire_head(head, "the deadline", self._timeout_s)

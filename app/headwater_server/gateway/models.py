@@ -32,10 +32,10 @@ from headwater_server.vllm.vllm_model import VllmDispatcher
 __all__ = ["Models", "ServedModel"]
 
 _LACKS: Final = {
-    "embedding": "gives no embeddings",
-    "reranking": "ranks no documents",
-    "classification": "scores no labels",
-    "transcription": "transcribes no audio",
+    "embedding": "does not serve embeddings",
+    "reranking": "does not rank documents",
+    "classification": "does not score labels",
+    "transcription": "does not transcribe audio",
 }
 VERSION = "1"
 """The version of a model without versions."""
@@ -280,7 +280,7 @@ class Models:
             names = self._names(lambda route: getattr(route.signature, mapping, None) is not None)
             fix = ""
             if isinstance(model.route.kind, VllmKind) and mapping == "embedding":
-                fix = "; with `options.runner: pooling` vLLM would give them"
+                fix = "; vLLM serves embeddings with `options.runner: pooling`"
             raise BadRequest(f"model: `{model.name}` {_LACKS[mapping]}; models that do: {names}{fix}", field="model")
 
     def language_model(self, model: ServedModel) -> LmDispatcher:
@@ -294,10 +294,10 @@ class Models:
         if isinstance(dispatcher, VersionsDispatcher):
             dispatcher.check_ready()
         if isinstance(dispatcher, VllmDispatcher):
-            raise BadRequest(f"model: `{name}` is computed by vLLM, whose tokenizer is not offered", field="model")
+            raise BadRequest(f"model: `{name}` is computed by vLLM: its tokenizer is not offered", field="model")
         if not isinstance(dispatcher, LmDispatcher):
             names = self._names(lambda route: route.is_language_model)
-            raise BadRequest(f"model: `{name}` is no language model; models that are: {names}", field="model")
+            raise BadRequest(f"model: `{name}` is not a language model; language models: {names}", field="model")
         return dispatcher
 
     def vllm(self, name: str) -> VllmDispatcher | None:

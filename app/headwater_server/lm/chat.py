@@ -239,10 +239,8 @@ class ChatRequest(StreamFields, kw_only=True):
         if not choice.names:
             return [], None, grammar
         if text.tool_format is None:
-            reason = "this model's chat template has no format of tool calls that is known here"
-            raise at(
-                "tools", None, f"{reason}; leave them out, or have the deployment's `options.tool_parser` name one"
-            )
+            reason = "this model's chat template has no known format of tool calls"
+            raise at("tools", None, f"{reason}; leave them out, or set the deployment's `options.tool_parser`")
         if choice.is_required and "lark" not in limits.grammars:
             raise at("tool_choice", None, "this model does not support it; expected 'auto' or 'none'")
         if grammar is not None and (grammar.kind != "json_schema" or "lark" not in limits.grammars):
@@ -262,7 +260,7 @@ class ChatRequest(StreamFields, kw_only=True):
             BadRequest: ``top_logprobs`` is set without ``logprobs``.
         """
         if self.top_logprobs is not None and not self.logprobs:
-            raise at("top_logprobs", None, 'expected it with "logprobs": true only; leave it out, or set that')
+            raise at("top_logprobs", None, 'allowed only with "logprobs": true; leave it out, or set "logprobs"')
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def _max_tokens(self) -> tuple[str, int | None]:

@@ -70,7 +70,7 @@ _MAX_PROMPTS: Final = 64
 _MAX_SEQUENCES: Final = 256
 """Maximum of prompts times choices."""
 
-_ECHO: Final = "The text begins with the prompt, and `logprobs` with those of its tokens"
+_ECHO: Final = "The text begins with the prompt, and `logprobs` with the prompt's tokens"
 _NO_SUFFIX: Final = {"expected": "an empty string, since this model does not support suffixes"}
 _IDS: Final = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
 _SEVERAL: Final = {"type": "array", "minItems": 1, "maxItems": _MAX_PROMPTS}
@@ -108,7 +108,7 @@ class CompletionRequest(StreamFields, kw_only=True):
             raise at("best_of", None, f"{reason}; leave it out")
         prompt_logprobs = self.logprobs if self.echo else None
         if prompt_logprobs is not None and not limits.prompt_logprobs:
-            raise at("logprobs", None, "this model gives none of prompts; leave it out, or echo")
+            raise at("logprobs", None, "this model has no log probabilities of prompts; leave out logprobs or echo")
         sampling = self.sampling(limits, text.sampling, logprobs=self.logprobs)
         end = self.text_end(limits)
         grammar = checked_grammar(None, self.structured_outputs, limits)

@@ -361,6 +361,6 @@ class RequestRun(Generation):
             where = "while it was computed" if self._has_token else "while it waited in the queue"
             self.fail(DeadlineExceeded(f"the deadline of {self._limit_s:g} s passed {where}"))
         elif self._has_token:
-            self.fail(DeadlineExceeded(f"the stream gave nothing for {self._idle_s:g} s"))
+            self.fail(DeadlineExceeded(f"the stream sent no output for {self._idle_s:g} s"))
         else:
             self.fail(DeadlineExceeded(f"the deadline of {self._idle_s:g} s passed while it waited in the queue"))

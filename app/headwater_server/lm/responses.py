@@ -221,10 +221,10 @@ class ResponsesRequest(StreamFields, kw_only=True):
         keeps = "this server keeps no answers"
         for field in ("store", "background"):
             if getattr(self, field):
-                raise at(field, None, f"{keeps}, so none can be asked for later; expected false, got true")
+                raise at(field, None, f"{keeps}, so no answer can be fetched later; expected false, got true")
         if self.previous_response_id is not None:
             fix = "leave it out, and send the earlier items in input"
-            raise at("previous_response_id", None, f"{keeps}, so there is none to go on from; {fix}")
+            raise at("previous_response_id", None, f"{keeps}, so it can't continue an earlier answer; {fix}")
 
     def _check_metadata(self) -> None:
         metadata = self.metadata or {}

@@ -72,9 +72,7 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         None
     )
     max_tokens: Annotated[int, Meta(ge=0, extra_json_schema={"default": DEFAULT_TOKENS})] | None = None
-    min_tokens: Annotated[int, Meta(ge=0, description="Before them nothing but `max_tokens` ends the text")] | None = (
-        None
-    )
+    min_tokens: Annotated[int, Meta(ge=0, description="Until then only `max_tokens` ends the text")] | None = None
     stop: Annotated[StopString | StopStrings | None, Meta(description="The text ends before the first of them")] = None
     stop_token_ids: list[int] | None = None
     ignore_eos: Flag | None = None

@@ -131,7 +131,7 @@ class BackendSampling(SamplingFields, kw_only=True):
         None
     )
     stop_words: Annotated[_Word | _Words | None, Meta(description="Another name of `stop`; may be empty")] = None
-    end_id: Annotated[_EndId | None, Meta(description="The only token that ends the text; -1: none does")] = None
+    end_id: Annotated[_EndId | None, Meta(description="The only token that ends the text; -1: no token ends it")] = None
     pad_id: Annotated[int | None, Meta(description=_NO_EFFECT)] = None
     length_penalty: Annotated[float | None, Meta(description=_NO_EFFECT)] = None
     early_stopping: Annotated[bool | None, Meta(description=_NO_EFFECT)] = None
@@ -171,7 +171,7 @@ class GenerateParameters(BackendSampling, kw_only=True):
     """The parameters of a request."""
 
     timeout: (
-        Annotated[int, Meta(description="The request's own deadline in microseconds", extra_json_schema={"minimum": 0})]
+        Annotated[int, Meta(description="Deadline of this request in microseconds", extra_json_schema={"minimum": 0})]
         | None
     ) = None
     stream: Annotated[

@@ -273,7 +273,7 @@ class TextGeneration:
         if not pieces:
             for place, stream in enumerate(self._streams):
                 if stream.finish is None:
-                    raise ContractBroken(f"sequence {place}: expected the engine to say why it ended, got nothing")
+                    raise ContractBroken(f"sequence {place}: expected the engine's reason for its end, got no reason")
         return pieces
 
     async def whole(self) -> list[TextPiece]:

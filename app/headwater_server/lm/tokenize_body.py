@@ -48,7 +48,7 @@ class TokenizeRequest(_ModelFields, kw_only=True):
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: (
-        Annotated[bool, Meta(description="Default: true for a prompt, false for messages, whose template has them")]
+        Annotated[bool, Meta(description="Default: true for a prompt, false for messages, since the template has them")]
         | None
     ) = None
     add_generation_prompt: Annotated[bool, Meta(extra_json_schema={"default": True})] | None = None

@@ -53,7 +53,7 @@ def _adapter(title: str, path: str, search: Sequence[str]) -> Adapter:
         reason = f"{folder / CONFIG}: expected peft_type LORA and r from 1 to {RANKS[-1]}, got {kind}, {ranks}"
         raise LoadError(Problem(title, reason, "name another adapter"))
     if not (folder / WEIGHTS).is_file():
-        reason = f"expected {WEIGHTS} in {folder}, which has none; other forms of weights may have code in them"
+        reason = f"expected {WEIGHTS} in {folder}, which lacks this file; other forms of weights may contain code"
         raise LoadError(Problem(title, reason, "save it with peft's `save_pretrained(..., safe_serialization=True)`"))
     return Adapter(folder, max(ranks))
 

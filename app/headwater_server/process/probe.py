@@ -69,7 +69,7 @@ class Probe:
             if self._looks < PATIENCE_LOOKS:
                 return None
             self.close()
-            return "it answers nothing: a call of its guardian's through Triton got no answer, and it computed nothing"
+            return "it does not answer: a call of its guardian through Triton got no answer, and it did not compute"
         line = answer.partition(b"\r\n")[0].decode("latin-1")
         if line.split(" ")[1:2] != ["200"]:
             return self._refuse(line or "the connection was closed")
@@ -103,4 +103,4 @@ class Probe:
         self._refusals += 1
         if self._refusals < REFUSALS:
             return None
-        return f"it answers nothing: {REFUSALS} calls of its guardian's through Triton failed, the last: {reason}"
+        return f"it does not answer: {REFUSALS} calls of its guardian through Triton failed, the last: {reason}"

@@ -285,7 +285,7 @@ class VllmHost:
             status, answer = self._embed(WARMUP_TIMEOUT_S)
             if status == 404:
                 runner = self._spec.options["runner"]
-                reason = f"with options.runner = {runner} this model neither generates text nor gives embeddings"
+                reason = f"with options.runner = {runner} this model neither generates text nor serves embeddings"
                 fix = "generate or pooling" if runner == "auto" else "another"
                 raise LoadError(Problem("vLLM", reason, f"set options.runner to {fix}, or serve another model"))
             if status == 200:
@@ -330,7 +330,7 @@ class VllmHost:
         progress = EngineProgress()
         next_s = 0.0
         while not self._stop.wait(min(POLL_S, interval_s)):
-            self._check_alive("although nobody ended it")
+            self._check_alive("without a request to end")
             now_s = time.monotonic()
             if now_s < next_s:
                 continue

@@ -112,7 +112,7 @@ def _config(folder: Path) -> dict[str, Any]:
     try:
         config = json.loads((folder / "config.json").read_bytes())
         if not isinstance(config, dict):
-            raise ValueError("it is no JSON object")
+            raise ValueError("it is not a JSON object")
     except (OSError, ValueError) as error:
         reason = f"expected a Hugging Face model's folder, and its config.json can't be read: {error}"
         fix = "name a folder that `save_pretrained` has written"
@@ -129,7 +129,7 @@ def folder_problem(folder: Path, options: Mapping[str, Any], install: VllmInstal
         return error.problem
     wanted = options.get("max_model_len")
     if wanted is not None and max_length is not None and wanted > max_length:
-        reason = f"options.max_model_len: expected at most {max_length}, for which the model was made, got {wanted}"
+        reason = f"options.max_model_len: expected at most {max_length}, the length of the model, got {wanted}"
         return Problem(title, reason, "lower it")
     template = options.get("chat_template")
     if template is not None and not Path(template).is_file():

@@ -82,7 +82,7 @@ class KeyRing:
             return
         if not any(scope_name in key.scopes for scope_name in scopes):
             raise ScopeMissing(
-                f"API key: expected one with scope {' or '.join(scopes)}, got `{key.name}` with {', '.join(key.scopes)}"
+                f"API key: expected the scope {' or '.join(scopes)}, got `{key.name}` with {', '.join(key.scopes)}"
             )
         limits = self._limits_of[key.sha256]
         if limits is not None:

@@ -68,7 +68,7 @@ class OperatorGuard:
         origin = headers.get("origin")
         if origin is not None and origin.lower() not in (f"http://{host.lower()}", f"https://{host.lower()}"):
             raise Forbidden(
-                f"header Origin: expected none or the server's own, http://{host[:100]}, got {origin[:100]!r}: no web "
+                f"header Origin: expected none or this server, http://{host[:100]}, got {origin[:100]!r}: no web "
                 "page may do this"
             )
 
@@ -84,8 +84,8 @@ class OperatorGuard:
                 raise Forbidden(f"header {name}: expected none, since only requests from this machine may do this")
         if "origin" in headers:
             raise Forbidden(
-                f"header Origin: expected none, got {headers['origin'][:100]!r}: without API keys no web page may do "
-                "this, not even the server's own /docs; use `headwater` or curl"
+                f"header Origin: expected none, got {headers['origin'][:100]!r}: without API keys web pages may not do "
+                "this, and the server's /docs may not either; use `headwater` or curl"
             )
         if _without_port(host) not in LOCAL_NAMES:
             raise Forbidden(

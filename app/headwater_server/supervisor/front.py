@@ -340,7 +340,7 @@ class Front:
                 is_lost = False
                 self._children.end_cut_off()
             except OSError as error:
-                logger.error("server.runtime_dir: what was removed of %s can't be made again: %s", folder.path, error)
+                logger.error("server.runtime_dir: can't restore the removed files of %s: %s", folder.path, error)
 
     def _make_folder(self) -> RuntimeFolder:
         # Without these checks some problems would show late: a socket path that is too long shows only in a call.
@@ -354,7 +354,7 @@ class Front:
         parent = self._config.server.runtime_dir
         try:
             for stale in sweep_stale(parent):
-                logger.warning("swept what an earlier instance left behind: %s", stale)
+                logger.warning("removed leftovers of an earlier instance: %s", stale)
             # Triton itself would end with a mere bus error.
             for problem in self._backend.problems():
                 raise StartError(str(problem))

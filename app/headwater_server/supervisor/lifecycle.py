@@ -176,7 +176,7 @@ class Lifecycle:
         composite = self._deployments.composites.get(name)
         if composite is not None and is_scale:
             set_names = ", ".join(f"`{replica_set.name}`" for replica_set in sets)
-            has = f"its {composite.parts} have replicas, and it has none itself"
+            has = f"its {composite.parts} have replicas, and the model itself has no replicas"
             raise Conflict(f"model `{name}`: {has}; expected one of {set_names}")
         if composite is None and sets[0].part_of is not None and not is_scale:
             role = "version of" if sets[0].version else "step of the pipeline"
@@ -258,7 +258,7 @@ class Lifecycle:
         self._children.on_change()
         _raise_first(outcomes)
         if composite.state is not State.READY:
-            text = f"its own {composite.parts} are loaded, but it is {composite.state.value}: {composite.reason}"
+            text = f"its {composite.parts} are loaded, but it is {composite.state.value}: {composite.reason}"
             raise CallableFailed(f"model `{name}`: {text}")
 
     async def _unload(self, name: str, config: Deployment | None) -> Retired:
@@ -318,8 +318,8 @@ class Lifecycle:
             return retired
         if not self._deployments.is_alike(name, wanted):
             raise Conflict(
-                f"model `{name}`: with this configuration it is another kind of model, or a pipeline of other steps, "
-                "which can't serve beside the old one; expected strategy recreate, or unload first"
+                f"model `{name}`: this configuration changes the kind of the model or the steps of the pipeline, so "
+                "old and new replicas can't serve together; expected strategy recreate, or unload the model first"
             )
         fresh = await self._started(sets, wanted)
         if config is not None:
@@ -381,7 +381,7 @@ class Lifecycle:
         failures += [lost for replica_set, started in fresh if (lost := replica_set.starter.lost(started)) is not None]
         if failures:
             await stop_or_kill([replica for _, started in fresh for replica in started])
-            _raise_first(failures, "; what served before goes on serving")
+            _raise_first(failures, "; the previous configuration still serves")
         return fresh
 
     async def _adapt(self, name: str, replica_set: ReplicaSet, config: Deployment) -> Retired | None:
@@ -411,7 +411,7 @@ class Lifecycle:
         except CallableFailed as error:
             with contextlib.suppress(CallableFailed):
                 await self._fit(replica_set, before)
-            raise error.again(f"{error.message}; what served before goes on serving") from error
+            raise error.again(f"{error.message}; the previous configuration still serves") from error
         replica_set.adapter_loads.update(added.keys())
         self._deployments.adopt(name, config)
         self._children.on_change()

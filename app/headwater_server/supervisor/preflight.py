@@ -91,7 +91,7 @@ def address_problems(host: str, port: int) -> list[Problem]:
     try:
         open_listener(host, port).close()
     except (socket.gaierror, UnicodeError) as error:
-        return [Problem("server.host", f"{host!r} is no address of this machine: {error}", "choose another: --host")]
+        return [Problem("server.host", f"{host!r} is not this machine's address: {error}", "choose another: --host")]
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             fix = "end that process, or choose another port: --port (0 takes a free one)"
@@ -140,7 +140,7 @@ def temporary_folder_problems(deployments: Iterable[Deployment]) -> list[Problem
         with tempfile.TemporaryDirectory(prefix="headwater-check-", dir=BACKEND_FOLDERS):
             return []
     except OSError as error:
-        reason = f"can't write in {BACKEND_FOLDERS}, where Triton does whatever TMPDIR says: {error.strerror}"
+        reason = f"can't write in {BACKEND_FOLDERS}, where Triton writes regardless of TMPDIR: {error.strerror}"
         fix = f"mount a tmpfs there: docker run --tmpfs {BACKEND_FOLDERS}:rw,exec"
         return [Problem("temporary folder", reason, fix)]
 

@@ -101,7 +101,7 @@ class Reloader:
             for problem in runtime_dir_problems(self._first.server, config.all_deployments()):
                 raise ConfigError(str(problem))
         except ConfigError as error:
-            logger.error("the configuration has changed, but is invalid, so that the old one stays: %s", error)
+            logger.error("the changed configuration is invalid; keeping the previous configuration: %s", error)
             return
         for section in ("server", "security", "cluster"):
             if getattr(config, section) != getattr(self._first, section):

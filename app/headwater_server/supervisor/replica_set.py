@@ -191,8 +191,8 @@ class ReplicaSet(Served):
                 return await self.starter.start_all(config, self._within(self._bounds_of(config)))
         except MemoryBudgetExceeded as error:
             raise error.again(
-                f"{error.message}; they would start beside those that serve: expected `strategy: recreate`, which ends "
-                "these first, or less that takes memory"
+                f"{error.message}; the new replicas would start beside the current replicas: expected `strategy: "
+                "recreate`, which ends the current replicas first, or fewer users of memory"
             ) from error
 
     def switch(self, fresh: list[ReplicaHandle]) -> list[Slot]:
@@ -440,7 +440,7 @@ class ReplicaSet(Served):
             return
         slot.is_slow = True
         if any(not sibling.is_slow for sibling in self._slots):
-            self.shortage = f"one replica less, which is tried again slowly: {reason}"
+            self.shortage = f"one replica less, trying again slowly: {reason}"
             logger.error("%s: %s", self.name, self.shortage)
             self.children.on_change()
             return

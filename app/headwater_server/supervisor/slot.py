@@ -144,7 +144,7 @@ class ReplicaStarter:
         took_s = time.monotonic() - started
         excess = await self._children.memory.settle(config, place)
         if excess is not None:
-            text = "%s: all replicas together exceed the memory budget; this one stays, and no other is started: %s"
+            text = "%s: all replicas together exceed the memory budget; this replica stays, and no more are started: %s"
             logger.warning(text, self._name, excess)
         logger.info(
             "%s: ready after %.1f s on %s%s", replica.id, took_s, replica.facts.get("device", "?"),

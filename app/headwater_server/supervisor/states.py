@@ -68,7 +68,7 @@ class Served:
         """Enter the state after an unload: UNAVAILABLE, or FAILED if anything of the replicas remains."""
         self.failure = ""
         if leftovers:
-            self.enter(State.FAILED, f"unloaded, but this remains: {'; '.join(leftovers)}")
+            self.enter(State.FAILED, f"unloaded, with leftovers: {'; '.join(leftovers)}")
             self.failure = "it was unloaded, but something of it remains"
         else:
             self.enter(State.UNAVAILABLE, f"it is unloaded: load it with POST /v2/repository/models/{self.name}/load")
@@ -168,7 +168,7 @@ class VersionsState(Composite):
                 default before the change.
         """
         if self.before is None:
-            raise Conflict(f"model `{self.name}`: its traffic has not changed, so there is nothing to go back to")
+            raise Conflict(f"model `{self.name}`: its traffic has not changed, so there is no change to roll back")
         if self.rolled_back and not is_undo:
             back = ", ".join(f"{100 * share:g} % to {version}" for version, share in self.before.shares.items())
             raise Conflict(
@@ -177,8 +177,8 @@ class VersionsState(Composite):
             )
         if is_undo and not self.rolled_back:
             raise Conflict(
-                f"model `{self.name}`: expected a rollback as the last change of its traffic, which --undo takes back; "
-                "it was another change, which a rollback without --undo takes back"
+                f"model `{self.name}`: expected a rollback as the last change of its traffic, since --undo reverts a "
+                "rollback; the last change was not a rollback: revert it without --undo"
             )
         needed = {self.before.default, *(version for version, share in self.before.shares.items() if share)}
         if gone := sorted(needed - self.config.versions.keys()):

@@ -106,15 +106,15 @@ CATALOGUE: Final[dict[str, Series]] = {
         # Caches of answers and of steps' outputs
         _counter(
             "headwater_answer_cache_requests",
-            "Requests of deployments that keep answers: answered with a kept one (hit), computed (miss), or answered "
-            "together with an equal one (shared).",
+            "Requests of deployments that keep answers: answered from the cache (hit), computed (miss), or answered "
+            "together with an equal request (shared).",
             "result",
         ),
         _counter("headwater_answer_cache_evictions", "Kept answers that made room for others."),
         _gauge("headwater_answer_cache_bytes", "Memory of the answers that are kept."),
         _counter(
             "headwater_feature_cache_rows",
-            "Rows of a step whose outputs its replicas keep: those that were there (hit), or computed (miss).",
+            "Rows of a step with cached outputs: found in the cache (hit), or computed (miss).",
             "step",
             "result",
         ),
@@ -152,7 +152,7 @@ CATALOGUE: Final[dict[str, Series]] = {
         _times("headwater_time_to_first_token_seconds", "From a request's acceptance to its first token."),
         _times("headwater_inter_token_seconds", "From one token of a sequence to the next."),
         _counter("headwater_prompt_tokens", "Prompt tokens, counted at a sequence's first token."),
-        _counter("headwater_cached_prompt_tokens", "Of these, tokens that engines' prefix caches had."),
+        _counter("headwater_cached_prompt_tokens", "Prompt tokens found in the engines' prefix caches."),
         _counter("headwater_generated_tokens", "Tokens that engines generated."),
         _counter("headwater_contract_violations", "Tokens and frames that an engine sent out of sequence."),
         _gauge("headwater_active_sequences", "Sequences being computed by engines.", merge="max"),

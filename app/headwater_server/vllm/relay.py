@@ -291,4 +291,4 @@ class Relay:
         if self._loop.time() + TIMER_RESOLUTION_S >= self._began_s + self._limit_s:
             self.fail(DeadlineExceeded(f"the deadline of {self._limit_s:g} s passed"))
         else:
-            self.fail(DeadlineExceeded(f"the stream gave nothing for {self._idle_s:g} s"))
+            self.fail(DeadlineExceeded(f"the stream sent no output for {self._idle_s:g} s"))

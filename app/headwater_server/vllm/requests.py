@@ -61,12 +61,12 @@ _LABELS: Final = {
 }  # fmt: skip
 """Fields that don't affect the answer: accepted, but not sent to vLLM."""
 _REFUSED: Final = {
-    "store": "nothing is kept between requests",
-    "background": "answers are not kept for later",
-    "previous_response_id": "nothing is kept between requests; send the conversation so far as `input`",
-    "conversation": "nothing is kept between requests; send the conversation so far as `input`",
+    "store": "this server keeps no answers",
+    "background": "this server keeps no answers for later",
+    "previous_response_id": "this server keeps no answers; send the conversation so far as `input`",
+    "conversation": "this server keeps no answers; send the conversation so far as `input`",
     **dict.fromkeys(
-        ("audio", "function_call", "functions", "prediction", "verbosity", "web_search_options"), "it is not offered"
+        ("audio", "function_call", "functions", "prediction", "verbosity", "web_search_options"), "not supported"
     ),
 }
 """Fields of OpenAI's API that must be absent, null, false or empty, each with the reason."""
@@ -172,13 +172,13 @@ def read_request(route: Route, body: dict[str, Any]) -> VllmRequest:
         raise at("n", None, f"expected 1 to {MAX_CHOICES}, got {shown(n)}")
     _check_prompts(kept.get("prompt"), n or 1)
     for path, url in chain(_urls("messages", kept.get("messages")), _urls("input", kept.get("input"))):
-        raise at(path, None, f"expected a data: URL, since this server fetches nothing, got {shown(url)}")
+        raise at(path, None, f"expected a data: URL, since this server fetches no URLs, got {shown(url)}")
     if not isinstance(options, dict):
         raise at("stream_options", None, f"expected an object, got {shown(options)}")
     for name in options.keys() - _STREAM_OPTIONS:
         raise at(f"stream_options.{key_text(name)}", None, f"unknown field{did_you_mean(name, _STREAM_OPTIONS)}")
     if options and not streams:
-        raise at("stream_options", None, "expected it only with stream: true; leave it out")
+        raise at("stream_options", None, "allowed only with stream: true; leave it out")
     includes = _flag("stream_options.include_usage", options.get("include_usage"))
     counts = _flag("stream_options.continuous_usage_stats", options.get("continuous_usage_stats"))
     if _flag("stream_options.include_obfuscation", options.get("include_obfuscation")):

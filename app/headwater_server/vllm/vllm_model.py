@@ -124,7 +124,7 @@ class VllmDispatcher(TextDispatcher):
     def _refusal(self) -> BadRequest:
         if not self.route.gives_embeddings:
             return super()._refusal()
-        message = f"model: `{self.route.name}` gives embeddings only: POST to /v1/embeddings, or name a model of text"
+        message = f"model: `{self.route.name}` serves only embeddings: POST to /v1/embeddings, or name a model of text"
         return BadRequest(message, field="model")
 
     def open(self, request: VllmRequest, request_id: str, cache_scope: str = "") -> Relay:

@@ -163,6 +163,6 @@ def _activation(folder: HfFolder) -> torch.nn.Module:
     if not str(name).startswith("torch.nn.") or not (
         isinstance(activation_class, type) and issubclass(activation_class, torch.nn.Module)
     ):
-        reason = f"activation_fn: expected a class of torch.nn, got {name!r:.80}; no code of the folder's is run"
-        raise folder.error(reason, "name one such as torch.nn.Sigmoid in the folder's configuration")
+        reason = f"activation_fn: expected a class of torch.nn, got {name!r:.80}; code in the folder is not run"
+        raise folder.error(reason, "name a class such as torch.nn.Sigmoid in the folder's configuration")
     return folder.checked(activation_class, f"activation_fn {name}")

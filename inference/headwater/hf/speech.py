@@ -65,7 +65,7 @@ class SpeechRecognition(Model):
             raise folder.error(reason, "correct or remove `options.chunk_length_s`")
         self._chunk_length_s = chunk_length_s
         self._is_ctc = folder.architecture.endswith("ForCTC")
-        language = Parameter("language", "str", "", per="row", description="Such as en; empty: the model finds out")
+        language = Parameter("language", "str", "", per="row", description="Such as en; empty: the model detects it")
         # Other models declare these attributes in the class; here they depend on the folder.
         self.parameters = () if self._is_ctc else (language,)  # type: ignore[misc]
         self.transcription = Transcription(  # type: ignore[misc]

@@ -116,7 +116,7 @@ class Admission:
     def _check(self, request: SequenceRequest) -> None:
         limits = self.limits
         if request.id in self._waiting or request.id in self._reserved:
-            raise RequestRejected(f"id: expected one that is not in use, got {request.id!r}")
+            raise RequestRejected(f"id: expected an id that is not in use, got {request.id!r}")
         if not request.prompt:
             raise RequestRejected("prompt: expected at least one token, got none")
         tokens = _tokens(request)

@@ -62,7 +62,7 @@ def checked_model(title: str, folder: Path, context_length: int | None, attentio
     if attention == "auto":
         attention = "sdpa" if supports_sdpa(config) else "eager"
         if attention == "eager":
-            notes.append("attention: eager, the only one that transformers has for this architecture")
+            notes.append("attention: eager, since transformers has no other attention for this architecture")
     try:
         model = blank_model(config, attention)
     except Exception as error:  # a model's class may raise anything
@@ -94,7 +94,7 @@ def context_length_of(config: Any, wanted: int | None) -> int:
     max_length: int | None = getattr(config, "max_position_embeddings", None)
     if wanted is None:
         if max_length is None:
-            raise ReplicaError("context_length: the model's configuration has none; set it")
+            raise ReplicaError("context_length: the model's configuration has no max_position_embeddings; set it")
         return max_length
     if max_length is not None and wanted > max_length:
         raise ReplicaError(
@@ -123,7 +123,7 @@ def _checked_config(title: str, folder: Path) -> Any:
         reason = f"{path}: transformers can't read it: {type(error).__name__}: {text_of(error):.300}"
         raise LoadError(Problem(title, reason, f"correct the file; or {OTHER}")) from error
     if not is_causal_lm(config):
-        reason = f"{path}: expected a causal language model, got model_type {kind!r}, of which transformers has none"
+        reason = f"{path}: expected a causal language model, got model_type {kind!r}, which has none in transformers"
         raise LoadError(Problem(title, reason, OTHER))
     names = causal_architectures(kind)
     architectures = [str(architecture) for architecture in content.get("architectures") or ()]

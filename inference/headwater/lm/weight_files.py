@@ -28,7 +28,7 @@ MAX_HEADER_BYTES: Final = 100_000_000
 SHOWN: Final = 3
 """The most tensors that a message names."""
 
-_POINTER: Final = "copy the file again; one of a few hundred bytes is a pointer of Git LFS: run `git lfs pull`"
+_POINTER: Final = "copy the file again; a file of a few hundred bytes is a pointer of Git LFS: run `git lfs pull`"
 _CONFIGURED: Final = "copy the folder again, and leave config.json as it was saved with these weights"
 
 

@@ -72,8 +72,8 @@ def _find(request: ScriptRequest) -> ScriptFinding:
 
 def _warning(shared: str, models: Sequence[str]) -> str:
     return (
-        f"{' and '.join(models)} share {shared}, of which each has one of its own here, as models run in processes of "
-        "their own: what one changes in it, the others don't see (docs/from-pytriton.md#models-that-share-state)"
+        f"{' and '.join(models)} share {shared}, but each model has a copy here, since each model runs in a separate "
+        "process: no model sees the changes of another model (docs/from-pytriton.md#models-that-share-state)"
     )
 
 

@@ -147,7 +147,7 @@ def _load(title: str, request: ProbeRequest) -> list[Problem]:
     except LoadError as error:
         return [Problem(title, error.problem.reason, error.problem.fix)]
     except ModelError as error:
-        return [Problem(title, str(error), "correct what the reason names")]
+        return [Problem(title, str(error), "correct the fault that the reason names")]
     except Exception as error:  # of the user's code
         return [problem_of(error, title, "loading it")]
     return []

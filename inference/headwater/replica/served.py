@@ -215,7 +215,7 @@ def check_instances(reference: str, options: Mapping[str, Any], instances: int, 
     if instances > 1 and isinstance(model, (ExportedModel, ScriptModel)) and model.is_stateful:
         raise DeclarationError(
             f"instances: expected 1 with `options.stateful`, got {instances}: all would change the same tensors "
-            "at once; each replica has a state of its own"
+            "at once; each replica has a separate state"
         )
     if instances > 1 and asks_compile(type(model), options):
         raise DeclarationError(

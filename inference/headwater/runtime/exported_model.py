@@ -224,7 +224,7 @@ class ExportedModel(Model):
         if fixed and dynamic:
             raise self._error(
                 f"input {fixed[0]!r}, shape: expected a batch axis as first dimension, dynamic as that of input "
-                f"{dynamic[0]!r}, got 1: so which dimension is the batch axis, if any is, the file does not say",
+                f"{dynamic[0]!r}, got 1: the file does not say which dimension, if any, is the batch axis",
                 f"{WITHOUT_BATCH}, or {_EXPORT.format(name=fixed[0])}",
             )
 

@@ -123,7 +123,7 @@ class OnnxModel(Model):
         if CUDA not in session.get_providers():  # ONNX Runtime only logs the failure and falls back to the CPU
             raise self._error(
                 f"{wrong}onnxruntime {onnxruntime.__version__} can't start it: its CUDA or cuDNN libraries are missing",
-                "install those of the versions that this onnxruntime-gpu was built for, or set `device: cpu`",
+                "install the versions that this onnxruntime-gpu was built for, or set `device: cpu`",
             )
         self._session = session
 
@@ -177,7 +177,7 @@ class OnnxModel(Model):
         if dynamic and fixed:
             raise self._error(
                 f"{', '.join(fixed)}, shape: expected a batch axis as first dimension, dynamic as that of input "
-                f"{dynamic[0]!r}, got 1: so which dimension is the batch axis, if any is, the file does not say",
+                f"{dynamic[0]!r}, got 1: the file does not say which dimension, if any, is the batch axis",
                 f"{WITHOUT_BATCH}, or export it with the batch axis dynamic in all inputs and outputs",
             )
 
@@ -272,7 +272,7 @@ def _unreadable(message: str, version: str) -> tuple[str, str]:
     code = prefix[1] if (prefix := _PREFIX.match(message)) else ""
     text = " ".join(_PREFIX.sub("", message).split())
     if code == "INVALID_PROTOBUF" or re.search("No graph was found|not have a graph", text):
-        return f"it is not an ONNX file, or only part of one: {text[:300]}", "export or copy it again"
+        return f"it is not an ONNX file, or is incomplete: {text[:300]}", "export or copy it again"
     if re.search("[Ee]xternal data|cannot get file size", text):
         return (
             f"its external data can't be read: {text[-300:]}",

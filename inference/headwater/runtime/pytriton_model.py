@@ -271,13 +271,13 @@ def open_model(path: str, options: Mapping[str, Any], search: Sequence[str] = ()
     ignored = options.get("ignore", ())
     for setting in ignored:
         if setting not in refused:
-            settings_text = ", ".join(refused) or "nothing that it can't have"
+            settings_text = ", ".join(refused) or "no unsupported setting"
             reason = (
                 f"options.ignore: the script asks for {settings_text}, got {setting!r}{did_you_mean(setting, refused)}"
             )
             raise LoadError(Problem(title, reason, f"remove {setting!r} from `options.ignore`"))
     if unsupported := [setting for setting in refused if setting not in ignored]:
-        reason = f"the script asks for {', '.join(unsupported)}, which Headwater doesn't have"
+        reason = f"the script asks for {', '.join(unsupported)}, which Headwater does not support"
         fixes = [
             *dict.fromkeys(refused[setting] for setting in unsupported),
             f"serve it without, by `options.ignore: {unsupported}`",

@@ -29,10 +29,10 @@ END_TIMEOUT_S: Final = 10.0
 _NAME: Final = re.compile(r"[A-Za-z0-9._-]+\Z")
 _BOUNDARY: Final = "Headwater serves by its own settings, such as `server.host` and `server.port`"
 _LACKING: Final = (
-    "which Headwater's stand-in for PyTriton lacks: what needs it fails; set `python: own`, or install PyTriton there"
+    "which Headwater's stand-in for PyTriton lacks: uses of it fail; set `python: own`, or install PyTriton there"
 )
 _REFUSED: Final = {
-    "model_repository": "serve those models by deployments of their own",
+    "model_repository": "serve each of these models by a separate deployment",
     "http_header_forward_pattern": "let clients send parameters in place of headers",
     "grpc_header_forward_pattern": "let clients send parameters in place of headers",
     "http_restricted_api": "set `security.keys_file`",
@@ -162,12 +162,12 @@ class Script:
         if error is not None and not isinstance(error, SystemExit):
             problem = problem_of(error, title, "the script")
             if "main thread" in problem.reason:
-                fix = "leave signals and what else needs the main thread to Headwater: remove that from the script"
+                fix = "remove signal handlers and other code that needs the main thread from the script"
                 return Problem(title, problem.reason, fix)
             return problem
         if self.bindings:
             return Problem(title, "the script ended without serve() or run()", "call serve() after bind()")
-        reason = "the script bound no model; only what it binds in its own process is seen"
+        reason = "the script bound no model; Headwater sees only models bound in the script's process"
         return Problem(title, reason, "call bind() and serve() of pytriton.triton.Triton when it is run")
 
     def binding(self, title: str, name: str) -> Binding:

@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 _UNWATCHED: Final = contextlib.nullcontext()
 
-LATE: Final = "its time was over"
+LATE: Final = "deadline exceeded"
 """The message of rows with an exceeded deadline; no client reads it, because the gateway has already answered."""
 
 

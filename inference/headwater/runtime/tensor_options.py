@@ -39,7 +39,7 @@ def declared_tensors(title: str, options: Mapping[str, Any], where: str) -> tupl
     place = f"options.{where}"
     fix = f"write it such as {EXAMPLE.replace('inputs', where)}"
     if where not in options:
-        reason = f"{place} is required, but missing: what it serves declares no tensors"
+        reason = f"{place} is required, but missing: the served file or function declares no tensors"
         raise LoadError(Problem(title, reason, f"{fix}; {WITHOUT_FILE}"))
     declarations = options[where]
     if not isinstance(declarations, list) or not declarations:

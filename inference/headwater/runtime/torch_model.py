@@ -132,7 +132,7 @@ class ScriptModel(Model):
 
     def _check_arguments(self, module: Any, declared: Sequence[str]) -> None:
         if not hasattr(module, "forward"):
-            reason = "it has no `forward`, expected a module with one"
+            reason = "it has no `forward`; expected a module with `forward`"
             raise LoadError(Problem(self._title, reason, "save a module that has it"))
         arguments = module.forward.schema.arguments[1:]
         names = [argument.name for argument in arguments]
@@ -197,7 +197,7 @@ def _kind(title: str, file: Path) -> Literal["exported", "script"]:
         raise LoadError(
             Problem(
                 title,
-                "it is no file of torch.export or TorchScript, or only part of one",
+                "it is not a file of torch.export or TorchScript, or is incomplete",
                 f"if torch.save wrote it, {_TRY_EXPORT}; otherwise save or copy it again",
             )
         ) from None

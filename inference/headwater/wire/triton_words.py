@@ -11,7 +11,7 @@ import re
 __all__ = ["SHARED_MEMORY_FULL", "is_ending", "is_process_lost", "is_shared_memory_full"]
 
 SHARED_MEMORY_FULL = (
-    "/dev/shm is full: the tensors of the call don't fit into what is free of it; expected fewer or smaller rows in a "
+    "/dev/shm is full: the tensors of the call don't fit into its free space; expected fewer or smaller rows in a "
     "request, or a larger /dev/shm (docker run --shm-size, in Kubernetes the `sizeLimit` of an emptyDir in memory)"
 )
 """The error message for clients in place of Triton's message."""

@@ -128,7 +128,7 @@ class Encoder(Model):
             rows = [_cut(encoding.ids, limit, ends=1) for encoding, limit in zip(encodings, limits, strict=True)]
         else:
             if any(text[:, 0]):
-                raise BadInput("input 'text': expected an empty one beside 'token_ids', got both; leave one out")
+                raise BadInput("input 'text': expected an empty text with 'token_ids', got both; leave one of them out")
             token_rows = [_tokens(row, self._vocab_size) for row in token_ids.tolist()]
             rows = [_cut(row, limit, ends=0) for row, limit in zip(token_rows, limits, strict=True)]
         width = max(map(len, rows))
@@ -320,7 +320,7 @@ def _tokens(row: list[int], vocab_size: int) -> list[int]:
         raise BadInput("input 'token_ids': expected at least one token, got none")
     if max(ids) >= vocab_size or min(ids) < 0 or set(row[len(ids) :]) - {-1}:
         wrong = next(id for id in [*ids, *row[len(ids) :]] if not 0 <= id < vocab_size)
-        expected = f"expected ids of this model's own tokenizer, from 0 to {vocab_size - 1}"
+        expected = f"expected ids of this model's tokenizer, from 0 to {vocab_size - 1}"
         raise BadInput(f"input 'token_ids': {expected}, and -1 only after them, got {wrong}")
     return ids
 

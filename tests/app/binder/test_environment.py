@@ -118,9 +118,9 @@ def test_numpy_2_is_refused(tmp_path: Path) -> None:
     found = report(fake_numpy(tmp_path))
     assert found["versions"]["numpy"] == "2.1.0"
     (problem,) = found["problems"]
-    assert problem["title"] == "numpy version of Headwater's own Python"
+    assert problem["title"] == "numpy version of Headwater's Python"
     assert f"expected numpy 1.x in {sys.prefix}, got 2.1.0: with numpy 2 PyTriton" in problem["reason"]
-    assert "virtual environment of its own" in problem["fix"]
+    assert "a separate virtual environment" in problem["fix"]
     assert problem["fix"].endswith(f"(python: {sys.executable})")
 
 
@@ -128,7 +128,7 @@ def test_require_says_reason_and_mend(tmp_path: Path) -> None:
     ended = run("from headwater_server.binder.environment import require; require()", fake_numpy(tmp_path))
     assert ended.returncode == 1
     last = ended.stderr.splitlines()[-1]
-    assert last.startswith("headwater.errors.EnvironmentUnfit: numpy version of Headwater's own Python: expected numpy")
+    assert last.startswith("headwater.errors.EnvironmentUnfit: numpy version of Headwater's Python: expected numpy")
     assert last.endswith(f"(python: {sys.executable})")
 
 

@@ -225,8 +225,8 @@ def test_one_model_is_checked_as_it_is_served(
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--load"], "--load: expected a CONFIG or a model beside it, got none"),
-        (["--python", "own"], "--python: expected a CONFIG or a model beside it, got none"),
+        (["--load"], "--load: expected a CONFIG or a model as well, got neither"),
+        (["--python", "own"], "--python: expected a CONFIG or a model as well, got neither"),
         (["--port", "1", "--set", "server.port=2"], "--port: can't be used with --set server.port"),
     ],
 )
@@ -375,14 +375,14 @@ def test_everything_wrong_with_vllm_is_told_before_a_start(
         "without": f"the model's Python, {sys.executable}: vllm is not installed there",
         "gone": f"model vllm:nowhere: there is no folder {tmp_path}/nowhere",
         "empty": said["empty"],
-        "long": f"model {FOLDER}: options.max_model_len: expected at most 512, for which the model was made, got 513",
+        "long": f"model {FOLDER}: options.max_model_len: expected at most 512, the length of the model, got 513",
         "template": f"model {FOLDER}: options.chat_template: there is no file {tmp_path}/nowhere.jinja",
         "compiler": said["compiler"],
     }
     assert "expected a Hugging Face model's folder, and its config.json can't be read" in said["empty"]
     assert "there is no C++ compiler" in said["compiler"]
     assert all(one["fix"] for one in report["problems"])
-    assert report["problems"][2]["fix"].endswith("`make vllm-env` makes one in .venv-vllm")
+    assert report["problems"][2]["fix"].endswith("`make vllm-env` creates this environment in .venv-vllm")
 
 
 def test_each_model_gets_its_own_environment(run: Run, tmp_path: Path) -> None:
@@ -472,7 +472,7 @@ def test_a_host_that_is_none_of_ours() -> None:
 def test_a_host_that_is_no_address() -> None:
     (problem,) = address_problems("999.1.1.1.invalid", 0)
     assert problem.title == "server.host"
-    assert "is no address of this machine" in problem.reason
+    assert "is not this machine's address" in problem.reason
 
 
 def test_a_runtime_dir_is_left_as_it_was(tmp_path: Path) -> None:
@@ -859,7 +859,7 @@ def test_the_operator_is_told_what_was_chosen(run: Run, tmp_path: Path) -> None:
     (tmp_path / "lm" / "generation_config.json").write_text('{"top_k": 20}')
     _, report = run({"deployments": {"lm": {"model": "lm:lm"}}})
     assert report["deployments"][0]["notes"] == [
-        "attention: eager, the only one that transformers has for this architecture",
+        "attention: eager, since transformers has no other attention for this architecture",
         "sampling defaults of generation_config.json: top_k 20",
     ]
 

@@ -52,10 +52,10 @@ def test_the_order(tmp_path: Path) -> None:
     assert found == (conda / "bin" / "python", "the active environment (CONDA_PREFIX)")
     del environ["CONDA_PREFIX"]
     found = default_python(config, None, tmp_path, environ)
-    assert found == (beside / "bin" / "python", "the environment beside the configuration")
+    assert found == (beside / "bin" / "python", "the environment .venv in the folder of the configuration")
     (beside / "bin" / "python").unlink()
     found = default_python(config, None, tmp_path, environ)
-    assert found == (OWN_PYTHON, "no `python` is given, and no environment is active")
+    assert found == (OWN_PYTHON, "no `python` is set, and no environment is active")
     assert str(found).startswith(f"models run under Headwater's own Python, {sys.executable}: ")
 
 

@@ -25,7 +25,7 @@ def test_there_is_a_kind_for_each_template() -> None:
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("mine")
-    with pytest.raises(CommandError, match=r"README\.md: it is there already"):
+    with pytest.raises(CommandError, match=r"README\.md: already exists"):
         write_template("model", tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
     with pytest.raises(CommandError, match="can't write there"):

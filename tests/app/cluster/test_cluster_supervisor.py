@@ -716,7 +716,7 @@ def test_it_gives_way_to_one_that_has_followed(caplog: pytest.LogCaptureFixture)
             assert (bench.ended, agent.orders, ray.killed) == (1, [], [])
 
     run(scenario)
-    assert "another supervisor has followed" in caplog.text
+    assert "another supervisor has taken over" in caplog.text
 
 
 # As a process

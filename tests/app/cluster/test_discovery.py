@@ -92,7 +92,7 @@ def test_the_search_says_what_has_changed_until_its_input_ends(spec: SupervisorS
         write_spec(process.stdin, b"" if spec is None else spec.encoded())
         found = [json.loads(process.stdout.readline()) for _ in range(3)]
         assert [one.get("epoch") for one in found] == [1, None, 2]
-        assert found[1]["error"].startswith("cluster: nothing is served there; expected `headwater serve CONFIG`")
+        assert found[1]["error"].startswith("cluster: no server runs there; run `headwater serve CONFIG`")
         process.stdin.close()
         assert (process.stdout.read(), process.wait(30)) == (b"", 0)
         started = b"started supervisor -m headwater_server.cluster.cluster_supervisor a\n" in process.stderr.read()
@@ -191,7 +191,7 @@ class Ray:
         (Ray('{"error": "no certificates"}'), Trouble("no certificates")),
         (Ray(""), None),
         (Ray(TimeoutError()), None),
-        (Ray(ActorGone()), "cluster: nothing is served there; expected `headwater serve CONFIG`"),
+        (Ray(ActorGone()), "cluster: no server runs there; run `headwater serve CONFIG`"),
         (Ray(said(7), "Ray's head is gone"), Trouble("cluster: Ray's head is gone")),
     ],
 )

@@ -214,7 +214,7 @@ def test_the_last_table_stays_while_the_supervisor_is_gone(caplog: pytest.LogCap
             await second.control.close()
 
     run(scenario)
-    assert "what it said last stays until it is back" in caplog.text
+    assert "its last table stays in use until it is back" in caplog.text
 
 
 def test_an_earlier_supervisor_is_not_listened_to(caplog: pytest.LogCaptureFixture) -> None:
@@ -447,7 +447,7 @@ def announcing(monkeypatch: pytest.MonkeyPatch, said: Announcement) -> None:
 def test_a_cluster_that_serves_something_else_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
     other = Config.model_validate({"deployments": {"b": {"model": "m:M"}}}).with_cluster(Cluster(engine="ray"))
     announcing(monkeypatch, msgspec.structs.replace(Supervisor(1).announcement, address="127.0.0.1:1"))
-    with pytest.raises(StartError, match="it serves other deployments than this configuration; expected `headwater jo"):
+    with pytest.raises(StartError, match="serves other deployments than this configuration; expected `headwater jo"):
         asyncio.run(serve_gateway(other, (), "auto", {}, lambda url, served: None))
 
 

@@ -168,7 +168,7 @@ def test_a_head_that_is_not_there_is_named(ray: types.ModuleType, error: Excepti
         raise error
 
     ray.__dict__["init"] = init
-    with pytest.raises(StartError, match=rf"^cluster\.address: no Ray at 'head:6379': {text}; start one with"):
+    with pytest.raises(StartError, match=rf"^cluster\.address: no Ray at 'head:6379': {text}; start Ray with"):
         RayClient("head:6379")
 
 
@@ -258,7 +258,7 @@ def test_a_head_that_does_not_answer_is_noted_and_asked_once(
     assert client.head_trouble(30) == ""
     monkeypatch.setattr(sys.modules["ray.experimental"].internal_kv, "_internal_kv_get", ask)
     for _ in range(2):
-        assert client.head_trouble(0.01).startswith("Ray's head at 10.0.0.1:6379 doesn't answer: what runs is served")
+        assert client.head_trouble(0.01).startswith("Ray's head at 10.0.0.1:6379 doesn't answer: running replicas")
     is_back.set()
     assert client.head_trouble(30) == ""
     assert len(asked) == 1
@@ -267,8 +267,11 @@ def test_a_head_that_does_not_answer_is_noted_and_asked_once(
 @pytest.mark.parametrize(
     ("error", "text"),
     [
-        ("RPC error: WrongClusterID: Perhaps the client is accessing GCS after it has restarted", "was started anew"),
-        ("RPC error: UNAVAILABLE", "doesn't answer: what runs is served"),
+        (
+            "RPC error: WrongClusterID: Perhaps the client is accessing GCS after it has restarted",
+            "was restarted",
+        ),
+        ("RPC error: UNAVAILABLE", "doesn't answer: running replicas"),
     ],
 )
 def test_a_head_that_has_forgotten_the_cluster_is_told_from_one_that_is_gone(

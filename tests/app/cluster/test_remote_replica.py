@@ -88,7 +88,7 @@ def test_from_its_place_over_its_stages_to_ready() -> None:
             await replica.wait_for_place(0)
             assert not replica.has_place
             one.ray.shortage = "it takes 2 GPU, and the largest node has 1"
-            waiting = f"no node can have it: {one.ray.shortage}; waiting for one that can"
+            waiting = f"no node has room for it: {one.ray.shortage}; waiting for a node with room"
             await until(lambda: one.stages[-1] == waiting)
             placing = asyncio.create_task(replica.wait_for_place(60))
             await agent.open(stage="importing")

@@ -177,7 +177,10 @@ class TestWords:
             (b'"words": ["a", "b", "c"]', "words: expected at most 2 entries, got 3"),
             (b'"above": 0', "above: expected more than nothing, got 0"),
             (b'"some": 5, "more": {]', "some: expected an integer from 1 to 4"),
-            (b'"some": 5, "some": 1', "some: expected every key of an object once, got this one twice; leave one out"),
+            (
+                b'"some": 5, "some": 1',
+                "some: expected every key of an object once, got this key twice; remove one of the two",
+            ),
         ],
     )
     def test_a_value_out_of_bounds(self, fields: bytes, message: str) -> None:
@@ -201,7 +204,7 @@ class TestKeys:
             "tokenize",
             "detokenize",
         ):  # these know no such field, and say so first
-            assert message == "user: expected every key of an object once, got this one twice; leave one out"
+            assert message == "user: expected every key of an object once, got this key twice; remove one of the two"
 
     @pytest.mark.parametrize(
         ("route", "body"),
@@ -224,7 +227,7 @@ class TestKeys:
     def test_it_is_refused_in_every_object(self, route: str, body: bytes) -> None:
         if b"%s" in body:
             body = body % READERS[route][1][1:].removesuffix(b', "id": "i"}').removesuffix(b"}")
-        assert "expected every key of an object once, got this one twice" in refused(route, body)
+        assert "expected every key of an object once, got this key twice" in refused(route, body)
 
     @pytest.mark.parametrize(
         "body",

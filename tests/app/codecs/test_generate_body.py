@@ -144,7 +144,7 @@ class TestRows:
             ("pair", 1, ("pair: expected an array of FP32 for a row of shape [2], got a single value",)),
             ("pair", [1], ("pair: expected 2 elements, for shape [2], got 1",)),
             ("matrix", [1, 2], ("matrix: expected a multiple of 3 elements, for shape [-1, 3], got 2",)),
-            ("matrix", [[1, 2]], ("matrix: expected a row of shape [-1, 3], got one of [1, 2]",)),
+            ("matrix", [[1, 2]], ("matrix: expected a row of shape [-1, 3], got a row of shape [1, 2]",)),
             ("matrix", [[1, 2, 3], [4]], ("matrix[1]: expected 3 elements", "got 1")),
             ("matrix", [[1, 2, 3], [4, 5, "6"]], ("matrix[1][2]: expected a number (FP32)", "got a string")),
             ("matrix", [[[1]]], ("matrix: expected a flat array, or one nested as a row of shape [-1, 3]", "3 levels")),

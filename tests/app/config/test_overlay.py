@@ -44,7 +44,7 @@ def text_of(fields: Iterable[str]) -> str:
         ("{", "not valid JSON"),
         ("[]", "expected an object with a deployment's fields, got a list"),
         ("null", "got null"),
-        ('{"timeout_s": NaN}', "NaN is no number in JSON"),
+        ('{"timeout_s": NaN}', "NaN is not a number in JSON"),
         ('{"timeout_s": 1, "timeout_s": 2}', "duplicate key `timeout_s`"),
         ("[" * 100_000, "not valid JSON"),
         ('{"a":' * 40 + "1" + "}" * 40, "levels of nesting"),
@@ -69,7 +69,7 @@ def numbered(count: int, value: str) -> list[str]:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        (lambda count: text_of(numbered(count, "0")), "at most 1000 fields beside what is in `options`"),
+        (lambda count: text_of(numbered(count, "0")), "at most 1000 fields outside `options`"),
         (lambda count: text_of(['"versions":' + text_of(numbered(count, "{}"))]), "at most 1000 fields"),
         (lambda count: text_of(['"pipeline":[' + ",".join(['{"a":0}'] * count) + "]"]), "at most 1000 fields"),
         (lambda count: text_of([*numbered(count, "0"), '"0":0']), "duplicate key `0`"),
@@ -184,7 +184,7 @@ def test_settings_lets_settings_of_named_models_in_and_no_code() -> None:
     first = config({"a": {"model": "m:A"}})
     check_allowed(first, "a", {"timeout_s": 1, "replicas": 2, "batching": {}})
     for field in CODE_FIELDS:
-        with pytest.raises(Forbidden, match=f"parameters.config.{field}: it chooses what is executed"):
+        with pytest.raises(Forbidden, match=f"parameters.config.{field}: it chooses the code that runs"):
             check_allowed(first, "a", {"timeout_s": 1, field: None})
     with pytest.raises(Forbidden, match="model 'b': the server's configuration doesn't name it"):
         check_allowed(first, "b", {"timeout_s": 1})

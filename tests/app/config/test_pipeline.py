@@ -123,7 +123,7 @@ def test_a_name_that_no_step_can_have(name: str) -> None:
 
 def test_a_head_called_as_the_trunk() -> None:
     message = refused({"trunk": MODEL, "heads": {"trunk": MODEL}})
-    assert message.startswith(FORM + "heads: 'trunk' is the trunk's own name; rename the head")
+    assert message.startswith(FORM + "heads: 'trunk' is the name of the trunk; rename the head")
 
 
 @pytest.mark.parametrize(

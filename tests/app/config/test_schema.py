@@ -129,7 +129,7 @@ def test_a_call_is_bounded_by_the_deployment_or_the_step_of_a_graph() -> None:
 
 def test_a_language_model_has_a_bound_of_its_own() -> None:
     content = {"deployments": {"m": {"model": "lm:models/llama", "max_compute_s": 5}}}
-    with pytest.raises(ConfigError, match=r"max_compute_s: expected none for a language model, .*`options.max_step_s`"):
+    with pytest.raises(ConfigError, match=r"max_compute_s: not supported for a language model, .*`options.max_step_s`"):
         read(content)
 
 
@@ -139,7 +139,7 @@ def test_a_language_model_has_a_bound_of_its_own() -> None:
 )
 def test_the_memory_limit_is_a_part_or_a_size(given: object, limit: float | int | None) -> None:
     if limit is None:
-        with pytest.raises(ConfigError, match=r"`server\.memory_limit`: expected a part such as 0\.8, or bytes"):
+        with pytest.raises(ConfigError, match=r"`server\.memory_limit`: expected a fraction such as 0\.8, or bytes"):
             read({**MINIMAL, "server": {"memory_limit": given}})
     else:
         found = read({**MINIMAL, "server": {"memory_limit": given}}).server.memory_limit
@@ -174,7 +174,7 @@ def test_a_cache_is_bounded_and_no_language_models() -> None:
         cached({"ttl_s": 3})
     with pytest.raises(ConfigError, match=r"`deployments\.a\.cache\.ttl`: unknown field"):
         cached({"max_bytes": 1, "ttl": 3})
-    with pytest.raises(ConfigError, match=r"cache: expected none for a language model"):
+    with pytest.raises(ConfigError, match=r"cache: not supported for a language model"):
         cached({"max_bytes": 1}, "lm:models/llama")
 
 
@@ -249,7 +249,7 @@ def test_how_requests_are_shared(traffic: Any, shares: dict[str, float], default
     ("fields", "message"),
     [
         ({"traffic": {"1": 0.5, "2": 0.4}}, "expected shares by version that sum to 1, got 0.9"),
-        ({"traffic": {"1": 1, "3": 0}}, "traffic: expected shares of the versions `1`, `2`, got one of `3`"),
+        ({"traffic": {"1": 1, "3": 0}}, "traffic: expected shares of the versions `1`, `2`, got a share of `3`"),
         ({"traffic": {"1": 1, "default": "3"}}, "traffic.default: expected one of the versions `1`, `2`, got '3'"),
         ({"traffic": {"1": 1, "shadow": "3"}}, "traffic.shadow: expected one of the versions `1`, `2`, got '3'"),
         (
@@ -262,12 +262,12 @@ def test_how_requests_are_shared(traffic: Any, shares: dict[str, float], default
         ({"traffic": {"1": 1, "stickie": "X-User"}}, "expected the share of a version, 0 to 1, or one of the fields"),
         ({"traffic": {"1": 1.5, "2": -0.5}}, "expected the share of a version, 0 to 1, or one of the fields"),
         ({"traffic": {"1": 1, "rollback": {"errors": 0.5}}}, "greater than or equal to 1, got 0.5"),
-        ({"versions": {}, "traffic": {"1": 1}}, "traffic: expected `versions`, which it is shared among"),
+        ({"versions": {}, "traffic": {"1": 1}}, "traffic: expected `versions`, which share the requests"),
         ({"versions": {"1": {"replicass": 2}}}, "`versions.1.replicass`: unknown field"),
-        ({"versions": {"1": {"versions": {}}}}, "versions.1.versions: expected beside the deployment's `versions`"),
+        ({"versions": {"1": {"versions": {}}}}, "versions.1.versions: expected in the deployment itself"),
         ({"versions": {"default": {}}}, "versions: expected names of letters"),
         ({"versions": {"a b": {}}}, "versions: expected names of letters"),
-        ({"versions": {"1": {}, "2": {"model": "lm:weights"}}}, "versions: expected all of them to be language models"),
+        ({"versions": {"1": {}, "2": {"model": "lm:weights"}}}, "versions: expected only language models"),
         ({"versions": {"1": {"model": None}}}, "`versions.1`: expected either `model` or `pipeline`"),
     ],
 )

@@ -63,5 +63,5 @@ def test_a_change_has_only_the_replicas_that_changed(after: tuple[ReplicaRoute, 
 
 
 def test_a_change_of_a_deployment_that_is_not_known_is_refused() -> None:
-    with pytest.raises(ValueError, match="expected a change of a known deployment, got one of 'm'"):
+    with pytest.raises(ValueError, match="expected a change of a known deployment, got a change of 'm'"):
         DeploymentChange("m").applied(None)

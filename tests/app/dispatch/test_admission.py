@@ -60,7 +60,7 @@ def test_the_less_urgent_give_way_and_are_told() -> None:
     queue.send(priority=1)
     ((item, error),) = queue.dropped
     assert item is waiting[3]
-    assert "the request gave way" in error.message
+    assert "a request whose class or model has less" in error.message
     assert error.retry_after_s == 1
 
 

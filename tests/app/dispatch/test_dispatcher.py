@@ -793,7 +793,7 @@ def test_a_less_urgent_request_gives_way_with_all_its_parts() -> None:
         patient = bench.send(*range(8), priority=10)
         await settle()
         urgent = bench.send(9, priority=1)
-        with pytest.raises(QueueFull, match="gave way") as caught:
+        with pytest.raises(QueueFull, match="took the place") as caught:
             await patient
         assert caught.value.retry_after_s == 1
         assert (counts_of("m").total("headwater_failures"), bench.dispatcher.queued_rows) == (1, 1)
@@ -841,7 +841,7 @@ def test_the_bound_of_all_deployments_is_shared() -> None:
             await greedy.send(5)
         quiet.send(1, 2)
         for task in waiting[2:]:
-            with pytest.raises(QueueFull, match="gave way"):
+            with pytest.raises(QueueFull, match="took the place"):
                 await task
         greedy.dispatcher.close()
         assert budget.waiting.rows == 2

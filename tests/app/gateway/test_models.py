@@ -337,7 +337,7 @@ def test_a_language_model_is_found_as_one_and_nothing_else_is() -> None:
         models.update(RoutingTable((PLAIN, LANGUAGE_MODEL)))
         assert models.language_model(models.get("lm", "1")) is dispatcher
         assert dispatcher.check_ready() == LANGUAGE_MODEL.signature
-        with pytest.raises(BadRequest, match=r"`plain` is no language model; models that are: `lm`$"):
+        with pytest.raises(BadRequest, match=r"`plain` is not a language model; language models: `lm`$"):
             models.language_model(models.get("plain"))
         with pytest.raises(NotFound):
             models.language_model(models.get("other"))

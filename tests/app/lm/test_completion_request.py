@@ -103,7 +103,11 @@ def test_echo_with_logprobs_asks_for_those_of_the_prompts() -> None:
         ("x", {"max_tokens": -1}, "max_tokens: expected at least 0, got -1"),
         ("x", {"logprobs": 21}, "logprobs: expected an integer from 0 to 20, got 21"),
         ("x", {"logprobs": True}, "logprobs: expected an integer, got a boolean"),
-        ("x", {"logprobs": 1, "echo": True}, "logprobs: this model gives none of prompts; leave it out, or echo"),
+        (
+            "x",
+            {"logprobs": 1, "echo": True},
+            "logprobs: this model has no log probabilities of prompts",
+        ),
         ("x", {"best_of": 2}, "best_of: this model ranks no answers; expected 1, the same as n, got 2; leave it out"),
         ("x", {"best_of": 1, "n": 2}, "best_of: this model ranks no answers; expected 2, the same as n, got 1"),
         (

@@ -456,7 +456,7 @@ def test_each_token_begins_the_timeout_anew(monkeypatch: pytest.MonkeyPatch) -> 
             assert await request.news()
         passed_s += 3
         error = await failure(request)
-        assert error.message == "the stream gave nothing for 3 s"
+        assert error.message == "the stream sent no output for 3 s"
         assert loop.time() - began_s >= 11
 
     run(scenario)

@@ -839,7 +839,7 @@ def test_a_request_is_cancelled_by_its_id(gateway: Gateway) -> None:
     wait_for(lambda: gateway.tiny.opened[0][1].is_closed, 60, "the generation to be closed")
     gone = httpx.post(f"{gateway.url}/v2/requests/mine%2F1/cancel")
     assert gone.status_code == 404
-    assert gone.json()["error"].startswith("request 'mine/1': expected the X-Request-Id of a stream or")
+    assert gone.json()["error"].startswith("request 'mine/1': no running stream or language-model request")
     assert httpx.get(f"{gateway.url}/v2/requests/x/cancel").status_code == 405
 
 

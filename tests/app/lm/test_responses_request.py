@@ -116,9 +116,9 @@ def test_what_asks_for_nothing_is_taken() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"store": True}, "store: this server keeps no answers, so none can be asked for later; expected false, got"),
-        ({"background": True}, "background: this server keeps no answers, so none can be asked for later; expected"),
-        ({"previous_response_id": "resp_1"}, "previous_response_id: this server keeps no answers, so there is none to"),
+        ({"store": True}, "store: this server keeps no answers, so no answer can be fetched later; expected"),
+        ({"background": True}, "background: this server keeps no answers, so no answer can be fetched later; expected"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id: this server keeps no answers, so it can't"),
         ({"conversation": "conv_1"}, "conversation: this model does not support it; leave it out"),
         ({"prompt": {"id": "p"}}, "prompt: this model does not support it; leave it out"),
         ({"reasoning": {"effort": "high"}}, "reasoning: this model does not support it; leave it out"),
@@ -128,7 +128,7 @@ def test_what_asks_for_nothing_is_taken() -> None:
         ({"tools": [WEATHER]}, "tools[0].function: expected one of the fields description, name, parameters, strict"),
         ({"tools": [{**FLAT, "name": "a b"}]}, "tools[0].name: expected 1 to 64 letters, digits, _ and -, got 'a b'"),
         ({"tools": [{**FLAT, "parameters": {"type": "array"}}]}, "tools[0].parameters.type: expected 'object', got"),
-        ({"tools": [FLAT]}, "tools: this model's chat template has no format of tool calls that is known here; leave"),
+        ({"tools": [FLAT]}, "tools: this model's chat template has no known format of tool calls; leave"),
         ({"tool_choice": "required"}, "tool_choice: expected it with tools to choose from; set tools, or leave it out"),
         ({"tool_choice": "any"}, "tool_choice: expected 'none', 'auto', 'required' or an object that names a function"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice.type: expected 'function', got 'web_search'"),

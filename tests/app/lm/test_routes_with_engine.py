@@ -268,7 +268,7 @@ def test_an_engine_that_can_not_score_prompts_says_so() -> None:
         answer = await ask("/v1/completions", model="lm", prompt="x", echo=True, logprobs=1)
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == "logprobs"
-        assert answer.json()["error"]["message"].startswith("logprobs: this model gives none of prompts")
+        assert answer.json()["error"]["message"].startswith("logprobs: this model has no log probabilities of prompts")
 
     run(NullEngine(LIMITS), scenario)
 

@@ -51,7 +51,7 @@ def test_an_end_without_a_reason_is_no_answer() -> None:
 
     async def scenario() -> None:
         silent = Silent([SequenceSpec([5], 3)], Script())
-        with pytest.raises(ContractBroken, match="sequence 0: expected the engine to say why it ended"):
+        with pytest.raises(ContractBroken, match="sequence 0: expected the engine's reason for its end"):
             await TextGeneration(silent, [stream()], 1).whole()
 
     asyncio.run(scenario())

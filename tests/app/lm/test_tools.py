@@ -176,7 +176,7 @@ def test_a_grammar_leaves_no_room_for_reasoning(fields: dict[str, Any]) -> None:
 
 def test_a_model_whose_format_is_not_known_names_the_option() -> None:
     body = {"model": "m", "messages": HELLO, "tools": TOOLS}
-    with pytest.raises(BadRequest, match=r"tools: .* have the deployment's `options\.tool_parser` name one"):
+    with pytest.raises(BadRequest, match=r"tools: .* set the deployment's `options\.tool_parser`"):
         ChatRequest.read(json.dumps(body).encode()).plan(tiny_text(), LIMITS)
 
 

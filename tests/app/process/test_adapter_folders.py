@@ -55,7 +55,7 @@ def test_what_is_no_adapter_is_refused_by_name(tmp_path: Path) -> None:
         find_adapters({"x": str(tmp_path)}, [])
     folder = adapter(tmp_path / "pickled")
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
-    with pytest.raises(LoadError, match=r"expected adapter_model\.safetensors in .*, which has none"):
+    with pytest.raises(LoadError, match=r"expected adapter_model\.safetensors in .*, which lacks this file"):
         find_adapters({"x": str(folder)}, [])
 
 

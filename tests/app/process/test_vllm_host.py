@@ -281,7 +281,7 @@ def test_an_exit_that_nobody_asked_for_is_a_crash(short: Path) -> None:
     with hosting(short) as hosted:
         hosted.statuses("ready")
         hosted.set("exit")
-        assert hosted.statuses("ending")["text"] == "vLLM's server exited with status 0 although nobody ended it"
+        assert hosted.statuses("ending")["text"] == "vLLM's server exited with status 0 without a request to end"
         assert hosted.statuses("ended")["exit_status"] == 1
 
 

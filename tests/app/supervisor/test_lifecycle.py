@@ -595,7 +595,7 @@ def test_a_reload_that_fails_leaves_what_serves() -> None:
         await supervisor.start()
         supervisor.failing.add("a")
         status, error = await supervisor.told("reload", "a")
-        assert (status, "RuntimeError: no weights here" in error, "goes on serving" in error) == (500, True, True)
+        assert (status, "RuntimeError: no weights here" in error, "still serves" in error) == (500, True, True)
         a = supervisor.sets["a"]
         assert (a.state, list(a.ready), supervisor.drains) == (State.READY, ["a-0", "a-1"], [])
         assert supervisor.states["a"] == [State.LOADING, State.READY]
@@ -628,7 +628,7 @@ def test_nothing_is_started_by_a_server_that_stops() -> None:
         supervisor.stop()
         assert await supervisor.told("reload", "a") == (
             503,
-            "the server is stopping; what served before goes on serving",
+            "the server is stopping; the previous configuration still serves",
         )
         assert len(supervisor.launched) == 1
 
@@ -796,8 +796,8 @@ def test_a_reload_with_a_config_switches_to_it_with_the_new_replicas() -> None:
         ({"timeout_s": 0}, 400, "`deployments.a.timeout_s`: input should be greater than 0, got 0"),
         ({"colour": "blue"}, 400, "`deployments.a.colour`: unknown field"),
         ({"replicas": 1001}, 400, "`deployments.a.replicas"),
-        ({"options": {"mode": "x"}}, 403, "parameters.config.options: it chooses what is executed"),
-        ({"model": "os:system"}, 403, "parameters.config.model: it chooses what is executed"),
+        ({"options": {"mode": "x"}}, 403, "parameters.config.options: it chooses the code that runs"),
+        ({"model": "os:system"}, 403, "parameters.config.model: it chooses the code that runs"),
     ],
 )
 def test_a_config_that_is_refused_changes_nothing(config: Any, status: int, told: str) -> None:
@@ -843,7 +843,7 @@ def test_a_reload_with_a_config_that_fails_leaves_what_serves_and_its_config() -
         await supervisor.start()
         supervisor.failing.add("a")
         status, error = await supervisor.told("reload", "a", {"timeout_s": 3})
-        assert (status, "goes on serving" in error) == (500, True)
+        assert (status, "still serves" in error) == (500, True)
         a = supervisor.sets["a"]
         assert (a.state, list(a.ready), a.config.timeout_s) == (State.READY, ["a-0"], 30)
         assert supervisor.deployments.config.deployments["a"].timeout_s == 30
@@ -968,7 +968,7 @@ def test_a_pipeline_becomes_another_only_while_it_is_not_loaded() -> None:
         await supervisor.start()
         longer = {"pipeline": {"heads": {"more": {"deployment": "shared"}}}}
         status, error = await supervisor.told("reload", "p", longer)
-        assert (status, "expected strategy recreate, or unload first" in error) == (409, True)
+        assert (status, "expected strategy recreate, or unload the model first" in error) == (409, True)
         await supervisor.do("unload", "p")
         before = supervisor.sets["p.trunk"]
         await supervisor.do("load", "p", longer)
@@ -1126,7 +1126,7 @@ def test_a_version_that_does_not_start_changes_nothing() -> None:
         supervisor.failing.add("c.3")
         config = {"versions": {"3": {}}, "traffic": {"3": 1}}
         status, error = await supervisor.told("reload", "c", config)
-        assert (status, "what served before goes on serving" in error) == (500, True)
+        assert (status, "the previous configuration still serves" in error) == (500, True)
         assert set(supervisor.sets) == {"c.1", "c.2"}
         assert supervisor.deployments.config.deployments["c"].traffic is None
 

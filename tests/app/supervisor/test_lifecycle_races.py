@@ -50,7 +50,7 @@ def test_a_reload_of_which_a_replica_ends_before_the_others_are_ready_leaves_the
         first.end("killed by SIGKILL")
         second.get_ready()
         status, error = await reloading
-        assert (status, "killed by SIGKILL; what served before goes on serving" in error) == (500, True), error
+        assert (status, "killed by SIGKILL; the previous configuration still serves" in error) == (500, True), error
         assert (list(a.ready), second.exited.done(), supervisor.drains) == (["a-0", "a-1"], True, [])
 
     run(scenario)
@@ -70,7 +70,7 @@ def test_a_pipelines_reload_of_which_a_step_ends_while_another_starts_leaves_the
         trunk.end("killed by SIGKILL")
         head.get_ready()
         status, error = await reloading
-        assert (status, "killed by SIGKILL; what served before goes on serving" in error) == (500, True), error
+        assert (status, "killed by SIGKILL; the previous configuration still serves" in error) == (500, True), error
         assert {name: list(found.ready) for name, found in supervisor.sets.items()} == before
         assert head.exited.done()
         assert supervisor.states["p"] == [State.LOADING, State.READY]

@@ -330,7 +330,7 @@ def test_a_replica_that_is_too_large_stays_if_it_is_the_first(caplog: pytest.Log
         a = await started(machine)
         await until(lambda: bool(a.shortage))
         assert (list(a.ready), len(machine.launched)) == (["a-0"], 1)
-        assert "this one stays, and no other is started" in caplog.text
+        assert "this replica stays, and no more are started" in caplog.text
 
     check(scenario)
 
@@ -542,7 +542,7 @@ def test_what_lost_too_many_replicas_keeps_trying_for_as_many_as_there_are_at_le
         machine.launched[0].end("killed by SIGKILL")
         await until(lambda: len(machine.launched) == 3)
         assert (a.state, a.wanted, list(a.ready)) == (State.READY, 2, ["a-1"])
-        assert "tried again slowly" in a.shortage
+        assert "trying again slowly" in a.shortage
         machine.launched[2].get_ready()
         await until(lambda: len(a.ready) == 2)
 

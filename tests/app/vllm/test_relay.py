@@ -289,7 +289,7 @@ def test_a_stream_that_gives_nothing_ends_at_the_deployments_timeout() -> None:
         for script in (silent, hangs):
             async with benched(timeout_s=0.2) as bench:
                 bench.replica.script = script
-                assert "gave nothing for 0.2 s" in str(await failure(opened(bench), DeadlineExceeded))
+                assert "sent no output for 0.2 s" in str(await failure(opened(bench), DeadlineExceeded))
                 await bench.exchanges[0].left()
 
     run(scenario)

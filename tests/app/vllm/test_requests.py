@@ -89,13 +89,13 @@ def test_labels_are_taken_and_not_sent() -> None:
 @pytest.mark.parametrize(
     ("route", "fields", "word"),
     [
-        ("responses", {"store": True}, "kept"),
-        ("chat", {"store": True}, "kept"),
+        ("responses", {"store": True}, "keeps no answers"),
+        ("chat", {"store": True}, "keeps no answers"),
         ("responses", {"background": True}, "later"),
         ("responses", {"previous_response_id": "resp_1"}, "send the conversation so far"),
         ("responses", {"conversation": {"id": "c"}}, "send the conversation so far"),
-        ("chat", {"functions": [{}]}, "not offered"),
-        ("chat", {"audio": {"voice": "x"}}, "not offered"),
+        ("chat", {"functions": [{}]}, "not supported"),
+        ("chat", {"audio": {"voice": "x"}}, "not supported"),
         ("chat", {"modalities": ["text", "audio"]}, '["text"]'),
         ("completions", {"best_of": 3}, "the same as n"),
         ("completions", {"n": 2, "best_of": 3}, "the same as n"),

@@ -130,7 +130,7 @@ def test_an_architecture_that_generates_no_text(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
-        ("t5", "expected a causal language model, got model_type 't5', of which transformers has none"),
+        ("t5", "expected a causal language model, got model_type 't5', which has none in transformers"),
         ("no_such_kind", "transformers can't read it: "),
         (None, "expected an object whose model_type names the kind of model"),
         (3, "expected an object whose model_type names the kind of model"),
@@ -287,7 +287,7 @@ def test_a_model_that_needs_eager_attention_gets_it_and_the_operator_is_told(tmp
     tiny("gemma2", attention="eager").save_pretrained(tmp_path)
     shutil.copy(ZOO / "tokenizer.json", tmp_path)
     plan = plan_language_model(f"lm:{tmp_path}", {})
-    assert plan.notes == ("attention: eager, the only one that transformers has for this architecture",)
+    assert plan.notes == ("attention: eager, since transformers has no other attention for this architecture",)
     assert plan.load("cpu", lambda reason: None).limits.context_length == 128
 
 

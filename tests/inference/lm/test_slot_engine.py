@@ -263,7 +263,7 @@ class TestWhatIsRefused:
             with pytest.raises(RequestRejected, match=message):
                 engine.submit(wrong)
         engine.submit(request("a", [1], 5))
-        with pytest.raises(RequestRejected, match="id: expected one that is not in use"):
+        with pytest.raises(RequestRejected, match="id: expected an id that is not in use"):
             engine.submit(request("a", [1], 5))
 
     def test_a_model_whose_attention_the_cache_does_not_serve(self) -> None:
@@ -278,7 +278,7 @@ class TestWhatIsRefused:
     def test_a_model_whose_context_is_unknown(self) -> None:
         model = tiny("bloom", "eager", n_layer=2, n_head=4)
         del model.config.max_position_embeddings
-        with pytest.raises(ReplicaError, match="context_length: the model's configuration has none"):
+        with pytest.raises(ReplicaError, match="context_length: the model's configuration has no max_position"):
             engine_of(model)
         assert engine_of(model, context_length=50).limits.context_length == 50
 

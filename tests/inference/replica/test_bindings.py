@@ -43,4 +43,4 @@ def test_threads_that_the_script_ends_itself_do_not_hold_up_its_run_and_shared_o
     finding = found_in(tmp_path / "server.py")
     assert list(finding["settings"]) == ["Train", "Predict"]
     (warning,) = finding["warnings"]
-    assert warning.startswith("Train and Predict share Learner, of which each has one of its own here")
+    assert warning.startswith("Train and Predict share Learner, but each model has a copy here")

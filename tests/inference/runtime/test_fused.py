@@ -254,7 +254,7 @@ class TestFrames:
         assert cancelled == [models["slow"]]
         assert [len(models[name].seen) for name in ("slow", "between", "after", "patient")] == [1, 0, 0, 1]
         words = only(answers)
-        late = {0: RowReport(Status.RAISED, "its time was over")}
+        late = {0: RowReport(Status.RAISED, "deadline exceeded")}
         assert (words["slow"].failures, words["after"].failures) == (late, late)
         assert words["patient"].outputs["v"].tolist() == [[4]]
 
@@ -586,7 +586,7 @@ class TestCoroutines:
             return first, await _all_at_once(pipeline, 1, 2)
 
         first, others = asyncio.run(scenario())
-        assert only(first)["m"].failures == {0: RowReport(Status.RAISED, "its time was over")}
+        assert only(first)["m"].failures == {0: RowReport(Status.RAISED, "deadline exceeded")}
         assert [words["m"].outputs["y"].tolist() for words in others] == [[[2]], [[4]]]
 
 

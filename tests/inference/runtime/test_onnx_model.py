@@ -434,7 +434,7 @@ def test_a_reserved_name(identity: Write) -> None:
 def test_a_file_that_is_no_onnx(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "broken.onnx"
     path.write_bytes(content)
-    assert "it is not an ONNX file, or only part of one" in refusal(path)
+    assert "it is not an ONNX file, or is incomplete" in refusal(path)
 
 
 def test_a_folder(tmp_path: Path) -> None:

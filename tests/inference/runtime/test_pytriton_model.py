@@ -188,7 +188,7 @@ def test_headers_are_refused_by_name_and_parameters_take_their_place(tmp_path: P
             {"script": str(tmp_path / "example.ipynb"), "requests": []},
         ]
     )
-    assert refused["reason"] == f"the script asks for {name}, which Headwater doesn't have"
+    assert refused["reason"] == f"the script asks for {name}, which Headwater does not support"
     assert "let clients send parameters in place of headers" in refused["fix"]
     assert served["answers"] == [{"scaled_add": [[2.0]], "scaled_sub": [[4.0]]}]
     assert notebook["reason"] == "expected a Python script, got a notebook"
@@ -227,11 +227,11 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         ("no serve", "the script ended without serve() or run()", "call serve()"),
         ("nothing", "the script bound no model", "call bind() and serve()"),
         ("remote", "RemoteTriton serves through a Triton elsewhere", "pytriton.triton.Triton"),
-        ("signal", "only works in main thread", "leave signals"),
+        ("signal", "only works in main thread", "remove signal handlers"),
         ("several", "the script binds 2 models: one, two", "several.py:one"),
         ("policy", "asks for default_queue_policy.default_timeout_microseconds", "set the deployment's `timeout_s`"),
-        ("ignored in vain", "the script asks for nothing that it can't have, got 'grpc_use_ssl'", "options.ignore"),
-        ("repository", "asks for TritonConfig.model_repository", "deployments of their own"),
+        ("ignored in vain", "the script asks for no unsupported setting, got 'grpc_use_ssl'", "options.ignore"),
+        ("repository", "asks for TritonConfig.model_repository", "by a separate deployment"),
         ("option", "unknown option 'idempotents'", "options.idempotents"),
         ("option's type", "options.arguments: expected a list of texts, got 'a b'", "options.arguments"),
         (

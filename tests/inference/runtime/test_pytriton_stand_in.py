@@ -430,7 +430,7 @@ def test_a_script_that_may_do_without_such_a_name_is_served_with_a_warning(tmp_p
     finding = _finding(script)
     assert finding["problem"] is None
     assert list(finding["settings"]) == ["echo"]
-    lacking = ", which Headwater's stand-in for PyTriton lacks: what needs it fails"
+    lacking = ", which Headwater's stand-in for PyTriton lacks: uses of it fail"
     assert [text.partition(";")[0] for text in finding["warnings"]] == [
         f"line 2 imports pytriton.client.ModelClient{lacking}",
         f"line 6 imports pytriton.check{lacking}",

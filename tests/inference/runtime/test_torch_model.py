@@ -313,7 +313,7 @@ def test_other_files_are_refused_with_what_to_do(tmp_path: Path) -> None:
     assert "torch.save wrote it: it has weights, or a pickled module" in message
     assert "torch.export.save" in message
     torch.save(Net().state_dict(), path, _use_new_zipfile_serialization=False)
-    assert "it is no file of torch.export or TorchScript, or only part of one" in failure(f"torch:{path}")
+    assert "it is not a file of torch.export or TorchScript, or is incomplete" in failure(f"torch:{path}")
     with zipfile.ZipFile(path, "w") as packed:
         packed.writestr("a/b", "")
     assert "got another zip archive" in failure(f"torch:{path}")

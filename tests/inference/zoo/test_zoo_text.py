@@ -137,7 +137,7 @@ def test_token_ids_are_read_instead_of_the_text(model: Text) -> None:
         ("", [101, 30522], "tokenizer, from 0 to 30521, and -1 only after them, got 30522"),
         ("", [101, -2], "got -2"),
         ("", [101, -1, 102], "got -1"),
-        ("fox", [101], "'text': expected an empty one beside 'token_ids', got both"),
+        ("fox", [101], "'text': expected an empty text with 'token_ids', got both"),
     ],
 )
 def test_wrong_token_ids_are_named(model: Text, text: str, ids: list[int], message: str) -> None:

@@ -83,9 +83,9 @@ def _check_together(options: argparse.Namespace) -> None:
         if value is not None and options.mode != "chat":
             raise CommandError(f"{name}: expected --mode chat, got {options.mode}")
     if options.tool_choice is not None and options.tools is None:
-        raise CommandError("--tool-choice: expected it with --tools")
+        raise CommandError("--tool-choice: requires --tools")
     if options.unconstrained and options.schema is None and options.tools is None:
-        raise CommandError("--unconstrained: expected it with --schema or --tools")
+        raise CommandError("--unconstrained: requires --schema or --tools")
     tensors, texts = ("infer", "stream"), ("stream", "chat", "completions")
     for name, value, modes in (
         ("--heads", options.heads, tensors), ("--shape", options.shape, tensors),
@@ -97,7 +97,7 @@ def _check_together(options: argparse.Namespace) -> None:
             raise CommandError(f"{name}: expected --mode {' or '.join(modes)}, got {options.mode}")
     for name, value in (("--arrivals", options.arrivals), ("--max-connections", options.max_connections)):
         if value is not None and not options.rate:
-            raise CommandError(f"{name}: expected it with --rate")
+            raise CommandError(f"{name}: requires --rate")
     if options.mode == "infer":
         for name in ("ttft_ms", "itl_ms", "tpot_ms"):
             if name in options.slo:

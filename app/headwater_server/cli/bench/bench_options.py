@@ -54,7 +54,7 @@ def add_bench_command(commands: Any) -> None:
     bench.add_argument("--seconds", type=POSITIVE, default=5.0, metavar="S", help="duration of each run; default: 5")
     bench.add_argument(
         "--warmup", type=NOT_NEGATIVE, default=1.0, metavar="S",
-        help="load before each run that doesn't count; default: 1",
+        help="load before each run, not measured; default: 1",
     )  # fmt: skip
     bench.add_argument("--repeats", type=whole(1, 1000), default=3, metavar="N", help="runs of each load; default: 3")
     bench.add_argument(

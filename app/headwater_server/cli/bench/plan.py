@@ -122,7 +122,7 @@ def _bodies(
         names = [head.name for head in metadata.heads]
         for head in heads:
             if head not in names:
-                expected = f"one of the heads {', '.join(names)}" if names else f"no --heads, since {model} has none"
+                expected = f"one of the heads {', '.join(names)}" if names else f"no --heads: {model} has no heads"
                 raise CommandError(f"--heads: expected {expected}, got {head!r}")
     if plan.input is not None:
         return read_bodies(plan.input, plan.mode, model)
@@ -155,5 +155,5 @@ async def check_answers(points: Sequence[LoadPoint]) -> None:
             dialler.close()
         if fault is not None and (fault.status in REFUSALS or fault.kind == "bad answer"):
             raise CommandError(
-                f"{target.path}: the server refuses the request: {fault}; provide a valid one with --input FILE.json"
+                f"{target.path}: the server refuses the request: {fault}; send a valid request with --input FILE.json"
             )

@@ -131,7 +131,7 @@ def stream_bodies(
         contents = [{"prompt": prompt, **limits} for prompt in prompts]
     elif metadata is not None and any(tensor.name == "text_input" for tensor in metadata.inputs):
         if wishes.shapes:
-            raise CommandError(f"--shape: expected none for a model that streams text, got one; {model} does")
+            raise CommandError(f"--shape: expected a model that takes tensors, got {model}, which streams text")
         contents = [{"text_input": prompt, "parameters": limits} for prompt in prompts]
     elif metadata is not None:
         for option, value in (

@@ -167,7 +167,7 @@ def page_html(results: Results, report: Mapping[str, Any]) -> str:
         ["model", run["model"]],
         ["mode", run["mode"]],
         ["requests",
-         f"{run['bodies']} different ones, {_figure_text(run['body_bytes'])} bytes each, seed {run['seed']}"],
+         f"{run['bodies']} different bodies, {_figure_text(run['body_bytes'])} bytes each, seed {run['seed']}"],
         ["time", f"{run['seconds']:g} s in each of {run['repeats']} repeats, after {run['warmup_s']:g} s of warm-up"],
         ["arrivals (open loop)", f"{run['arrivals']}, at most {run['max_connections']:,} connections"],
         ["generator", f"headwater {generator['headwater']}, Python {generator['python']}, {generator['processes']} "

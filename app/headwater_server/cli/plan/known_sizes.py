@@ -39,7 +39,7 @@ def read_sizes(text: str) -> dict[str, int]:
     except ArgumentTypeError as error:
         raise CommandError(f"--from-sizes: {error}") from None
     if "weights" not in sizes:
-        raise CommandError("--from-sizes: expected weights=SIZE among them, got none")
+        raise CommandError("--from-sizes: expected weights=SIZE among the sizes, got no weights")
     return sizes
 
 

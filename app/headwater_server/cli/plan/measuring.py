@@ -250,5 +250,5 @@ def weigh_deployment(name: str, deployment: Deployment, path: Sequence[str]) -> 
         return Weights(None, str(error))
     if output:
         return msgspec.json.decode(output[-1], type=Weights)
-    how = "it took too long" if status is None else last_line(errors)
-    return Weights(None, f"loading it in a process of its own failed: {how}")
+    how = "the process took too long" if status is None else last_line(errors)
+    return Weights(None, f"loading the model in a separate process failed: {how}")

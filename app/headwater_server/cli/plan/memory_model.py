@@ -40,7 +40,7 @@ def check_fitting() -> None:
     try:
         importlib.import_module("scipy.optimize")
     except ImportError as error:
-        reason = f"headwater plan: expected scipy, to fit predictions to measurements, got none ({error})"
+        reason = f"headwater plan: can't import scipy, which fits predictions to measurements ({error})"
         install = install_command("plan", "scipy", "'numpy~=1.26'")
         raise CommandError(f"{reason}; {install}") from None
 

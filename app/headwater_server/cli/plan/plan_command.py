@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
     if options.no_verify:
         _refuse(options, ("rounds",), "can't be used with --no-verify, which runs no recommended configuration")
     if options.what is None:
-        raise CommandError("CONFIG: expected a YAML file or a model, got none")
+        raise CommandError("CONFIG: required, but missing; name a YAML file or a model")
     require_folders()
     if not options.dry_run:
         check_fitting()
@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
     if is_language_model(config.deployments[name].model or ""):
         _refuse(options, ("batch_sizes",), f"expected --sequences, since {name} is a language model")
     else:
-        _refuse(options, ("sequences", "tokens"), f"expected a language model, and {name} is none")
+        _refuse(options, ("sequences", "tokens"), f"expected a language model, got {name}")
     options = _with_defaults(options)
     subject = make_subject(
         options.what, config, name, user_paths, cores=cpu_count(), seconds=options.seconds,
@@ -106,11 +106,11 @@ def run(options: argparse.Namespace) -> int:
 
 def _from_sizes(options: argparse.Namespace) -> int:
     if options.what is not None:
-        raise CommandError(f"--from-sizes: expected no CONFIG beside it, since nothing is run, got {options.what}")
+        raise CommandError(f"--from-sizes: expected no CONFIG, since no model is run, got {options.what}")
     if options.memory is None:
-        raise CommandError("--from-sizes: expected --memory beside it, got none")
+        raise CommandError("--from-sizes: requires --memory")
     others = vars(options).keys() - {"from_sizes", "memory", "headroom", "instances", "run"}
-    _refuse(options, sorted(others), "can't be used with --from-sizes, which runs nothing and only prints what fits")
+    _refuse(options, sorted(others), "can't be used with --from-sizes, which runs no model and only prints sizes")
     options = _with_defaults(options)
     sizes = read_sizes(options.from_sizes)
     text, fits = known_sizes_text(sizes, options.memory, options.headroom, options.instances)
@@ -153,11 +153,11 @@ def _budget(options: argparse.Namespace, subject: Subject, capacity: int | None)
         name = gpu_name("cuda:0" if device == "auto" else device, os.environ.get("CUDA_VISIBLE_DEVICES"))
         whole = options.memory or gpus.get(name or "")
         if whole is None or capacity is None:
-            raise CommandError("--memory: expected the size of the GPU's memory, which NVML doesn't report, got none")
+            raise CommandError("--memory: required, since NVML doesn't report the size of the GPU's memory")
         return Budget(round(capacity * part), round(whole * part))
     whole = options.memory or capacity
     if whole is None:
-        raise CommandError("--memory: expected the size of the memory, which the system doesn't report, got none")
+        raise CommandError("--memory: required, since the system doesn't report the size of its memory")
     return Budget(round(whole * part))
 
 
@@ -178,7 +178,7 @@ def exit_status(plan: Plan) -> int:
                 "else, and the figures are not reliable"
             )
         doubts += [
-            f"{trial.point}: {comparison.what}: predicted {comparison.error:+.1%} of what was measured"
+            f"{trial.point}: {comparison.what}: the prediction differs from the measurement by {comparison.error:+.1%}"
             for comparison in trial.comparisons
             if comparison.is_off
         ]

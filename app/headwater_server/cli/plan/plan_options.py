@@ -35,7 +35,7 @@ def add_plan_command(commands: Any) -> None:
         "again. How it works: docs/plan.md.",
     )
     plan.add_argument("what", nargs="?", metavar="CONFIG | MODULE:CLASS | KIND:PATH", help="as for `headwater serve`")
-    plan.add_argument("--deployment", metavar="NAME", help="the deployment; default: the only one")
+    plan.add_argument("--deployment", metavar="NAME", help="the deployment; default: the only deployment")
     for name, maximum, about in (
         ("batch_sizes", 65_536, "maximum rows in a call"),
         ("sequences", 4096, "for a language model, instead of batch sizes: concurrent sequences"),
@@ -47,7 +47,7 @@ def add_plan_command(commands: Any) -> None:
         plan.add_argument(option, type=listed(whole(1, maximum)), metavar="N[,N]", help=about)
     plan.add_argument(
         "--memory", type=read_size, metavar="SIZE",
-        help="memory of the device that it computes on, such as 16GiB; default: all that the device has",
+        help="memory of the deployment's device, such as 16GiB; default: all memory of the device",
     )  # fmt: skip
     plan.add_argument(
         "--headroom", type=PART, default=0.2, metavar="PART", help="fraction of the memory to keep free; default: 0.2"
@@ -63,7 +63,7 @@ def add_plan_command(commands: Any) -> None:
     )  # fmt: skip
     plan.add_argument(
         "--out", type=Path, metavar="FOLDER",
-        help="folder for the three files; default: that of CONFIG, or the current one",
+        help="folder for the three files; default: the folder of CONFIG, or the current folder",
     )  # fmt: skip
     add_report_options(plan, "a report with curves")
     plan.add_argument(

@@ -65,7 +65,7 @@ def plan_vllm(options: argparse.Namespace, config: Config, name: str, progress: 
     for option in ("html", "input", "out", *DEFAULTS, *(() if is_cpu else ("memory",))):
         if getattr(options, option) is not None:
             flag = option.replace("_", "-")
-            raise CommandError(f"--{flag}: expected none for a deployment that vLLM computes, got one")
+            raise CommandError(f"--{flag}: not supported for a deployment that vLLM computes; leave it out")
     check_writable("--json", options.json)
     free = 1 - options.headroom
     max_bytes = int((options.memory or host_capacity() or 0) * free / deployment.replicas.max)
@@ -116,7 +116,7 @@ def propose(
     """
     sequences, cache_tokens = deployment.checked_options["max_num_seqs"], started.cache_tokens
     if not cache_tokens:
-        raise CommandError("--deployment: expected a model that keeps a cache, got one that keeps none, as encoders do")
+        raise CommandError("--deployment: expected a model with a cache, got a cacheless model, such as an encoder")
     proposed = dict(first)
     if "kv_cache_gib" in first:
         given_gib = first["kv_cache_gib"]
@@ -124,8 +124,8 @@ def propose(
         most_gib = (most_bytes - fixed_bytes) // GIB
         if most_gib < 1:
             raise CommandError(
-                f"nothing fits: a replica takes {size_text(fixed_bytes)} besides its cache, of which 1 GiB is the "
-                f"least, and {size_text(most_bytes)} may be taken; give it more memory, or have fewer replicas"
+                f"nothing fits: a replica takes {size_text(fixed_bytes)} besides its cache of at least 1 GiB, and "
+                f"{size_text(most_bytes)} is available; give it more memory, or run fewer replicas"
             )
         gib_tokens = cache_tokens / given_gib
         wanted_tokens = sequences * started.context_length / (1 - headroom)

@@ -86,7 +86,7 @@ def check_plots() -> None:
     """
     if importlib.util.find_spec("matplotlib") is None:
         install = install_command("reports", "matplotlib")
-        raise CommandError(f"--html: expected matplotlib for the plots, got none: {install}")
+        raise CommandError(f"--html: matplotlib, which draws the plots, is not installed: {install}")
 
 
 def line_chart(title: str, x_label: str, y_label: str, curves: Sequence[Curve], *, log_x: bool = False) -> str:

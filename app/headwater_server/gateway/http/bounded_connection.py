@@ -163,7 +163,7 @@ class BoundedConnection(HttpToolsProtocol):
             return False
         self._probe_timer = self.loop.call_later(_FIRST_PROBE_S, self._probe, _FIRST_PROBE_S)
         if self._in_head or self.cycle.more_body:
-            self._refuse(BadRequest("request: expected all of it, got the end of what the client sends"))
+            self._refuse(BadRequest("request: expected a complete request, got the end of the client's input"))
         elif not self._unparsed:
             self.cycle.keep_alive = False
         return True

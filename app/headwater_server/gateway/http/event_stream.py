@@ -104,7 +104,7 @@ class _StreamClient:
             Whether it could be dropped; under another server than Headwater's it can't.
         """
         self._state["status"] = ClientGone.status
-        self._state["note"] = f"cut off: the client took nothing for {self._limits.write_timeout_s:g} s"
+        self._state["note"] = f"cut off: the client read no data for {self._limits.write_timeout_s:g} s"
         if self._exchange is not None:
             self._exchange.abort()
         return self._exchange is not None

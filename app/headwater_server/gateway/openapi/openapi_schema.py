@@ -47,7 +47,7 @@ _OPENAI_ERROR = {
 }
 _SCHEMES = {
     "bearer": {"type": "http", "scheme": "bearer", "description": "An API key of this server"},
-    "header": {"type": "apiKey", "in": "header", "name": "X-API-Key", "description": "The same in a header of its own"},
+    "header": {"type": "apiKey", "in": "header", "name": "X-API-Key", "description": "API key in a separate header"},
 }
 
 
@@ -145,7 +145,7 @@ def openapi_schema(generated: dict[str, Any], models: Models, *, has_keys: bool)
                 scopes = scopes_for(method.upper(), path)
                 described["security"] = [] if scopes == OPEN else [{"bearer": []}, {"header": []}]
                 if scopes != OPEN:
-                    responses["401"] = {"description": "No API key, or none that is good here"}
+                    responses["401"] = {"description": "No API key, or an invalid key"}
                     responses.setdefault("403", {"description": f"The API key has no scope of {', '.join(scopes)}"})
     schema["components"] = {
         "schemas": {

@@ -188,7 +188,7 @@ def _event_schema(signature: Signature, answer: dict[str, Any]) -> dict[str, Any
     fields = {
         **answer,
         "error": STRING,
-        "status": {"description": "Beside an error that ends the stream: what would have been the answer's status"},
+        "status": {"description": "With an error that ends the stream: the HTTP status that the answer would have had"},
         "final": {**_BOOLEAN, "description": "In the last event only"},
     }
     if signature.heads:
@@ -211,7 +211,7 @@ def _parameter_schemas(signature: Signature) -> dict[str, Any]:
     """The request parameters that every route of the model takes, by name."""
     schemas: dict[str, Any] = {
         "priority": {"type": "integer", "minimum": 0, "description": "1 is the most urgent; 0 is the default"},
-        "timeout": {"type": "integer", "minimum": 0, "description": "The request's own deadline in microseconds"},
+        "timeout": {"type": "integer", "minimum": 0, "description": "Deadline of this request in microseconds"},
     }
     if signature.heads:
         names = [head.name for head in signature.heads]

@@ -43,7 +43,7 @@ _USAGE: Final = object_schema(
         "completion_tokens": {"type": "integer", "description": "The token that stopped a text included"},
         "total_tokens": INTEGER,
         "prompt_tokens_details": object_schema(
-            {"cached_tokens": {"type": "integer", "description": "Of the prompts' tokens, those not computed again"}}
+            {"cached_tokens": {"type": "integer", "description": "Prompt tokens taken from a cache"}}
         ),
     }
 )
@@ -121,7 +121,7 @@ def shared_paths(
                 "schema": of_models(schemas["EmbeddingsRequest"], embedders),
                 "example": {"model": embedders[0], "input": texts},
             },
-            response("One embedding a text, in order", {JSON: {"type": "object"}}),
+            response("One embedding for each text, in order", {JSON: {"type": "object"}}),
         )
     if text_models:
         messages = [{"role": "user", "content": "Write a Python function that adds two numbers."}]
@@ -238,7 +238,7 @@ def mapped_paths(
         described = operation(
             "openai",
             "transcriptions",
-            "Write what is said in a recording, as OpenAI's API does",
+            "Transcribe a recording, as OpenAI's API does",
             {},
             response("The text; more of it with `verbose_json`", {JSON: answer, "text/plain": STRING}),
         )
@@ -251,7 +251,7 @@ def _vllm_body(route: Route, required_field: str, models: list[str]) -> dict[str
     """A schema of the fields that a body may have for a model of vLLM, with any values: vLLM checks them."""
     return {
         "type": "object",
-        "description": "For a model that vLLM computes: the fields are those of its API",
+        "description": "For a model that vLLM computes: the fields of vLLM's API",
         "properties": {name: {} for name in fields_of(route)} | {"model": {"type": "string", "enum": models}},
         "required": ["model", required_field],
         "additionalProperties": False,
@@ -282,7 +282,7 @@ def _responses_operation(schema: dict[str, Any], example: dict[str, Any]) -> dic
     about = {"id": STRING, "object": STRING, "created_at": INTEGER, "model": STRING}
     answer = object_schema({**about, "status": status, "output": {"type": "array", "items": item}, "usage": counts})
     end = "of which the last is `response.completed`, `response.incomplete` or `response.failed`"
-    summary = "Answer, as OpenAI's API for responses does; nothing is kept"
+    summary = "Answer, as OpenAI's API for responses does; no answer is stored"
     return _answered_in_two_ways("responses", summary, {"schema": schema, "example": example}, answer, end)
 
 
@@ -297,7 +297,7 @@ def _answered_in_two_ways(
         body,
         response(f"The answer; with `stream`, server-sent events, {end}", {JSON: answer, EVENTS: STRING}),
         error_response(_CANCELLED, "OpenAIError"),
-        description="Null is as if a field weren't there. What the model can't do is refused by the field's name.",
+        description="A field that is null counts as absent. A feature that the model lacks is refused by its field.",
     )
 
 

@@ -176,7 +176,7 @@ def _row_parameters(body: EmbeddingsRequest, signature: Signature, spec: Embeddi
     prompt = next((name for name in names if name in prompts), body.input_type)
     chosen: dict[str, Scalar] = {}
     for field, name, value, otherwise in (
-        ("dimensions", spec.dimensions, body.dimensions, "has embeddings of one length only"),
+        ("dimensions", spec.dimensions, body.dimensions, "serves embeddings of a fixed length"),
         (_TRUNCATE, _TRUNCATE, cut, "cuts no inputs"),
         ("input_type", spec.prompt, prompt, _NO_PROMPTS),
         ("prompt_name", spec.prompt, body.prompt_name, _NO_PROMPTS),

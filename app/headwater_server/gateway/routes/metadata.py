@@ -70,7 +70,7 @@ def health_routes(models: Models, *, has_keys: bool = False) -> APIRouter:
     async def live() -> JSONResponse:
         return JSONResponse({"live": True})
 
-    @router.get("/v2/health/ready", summary="Whether every model is ready, or those named")
+    @router.get("/v2/health/ready", summary="Whether every model, or each named model, is ready")
     @router.get("/health", summary="The same, as vLLM has it")
     @router.get("/health/ready", summary="The same, as Triton's OpenAI frontend has it")
     async def ready(

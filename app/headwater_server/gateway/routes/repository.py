@@ -119,7 +119,7 @@ def _arguments(body: bytes, action: str) -> dict[str, Any]:
     for name, value in options.parameters.items():
         if name == "unload_dependents" and action == "unload":
             if value is not False:
-                why = "a pipeline takes its own steps with it, and no other model depends on one"
+                why = "a pipeline is unloaded together with its steps, and no other model depends on them"
                 message = f"expected false, got {shown(value)}: not supported; {why}"
                 raise at("parameters.unload_dependents", None, message)
         elif name == "config" and action in _WITH_CONFIG:
@@ -128,7 +128,7 @@ def _arguments(body: bytes, action: str) -> dict[str, Any]:
                 raise at(FIELD, None, expected)
             arguments["config"] = value
         elif name.startswith("file:") and action in _WITH_CONFIG:
-            why = "models are read from this machine's files, and none is taken from a request"
+            why = "models are read from this machine's files, never from a request"
             raise BadRequest(f"parameters.{name[:100]}: not supported: {why}", field="parameters")
         else:
             raise BadRequest(f"parameters.{name[:100]}: unknown; {action} has no such parameter", field="parameters")

@@ -68,8 +68,8 @@ class CancelEndpoint(Endpoint):
         cancelled = await self._models.cancel_request(owned_id(scope["state"], request_id))
         if not cancelled:
             raise NotFound(
-                f"request {shown(request_id)}: expected the X-Request-Id of a stream or of a request to a language "
-                "model that is under way, got one of which nothing runs; it may have ended",
+                f"request {shown(request_id)}: no running stream or language-model request has this X-Request-Id; it "
+                "may have ended",
                 field="request_id",
             )
         scope["state"]["note"] = f"cancelled={cancelled}"

@@ -33,10 +33,10 @@ export class ChatForm {
     this.element = make(
       "fieldset",
       {},
-      make("legend", {}, "What the answer must be"),
-      field("JSON schema", this.schema, "Optional: the answer is JSON that follows it."),
+      make("legend", {}, "Form of the answer"),
+      field("JSON schema", this.schema, "Optional: the answer is JSON that matches this schema."),
       field("Tools, as a JSON array", this.tools, "Optional: functions that the answer may call."),
-      field("Tool choice", this.choice, "Of the tools: auto leaves calls to the model, required has it make one."),
+      field("Tool choice", this.choice, "auto: the model may call a tool; required: the model must call a tool."),
       make("div", { class: "examples" }, example("Example schema", this.schema, SCHEMA), example("Example tools", this.tools, TOOLS)),
     );
   }

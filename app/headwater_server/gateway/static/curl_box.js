@@ -22,7 +22,7 @@ export class CurlBox {
 
   async #copy() {
     const text = this.code.textContent;
-    say(this.told, (await copied(text)) ? "Copied" : "Your browser forbids it: select the text");
+    say(this.told, (await copied(text)) ? "Copied" : "Your browser can't copy: select the text");
   }
 }
 

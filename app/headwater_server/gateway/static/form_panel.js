@@ -133,7 +133,7 @@ export class FormPanel {
     event.preventDefault();
     const asked = this.#offer();
     if (!asked) {
-      this.exchange.fail(this.#parameterFault() || "Not sent: the fields say what is wrong.");
+      this.exchange.fail(this.#parameterFault() || "Not sent: the fields show the errors.");
       this.form.querySelector("[aria-invalid]")?.focus();
     } else if (this.model.streams) this.#stream(asked.body);
     else this.exchange.send(asked.inputs, asked.parameters);

@@ -106,7 +106,7 @@ export class LanguageModelPanel {
     for (const control of Object.values(this.controls)) fault(control, "");
     const request = this.#offer();
     if (!request) {
-      say(this.error, "Not sent: the fields say what is wrong.");
+      say(this.error, "Not sent: the fields show the errors.");
       say(this.told, "\u00a0");
       this.chat.element.querySelector("[aria-invalid]").focus();
       return;
@@ -159,9 +159,9 @@ export class LanguageModelPanel {
   /** Show how the answer ended, and the JSON in it. */
   #end(parsed, isCut) {
     const whole = parsed.filter(([, text]) => text !== null);
-    if (whole.length === parsed.length) say(this.told, isCut ? "Done: as many tokens as were asked for." : "Done: the model ended it.");
-    else if (isCut) say(this.told, "Cut: as many tokens as were asked for, and the JSON is not whole. Allow more tokens.");
-    else say(this.told, "Done: the model ended it, but this is not JSON.");
+    if (whole.length === parsed.length) say(this.told, isCut ? "Done: the token limit was reached." : "Done: the model ended the answer.");
+    else if (isCut) say(this.told, "Cut: the token limit was reached, and the JSON is incomplete. Allow more tokens.");
+    else say(this.told, "Done: the model ended the answer, but it is not JSON.");
     const parts = whole.map(([title, text]) => [make("h3", {}, title), make("pre", { class: "code", tabindex: "0", "aria-label": title }, text)]);
     this.parsed.replaceChildren(...parts.flat());
   }

@@ -36,7 +36,7 @@ async function ask() {
     failedSince = null;
     byId("status").classList.remove("stale");
     say(byId("version"), answer.version);
-    sayTrouble(answer.draining ? "The server is stopping: it answers what it has, and takes nothing new." : "");
+    sayTrouble(answer.draining ? "The server is stopping: it answers running requests, and accepts no new requests." : "");
     status.update(answer, viewed() === "status");
     playground.update(answer);
   } catch (error) {
@@ -44,7 +44,7 @@ async function ask() {
       console.error(error);
       sayTrouble(`This page failed to show the server's answer: ${error}. Trying again each second.`);
     } else if (error.status === 401 || error.status === 403) {
-      sayTrouble(hasKey() ? error.message : "The server wants an API key.");
+      sayTrouble(hasKey() ? error.message : "The server requires an API key.");
     } else {
       failedSince ??= new Date();
       byId("status").classList.add("stale");
@@ -82,7 +82,7 @@ byId("metrics-link").addEventListener("click", (event) => {
   if (!hasKey()) return;
   // A link can't send a key.
   event.preventDefault();
-  sayTrouble("With a key, ask for /metrics with curl: a link sends none.");
+  sayTrouble("With a key, get /metrics with curl: a link sends no key.");
 });
 window.addEventListener("hashchange", show);
 status.setUp();

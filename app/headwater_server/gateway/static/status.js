@@ -180,6 +180,6 @@ export function update(status, isShown) {
   deployments.show(status.deployments.map((one) => deploymentRow(one, status)));
   replicas.show(status.deployments.flatMap((one) => one.replica_list.map((replica) => replicaRow(one, replica))));
   byId("tables").hidden = false; // shown only now: before the first answer, the tables' rows would move what is below
-  const whose = status.scope === "server" ? "" : " Counts are those of one gateway worker: server.pages has no metrics.";
-  say(byId("scope-note"), `Rates, quantiles and means are those of the last ten seconds.${whose}`);
+  const whose = status.scope === "server" ? "" : " Counts cover a single gateway worker: server.pages has no metrics.";
+  say(byId("scope-note"), `Rates, quantiles and means cover the last ten seconds.${whose}`);
 }

@@ -56,7 +56,7 @@ class ChatTemplate:
     ) -> None:
         if "default" not in templates:
             got = ", ".join(sorted(templates)) or "none"
-            raise ConfigError(f"chat template: expected one named 'default', got {got}")
+            raise ConfigError(f"chat template: expected a template named 'default', got {got}")
         self._environment = TemplateEnvironment(max_characters, max_seconds)
         self._templates = {name: self._environment.compiled(name, source) for name, source in templates.items()}
         self._knows_developers = any("developer" in source for source in templates.values())

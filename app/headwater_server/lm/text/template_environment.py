@@ -54,7 +54,7 @@ class _TemplateBudget(threading.local):
     def step(self) -> None:
         """Check the time."""
         if self._until_s and time.thread_time() > self._until_s:
-            expected = f"expected a conversation that renders within {self._max_seconds:g} s, got a longer one"
+            expected = f"expected a conversation that renders within {self._max_seconds:g} s, got a slower conversation"
             raise at("messages", None, expected)
 
     def write(self, characters: int) -> None:

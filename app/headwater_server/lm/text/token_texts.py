@@ -204,7 +204,7 @@ def _flat(decoder: object, name: str) -> list[_Step]:
         return [step for n, entry in enumerate(inner) for step in _flat(entry, f"{name}.decoders[{n}]")]
     if kind not in (*_ONE_BY_ONE, "ByteLevel", "ByteFallback", "Fuse"):
         kinds = ", ".join((*_ONE_BY_ONE, "ByteLevel", "ByteFallback", "Fuse", "Sequence"))
-        raise ConfigError(f"{name}.type: expected one that can decode a stream ({kinds}), got {kind!r}")
+        raise ConfigError(f"{name}.type: expected a decoder for streams ({kinds}), got {kind!r}")
     return [cast("_Step", decoder)]
 
 

@@ -273,11 +273,11 @@ def test_a_wrong_key_is_told(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ((), "--model: expected the name of a model, got none; the server has m, pipeline, lm"),
+        ((), "--model: expected the name of a model, got no name; the server has m, pipeline, lm"),
         (("--model", "nope"), "--model: expected one of the server's models, m, pipeline, lm, got 'nope'"),
         (("--model", "nope", "--mode", "chat"), "--model: expected one of the server's models"),
         (("--model", "pipeline", "--heads", "c"), "--heads: expected one of the heads a, b, got 'c'"),
-        (("--model", "m", "--heads", "c"), "--heads: expected no --heads, since m has none"),
+        (("--model", "m", "--heads", "c"), "--heads: expected no --heads: m has no heads"),
         (("--model", "m", "--shape", "y=1"), "--shape: expected one of the inputs x"),
         (("--model", "m", "--input", "nowhere.json"), "--input: nowhere.json: can't be read"),
         (("--model", "m", "--input", "a.json", "--binary"), "--binary: can't be used with --input"),
@@ -292,14 +292,17 @@ def test_a_wrong_key_is_told(capsys: pytest.CaptureFixture[str]) -> None:
         (("--model", "m", "--mode", "stream", "--prompt", "a"), "--prompt: expected a model with the input text_input"),
         (("--model", "m", "--mode", "stream", "--max-tokens", "64"), "--max-tokens: expected a model with the input"),
         (("--model", "m", "--mode", "stream", "--ignore-eos"), "--ignore-eos: expected a model with the input"),
-        (("--model", "lm", "--mode", "stream", "--shape", "x=1"), "--shape: expected none for a model that streams"),
-        (("--model", "m", "--arrivals", "poisson"), "--arrivals: expected it with --rate"),
-        (("--model", "m", "--max-connections", "4"), "--max-connections: expected it with --rate"),
+        (
+            ("--model", "lm", "--mode", "stream", "--shape", "x=1"),
+            "--shape: expected a model that takes tensors",
+        ),
+        (("--model", "m", "--arrivals", "poisson"), "--arrivals: requires --rate"),
+        (("--model", "m", "--max-connections", "4"), "--max-connections: requires --rate"),
         (("--model", "m", "--schema", "a.json"), "--schema: expected --mode chat, got infer"),
         (("--model", "lm", "--mode", "chat", "--schema", "nowhere.json"), "--schema: nowhere.json: can't be read"),
         (("--model", "m", "--input", "a.json", "--tools", "b"), "--tools: can't be used with --input"),
-        (("--model", "m", "--tool-choice", "auto"), "--tool-choice: expected it with --tools"),
-        (("--model", "m", "--unconstrained"), "--unconstrained: expected it with --schema or --tools"),
+        (("--model", "m", "--tool-choice", "auto"), "--tool-choice: requires --tools"),
+        (("--model", "m", "--unconstrained"), "--unconstrained: requires --schema or --tools"),
         (("--model", "m", "--slo", "ttft_ms=1"), "--slo: ttft_ms: expected a mode that streams"),
         (("--model", "m", "--json", "/dev/null/a.json"), "--json: /dev/null/a.json: can't be written"),
         (("--model", "m", "--api-key-file", "nowhere"), "--api-key-file: nowhere: can't be read"),
@@ -347,7 +350,7 @@ def test_a_request_that_the_server_refuses_is_told_before_any_load(capsys: pytes
     with load_target(lambda asked: Answer(b'{"error": "inputs[0]: expected more"}', 400)) as target:
         assert run(target.url) == 1
         assert target.asked["POST /v2/models/m/infer"] == 1
-    assert "status 400: inputs[0]: expected more; provide a valid one with --input" in capsys.readouterr().err
+    assert "status 400: inputs[0]: expected more; send a valid request with --input" in capsys.readouterr().err
 
 
 def test_without_matplotlib_a_page_is_refused_before_the_run(

@@ -24,7 +24,7 @@ def test_sizes_are_read() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("row=1GiB", "expected weights=SIZE among them, got none"),
+        ("row=1GiB", "expected weights=SIZE among the sizes, got no weights"),
         ("weights=4 potatoes", "weights: expected a size such as 4GiB or 512MiB, got '4 potatoes'"),
         ("weights", "weights: expected a size"),
         ("heads=1", "expected one of weights, process, row, instance, got 'heads'"),
@@ -60,8 +60,8 @@ def test_the_example_in_the_documentation(capsys: pytest.CaptureFixture[str]) ->
             1,
             "Nothing fits: one replica with batches of one row",
         ),
-        (["--from-sizes", "weights=4GiB"], 1, "expected --memory beside it"),
-        (["--from-sizes", "weights=4GiB", "--memory", "16GiB", "x:Y"], 1, "expected no CONFIG beside it"),
+        (["--from-sizes", "weights=4GiB"], 1, "--from-sizes: requires --memory"),
+        (["--from-sizes", "weights=4GiB", "--memory", "16GiB", "x:Y"], 1, "expected no CONFIG, since no model is run"),
         *(
             (["--from-sizes", "weights=4GiB", "--memory", "16GiB", *given], 1, f"{given[0]}: can't be used with")
             for given in (
@@ -76,10 +76,10 @@ def test_the_example_in_the_documentation(capsys: pytest.CaptureFixture[str]) ->
             )
         ),
         (["x:Y", "--no-verify", "--rounds", "3"], 1, "--rounds: can't be used with --no-verify"),
-        (["x:Y", "--sequences", "1"], 1, "--sequences: expected a language model, and y is none"),
-        (["x:Y", "--tokens", "64"], 1, "--tokens: expected a language model, and y is none"),
+        (["x:Y", "--sequences", "1"], 1, "--sequences: expected a language model, got y"),
+        (["x:Y", "--tokens", "64"], 1, "--tokens: expected a language model, got y"),
         (["lm:here", "--batch-sizes", "1"], 1, "--batch-sizes: expected --sequences, since here is a language model"),
-        ([], 1, "CONFIG: expected a YAML file or a model, got none"),
+        ([], 1, "CONFIG: required, but missing; name a YAML file or a model"),
         (["x:Y", "--batch-sizes", "0"], 2, "expected a whole number from 1 to"),
         (["x:Y", "--replicas", "1,,2"], 2, "expected a whole number from 1 to"),
         (["x:Y", "--headroom", "1"], 2, "expected a part such as 0.2"),

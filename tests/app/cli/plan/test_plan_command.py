@@ -55,8 +55,11 @@ def test_what_holds_is_0(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("rounds", "told"),
     [
-        ([replace(MEASURED, rate=60.0)], "8 × 1 × 1: rate: predicted +66.7% of what was measured"),
-        ([replace(MEASURED, host_bytes=1500)], "8 × 1 × 1: host memory: predicted -33.3% of what was measured"),
+        ([replace(MEASURED, rate=60.0)], "8 × 1 × 1: rate: the prediction differs from the measurement by +66.7%"),
+        (
+            [replace(MEASURED, host_bytes=1500)],
+            "8 × 1 × 1: host memory: the prediction differs",
+        ),
         (
             [replace(MEASURED, rate=rate) for rate in (80.0, 100.0, 101.0)],
             "8 × 1 × 1: its rounds differ by 21%: the machine was busy with something else",
@@ -72,7 +75,7 @@ def test_a_size_that_two_profiles_have_is_told_once(capsys: pytest.CaptureFixtur
     plan = plan_with(replace(MEASURED, rate=60.0))
     plan.profiles.append(replace(plan.profiles[0]))
     assert exit_status(plan) == 3
-    assert capsys.readouterr().err.count("rate: predicted") == 1
+    assert capsys.readouterr().err.count("rate: the prediction") == 1
 
 
 @pytest.mark.parametrize(

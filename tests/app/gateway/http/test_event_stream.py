@@ -77,11 +77,11 @@ def test_a_client_that_does_not_read_the_end_is_cut_off(ping_s: float) -> None:
     answer(state, exchange)
     assert exchange.aborted
     assert state["status"] == 499
-    assert state["note"] == "cut off: the client took nothing for 0.05 s"
+    assert state["note"] == "cut off: the client read no data for 0.05 s"
 
 
 def test_where_no_connection_can_be_dropped_the_answer_fails() -> None:
     state: dict[str, Any] = {"stream_limits": StreamLimits(write_timeout_s=0.05)}
     with pytest.raises(TimeoutError):
         answer(state)
-    assert state["note"] == "cut off: the client took nothing for 0.05 s"
+    assert state["note"] == "cut off: the client read no data for 0.05 s"

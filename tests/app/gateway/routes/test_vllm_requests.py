@@ -461,7 +461,7 @@ def test_an_embedding_model_generates_nothing_and_says_where_to_ask(path: str) -
     async def scenario(gateway: Gateway) -> None:
         answer = await gateway.client.post(path, json={"model": "m", "prompt": "x"})
         assert answer.status_code == 400
-        assert "model: `m` gives embeddings only: POST to /v1/embeddings" in answer.text
+        assert "model: `m` serves only embeddings: POST to /v1/embeddings" in answer.text
         assert gateway.replica.exchanges == []
 
     check_embeddings(scenario)

@@ -294,7 +294,7 @@ def test_a_template_that_is_no_jinja_is_the_operators_error() -> None:
 
 
 def test_a_model_without_a_default_template_is_the_operators_error() -> None:
-    with pytest.raises(ConfigError, match="chat template: expected one named 'default', got tool_use"):
+    with pytest.raises(ConfigError, match="chat template: expected a template named 'default', got tool_use"):
         ChatTemplate({"tool_use": ""}, {})
 
 

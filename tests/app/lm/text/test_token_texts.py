@@ -90,7 +90,7 @@ BPE = {"type": "BPEDecoder", "suffix": "</w>"}
 @pytest.mark.parametrize(
     ("decoder", "words"),
     [
-        ({"type": "CTC"}, "decoder.type: expected one that can decode a stream"),
+        ({"type": "CTC"}, "decoder.type: expected a decoder for streams"),
         ({"type": "Sequence", "decoders": [STRIP, {"type": "New"}]}, r"decoder.decoders\[1\].type"),
         ({"type": "Sequence"}, "decoder.decoders: expected an array"),
         ({"type": "Sequence", "decoders": [{"type": "Fuse"}, {"type": "ByteFallback"}]}, "got ByteFallback"),

@@ -185,5 +185,5 @@ def test_a_decoder_that_cannot_decode_a_stream_is_refused_when_the_model_loads(t
     tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     tokenizer["decoder"] = {"type": "CTC", "pad_token": "<pad>", "word_delimiter_token": "|", "cleanup": True}
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"tokenizer\.json: decoder\.type: expected one that can decode a stream"):
+    with pytest.raises(ConfigError, match=r"tokenizer\.json: decoder\.type: expected a decoder for streams"):
         Tokenizer(folder)

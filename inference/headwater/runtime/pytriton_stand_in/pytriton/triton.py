@@ -173,7 +173,7 @@ class Triton:
 
     def __init__(self, *_: object, **__: object) -> None:
         raise PyTritonInvalidOperationError(
-            "a Triton is made before serve() or run(): Headwater serves what is bound until then"
+            "make each Triton before serve() or run(): Headwater serves the models that are bound until then"
         )
 
 
