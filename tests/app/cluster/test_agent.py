@@ -170,6 +170,7 @@ class Bench:
         """A supervisor, once the replica is ready, and the process group of the replica's host."""
         found = await self.listen(1)
         await found.heard(lambda state: state.is_ready)
+        await until(lambda: self.group() > 0)  # the guardian records the group while the host starts
         group = self.group()
         assert len(group_members({group})) == 2
         return found, group
@@ -269,6 +270,7 @@ def test_a_gateway_can_order_nothing(message: Any) -> None:
             await gateway.end()
             state = await (await bench.listen(0)).heard(lambda state: True)
             assert (state.is_ending, state.adapters) == (False, {})
+            await until(lambda: bench.group() > 0)
             assert len(group_members({bench.group()})) == 2
 
     run(scenario)
