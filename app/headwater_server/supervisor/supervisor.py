@@ -72,8 +72,8 @@ class Orchestrator:
         )
 
     async def prepare(self) -> None:
-        """See `headwater_server.supervisor.front.Backend`. Routes are known at once: only the processes that fork
-        replicas are started, for which the first starts wait."""
+        """See `headwater_server.supervisor.front.Backend`. Returns at once, since the routes are known. Starts the
+        processes that fork replicas; the first starts of replicas wait for these processes."""
         forks = Preloads(self._children, self._config.all_deployments().values())
         forks.start()
         self._children.forks = forks

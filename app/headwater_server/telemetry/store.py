@@ -59,7 +59,7 @@ class Store:
     """The counts of a process.
 
     Args:
-        path: the file, made by `create`; None: the counts are in the process's private memory.
+        path: the file, made by `create` or `create_in_memory`; None: the counts are in the process's private memory.
         call_soon: the event loop's ``call_soon``: numbers that may wait are then written once per turn of the loop.
             None: all numbers are written immediately.
     """
