@@ -1,5 +1,5 @@
-"""The classes with which a user writes a model: `Model`, its declared tensors and parameters, and its mappings to routes
-such as OpenAI's embeddings."""
+"""The classes with which a user writes a model: `Model`, its declared tensors and parameters, and its mappings to
+routes such as that of OpenAI's embeddings."""
 
 from __future__ import annotations
 
