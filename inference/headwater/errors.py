@@ -3,7 +3,8 @@
 ::
 
     ModelError                   anything below
-    ├── DeclarationError         a Tensor, Parameter, Model or pipeline that contradicts itself
+    ├── DeclarationError         a Tensor, Parameter, Model or pipeline contradicts itself or another declaration, or a
+    │                            value doesn't fit its declaration
     ├── BadInput                 raised by a callable: the client's rows are wrong (400)
     ├── BadOutput                a callable returned something other than it declared (500)
     └── ReplicaError             the replica can't start or continue; its message is for the operator

@@ -54,7 +54,7 @@ class Choice:
         """Whether replicas are kept in bags; set once there are more than `FEW` replicas."""
 
     def bound(self, max_in_flight: int, instances: int) -> None:
-        """Set how many calls a replica may have, and how many calls it computes at once."""
+        """Set how many calls of this worker a replica may have, and how many of these calls it computes at once."""
         if (max_in_flight, instances) != (self._max_in_flight, self._instances):
             self._max_in_flight, self._instances = max_in_flight, instances
             if self._is_sorted:

@@ -1,8 +1,9 @@
 """Requests of ``POST /v1/responses``.
 
 Source: OpenAI's API reference. A request is converted into the equivalent `ChatRequest`, which makes the plan. The
-server stores nothing, so requests that refer to an earlier answer are refused. The extensions are the same as in
-`headwater_server.lm.chat`.
+server stores nothing, so requests that refer to an earlier answer are refused. A request may also have the extensions
+that `headwater_server.lm.chat` lists, and the fields that OpenAI has for chats only: ``stop``, ``seed``,
+``logit_bias``, ``presence_penalty`` and ``frequency_penalty``.
 """
 
 from __future__ import annotations

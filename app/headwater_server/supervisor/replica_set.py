@@ -58,8 +58,8 @@ class ReplicaSet(Served):
         self.shortage = ""
         """Why it has fewer replicas than its configuration or its load requires; empty if it has enough."""
         self._trouble = ""
-        """Why the last start failed that a slot is about to try again, in words for operators; the state's reason has it
-        while the deployment loads. Empty after a load, an unload, and once the deployment is READY."""
+        """Why the last start failed that a slot is about to try again, in words for operators; part of the state's
+        reason while the deployment loads. Empty after a load, an unload, and once the deployment is READY."""
         self.children = children
         self.starter = ReplicaStarter(name, children)
         self._slots: list[Slot] = []
