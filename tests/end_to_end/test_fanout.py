@@ -276,8 +276,8 @@ def test_both_placements_answer_alike(answered: dict[str, list[dict[str, np.ndar
         pytest.param({"heads": ["trunk"]}, ["parameters.heads", "'a', 'b', 'c'", "trunk"], id="trunk"),
         pytest.param({"heads": ["a", "b", "a"]}, ["parameters.heads[2]", "a second time"], id="same-head-twice"),
         pytest.param({"heads": "a,a"}, ["parameters.heads", "a second time"], id="same-head-twice-in-text"),
-        pytest.param({"heads": []}, ["parameters.heads", "'a', 'b', 'c'", "none"], id="empty-list"),
-        pytest.param({"heads": ""}, ["parameters.heads", "'a', 'b', 'c'", "none"], id="empty-text"),
+        pytest.param({"heads": []}, ["parameters.heads", "'a', 'b', 'c'", "no head"], id="empty-list"),
+        pytest.param({"heads": ""}, ["parameters.heads", "'a', 'b', 'c'", "no head"], id="empty-text"),
         pytest.param({"heads": 3}, ["parameters.heads", "3"], id="number"),
         pytest.param(
             {"heads": ["b"], "outputs": [{"name": "ya"}]}, ["outputs[0].name", "'b'", "'a'"], id="head-left-out"
