@@ -45,8 +45,8 @@ class _Sequences:
 class TextClassification(Model):
     """Scores the classes of a text, as transformers' pipeline does with all scores.
 
-    The scores are a softmax of the logits. If the configuration's ``problem_type`` is ``multi_label_classification`` or
-    there is a single label, they are a sigmoid; if it is ``regression``, they are the logits.
+    If the configuration's ``problem_type`` is ``regression``, the scores are the logits; otherwise, if the type is
+    ``multi_label_classification`` or there is a single label, a sigmoid of the logits; otherwise a softmax.
 
     Args:
         folder: a folder with the weights of a network for sequence classification.
@@ -73,7 +73,7 @@ class TextClassification(Model):
         self._folder = folder
         self._max_length = _checked_length(folder, max_length)
         self._labels = folder.labels
-        # Other models declare their outputs in the class; here the outputs depend on the folder.
+        # These outputs depend on the folder.
         self.outputs = (_LABEL, _scores(self._labels), _TOKENS)  # type: ignore[misc]
 
     def load(self, device: str) -> None:
@@ -88,8 +88,7 @@ class TextClassification(Model):
 class TextRanking(Model):
     """Scores how well a document answers a query, as a cross-encoder of sentence-transformers does.
 
-    The score is the logit's sigmoid, or the folder's ``activation_fn`` of the logit, which must be a class of
-    ``torch.nn``.
+    The score is the logit's sigmoid, unless the folder names another activation function, a class of ``torch.nn``.
 
     Args:
         folder: a folder with the weights of a network for sequence classification with a single label.

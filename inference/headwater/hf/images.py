@@ -21,8 +21,8 @@ __all__ = ["ImageClassification"]
 MOST_PIXELS: Final = 40_000_000
 """The most pixels of an image: they take 160 MB in Pillow, and another 160 MB while the image is converted."""
 FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "JPEG2000", "PPM", "AVIF")
-"""The accepted formats, in which the header tells the size. ICO and ICNS contain images of any size, and Pillow runs
-Ghostscript for EPS."""
+"""The accepted formats, in which the header tells the size. Not accepted, for example: ICO and ICNS, which
+contain images of any size, and EPS, for which Pillow runs Ghostscript."""
 _TILE: Final = (322, 323)
 """TIFF tags for the width and height of a tile; a tile is unpacked as a whole."""
 
@@ -52,7 +52,7 @@ class ImageClassification(Model):
     def __init__(self, folder: HfFolder) -> None:
         self._folder = folder
         self._labels = folder.labels
-        # Other models declare their outputs in the class; here the outputs depend on the folder.
+        # These outputs depend on the folder.
         self.outputs = (  # type: ignore[misc]
             Tensor("label", "BYTES", [1]), Tensor("scores", "FP32", [len(self._labels)], labels=self._labels),
         )  # fmt: skip

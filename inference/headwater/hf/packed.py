@@ -34,7 +34,7 @@ _NAME: Final = "headwater_packed"
 
 def pack(network: Any, reads_first: bool = False, *, precision: Literal["highest", "high"] = "highest") -> int:
     """Have a transformers network compute no padding, if its type is in `FAMILY`, it is an encoder on a CPU, and its
-    configuration asks for neither all hidden states nor attention weights.
+    configuration asks for neither all hidden states nor attention weights; linear layers may be replaced.
 
     On a CPU, the process also keeps freed memory for later passes, even if the network is not in `FAMILY`.
 
@@ -126,8 +126,8 @@ def _is_right(layer_class: Any) -> bool:
 
 
 def _fuse(layer: Any, layer_class: Any, joins: bool) -> None:
-    """Replace the linear layers of a layer by layers of another class, and fuse each product with the operation
-    that follows it. If `joins`, the products for query, key and value become a single product."""
+    """Replace the linear layers of a layer by layers of another class, and fuse products with the operations after
+    them. If `joins`, the products for query, key and value become a single product."""
     attention = layer.attention.self
     if joins:
         joined = _joined(attention.query, attention.key, attention.value)
@@ -183,9 +183,10 @@ def _encoded(
     forward: Callable[..., Any], states: torch.Tensor, attention_mask: torch.Tensor | None = None, **options: Any
 ) -> Any:
     """The output of the encoder's ``forward`` for states [n, width, size], computed without padding; 0 where there is
-    padding. If a text is padded on the left or has no tokens, padding is computed."""
+    padding, and where `_first_states` computes no state. If a text is padded on the left or has no tokens, padding is
+    computed."""
     is_token = torch.ones(states.shape[:2], dtype=torch.bool) if attention_mask is None else attention_mask.bool()
-    if not bool(is_token[:, 0].all()):  # a text is padded on the left, or has no tokens
+    if not bool(is_token[:, 0].all()):
         return forward(states, is_token[:, None, None], **options)
     places = is_token.nonzero(as_tuple=True)
     lengths = is_token.sum(dim=1).tolist()
@@ -211,7 +212,7 @@ def _first_states(
     text_lengths: Sequence[int] | None = None,
     **options: Any,
 ) -> Any:
-    """A layer's output for the first token of each text, [1, texts, size]."""
+    """A layer's output for the first token of each text, [1, texts, size]; without `text_lengths`, for all tokens."""
     if text_lengths is None:
         return forward(states, *arguments, **options)
     first = states[:, [0, *itertools.accumulate(text_lengths[:-1])]]

@@ -25,8 +25,8 @@ _SIZES: Final = ("embedding_dimension", "word_embedding_dimension")
 class SentenceSimilarity(Model):
     """Turns texts into vectors such that close meanings have close vectors, as sentence-transformers does.
 
-    The folder's modules are applied: its pooling, dense layers and normalization. Texts are cut to its
-    ``max_seq_length``.
+    The folder's modules are applied, such as pooling and normalization. Texts are cut to its ``max_seq_length``, unless
+    ``truncate_prompt_tokens`` is 0.
 
     Args:
         folder: a sentence-transformers folder.
@@ -76,7 +76,7 @@ class SentenceSimilarity(Model):
                     description="The prompt that stands before the text; empty: none",
                 )
             )  # fmt: skip
-        # Other models declare these attributes in the class; here they depend on the folder.
+        # These attributes depend on the folder.
         self.parameters = tuple(parameters)  # type: ignore[misc]
         self.outputs = (Tensor("embedding", "FP32", [_dimension(folder)]), Tensor("tokens", "INT32", [1]))  # type: ignore[misc]
         has_prompts = len(parameters) > 1

@@ -41,8 +41,8 @@ class SpeechRecognition(Model):
 
     Inputs:
         audio: BYTES [1], a WAV file, or any file that the package soundfile reads if it is installed; or this file in
-            base64. The recording is mixed to a single channel and resampled to the network's rate. Limits: 4,000 to
-            192,000 samples a second, at most 3,600 seconds, and at most 2^27 samples of all channels.
+            base64, or as a data URL. The recording is mixed to a single channel and resampled to the network's rate.
+            Limits: 4,000 to 192,000 samples a second, at most 3,600 seconds, and at most 2^27 samples of all channels.
 
     Outputs:
         text: BYTES [1], UTF-8.
@@ -66,7 +66,7 @@ class SpeechRecognition(Model):
         self._chunk_length_s = chunk_length_s
         self._is_ctc = folder.architecture.endswith("ForCTC")
         language = Parameter("language", "str", "", per="row", description="Such as en; empty: the model detects it")
-        # Other models declare these attributes in the class; here they depend on the folder.
+        # These attributes depend on the folder.
         self.parameters = () if self._is_ctc else (language,)  # type: ignore[misc]
         self.transcription = Transcription(  # type: ignore[misc]
             "audio", "text", "duration", language=None if self._is_ctc else "language"
@@ -159,7 +159,7 @@ def _check_size(rate: int, length: int, samples: int) -> None:
         samples: number of samples of all channels.
 
     Raises:
-        BadInput: the recording is too large, or empty.
+        BadInput: the recording is too large or empty, or its rate is out of range.
     """
     if not length:
         raise BadInput(f"input 'audio': expected a recording, got 0 samples at {rate} Hz")

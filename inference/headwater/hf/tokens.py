@@ -106,7 +106,8 @@ class FeatureExtraction(Model):
         text: BYTES [1], UTF-8.
 
     Outputs:
-        features: FP32 [-1, size], a row for each token, then zeros up to the longest text of the request's batch.
+        features: FP32 [-1, size], a row for each token, then zeros up to the longest text computed in the same call,
+            perhaps of another request.
         tokens: INT32 [1], how many tokens were read; longer texts are cut.
 
     Raises:
@@ -120,7 +121,7 @@ class FeatureExtraction(Model):
     def __init__(self, folder: HfFolder) -> None:
         self._folder = folder
         size = folder.config.get("hidden_size")
-        # Other models declare their outputs in the class; here the outputs depend on the folder.
+        # These outputs depend on the folder.
         self.outputs = (Tensor("features", "FP32", [-1, size if isinstance(size, int) else -1]), _TOKENS)  # type: ignore[misc]
 
     def load(self, device: str) -> None:

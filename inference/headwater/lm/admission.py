@@ -24,9 +24,9 @@ class Admission:
     """The part of an engine that queues and admits requests; engines derive from this class and compute the admitted
     requests.
 
-    A request reserves capacity for its prompt and whole answer before it starts, so a request that runs always ends.
-    The cache is a rectangle, sequences × length: the reservation is the number of sequences times the length of the
-    longest. A request that doesn't fit yet holds back later requests, so no request waits for ever.
+    A request reserves capacity for its prompt and whole answer before it starts, so the cache suffices until the
+    request ends. The cache is a rectangle, sequences × length: the reservation is the number of sequences times the
+    length of the longest. A request that doesn't fit yet holds back later requests, so no request waits for ever.
     """
 
     def __init__(self, limits: EngineLimits) -> None:

@@ -25,8 +25,8 @@ __all__ = ["CachedModel"]
 CHECK_LENGTHS: Final = (12, 6)
 """Prompt lengths of the check, in tokens."""
 CHECK_STEPS: Final = 3
-"""Decode steps of the check: the first runs kernel by kernel, the second is recorded as a graph, the third repeats the
-graph at other positions."""
+"""Decode steps of the check. With CUDA graphs, the first runs kernel by kernel, the second is recorded as a graph, the
+third repeats the graph at other positions."""
 CHECK_WINDOW: Final = 5
 """The sliding window during the check, in tokens; all prompts of the check are longer."""
 
@@ -157,7 +157,7 @@ class CachedModel:
         return self._logits(cache, inputs, None)
 
     def _step(self, cache: SlotCache, inputs: StepInputs, length: int) -> Tensor:
-        """Logits [rows, vocab] of a step in which rows have different positions and read `length` tokens."""
+        """Logits [rows, vocab] of a step in which rows may have different positions and read `length` tokens."""
         cache.aim_each(inputs.rows, inputs.cached, longest=length - 1)
         return self._logits(cache, inputs, self._mask(inputs.cached[:, None], length=length))
 

@@ -1,4 +1,4 @@
-"""The order in which grammars are compiled: scopes take turns, and slow grammars move to another lane."""
+"""The order in which grammars are compiled: requests' cache scopes take turns; slow grammars move to another lane."""
 
 from __future__ import annotations
 

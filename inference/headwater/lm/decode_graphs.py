@@ -23,9 +23,9 @@ __all__ = ["DecodeGraphs", "Record", "Recording", "StepInputs", "recorder_of"]
 logger = logging.getLogger(__name__)
 
 GRAPHS: Final = 64
-"""The most graphs that are kept; the least recently used graph is dropped."""
+"""The most entries of `DecodeGraphs._graphs`; the least recently used entry is dropped."""
 EACH_ROWS: Final = (1, 2, 4)
-"""Numbers of rows with graphs of exactly that size; larger numbers are rounded up to a multiple of `ROWS`."""
+"""Numbers of rows are rounded up to the next of these numbers; larger numbers, to a multiple of `ROWS`."""
 ROWS: Final = 8
 TOKENS: Final = 256
 """Lengths are rounded up to a multiple of this, or of an eighth of the next power of two if that is larger."""
@@ -53,7 +53,8 @@ class StepInputs(NamedTuple):
     tokens: Tensor
     """The new token of each row."""
     cached: Tensor
-    """Each row's number of cached tokens: the new token is written after them."""
+    """Each row's number of cached tokens, after which the new token is written; `SlotCache.spare_token` for a row
+    without a sequence."""
     positions: Tensor
     """The new token's position for the model."""
 

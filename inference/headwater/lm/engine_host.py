@@ -46,17 +46,17 @@ _CHANNEL_LIMITS = ChannelLimits()
 class EngineHost:
     """Owns an engine: a single thread makes all calls to the engine, and sleeps while there is nothing to do.
 
-    A slow worker can't make memory grow: steps beyond its window are merged, and when a channel has
-    `ChannelLimits.most_pending` unsent tokens, the engine takes no further step, for any channel, until they are sent.
-    A worker that blocks the engine for `ChannelLimits.blocked_s` loses its channel.
+    A slow worker can't make memory grow: while it is behind by a window (`StreamControl.is_full`), further steps are
+    merged, and when a channel has `ChannelLimits.most_pending` unsent tokens, the engine takes no further step, for any
+    channel, until these are sent. A worker that blocks the engine for `ChannelLimits.blocked_s` loses its channel.
 
     Args:
         engine: the engine; from now on only the host may use it.
         device: the engine's device.
-        on_broken: called with the reason when the device is unusable, the engine can't be reset, or a step takes longer
-            than `max_step_s`.
+        on_broken: called with the reason when the device is unusable, the engine can't be reset or read, or a step
+            takes longer than `max_step_s`.
         channel_limits: how far a worker may be behind.
-        max_step_s: the longest that a step of the engine may take, in seconds.
+        max_step_s: the longest that a step may take with the commands before the step, in seconds.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class EngineHost:
         self._streams = StreamChannels()
         self._channels: dict[str, HostChannel] = {}
         self._sequences: dict[str, HostSequence] = {}
-        """The sequences of all channels that have not ended, by the engine's id."""
+        """All channels' sequences that have not ended, by the engine's id."""
         self._commands: list[tuple[HostSequence, bool]] = []
         """Commands for the engine, in order: a sequence, and whether to cancel it rather than submit it."""
         self._load = Load()
@@ -385,7 +385,8 @@ class EngineHost:
             self._wake_all()
 
     def _reset(self, error: BaseException) -> None:
-        """End all submitted sequences with the error that the engine raised, and reset the engine."""
+        """End all submitted sequences with the error that the engine raised, and reset the engine by `Engine.close`,
+        unless `_is_lost`."""
         self._failures.note(error)
         reason = _described(error)
         if self._is_lost(reason):

@@ -1,4 +1,5 @@
-"""The sampling defaults of a folder's ``generation_config.json``, as transformers' `generate` and vLLM apply them."""
+"""The sampling defaults of a folder's ``generation_config.json``, as vLLM applies them; greedy if ``do_sample`` is
+false."""
 
 from __future__ import annotations
 

@@ -52,8 +52,8 @@ class _Forker:
 
     Args:
         orders: the socket from which orders are read, and to which reports are sent.
-        begin: runs in a child, which ends when it returns; gets the child's socket, the file descriptor of a grammar
-            or None, and the limit of processor time in the order, in seconds.
+        begin: runs in a child, which ends when `begin` returns; gets the child's socket, the file descriptor of a
+            grammar or None, and the limit of processor time in the order, in seconds.
     """
 
     def __init__(self, orders: socket.socket, begin: Callable[[socket.socket, int | None, float], None]) -> None:
@@ -206,7 +206,7 @@ class _Growth:
         resource.setrlimit(resource.RLIMIT_AS, (limit_bytes if hard < 0 else min(limit_bytes, hard), hard))
 
     def size(self) -> int:
-        """Bytes by which the process has grown."""
+        """Bytes by which the process's data and stack have grown."""
         return max(0, self._pages()[1] - self._before) * _PAGE
 
     def _pages(self) -> tuple[int, int]:

@@ -71,7 +71,7 @@ class GrammarProcess:
 
 class GrammarProcesses:
     """Starts the host and, through it, all other processes. If the host has ended, the next `compile` starts another.
-    Only a single thread may use it.
+    Only a single thread may use the object.
 
     Args:
         tokenizer: the model's tokenizer.json.
@@ -101,7 +101,7 @@ class GrammarProcesses:
             raise ReplicaError(f"llguidance can't read {tokenizer}: {error}")
 
     def compile(self, kind: str, text: str, cpu_s: float, listener: Listener) -> GrammarProcess | None:
-        """Have a grammar compiled. Returns the compiler; None if no process can be started, which the next `poll` also
+        """Have a grammar compiled. Returns the compiler; None if its start fails at once, which the next `poll` also
         reports to the listener.
 
         Args:
@@ -123,8 +123,8 @@ class GrammarProcesses:
             return None
 
     def follow(self, compiler: GrammarProcess, listener: Listener) -> GrammarProcess | None:
-        """Have a compiler that succeeded fork a follower, and return the follower; None if no process can be started,
-        as for `compile`. Tokens may be sent to the follower at once."""
+        """Have a compiler that succeeded fork a follower, and return the follower; None as for `compile`. Tokens may be
+        sent to the follower at once."""
         try:
             return self._start(compiler, listener, 0)
         except OSError as error:

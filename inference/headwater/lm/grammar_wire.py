@@ -38,7 +38,7 @@ seconds (no effect in an order to kill, or to fork a follower)."""
 TOKEN: Final = Struct("<I")
 """The answer's next token."""
 NOT_STARTED: Final = -1
-"""In place of a wait status: the child could not be forked."""
+"""In place of a wait status: the child could not be forked, or was lost with its parent."""
 COMPILE_BYTES: Final = 256 * 2**20
 """Bytes by which a compiler's address space may grow."""
 FOLLOW_BYTES: Final = 128 * 2**20
@@ -60,7 +60,7 @@ class Reply(NamedTuple):
 
     mask: bytes
     """Which tokens may come next, a bit for each token of the vocabulary, the lowest bit of a byte first; empty if
-    there is an error."""
+    there is an error, and from the host."""
     is_stopped: bool
     """Whether the answer must end here."""
     error: str

@@ -30,7 +30,7 @@ KINDS: Final = frozenset[GrammarKind]({"json_schema", "regex", "lark"})
 KEPT: Final = 64
 """The most compiled grammars that are kept while no answer follows them."""
 KEPT_BYTES: Final = 64 * 2**20
-"""The most bytes by which the processes of these grammars may have grown, in total."""
+"""The most bytes by which the compilers of the grammars that `KEPT` counts may have grown, in total."""
 MOST_BYTES: Final = 2**30
 """The most bytes by which the processes of all answers may have grown, in total. Beyond this limit the answer with the
 largest process ends."""
@@ -39,8 +39,8 @@ REFUSED: Final = 1024
 MOST_WAITING: Final = 64
 """The most grammars of a scope that may wait to be compiled."""
 MASK_WAIT_S: Final = 0.05
-"""The most seconds that a step waits for masks. Steps with other work no longer wait for a sequence whose mask once
-took longer."""
+"""The most seconds that a call of `Grammars.wait` takes. A call beside other work doesn't wait for a sequence with a
+mask that once took longer."""
 _EXPECTED: Final = {"json_schema": "a JSON schema", "regex": "a regular expression", "lark": "a grammar"}
 _COMPILE_LIMITS: Final = (
     f"to compile it takes more than {LANES[-1].cpu_s:g} s of processor time, or {COMPILE_BYTES >> 20} MiB of memory"
@@ -73,12 +73,11 @@ class Compilation:
         self.first: Reply | None = None
         """The compiler's reply, with the tokens that an answer may begin with; None until the grammar is compiled."""
         self.error = ""
-        """Why the grammar can't be compiled; empty while that isn't known, and if it is compiled."""
+        """Why the grammar can't be compiled; empty unless the compilation has failed."""
         self.is_lost = False
         """Whether `error` has another cause than the grammar."""
         self.has_ended = False
-        """Whether this compilation was dropped; a sequence that needs the grammar must call `Grammars.compile`
-        again."""
+        """Whether this compilation was dropped; a sequence that waits for the grammar needs another compilation."""
 
     @property
     def is_done(self) -> bool:
@@ -135,8 +134,8 @@ class Constraint:
         self.compilation = compilation
         self.process: GrammarProcess | None = None
         self.mask = b""
-        """Which tokens may come next, a bit for each token of the vocabulary, the lowest bit of a byte first; empty
-        while the mask is computed, or if that failed."""
+        """Which tokens may come next, a bit for each token, as in `Reply.mask`; empty while the mask is computed, or if
+        its computation failed."""
         self.size_bytes = 0
         """Bytes by which the sequence's process has grown, as of its last reply."""
         self.is_slow = False
@@ -220,8 +219,8 @@ class Grammars:
 
     def compile(self, grammar: Grammar, scope: str) -> Compilation:
         """Have a grammar compiled for a sequence, unless its compilation exists already. `leave` ends the sequence's
-        use of the grammar. Sequences with the same grammar share the result. It has an error at once if the grammar was
-        refused.
+        use of the grammar. Sequences with the same grammar share the compilation. For a grammar that was refused
+        before, the compilation is new, and has an error at once.
 
         Args:
             scope: the request's cache scope; scopes take turns.

@@ -41,7 +41,7 @@ class HostSequence:
         self.event: SequenceEvent | None = None
         """The last event made from the engine's events; None before the first."""
         self.taken = -1
-        """`HostChannel.sent` when the last event was made; if it has changed, the event has been sent."""
+        """`HostChannel.sent` when `event` was made; if `sent` has changed since, the event is in a frame."""
 
 
 class HostChannel:

@@ -43,7 +43,7 @@ SHAPES: Final = (Shape(4, 128, KEYS), Shape(16, 128, KEYS), Shape(32, 32, BLOCK_
 
 
 def padded_keys(length: int) -> int:
-    """`length` rounded up to a multiple of `KEYS`: the number of keys that a cache should offer."""
+    """`length` rounded up to a multiple of `KEYS`."""
     return -(-length // KEYS) * KEYS
 
 

@@ -26,8 +26,8 @@ LANES: Final = 64
 GRAIN: Final = 16_384
 """torch computes up to this many elements on a single thread."""
 FEW: Final = 16
-"""Up to this many rows, oneDNN may generate code for every number of rows. Larger numbers are padded to a multiple of
-4, because generating code takes about a millisecond for each number."""
+"""Up to this many rows, oneDNN may generate code for every number of rows. Larger numbers are padded to at least a
+multiple of 4, because generating code takes about a millisecond for each number."""
 
 
 class Block(NamedTuple):

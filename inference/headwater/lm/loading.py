@@ -53,8 +53,7 @@ class SlotOptions(msgspec.Struct, frozen=True):
     context_length: Annotated[int, Meta(ge=2, le=2**31 - 1)] | None = None
     """Default and maximum: the length in the model's configuration."""
     cache_tokens: Annotated[int, Meta(ge=16, le=2**40)] | None = None
-    """The cache's size, number of sequences × length of the longest; by default enough for all sequences. The minimum
-    is enough for a sequence of the warm-up."""
+    """The cache's size; by default enough for all sequences. The minimum is enough for a sequence of the warm-up."""
     prefill_chunk: Count = 256
     prefix_cache: bool = True
     batch_invariant: bool = False
@@ -67,7 +66,7 @@ class LmPlan(NamedTuple):
     reference: str
     folder: Path
     options: SlotOptions | Mapping[str, Any]
-    """Options of the built-in engine, or the keyword arguments of the user's engine."""
+    """Options of the built-in engine, or the keyword arguments of `make` besides `GIVEN`."""
     make: Callable[..., Engine] | None
     """Makes the user's engine; None for the built-in engine."""
     max_step_s: float
@@ -102,8 +101,8 @@ class LmPlan(NamedTuple):
             raise LoadError(Problem(f"model {self.reference}", reason, OTHER)) from None
 
     def load(self, device: str, on_broken: Callable[[str], None], capacity: Capacity | None = None) -> Engine:
-        """Read the weights, and make an engine. The built-in engine is checked before it is returned. Later, when a
-        step runs out of memory, it records in `capacity` how many sequences it may compute at once.
+        """Make an engine, which reads the weights. The built-in engine is checked before it is returned. Later, when a
+        step runs out of memory, the built-in engine records in `capacity` how many sequences fit.
 
         Args:
             device: ``cpu``, ``cuda`` or ``cuda:N``.
@@ -111,7 +110,7 @@ class LmPlan(NamedTuple):
             capacity: for the built-in engine only.
 
         Raises:
-            LoadError: the built-in engine can't serve the model, or the user's engine can't be made.
+            LoadError: the built-in engine can't serve the model, or the user's engine can't be made or is no `Engine`.
             ReplicaError: loading failed for another reason.
         """
         for note in self.notes:

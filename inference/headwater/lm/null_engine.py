@@ -16,8 +16,8 @@ _LIMITS = EngineLimits(
 
 
 class NullEngine(Admission):
-    """Computes nothing: the token of index i is i modulo the vocabulary size, whatever prompt and sampling are.
-    Otherwise it behaves like any engine.
+    """Computes nothing: the token of index i is i modulo the vocabulary size, for any prompt and sampling, and without
+    logprobs. Otherwise it behaves like any engine.
 
     Args:
         limits: the engine's limits.

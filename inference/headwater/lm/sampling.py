@@ -127,13 +127,14 @@ class Sampler:
         if sampling.presence_penalty or sampling.frequency_penalty:
             self.counts = torch.zeros(vocab_size, device=device)
         self.held: Tensor | None = None
-        """int64 [tokens]: the tokens that would end the answer; None once the answer has `Sampling.min_tokens`."""
+        """int64 [tokens]: the tokens that may not end the answer yet; None without such tokens, and once the answer has
+        `Sampling.min_tokens`."""
         self._held_for = sampling.min_tokens
         if sampling.min_tokens and stops:
             ids = [token for token in stops if token < vocab_size]
             self.held = torch.tensor(ids, dtype=torch.int64, device=device)
         self.is_plain = self._plain()
-        """Whether the next token is just the token with the highest logit."""
+        """Whether the next token, of the tokens that a grammar allows, is just the token with the highest logit."""
         self._generator: torch.Generator | None = None
         if not self.is_greedy:
             self._generator = torch.Generator()
@@ -196,7 +197,8 @@ def choose(logits: Tensor, samplers: Sequence[Sampler], allowed: Allowed | None 
 
 
 def _shaped(scores: Tensor, samplers: Sequence[Sampler]) -> tuple[Tensor, Tensor]:
-    """Tokens [rows] for logits [rows, vocab] that need penalties, a mask or a draw, and whether each row is finite."""
+    """Tokens [rows] for logits [rows, vocab] that need a bias, penalties or a draw, or are masked; and whether each
+    choice is valid."""
     scores = penalised(scores, samplers)
     sampled = [row for row, sampler in enumerate(samplers) if not sampler.is_greedy]
     if len(sampled) == len(samplers):

@@ -128,7 +128,7 @@ class SlotCache(Cache):
         self._max_tokens = max_tokens
         self._chunk = chunk
         self.shape = (0, 0)
-        """Allocated rows and length."""
+        """Rows and length, without rounding and spare token; allocated at the first write."""
         self.buffers = object()
         """Identifies the allocated memory: a new object after each reallocation."""
 
@@ -139,7 +139,7 @@ class SlotCache(Cache):
 
     def fit(self, rows: int, length: int) -> None:
         """Grow to at least this many rows of this length; rows × length must be within the budget. If the budget
-        requires it, rows beyond `rows` are dropped."""
+        requires it, rows beyond `rows` and tokens beyond `length` are dropped."""
         if rows <= self.shape[0] and length <= self.shape[1]:
             return
         new_rows, new_length = self.shape
@@ -187,9 +187,9 @@ class SlotCache(Cache):
 
         Args:
             rows: int64 [sequences], 0, 1, 2, ...
-            positions: int64 [sequences], each row's number of tokens.
-            longest: at least the greatest of `positions`; attention reads `longest` + 1 tokens of each row, rounded up
-                to `multiple`.
+            positions: int64 [sequences], each row's number of tokens; `spare_token` for a row without a sequence.
+            longest: at least the greatest number of tokens; attention reads `longest` + 1 tokens of each row, rounded
+                up to `multiple`.
         """
         self._window.rows, self._window.start, self._window.each = slice(0, len(rows)), longest, (rows, positions)
 
@@ -223,7 +223,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 class StepMask:
-    """Makes the attention mask of a step in which each sequence adds tokens at different positions.
+    """Makes the attention mask of a step in which sequences may add tokens at different positions.
 
     transformers makes masks only for rows at equal positions, but passes on a given mask of four dimensions.
 

@@ -40,7 +40,7 @@ SCORED_LOGITS: Final = 2**24
 """The most logits of a step that reports log probabilities of prompts: with a vocabulary of 128,000 tokens, the logits
 of 131 prompt tokens."""
 GRAMMAR_WAIT_S: Final = 0.005
-"""The most seconds that a step without other work waits for a reply of a grammar process."""
+"""The most seconds that a step without events and prompts waits at its end for a reply of a grammar process."""
 LEAST_CHUNK: Final = 16
 """The number of prompt tokens in a step is not halved below this when memory is short."""
 NAME: Final = "the engine"
@@ -55,10 +55,11 @@ class _Sequence:
     stops: frozenset[int]
     sampler: Sampler
     chain: Chain
-    """The prompt's chain; empty if the prompt is shorter than a block, or may not reuse prefixes."""
+    """The chain of the request's prompt; empty if the prompt is shorter than a block, or may not reuse prefixes."""
     constraint: Constraint | None = None
     cached: int = 0
-    """Tokens in the cache: the computed part of the prompt, and then the answer without its last token."""
+    """Number of tokens in the cache: of the prompt, computed or copied, and then of the answer without its last
+    token."""
     reused: int = 0
     """Number of prompt tokens that were not computed, because a row of the cache held them."""
     scored: int = 0
@@ -82,9 +83,10 @@ class SlotEngine(Admission):
     token.
 
     Rows 0 to n - 1 of the cache belong to the n sequences that generate, row n to a partly computed prompt. Other rows
-    keep the content of ended sequences until the row is needed. If a prompt begins like the content of a row, even of a
-    sequence that still generates, this prefix is copied instead of computed. Rows for sequences have priority over kept
-    content. Of the kept content, content that another row holds too is dropped first, then the least recently used.
+    keep the content of ended sequences until the row is needed. If a prompt begins like the content of a row, or
+    like the prompt of a sequence that still generates, with the same `cache_scope`, this prefix is copied, in whole
+    blocks of `BLOCK` tokens, instead of computed. Rows for sequences have priority over kept content. Of the kept
+    content, content that another row holds too is dropped first, then the least recently used.
 
     If the device's memory does not suffice, the engine first frees the rows that only keep prefixes, and allocates no
     more of them; then it computes prompts in smaller parts; then it puts sequences off: they are computed again and
@@ -166,9 +168,9 @@ class SlotEngine(Admission):
         self._prefix_cache = prefix_cache
         self._on_broken = on_broken
         self._capacity = capacity or Capacity()
-        """How many sequences fit in the memory; no limit until a step runs out of memory."""
+        """How many sequences fit in the memory; no limit before a step runs out of memory, nor once a limit lapses."""
         self._chunks = Capacity(lambda text, _: logger.warning("%s", text))
-        """How many prompt tokens in a step fit in the memory; no limit until a step runs out of memory."""
+        """How many prompt tokens in a step fit in the memory; its limits begin and lapse as in `_capacity`."""
         self._cache = self._blank_cache()
         self._prefixes = PrefixIndex()
         self._put_off: deque[_Sequence] = deque()
@@ -434,7 +436,7 @@ class SlotEngine(Admission):
 
     def _relieve(self, sequences: Sequence[_Sequence], events: list[TokenEvent], failure: str) -> None:
         """Take less memory from now on, after these sequences ran out of memory: the class describes the order of the
-        measures. The sequences that are put off may be others than these."""
+        measures. Sequences outside `sequences` may be put off, too."""
         free_memory()
         running = [*self._generating, *self._prompts]
         are_prompts = sequences[0] in self._prompts
@@ -645,8 +647,8 @@ class SlotEngine(Admission):
         events.append(TokenEvent(sequence.request.id, len(sequence.answer), None, finish=finish, error=error))
 
     def _compact(self) -> None:
-        """Fill the rows of ended sequences from the last rows, and keep the content of the ended sequences in rows that
-        no sequence needs, all in a single copy."""
+        """Fill the rows of ended sequences from the last rows, and keep the content of the ended sequences, if
+        possible, in rows that no sequence needs, all in a single copy."""
         before = len(self._generating)
         ended = [(row, sequence) for row, sequence in enumerate(self._generating) if sequence.has_ended]
         after = before - len(ended)

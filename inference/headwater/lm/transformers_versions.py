@@ -1,7 +1,7 @@
 """Checks that the transformers in a model's Python has the parts that the built-in engine relies on.
 
-The engine uses undocumented parts of transformers (`headwater.lm.transformers_parts`, `headwater.lm.slot_cache`). A
-version of transformers that lacks a part, or in which a function takes other arguments, is refused before it is used.
+The engine uses undocumented parts of transformers (see `headwater.lm.transformers_parts`). A version of transformers
+that lacks a part, or in which a function takes other arguments, is refused before it is used.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PARTS: Final[Mapping[str, tuple[str, ...]]] = {
     "transformers.utils": ("logging",),
     "transformers.utils.generic": ("ContextManagers",),
 }  # fmt: skip
-"""The names that `headwater.lm` imports, by module."""
+"""The names that `headwater.lm` relies on, by module."""
 
 
 class Call(NamedTuple):

@@ -98,7 +98,7 @@ def check_tensors(title: str, folder: Path, model: PreTrainedModel, headers: Map
         headers: the headers from `read_headers`.
 
     Raises:
-        LoadError: a tensor is missing, has another shape or no floating-point numbers, or would be ignored.
+        LoadError: a tensor has no floating-point numbers, or `report_fault` finds a fault.
     """
     import torch
 

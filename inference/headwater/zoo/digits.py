@@ -126,8 +126,6 @@ class Digits(Model):
     Outputs:
         logits: FP32 [10], for the digits 0 to 9, before any softmax.
         digit: INT32 [1], the digit of the highest logit.
-
-    `Trunk` and `Digit` together compute the same outputs.
     """
 
     inputs = (_IMAGE,)
@@ -175,8 +173,8 @@ class Digit(Model):
         features: FP32 [64], from `Trunk`.
 
     Outputs:
-        logits: FP32 [10], for the digits 0 to 9, before any softmax.
-        digit: INT32 [1], the digit of the highest logit.
+        logits: FP32 [10], as of `Digits`.
+        digit: INT32 [1], as of `Digits`.
     """
 
     inputs = (_FEATURES,)
@@ -226,10 +224,8 @@ class Reconstruction(Model):
     Outputs:
         reconstruction: FP32 [1, 8, 8], pixel values 0 to 16.
         anomaly_score: FP32 [1], the root of the mean squared difference between the two images, in pixel values: 0 for
-            the same image. For held-out digits against as many images without a digit
-            (`anomalies` in `examples/training/digits_data.py`), the area under the ROC curve is 1.00 for uniform noise
-            and for permuted pixels, 0.998 for salt and pepper on a quarter of a digit's pixels, but 0.87 for uniformly
-            grey images.
+            the same image. README.md in this folder says how well the score finds images without a digit; it misses
+            uniformly light grey images.
     """
 
     inputs = (_FEATURES, _IMAGE)

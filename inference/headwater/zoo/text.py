@@ -172,7 +172,7 @@ class Text(Model):
 
     Outputs:
         embedding: FP32 [384], of length 1.
-        tokens: INT32 [1], how many tokens were read: at most 256, including two special tokens.
+        tokens: INT32 [1], as of `Encoder`.
 
     Parameters:
         truncate_prompt_tokens: as for `Encoder`.
@@ -211,8 +211,7 @@ class ZeroShot(Model):
             are averaged. Describe a label in the words that you expect in texts.
         output: name of the output.
         temperature: similarities are divided by it before the softmax; above 0. It changes how far apart the scores
-            are, not their order. Default: 1/20, the default in the training of sentence-transformers (the ``scale`` of
-            ``MultipleNegativesRankingLoss``).
+            are, not their order. Default: 1/20, the default in the training of sentence-transformers.
 
     Inputs:
         features: FP32 [384], from `Encoder`.
@@ -243,7 +242,7 @@ class ZeroShot(Model):
                 f"ZeroShot, output: expected a name other than {', '.join(_TAKEN)}, got {output!r}; "
                 "name it for what is chosen, such as topic"
             )
-        # Each instance has different outputs, while the base class declares them for the class.
+        # Each instance has different outputs.
         self.outputs = (  # type: ignore[misc]
             Tensor(output, "BYTES", [1]),
             Tensor(f"{output}_scores", "FP32", [len(self._names)], labels=tuple(self._descriptions)),
