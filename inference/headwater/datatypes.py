@@ -2,7 +2,7 @@
 
 Source: the Open Inference Protocol's table of tensor data types and Triton's binary tensor data extension.
 
-Gateway and replica import this module. Besides Python's standard library it imports only numpy.
+Besides Python's standard library this module imports only numpy.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ An engine is single-threaded: a single thread makes all calls, and `Engine.step`
 sequence by at most one token, so one list of events fits in one packed response. The errors of an engine::
 
     ModelError
-    ├── EngineFull               the waiting queue is full (429)
+    ├── EngineFull               a queue is full (429)
     └── BadInput
         └── RequestRejected      this engine can never serve this request (400)
             └── RequestTooLong   prompt and answer exceed the context, or the cache
@@ -44,7 +44,7 @@ __all__ = [
 
 
 class EngineFull(ModelError):
-    """The waiting queue is full; try again later."""
+    """Too many sequences, or grammars to compile, wait; try again later."""
 
 
 class RequestRejected(BadInput):
@@ -141,7 +141,7 @@ class SequenceRequest(msgspec.Struct, frozen=True, omit_defaults=True, forbid_un
 
 
 class TokenEvent(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
-    """A token of a sequence, or its end, or both."""
+    """A token of a sequence, or its end, or both; or a part of the prompt's log probabilities."""
 
     id: str
     index: int
@@ -234,4 +234,4 @@ class Engine(Protocol):
         """
 
     def close(self) -> None:
-        """Drop all sequences without events, and free the memory."""
+        """Drop all sequences without events, and free the memory. The engine may be used again afterwards."""

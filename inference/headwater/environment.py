@@ -62,7 +62,7 @@ def installed_version(distribution: str) -> str | None:
 
 
 def install_command(extra: str, *distributions: str) -> str:
-    """The command that installs distributions for this Python; as an extra of the server, if that is installed."""
+    """The command that installs distributions for this Python; if the server is installed here, as its extra."""
     wanted = " ".join(distributions)
     if installed_version("headwater-server") is not None:
         wanted = f"'headwater-server[{extra}]'"  # the extra pins the versions that the server works with

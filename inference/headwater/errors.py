@@ -1,4 +1,4 @@
-"""Errors of the model side.
+"""Errors of the model side. A few modules derive more specific errors from these.
 
 ::
 
@@ -69,7 +69,7 @@ class DeclarationError(ModelError):
     Args:
         faults: a message for each fault.
         expected: the values that the declaration allows, if a value doesn't fit.
-        fix: how to fix it, if the faults don't say so.
+        fix: how to correct the declaration, if the faults don't say so.
     """
 
     def __init__(self, *faults: str, expected: str = "", fix: str = "") -> None:
@@ -84,8 +84,8 @@ class DeclarationError(ModelError):
 class BadInput(ModelError):
     """Raised by a callable to answer the client with 400 and this message.
 
-    If the model is idempotent, the other rows of the batch still succeed: the replica calls the model again with
-    smaller groups of rows. Otherwise all rows of the call fail with this message.
+    If the model is idempotent and doesn't stream, the batch's other rows still succeed: the replica calls the model
+    again with smaller groups of rows. Otherwise all rows of the call fail with this message.
     """
 
 
@@ -104,7 +104,7 @@ class BadOutput(ModelError):
     """A callable returned something other than it declared: wrong name, datatype, shape or batch length."""
 
     mismatch: OutputMismatch | None = None
-    """What it returned, if an output has the wrong datatype, shape or batch length."""
+    """The output, if `headwater.wire.arrays.wire` found its datatype or shape wrong; None for other faults."""
 
 
 class ReplicaError(ModelError):

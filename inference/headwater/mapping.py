@@ -50,7 +50,7 @@ def check_mappings(kind: str, model: Model) -> None:
     error.
 
     Raises:
-        DeclarationError: the model lacks the tensor or parameter, or declares it with another type or shape.
+        DeclarationError: the model lacks such a tensor or parameter; see `MAPPINGS`.
     """
     for attribute, fields in MAPPINGS.items():
         declared = getattr(model, attribute)

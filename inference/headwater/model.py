@@ -269,9 +269,9 @@ class Model:
     you keep."""
 
     idempotent: ClassVar[bool] = True
-    """Whether computing the same rows twice is harmless. If it is, the rows of a call that raises are retried in
-    smaller groups until only the faulty rows fail, and a request of a lost replica is retried on another replica. If it
-    is not, all rows of the call fail."""
+    """Whether computing the same rows twice is harmless. If so, the rows of a call that raises are retried in smaller
+    groups until only the faulty rows fail, and a request of a lost replica is retried once on another replica. If not,
+    or in a stream, all rows of the call fail."""
 
     mutates_features: ClassVar[bool] = False
     """For a step of a pipeline: whether `__call__` writes into inputs that are outputs of other steps. If it does, it
@@ -296,8 +296,9 @@ class Model:
     """Set to serve the model at ``/v1/audio/transcriptions`` too."""
 
     example: ClassVar[Mapping[str, Any] | None] = None
-    """A row, by input name, as nested lists: used for the warm-up and shown in the API's documentation. Inputs without
-    an example get zeros or the text ``"example"``, with 1 for a dimension that varies; optional inputs are left out."""
+    """A row, by input name, as nested lists: used for the warm-up and, unless long, shown in the API's documentation.
+    Inputs without an example get zeros or the text ``"example"``, with 1 for a dimension that varies; optional inputs
+    are left out."""
 
     def load(self, device: str) -> Awaitable[None] | None:
         """Called once per replica, before the first call. ``device`` is for example ``cpu`` or ``cuda:0``.

@@ -72,7 +72,7 @@ class PipelineSpec(msgspec.Struct, frozen=True):
     """Steps whose outputs are the pipeline's outputs."""
     placement: Literal["fused", "graph"] = "fused"
     trunk: str | None = None
-    """The step that takes the pipeline's inputs, if the configuration has a trunk and heads; None: it has a graph."""
+    """Name of the trunk, if the configuration has a trunk and heads; None: the configuration has a graph of steps."""
     embedding: Embedding | None = None
 
 
@@ -173,16 +173,10 @@ def check_names(spec: PipelineSpec) -> None:
 def make_plan(spec: PipelineSpec, signatures: Mapping[str, Signature], *, name: str, max_batch_size: int) -> Plan:
     """Combine the steps, given their signatures by name, into the plan of a deployment.
 
-    Args:
-        spec: the pipeline.
-        signatures: the signature of each step.
-        name: the deployment's name.
-        max_batch_size: the pipeline's maximum number of rows.
-
     Raises:
         DeclarationError: as `check_names`; or the steps don't fit together, a step is neither a head nor a source, a
-            cache can't work, or the pipeline's signature contradicts itself. The message names the place of each fault,
-            and the expected and the actual tensor.
+            cache can't work, or the pipeline's signature contradicts itself. The message names the place of each fault
+            that it reports.
     """
     check_names(spec)
     inputs: dict[str, tuple[str, TensorSpec]] = {}

@@ -113,8 +113,8 @@ def find_folder(reference: str, search: Sequence[str] = ()) -> Path:
 
 
 def find_path(title: str, path: str, search: Sequence[str], kind: Literal["file", "folder"]) -> Path:
-    """The absolute path of a file or folder, found in the places that `find_folder` searches; `title` begins the
-    message of an error.
+    """The absolute path of a file or folder. A relative path is searched in the working folder, then in ``search``;
+    ``title`` begins the message of an error.
 
     Raises:
         LoadError: there is no such file or folder.

@@ -42,9 +42,10 @@ class HeadSpec(msgspec.Struct, frozen=True):
     outputs: tuple[str, ...]
     """The pipeline's outputs that the head computes."""
     timeout_s: float | None = None
-    """Seconds from the request's arrival to the head's deadline; None: the request's deadline applies."""
+    """Seconds from the request's arrival to the head's deadline; None: only the request has a deadline."""
     on_error: Literal["fail", "omit"] = "fail"
-    """``fail``: the head's failure fails the request. ``omit``: the head's outputs are left out."""
+    """``fail``: the head's failure fails the request. ``omit``: the head's outputs are left out, unless all heads fail.
+    In a stream a head's failure ends only this head."""
 
 
 ToolParser: TypeAlias = Literal["hermes", "llama3", "mistral"]
@@ -52,7 +53,7 @@ ToolParser: TypeAlias = Literal["hermes", "llama3", "mistral"]
 
 
 class LanguageModelSpec(msgspec.Struct, frozen=True):
-    """Data with which the gateway turns a language model's text into tokens and tokens into text."""
+    """Data with which the gateway checks a language model's requests, and turns text into tokens and back."""
 
     folder: str
     """Absolute path of the Hugging Face folder with tokenizer and chat template."""
@@ -60,18 +61,18 @@ class LanguageModelSpec(msgspec.Struct, frozen=True):
     tool_parser: ToolParser | None = None
     """The format of the model's tool calls; None: the format of the chat template."""
     sampling: Sampling = Sampling()
-    """How tokens are chosen where a request doesn't set it."""
+    """Values of the fields that a request doesn't set."""
 
 
 class VllmSpec(msgspec.Struct, frozen=True):
     """A model of text or of embeddings that vLLM computes: the gateway relays requests to vLLM's HTTP server."""
 
     max_sequences: int
-    """Maximum number of sequences that are computed together."""
+    """Maximum number of sequences that a replica computes together."""
     context_length: int
     """Maximum number of tokens of a prompt and its answer together."""
     cache_tokens: int
-    """Number of tokens that the key/value cache of a replica holds."""
+    """Number of tokens that the key/value cache of a replica holds; 0: there is no cache, or its size isn't known."""
     version: str
     """Version of vLLM."""
     max_lora_rank: int = 0
@@ -95,9 +96,10 @@ class Signature(msgspec.Struct, frozen=True):
     idempotent: bool = True
     embedding: Embedding | None = None
     example: dict[str, Any] | None = None
-    """A row as nested lists, by input name."""
+    """A row as nested lists, by input name; None: no example, or an example too long for the gateway."""
     description: str = ""
-    """First paragraph of the class's docstring, in one line; for a pipeline, combined from its steps'."""
+    """First paragraph of the model's docstring, in one line; for a pipeline, combined from its steps' descriptions;
+    for a language model, with the folder's name."""
     heads: tuple[HeadSpec, ...] = ()
     """A pipeline's heads, in the order of the configuration; every output belongs to exactly one head."""
     bare_rows: bool = False
@@ -105,7 +107,7 @@ class Signature(msgspec.Struct, frozen=True):
     streams: bool = False
     """Whether the model answers a request with any number of results instead of exactly one."""
     language_model: LanguageModelSpec | None = None
-    """Set for a language model, with replicas that speak `headwater.wire.lm`."""
+    """Set for a language model with replicas that speak `headwater.wire.lm`, once its engine is loaded."""
     vllm: VllmSpec | None = None
     """Set for a model that vLLM computes."""
     by_key: bool = False

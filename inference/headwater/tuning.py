@@ -50,8 +50,7 @@ def keep_freed_memory(kept_bytes: int = KEPT_BYTES, mapped_from_bytes: int = MAP
 def switch_soon() -> None:
     """Shorten Python's thread switch interval, for a process that computes in one thread and sends in other threads.
 
-    By default each turn of an event loop waits up to 5 ms for a thread that computes. That is longer than a fast model
-    takes to answer, and half a step of a small language model.
+    By default each turn of an event loop waits up to 5 ms for a thread that computes, longer than a fast model takes.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
 

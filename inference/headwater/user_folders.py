@@ -22,7 +22,7 @@ def decides_modules(variables: Iterable[str]) -> bool:
 
 
 def put_on_path(folders: Iterable[str]) -> None:
-    """Put folders first on ``sys.path``, as the folder of a script is. A folder that is there by an earlier call stays.
+    """Put folders first on ``sys.path``, as the folder of a script is. A folder from an earlier call keeps its place.
 
     Headwater imports its dependencies before this call, so that a user's ``queue.py`` isn't imported in place of
     Python's.

@@ -1,1 +1,1 @@
-"""The replica's process: loads a model, binds it to an embedded Triton, warms up, serves, ends."""
+"""A replica's host: loads a model, has it bound to Triton, serves, ends. Also checks models without a replica."""

@@ -77,8 +77,8 @@ def main() -> None:
 
 
 def _stop_on_sigterm(directory: Path) -> threading.Event:
-    """An event that SIGTERM sets once the replica serves. Before that nothing needs unloading, and SIGTERM ends the
-    process at once.
+    """An event that SIGTERM sets once the replica serves. Before that SIGTERM ends the process at once, without calls
+    of `unload`.
 
     A handler is used instead of a signal mask, because Triton and the callable's processes would inherit a mask.
     """
@@ -119,7 +119,7 @@ def _serve(
     served.end_warm_up()
     tuning.settle()
     write_probe(directory, signature, spec.token, spec.load_timeout_s)
-    (directory / READY_FILE).touch()  # for the guardian: every process of the group counts from now on
+    (directory / READY_FILE).touch()  # from now on the guardian inspects the group, and stops it with SIGTERM
     if len(msgspec.json.encode(signature.example)) > LARGE_EXAMPLE_BYTES:  # too long to show; the warm-up has used it
         signature = msgspec.structs.replace(signature, example=None)
     facts = {"device": served.device, **imported_versions(), **binder_facts}

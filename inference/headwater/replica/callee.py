@@ -30,13 +30,8 @@ class CalleeRequest(NamedTuple):
 
 
 def start(path: str, answers: Answers, loop: CallLoop) -> None:
-    """Answer the calls of an instance, from now until the process ends.
-
-    Args:
-        path: path of the instance's socket.
-        answers: answers the calls. Calls that it answers in frames may overlap.
-        loop: the loop in which the calls run.
-    """
+    """Answer the calls of an instance, which come over the socket at ``path``, until the process ends. Calls that are
+    answered in frames may overlap."""
     loop.wait(_listen(path, answers))
 
 

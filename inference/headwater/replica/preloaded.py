@@ -1,12 +1,12 @@
-"""Forks replicas that need not import anything, because this process has already imported it.
+"""Forks replicas, which need not import again the modules that this process has imported.
 
 ``python -m headwater.replica.preloaded FOLDER FD MODULE... SPACES`` imports the modules, sends ``ready`` on the socket
 FD, and then forks a replica for each `ForkRequest` on that socket. In place of ``ready`` it sends the reason why it
 can't fork replicas, and ends. It answers a request with the guardian's process id, or with the reason why it did not
 fork. For ``MODULE:NAME`` it also reads this attribute of the module, which may import more. The process runs under the
 Python of the models, has a single thread and no context on a GPU, imports none of the user's modules, and ends with the
-supervisor. Hosts that it forks have its environment; guardians and binders have the supervisor's environment. The
-command lines of forked processes are written over this process's command line, including SPACES.
+socket or the supervisor. Hosts that it forks have its environment; guardians and binders have the supervisor's
+environment. The command lines of forked processes are written over this process's command line, including SPACES.
 
 A replica's processes are forked before its request, at the `BinderProgram` that precedes each request. The supervisor
 sends that message early where a binder has to execute another Python and import PyTriton, which takes 0.25 s. Each of
@@ -53,7 +53,7 @@ GPU_DEVICES = "/dev/nvidia"
 
 
 def main() -> None:
-    """Serve until the supervisor has ended."""
+    """Serve until the supervisor has closed the socket, or has ended."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     gc.disable()
     _, _, fd, *modules, _ = sys.argv
@@ -68,8 +68,8 @@ def main() -> None:
         if reason := _unfit():
             connection.send(reason.encode())
             return
-        # Freeze, so that no collection in a replica writes to the pages that it shares. There is no collection before
-        # the freeze: it would take 0.3 s, find 3 % of the objects and return no page.
+        # Freeze, so that no collection in a replica writes to shared pages. A collection before the freeze would take
+        # 0.3 s, find 3 % of the objects and return no page.
         gc.freeze()
         gc.enable()
         before = _installed()
@@ -313,8 +313,8 @@ def _print_to(output: int) -> None:
 
 
 def _share_priority(pid: int) -> None:
-    """Give a process this process's priority, and its session that of this process's session, which a new session does
-    not inherit; see `headwater_server.process.priority`."""
+    """Give a process the priority of this process, and its session the priority of this process's session; see
+    `headwater_server.process.priority`."""
     with contextlib.suppress(OSError):
         for thread in map(int, os.listdir(f"/proc/{pid}/task")):
             os.sched_setscheduler(thread, os.sched_getscheduler(0), os.sched_getparam(0))
@@ -349,7 +349,7 @@ def _run(command: Sequence[str]) -> None:
 
 
 def _hides(folders: Sequence[str], modules: Collection[str]) -> bool:
-    """Whether a folder has a module with the name of one of these modules, which it would hide."""
+    """Whether a folder has an entry with the name of one of these modules, and would hide that module."""
     for folder in folders:
         with contextlib.suppress(OSError):
             if any(entry.partition(".")[0] in modules for entry in os.listdir(folder)):

@@ -35,7 +35,7 @@ __all__ = ["Finding", "ProbeRequest", "main", "own_output", "probe"]
 
 
 class ProbeRequest(msgspec.Struct, frozen=True):
-    """The model or pipeline to check; the fields are a deployment's fields."""
+    """The model or pipeline to check; the fields up to ``device`` are a deployment's fields."""
 
     name: str
     model: str = ""

@@ -1,4 +1,4 @@
-"""Loads the model, fused pipeline or language model that a replica serves, ready to be bound to Triton."""
+"""Loads the model, fused pipeline or language model that a replica serves, ready to answer Triton's calls."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Served(NamedTuple):
 
         Raises:
             LoadError: a call has changed the state of a model that isn't stateful.
-            ReplicaError: modules that should have been compiled were not compiled.
+            ReplicaError: no module was compiled, although a model asks for it.
         """
         for model in self.models:
             if isinstance(model, (ExportedModel, ScriptModel)):
@@ -134,8 +134,7 @@ def load_served(
             limits.
 
     Raises:
-        ModelError: a model can't be made, the models don't fit together or can't be loaded; the message names the step
-            and the tensor that it is about.
+        ModelError: a model can't be made, the models don't fit together or can't be loaded.
         Exception: an exception of a model's `load`.
     """
     capacity = capacity or Capacity()
@@ -204,7 +203,7 @@ def check_instances(reference: str, options: Mapping[str, Any], instances: int, 
     """Check that this many threads may call a model.
 
     Raises:
-        DeclarationError: there are several, and the model streams, is async, compiled or stateful.
+        DeclarationError: ``instances`` is above 1, and the model streams, is async, compiled or stateful.
     """
     is_async = inspect.iscoroutinefunction(type(model).__call__)
     if instances > 1 and (streams or is_async):

@@ -27,8 +27,8 @@ __all__ = ["try_loading"]
 
 
 def try_loading(spec: ReplicaSpec) -> None:
-    """Load a deployment's models, call them with their example, and unload them. Of a stream only the first result is
-    computed. A language model is only loaded, which includes a check.
+    """Load a deployment's models, call them with their example, and unload them. Of a stream only the first frame is
+    awaited. A language model is only loaded, which includes a check.
 
     Raises:
         ModelError: loading or the call failed; the message says what failed and why.

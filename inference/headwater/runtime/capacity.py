@@ -20,13 +20,14 @@ class _Limit(NamedTuple):
 
 
 class Capacity:
-    """The maximum number of rows in one call, for each of a replica's models.
+    """The maximum number of rows (an engine's sequences or prompt tokens) in one call, for each of a replica's models.
 
     A limit learnt from rows of some size holds for rows of that size and larger rows; sizes count as equal if they have
     as many binary digits.
 
     Args:
-        on_change: called with a text for operators and the smallest limit; 0 if no limit is left.
+        on_change: called for each new limit, with a text for operators and the smallest limit; with 0 when the last
+            limit has ended.
     """
 
     def __init__(self, on_change: Callable[[str, int], None] = lambda text, rows: None) -> None:

@@ -115,7 +115,7 @@ class _Channel:
             self.close()
 
     def close(self) -> None:
-        """Close the channel of a worker that is gone, and cancel its streams."""
+        """Close the channel, and cancel its streams: its worker is gone, has a later channel, or can't be reached."""
         self._on_close.close()
         if self._timer is not None:
             self._timer.cancel()

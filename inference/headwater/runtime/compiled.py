@@ -18,7 +18,7 @@ from headwater.signature import Signature
 __all__ = ["COMPILE", "begin_graphs", "check_compiled", "compile_modules", "compiler_problem"]
 
 COMPILE: Final = "compile"
-"""The option of every `Model` whose constructor doesn't have a parameter of this name."""
+"""The option of a user's `Model` without a constructor parameter of this name, and of a file of torch.export."""
 
 
 def compile_modules(model: Model, signature: Signature, device: str, sizes: Sequence[int]) -> Sequence[int]:
@@ -71,9 +71,8 @@ def begin_graphs() -> None:
     """Begin a call of a model whose modules may be CUDA graphs, in the thread that computes it.
 
     The results of a call's graphs keep their memory until the next call begins. Without this function, each graph of a
-    model would reuse the memory of the graph before it, whose outputs are its inputs. From version 2.13 on, torch
-    itself keeps graphs per thread. Before that, it fails in every thread except the main thread, for lack of these
-    private attributes.
+    model would reuse the memory of the graph before it, whose outputs are its inputs. Before version
+    2.13, torch lacks the private attributes that are set here in all threads except the main thread, and fails.
     """
     import torch
     from torch._inductor.cudagraph_trees import local

@@ -36,7 +36,7 @@ class _ExportedPort(NamedTuple):
 class ExportedModel(Model):
     """An exported program as a model, with the program's arguments and results.
 
-    The first dimension of each input and output is the batch axis. If it is fixed to 1 in all of them, or bounded, the
+    The first dimension of each input and output is the batch axis. If it is fixed to 1 in all inputs, or bounded, the
     program is run with at most that many rows. Other dynamic dimensions vary between requests. A tensor of one
     dimension, [n], is declared as [1]. Inputs have the names of the arguments. Outputs have the names of the keys of a
     dict, or ``output``, or ``output_0`` and so on in a tuple. Results that are constants instead of tensors are left
@@ -113,7 +113,7 @@ class ExportedModel(Model):
         self._check_there("input", self._inputs)
         self._check_there("output", self._outputs)
         self._in_spec = program.call_spec.in_spec
-        # Other models declare these in their class; here the file declares them.
+        # The file declares them, not the class.
         self.inputs = tuple(port.tensor for port in self._inputs)  # type: ignore[misc]
         self.outputs = tuple(port.tensor for port in self._outputs)  # type: ignore[misc]
         self.__doc__ = f"The exported program {path.name}."

@@ -62,8 +62,9 @@ class CallFailed(ModelError):
 class Failures(FailureLog):
     """Turns a model's exceptions into row reports, and logs them.
 
-    `where` begins the messages, except those of `BadInput`, `CallFailed` and `Status.BROKEN`. `on_broken` is called
-    with the reason when the device is unusable or the model raised a `ReplicaError`; the replica then ends.
+    `where` begins the messages, except those of `BadInput`, `CallFailed` and `Status.BROKEN`, and those that begin
+    with a step. `on_broken` is called with the reason when the device is unusable or the model raised a `ReplicaError`;
+    the replica then ends.
     """
 
     def __init__(self, device: str, on_broken: Callable[[str], None], where: str = "") -> None:

@@ -20,8 +20,8 @@ class FunctionModel(Model):
 
     @classmethod
     def named(cls, result: Any) -> Any:
-        """A function's result by output name. Only the result for a single output may be an array, which gets its name;
-        other results are returned unchanged."""
+        """A function's result by output name: if there is a single output, a result that is no dict gets the output's
+        name; other results are returned unchanged."""
         return result if isinstance(result, dict) or len(cls.outputs) > 1 else {cls.outputs[0].name: result}
 
     @classmethod
@@ -65,10 +65,7 @@ def open_function(reference: str, function: Callable[..., Any], options: Mapping
     ``arrays: torch``. It returns or yields a dict of arrays by output name, or a single array if there is only one
     output.
 
-    Args:
-        reference: the configuration's reference, for messages.
-        function: the function that the reference names.
-        options: ``inputs``, ``outputs`` and ``arrays``.
+    The options are ``inputs``, ``outputs`` and ``arrays``.
 
     Raises:
         LoadError: an option is unknown, missing or invalid, or the function takes other arguments.

@@ -1,4 +1,4 @@
-"""Runs the steps of a fused pipeline in one replica, and sends each head's answer as soon as it is ready."""
+"""Runs the steps of a fused pipeline in one replica, and sends the heads' answers as they become ready."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ __all__ = ["FusedPipeline"]
 logger = logging.getLogger(__name__)
 
 WAIT_FOR_NEXT_S = 0.002
-"""The most seconds that an answer waits for the next answer: each frame costs CPU time in Triton and in its Python
-backend."""
+"""The most seconds that an answer waits for the next answer, unless `headwater.wire.report.CallNote.patience_s` is
+longer: each frame costs CPU time in Triton and in its Python backend."""
 
 
 class FusedPipeline:
@@ -44,7 +44,7 @@ class FusedPipeline:
         watch: the context in which each call of a model runs.
         capacity: how many rows fit in the device's memory.
         sizes: see `Step`, by step.
-        wait_for_next_s: the most seconds that an answer that is ready waits for the next answer, to share a frame.
+        wait_for_next_s: see `WAIT_FOR_NEXT_S`.
     """
 
     def __init__(

@@ -69,7 +69,7 @@ def import_for(title: str, module_name: str) -> ModuleType:
     """Import a user's module; `title` begins the message of an error.
 
     Raises:
-        LoadError: the module can't be imported; the message says why and how to fix it.
+        LoadError: the module can't be imported.
     """
     try:
         return importlib.import_module(module_name)

@@ -94,7 +94,7 @@ class OnnxModel(Model):
         if has_batch_axis:
             self._check_batch_axis()
         self._row_by_row = not has_batch_axis or any(port.takes_one_row for port in (*self._inputs, *self._outputs))
-        # Other models declare these in their class; here the file declares them.
+        # The file declares them, not the class.
         self.inputs = tuple(port.tensor for port in self._inputs)  # type: ignore[misc]
         self.outputs = tuple(port.tensor for port in self._outputs)  # type: ignore[misc]
         self.__doc__ = _description(path, session.get_modelmeta())
@@ -169,7 +169,7 @@ class OnnxModel(Model):
         axis.
 
         Raises:
-            LoadError: an input or output has the first dimension 1, and an input has a dynamic first dimension.
+            LoadError: there is such an input or output.
         """
         dynamic = [port.onnx_name for port in self._inputs if not port.takes_one_row]
         ports = [("input", port) for port in self._inputs] + [("output", port) for port in self._outputs]

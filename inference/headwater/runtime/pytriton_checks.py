@@ -18,7 +18,7 @@ __all__ = ["check_config", "check_responses", "declared"]
 
 
 def check_config(config: Any) -> None:
-    """Check that there are inputs and outputs, no optional outputs and, for a model that batches, rows.
+    """Check that there are inputs and outputs, no optional outputs and, if the model batches, rows in a batch.
 
     Raises:
         DeclarationError: fields are invalid; the message names all of them.
@@ -56,12 +56,6 @@ def declared(spec: Any) -> Tensor:
 
 def check_responses(config: Any, responses: Any, requests: int, *, strict: bool) -> None:
     """Check the result of a function for a call.
-
-    Args:
-        config: the model's configuration.
-        responses: the function's result.
-        requests: number of requests in the call.
-        strict: whether outputs must have the declared types and shapes.
 
     Raises:
         ValueError: the result isn't a list with a dict of arrays for each request; or, with ``strict``, an output isn't

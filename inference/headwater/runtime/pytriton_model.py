@@ -56,8 +56,8 @@ class PytritonModel(Model):
 
     Inputs, outputs and batching are the script's. Each client's request becomes a separate ``Request`` with its rows in
     the call and its parameters, without the optional inputs that the client left out. If the model doesn't batch, the
-    function is called for a single row, without the batch axis, and clients may leave that axis out too. If the script
-    binds several functions, each function is called by one thread at a time.
+    function is called for a single row, without the batch axis, and clients may leave that axis out too. If ``bind()``
+    gets several functions, each function is called by one thread at a time.
 
     Args:
         script: the script, run up to ``serve()``.
@@ -185,7 +185,7 @@ class _AwaitedModel(PytritonModel):
     async def __call__(  # type: ignore[override]
         self, /, parameters: Mapping[str, Any], **inputs: Array | None
     ) -> dict[str, Array]:
-        """See `PytritonModel.__call__`."""
+        """Await a function; raises as `PytritonModel.__call__`."""
         outputs = []
         for call in self._calls(parameters, inputs):
             try:
@@ -200,7 +200,7 @@ class _StreamingModel(PytritonModel):
     result."""
 
     def __call__(self, /, parameters: Mapping[str, Any], **inputs: Array | None) -> Iterator[dict[str, Array]]:  # type: ignore[override]
-        """Yield the results of a function; see `PytritonModel.__call__`."""
+        """Yield the results of a function; raises as `PytritonModel.__call__`."""
         for call in self._calls(parameters, inputs):
             try:
                 result = next(self._turns)(call.requests)
@@ -216,7 +216,7 @@ class _AwaitedStream(PytritonModel):
     async def __call__(  # type: ignore[override]
         self, /, parameters: Mapping[str, Any], **inputs: Array | None
     ) -> AsyncGenerator[dict[str, Array], None]:
-        """Yield the results of a function; see `PytritonModel.__call__`."""
+        """Yield the results of a function; raises as `PytritonModel.__call__`."""
         for call in self._calls(parameters, inputs):
             try:
                 async with contextlib.aclosing(_results(next(self._turns)(call.requests))) as results:
@@ -257,7 +257,6 @@ def open_model(path: str, options: Mapping[str, Any], search: Sequence[str] = ()
         path: ``SCRIPT``, or ``SCRIPT:NAME`` if it binds several models.
         options: ``arguments``, a list of texts that the script gets as ``sys.argv[1:]``; ``idempotent``; and
             ``ignore``, a list of names of unsupported settings without which the script may be served.
-        search: see `find_path`.
 
     Raises:
         LoadError: there is no such script, binding or option, the script fails, or it asks for an unsupported setting.

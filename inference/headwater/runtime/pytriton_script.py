@@ -72,7 +72,7 @@ class Script:
         self.warnings: dict[str, None] = {}
         """Warnings about settings without effect, which don't change answers; in order, each once."""
         self.error: BaseException | None = None
-        """The exception that ended the script before it served."""
+        """The exception that ended the script, before or after it served."""
         self._arguments = [str(path), *arguments]
         self._is_served = False
         self._reached = threading.Event()
@@ -190,7 +190,7 @@ class _Recorder:
     """The class that a script gets as ``pytriton.triton.Triton``."""
 
     script: Script
-    """The running script."""
+    """The script that was started last."""
 
     def __init__(
         self, *, config: Any = None, workspace: Any = None, triton_lifecycle_policy: Any = None,
@@ -260,11 +260,11 @@ class _Recorder:
         return True
 
     def is_alive(self) -> bool:
-        """Whether the models are served."""
+        """Whether the script called `connect`, `run` or `serve`, and not `stop` afterwards."""
         return self._is_connected
 
     def is_connected(self) -> bool:
-        """Whether the models are served."""
+        """See `is_alive`."""
         return self._is_connected
 
 

@@ -22,9 +22,6 @@ _HARMLESS: Final = (
 def shared_objects(functions: Mapping[str, Sequence[Callable[..., Any]]]) -> dict[str, list[str]]:
     """The objects that the functions of two or more models use and may change, each with the names of these models.
 
-    Args:
-        functions: the bound functions, by model.
-
     Returns:
         The models by a description of the object: the name of its class, and the name of its variable unless a bound
             method belongs to the object. These objects are found: objects with bound methods; and objects that

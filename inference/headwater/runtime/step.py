@@ -177,9 +177,9 @@ class Step:
         """Call the model, with at most `max_batch_size` rows at once. A failure is reported for each row, not raised.
 
         If the model is idempotent, the rows of a failed call are halved until only the rows that make it fail are left.
-        Otherwise, and after a `CallFailed` or if the device is unusable, all rows of the call fail. Rows that do not
-        fit in the device's memory are halved in the same way, and for a while calls have at most as many rows as
-        fitted. If the results of several calls differ in shape, all rows that succeeded are computed once more in one
+        Otherwise, and after a `CallFailed` or if the device is unusable, all rows of the call fail. A call of several
+        rows for which the device's memory doesn't suffice is such a failed call; for a while later calls have fewer
+        rows. If the results of several calls differ in shape, all rows that succeeded are computed once more in one
         call; they fail instead if they are more than `max_batch_size`.
 
         Args:

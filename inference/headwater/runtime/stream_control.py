@@ -1,4 +1,4 @@
-"""The state that a running stream shares with its request: cancellation, turn, and the reader's progress."""
+"""The state that a running stream shares with its channel: cancellation, turn, and the reader's progress."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class StreamControl:
         self.is_cancelled = False
         """Whether the stream must end."""
         self.has_turn = False
-        """Whether the stream holds the pipeline's turn. All other batches wait for it, so the stream must not wait for
-        its reader."""
+        """Whether the stream may hold the pipeline's turn while it sends frames. All other batches wait for the turn:
+        then the stream must not wait for its reader."""
         self.frames = self.bytes = 0
         """Frames and bytes sent over a channel."""
         self.taken_frames = self.taken_bytes = 0

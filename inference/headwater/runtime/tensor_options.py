@@ -1,4 +1,4 @@
-"""A deployment's options about tensors: the declarations for models without declarations, and renames."""
+"""A deployment's options about tensors: declarations for models without declarations, renames, and the batch axis."""
 
 from __future__ import annotations
 
@@ -27,11 +27,7 @@ _REQUIRED: Final = _FIELDS[:3]
 
 def declared_tensors(title: str, options: Mapping[str, Any], where: str) -> tuple[Tensor, ...]:
     """The tensors of ``options.inputs`` or ``options.outputs``: a list of mappings with the fields of a `Tensor`.
-
-    Args:
-        title: begins the message of an error.
-        options: the deployment's options.
-        where: ``inputs`` or ``outputs``.
+    ``where`` is ``inputs`` or ``outputs``; ``title`` begins the message of an error.
 
     Raises:
         LoadError: the tensors are missing or invalid; the message names the field.
@@ -77,12 +73,7 @@ def asks_batch_axis(title: str, options: Mapping[str, Any]) -> bool:
 
 
 def new_names(title: str, rename: object, names_in_file: Sequence[str]) -> Mapping[str, str]:
-    """Read the option ``rename``: names in requests by name in the file.
-
-    Args:
-        title: begins the message of an error.
-        rename: the option's value; None if it isn't set.
-        names_in_file: the names in the file.
+    """Read the option ``rename``: names in requests by name in the file. ``title`` begins the message of an error.
 
     Raises:
         LoadError: the value is not such a mapping, or names an input or output that the file doesn't have.

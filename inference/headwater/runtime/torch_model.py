@@ -63,7 +63,7 @@ class ScriptModel(Model):
         self.idempotent = not is_stateful  # type: ignore[misc]
         if not is_stateful and (names := script_writes(module)):
             raise LoadError(state_problem(self._title, names))
-        # Other models declare these in their class; here the configuration declares them.
+        # The configuration declares them, not the class.
         self.inputs = tuple(inputs)  # type: ignore[misc]
         self.outputs = tuple(outputs)  # type: ignore[misc]
         self.__doc__ = f"The TorchScript file {path.name}."

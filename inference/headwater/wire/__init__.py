@@ -1,1 +1,1 @@
-"""The data that gateway and replica exchange: frames, reports, handshake, shared memory."""
+"""The data that a replica's host exchanges with gateway workers, supervisor, guardian, binder and Triton."""

@@ -1,9 +1,9 @@
 """Carries a call from Triton to the callable in the replica, and the answers back.
 
 PyTriton sends a call through a message queue and three event loops, and ends each call with a second message, which
-takes most of a small call's time. Here an instance of the model (`TritonPythonModel`, in Triton's process) writes the
-call to a unix socket. The thread of the callable (`headwater.replica.callee`) reads the call from the socket and writes
-the answers to it.
+takes most of a small call's time. Here an instance of the model (`TritonPythonModel`, in a stub process of Triton)
+writes the call to a unix socket. In the replica's host, the event loop of that instance (`headwater.replica.callee`)
+reads the call from the socket and writes the answers to the socket.
 
 A message is a head (`HEAD`: the call's number, the lengths of the JSON and of the data), the JSON, and the data: the
 bytes of the tensors that the JSON describes, in the JSON's order. The JSON of a call lists the requests that Triton
@@ -259,11 +259,5 @@ def message(call: int, content: Any, data: Pieces) -> Pieces:
 
 
 def read_body(call: int, body: bytes, length: int) -> Message:
-    """Decode a message.
-
-    Args:
-        call: the call's number.
-        body: the JSON and the data, without the head.
-        length: the JSON's length in bytes.
-    """
+    """Decode the message of a call: ``body`` is the JSON, which has ``length`` bytes, and the data."""
     return Message(call, json.loads(body[:length]), body, length)

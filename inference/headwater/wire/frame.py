@@ -63,10 +63,10 @@ class Piece(msgspec.Struct, array_like=True):
 
 
 class CacheCount(msgspec.Struct, array_like=True):
-    """Counters of the cache of a step's outputs, since the call's last frame."""
+    """Counters of the replica's cache of a step's outputs, since their last report in any call."""
 
     hits: int = 0
-    """Rows whose outputs were in the cache."""
+    """Rows that were answered with cached outputs."""
     misses: int = 0
     """Rows that were computed."""
     evictions: int = 0
@@ -94,7 +94,8 @@ class Frame(msgspec.Struct, array_like=True):
     pieces: list[Piece]
     counts: list[StepCount]
     held_rows: int = 0
-    """Rows of all gateway workers that the replica is computing or has waiting now, including this call's rows."""
+    """Rows of all gateway workers that the replica is computing or has waiting now, including this call's rows; 0 if
+    the call was refused."""
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -68,12 +68,13 @@ class ReplicaSpec(msgspec.Struct, frozen=True):
 
 
 class ReplicaStatus(msgspec.Struct, omit_defaults=True):
-    """A line on the status pipe, from the replica or its guardian; also a binder's answer to its host."""
+    """A line on the status pipe, from the host or the guardian; also a binder's answer to its host."""
 
     event: Literal["progress", "ready", "limited", "failed", "unloaded", "ending", "ended", "done"]
     """The kind of status. Only a binder sends ``done``."""
     text: str = ""
-    """In ``progress`` the stage; in ``failed`` and ``ending`` the reason; in ``limited`` a text about the change."""
+    """In ``progress`` the stage; in ``failed``, ``ending`` and ``ended`` the reason; in ``limited`` a text about the
+    change."""
     cause: str = ""
     """In ``failed``: the reason as shown to clients: the error's class and message, with paths cut to their last
     part."""
@@ -88,9 +89,9 @@ class ReplicaStatus(msgspec.Struct, omit_defaults=True):
     In a binder's ``done``, and then also in ``ready``: versions of the binder's Python and packages, with names that
     begin with `OWN_SIDE`."""
     imported: list[str] = []
-    """In ``ready`` and ``failed``: the files of the modules that the host imported from the user's folders."""
+    """In the host's ``ready`` and ``failed``: the files of the modules that it imported from the user's folders."""
     exit_status: int = 0
-    """In ``ended``: the exit status, as in `subprocess.Popen.returncode`."""
+    """In ``ended``: the host's exit status, as in `subprocess.Popen.returncode`; 0 also if the host didn't start."""
     leftovers: list[str] = []
     """In ``ended``: the files and folders that the sweep could not remove."""
     batch_limit: int = 0
@@ -138,7 +139,7 @@ class WarmUpRequest(msgspec.Struct, frozen=True):
 
 
 READY: Final = b"ready"
-"""Sent by `headwater.replica.preloaded` when it is ready to fork."""
+"""Sent by `headwater.replica.preloaded` when it is ready to fork, and to a waiting guardian by its host."""
 GO: Final = b"go\n"
 """Sent on a forked guardian's command pipe when the supervisor has set the guardian's priority. The guardian waits for
 it."""

@@ -50,7 +50,7 @@ _Place: TypeAlias = Annotated[int, Meta(ge=0)]
 
 Ending: TypeAlias = Literal["stop", "length", "cancelled", "error", "full", "rejected", "out_of_memory"]
 """Why a sequence ended: a `headwater.engine.Finish`, where ``rejected`` also stands for a `RequestRejected` that
-`Engine.submit` raised; or ``full``: the engine's queue is full. The last four values come with a message in
+`Engine.submit` raised; or ``full``: a queue of the engine is full. The last four values come with a message in
 `SequenceEvent.error`."""
 
 

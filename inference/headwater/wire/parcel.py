@@ -1,9 +1,9 @@
 """Parcels: packed frames of all streams of a gateway worker in a replica, sent over the worker's channel.
 
 A call per stream would cost memory in Triton and its stub for as long as the stream lasts, and CPU time per frame. A
-worker therefore opens a single call, its channel. Frames that are made while a response is being sent leave together
-with the next response. Such a response is a parcel: MessagePack of `Entry` tuples in the output
-`headwater.wire.frame.FRAME`. The call that requests a stream ends without a response.
+worker therefore opens a single call to each replica, its channel. Frames that are made while a response is being sent
+leave together with the next response. Such a response is a parcel: MessagePack of `Entry` tuples in the output
+`headwater.wire.frame.FRAME`. The call that requests a stream ends without a response, unless it is refused.
 
 Triton's queue of responses is unbounded, so the worker acknowledges the parcels that it has received, and the frames
 that its readers have taken from each stream (`ChannelNote`). When the windows defined here are exceeded, the channel
@@ -61,7 +61,7 @@ class ChannelNote(msgspec.Struct, omit_defaults=True):
     parcels: int = 0
     """The number of parcels received so far."""
     taken: dict[str, tuple[int, int]] = {}
-    """For each stream the numbers of frames and of bytes that its reader has taken so far."""
+    """Numbers of frames and of bytes that a stream's reader has taken so far, for streams with news."""
 
 
 _encoder = msgspec.msgpack.Encoder()

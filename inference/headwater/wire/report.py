@@ -1,17 +1,18 @@
 """The hidden output in which a replica reports the outcome of each row of a batch.
 
-An exception of a callable must not reach Triton, where it would fail the whole batch. Every bound model therefore has
-an additional output, `REPORT`: ``UINT8 [rows, width]``. The bytes of a row are
+An exception of a callable must not reach Triton, where it would fail the whole batch. Every bound model that doesn't
+answer in frames (`headwater.wire.frame`) therefore has an additional output, `REPORT`: ``UINT8 [rows, width]``. The
+bytes of a row are
 
 - a `Status` (1 byte);
 - the microseconds that the callable took (little-endian uint32, the same in all rows of a call);
-- the number of rows in the execution of the callable (little-endian uint16, the same in all rows of a call);
+- `CallReport.held_rows` (little-endian uint16, the same in all rows of a call);
 - UTF-8 text, padded with zeros. In a failed row it is the error's message; the JSON of an `OutputMismatch` may follow
   after a zero. In a row that succeeded it is empty, or the JSON ``{"output": shape}`` of the outputs without elements
   (they are sent as placeholders, see `placeholder_shape`).
 
-Triton may merge waiting calls into one execution of the callable. In all merged calls except the first, the high bit
-of the first byte is set, so that the gateway counts the execution only once.
+Triton may merge waiting calls, which may then share an execution of the callable. In all calls of an execution except
+the first, the high bit of the first byte is set, so that the gateway counts the execution only once.
 
 A request's hidden parameter `HEADWATER` is the JSON of a `CallNote`.
 """
@@ -84,9 +85,9 @@ class CallReport(NamedTuple):
 
     rows: list[RowReport]
     compute_us: int
-    """Microseconds that the callable took."""
+    """Microseconds that the rows' execution took, retries included."""
     is_merged: bool
-    """Whether the microseconds are those of an earlier call too, because Triton merged the two calls."""
+    """Whether the microseconds are those of an earlier call too, because both calls shared an execution."""
     held_rows: int
     """Number of rows, of all gateway workers, that the replica's instances were computing when this call's rows were
     ready; at most 65,535. 0 if the call was refused. Rows that waited in Triton's queue are not counted, because the
@@ -94,7 +95,7 @@ class CallReport(NamedTuple):
 
 
 class CallNote(msgspec.Struct, omit_defaults=True):
-    """Data about a call that the gateway sends to a replica besides the tensors."""
+    """Data about a call that is sent to a replica besides the tensors."""
 
     parameters: dict[str, str | int | float | bool] = {}
     """Values of per-batch parameters."""
@@ -103,7 +104,7 @@ class CallNote(msgspec.Struct, omit_defaults=True):
     shapes: dict[str, list[int]] = {}
     """True shapes of inputs without elements, batch axis included."""
     warmup: bool = False
-    """Whether this is a warm-up call, which is counted separately."""
+    """Whether this is a warm-up call, which isn't counted and doesn't use the replica's caches."""
     alone: bool = False
     """Whether the model must compute these rows separately from other calls' rows, even if Triton merges the calls."""
     heads: list[tuple[int, int]] = []
@@ -120,9 +121,9 @@ class CallNote(msgspec.Struct, omit_defaults=True):
     stream: str = ""
     """The name of the stream that this call starts, by which it can be cancelled."""
     cancel: str = ""
-    """The name of a stream to end; the rest of the call is then ignored."""
+    """The name of a stream to end; the rest of the call is then ignored, and nothing is computed."""
     channel: ChannelNote | None = None
-    """The worker's channel, on which the stream's frames are sent. In a call without a stream, an update about the
+    """The worker's channel, on which the stream's frames are sent. A call without a stream opens or updates the
     channel."""
     shared: SharedCall | None = None
     """The location of the call's large tensors, if they are in shared memory."""
@@ -130,11 +131,7 @@ class CallNote(msgspec.Struct, omit_defaults=True):
 
 def placeholder_shape(rows: int, declared: Sequence[int]) -> list[int]:
     """The shape of the placeholder that is sent for a tensor without elements, because PyTriton can't carry such a
-    tensor.
-
-    Args:
-        rows: the batch axis, at least 1.
-        declared: the declared shape of a row; dimensions that vary become 1, regardless of their true size.
+    tensor. Dimensions that vary in the declared shape of a row become 1, regardless of their true size.
     """
     return [rows, *(1 if dim < 0 else dim for dim in declared)]
 

@@ -7,7 +7,7 @@ Triton. The replica may put the answer's large tensors into the same segment, be
 Segments need no sweep: the kernel removes the file when the last process that has it open ends. ``/dev/shm`` isn't
 used, because its size, 64 MB in a container, would be a limit.
 
-Tensors in frames (`headwater.wire.frame`) and the inputs of streams don't use segments: they are sent inline.
+Tensors in frames (`headwater.wire.frame`), the inputs of streams, and ``BYTES`` are sent inline, not in segments.
 
 From ``answer_at`` on a segment holds the length (little-endian uint32) of a JSON object
 ``{"output": [offset, [shape]]}``, or 0 if there is no object; the offset at which the outputs end (uint64); the object;

@@ -333,7 +333,8 @@ def _common_type(name: str, dtypes: Sequence[np.dtype[Any]]) -> np.dtype[Any]:
 
 @_decorator
 def group_by_keys(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a function separately for each group of requests with the same inputs. It must be used before `batch`."""
+    """Call a function separately for each group of requests with inputs of the same names. Must be used before
+    `batch`."""
     requests, *other_args = args
     names = [tuple(sorted(request.keys())) for request in requests]
     order = sorted(range(len(requests)), key=names.__getitem__)
