@@ -153,7 +153,7 @@ def read_json(
 def _hinted(fault: BadRequest, hint: str) -> HeadwaterError:
     """The fault with a hint added to its message.
 
-    This is a function, because a fault in a local variable of the function that raises it would make a reference cycle,
+    A function, because a fault in a local variable of the function that raises the fault would make a reference cycle,
     which would keep the body in memory.
     """
     return fault.again(f"{fault.message}; {hint}") if hint else fault

@@ -69,7 +69,7 @@ class GenerateDecoder:
                 of the object, next to the inputs.
 
         Returns:
-            The request, with a single row and with all outputs in JSON.
+            The request, with a single row and with all outputs (of a pipeline: of the wanted heads) in JSON.
 
         Raises:
             BadRequest: the request is invalid; the message names the field, the expected value and the sent value.

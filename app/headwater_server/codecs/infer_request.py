@@ -48,7 +48,7 @@ class RequestDecoder:
     """Decodes requests to a model. Stateless, so any number of tasks may share it.
 
     Args:
-        signature: the model's inputs, outputs and parameters.
+        signature: the model's inputs, outputs, parameters and heads.
     """
 
     def __init__(self, signature: Signature) -> None:

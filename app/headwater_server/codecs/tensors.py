@@ -63,14 +63,15 @@ class InferRequest(msgspec.Struct, gc=False):
     priority: int = 0
     """1 is the most urgent; 0: the default."""
     timeout_us: int = 0
-    """The time limit that the client sent, in microseconds; 0: the client sent no limit."""
+    """The time limit that the client sent, in microseconds; 0: the client sent no limit. After a wait for an identical
+    request: the time that is left."""
     cancel_id: str = ""
     """The id by which a client may cancel the request (`headwater_server.security.key_check.owned_id`); empty: the
     request can't be cancelled by an id."""
     is_bare: bool = False
     """Whether the inputs are a single row without the batch axis; the outputs then have no batch axis either."""
     owner: str = ""
-    """The name of the API key that was sent with the request; empty: the request came without a key."""
+    """The name of the API key that was sent with the request; empty: the request came without a key, or is a copy."""
     is_copy: bool = False
     """Whether the request is a shadow copy (`headwater_server.dispatch.shadow`), for which no client waits. Copies are
     dropped before any client's request."""
@@ -91,8 +92,8 @@ class HeadAnswer(msgspec.Struct):
 
     @property
     def status(self) -> str:
-        """``ok``; or, by the kind of ``error``: ``timeout`` (the deadline passed), ``unavailable`` (no replica, or a
-        full queue), or ``failed``."""
+        """``ok``; or, by the kind of ``error``: ``timeout`` (the deadline passed), ``unavailable`` (no replica, a lost
+        replica or a full queue), or ``failed``."""
         if self.error is None:
             return "ok"
         if isinstance(self.error, DeadlineExceeded):
@@ -109,11 +110,11 @@ class Answer(msgspec.Struct):
     """Heads that failed and have ``on_error: omit``."""
     cache: Literal["", "hit", "miss", "shared"] = ""
     """For a deployment with a cache: the answer was in the cache (``hit``), was computed (``miss``), or was computed
-    for an identical request (``shared``). Empty: the deployment has no cache."""
+    for an identical request (``shared``). Empty: the deployment has no cache, or the request has no rows."""
 
 
 class SlicedTensor:
-    """A tensor, of at least a single row, that can be cut into rows: it knows the place of each row's bytes."""
+    """A tensor, of at least a single row, that can be cut into rows."""
 
     __slots__ = ("_offsets", "_row_bytes", "_tensor")
 

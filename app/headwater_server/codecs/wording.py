@@ -1,6 +1,6 @@
 """Parses msgspec's error messages, and describes in words the values that its types accept.
 
-No other module depends on msgspec's wording, except that `headwater_server.codecs.faults` looks for "surrogate" in it.
+Of other modules, only `headwater_server.codecs.faults` depends on msgspec's wording: it looks for "surrogate".
 """
 
 from __future__ import annotations

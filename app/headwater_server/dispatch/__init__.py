@@ -1,1 +1,2 @@
-"""Decides when rows leave the queue and which replica computes them: queue, admission, calls, losses, graphs."""
+"""Decides when rows leave the queue and which replica computes them; caches answers, chooses versions, copies requests
+to shadows."""

@@ -44,7 +44,7 @@ class DrainRate:
         self._last_s = now_s if others_wait else None
 
     def note_empty(self) -> None:
-        """Record that the queue became empty although no replica took its rows: they expired or were cancelled."""
+        """Record that the queue became empty although no replica took its last rows: they expired, for instance."""
         self._last_s = None
 
     def seconds_for(self, rows: float) -> float | None:
@@ -53,7 +53,8 @@ class DrainRate:
 
 
 class QueueBudget:
-    """Limits the rows and bytes that wait in the queues of all deployments of a gateway worker.
+    """Limits the rows and bytes in a gateway worker's queues of models that take tensors. Rows that wait to be retried
+    don't count.
 
     Each deployment is guaranteed an equal share, or its ``max_queue_size`` if that is less. It may use the unused
     shares of other deployments, until those deployments need them.

@@ -1,5 +1,5 @@
-"""Answers a deployment's identical requests from one computation: concurrent requests share it, and later requests get
-the answer from a gateway worker's memory."""
+"""Answers identical requests of a gateway worker to a deployment from one computation: concurrent requests share the
+computation, later requests get the answer from the worker's memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ THREAD_BYTES: Final = 256 * 1024
 """Inputs of at least this size are hashed in a thread: hashing this size takes a quarter of a millisecond."""
 
 _OWN_ENDS: Final = (asyncio.CancelledError, Cancelled, DeadlineExceeded, QueueFull)
-"""Errors with a cause in the request's client, deadline or priority: an identical request may still succeed."""
+"""Errors with a cause in the request's client, deadline or place in the queue: an identical request may still
+succeed."""
 
 
 class _KeptAnswer(NamedTuple):
@@ -101,7 +102,7 @@ class KeptAnswers:
         return entry.outputs
 
     def put(self, key: bytes, outputs: Outputs) -> None:
-        """Keep outputs, unless they are larger than the whole cache. Data in a memoryview is copied, since it may be
+        """Keep outputs, unless they are larger than the worker's share. Data in a memoryview is copied, since it may be
         part of a larger piece of memory. Outputs that were kept under the key before are dropped."""
         self._drop(key)
         size_bytes = ENTRY_BYTES + sum(
@@ -144,8 +145,8 @@ class Waiter:
         self.request = request
         self.collector = Collector(PLAIN, is_stream=False)
         self.turn: Literal["take", "compute", "alone"] = "take"
-        """The decision that ended the wait: ``take`` the shared answer, ``compute`` it for all requests that still
-        wait, or compute it ``alone`` for this request only."""
+        """The decision that ended the wait: ``take`` the shared answer (also without a decision), ``compute`` the
+        answer for all requests that still wait, or compute it ``alone`` for this request only."""
         self._deadlines = Deadlines(
             self.collector, timeout_s, request.timeout_us, where=lambda: "while an equal request was computed"
         )
@@ -192,11 +193,11 @@ class _Computation:
 class AnswerCache:
     """Answers one deployment's requests from the cache, from a computation in flight, or by a new computation.
 
-    If a computed request is cancelled, loses its client or its place in the queue, or passes its deadline, the most
-    urgent waiting request is computed. If the computation fails otherwise, or heads are omitted from the answer, each
-    waiting request is computed separately, as without a cache: they may share a batch, and the failure of the model or
-    its replica may not repeat. A request that is more urgent than all requests being computed, while these still wait
-    in the queue, is computed too; the first answer goes to all waiting requests.
+    If the only request being computed is cancelled, loses its client or its place in the queue, or passes its deadline,
+    the most urgent waiting request is computed. If the computation fails otherwise, or heads are omitted from the
+    answer, each waiting request is computed separately, as without a cache: they may share a batch, and the failure of
+    the model or its replica may not repeat. A request that is more urgent than all requests being computed, while these
+    still wait in the queue, is computed too; the first answer goes to all waiting requests.
 
     Args:
         share: the worker's share of the deployment's cache.
@@ -237,8 +238,8 @@ class AnswerCache:
             compute: computes the answer.
 
         Raises:
-            HeadwaterError: the errors of ``compute``; `DeadlineExceeded` or `Cancelled` while it waits for an identical
-                request.
+            HeadwaterError: the errors of ``compute``; while the request waits for an identical request,
+                `DeadlineExceeded` or the error of an unload.
         """
         if held_bytes(request.inputs) < THREAD_BYTES:
             key = self.kept.key(request)

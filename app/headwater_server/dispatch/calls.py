@@ -121,8 +121,8 @@ class Calls:
             self.on_end()
 
     async def _answer_whole(self, replica: ReplicaCalls, parts: list[Part], rows: int) -> int:
-        """Call a model that answers its batch whole. Returns the rows of all workers that the replica had during the
-        call."""
+        """Call a model that answers its batch whole. Returns the rows of all workers that the replica computed when
+        this call's rows were ready."""
         client = cast(ReplicaClient, replica.client)
         started_ns = time.perf_counter_ns()
         signature = parts[0].pending.signature
@@ -160,10 +160,10 @@ class Calls:
 
     async def _answer_in_frames(self, replica: ReplicaCalls, parts: list[Part], rows: int) -> int:
         """Call a fused pipeline, or a model that streams or whose calls are coroutines. Returns the rows of all workers
-        that the replica had, by its last report; 0 if it was not called, because the client had left."""
+        that the replica had, by its last report; 0 if the replica was not called, because the request had ended."""
         pending = parts[0].pending
         is_stream = pending.signature.streams
-        if is_stream and pending.collector.is_done:  # the client has just left
+        if is_stream and pending.collector.is_done:  # the request has just ended
             return 0
         # A stream's inputs go inline: a segment would stay open in gateway and replica for as long as the stream lasts.
         segments = (self._remote if replica.is_remote else self._segments) if replica.is_sharing else None
@@ -186,8 +186,8 @@ class Calls:
         return call.held_rows
 
     async def _read(self, replica: ReplicaCalls, call: FrameCall, pending: Pending, rows: int) -> None:
-        """Pass a call's frames to its requests, until no request wants more, or the replica can't open the segment
-        (`FrameCall.unshared`)."""
+        """Pass a call's frames to its requests, until the call ends, no request wants more, or the replica can't open
+        the segment (`FrameCall.unshared`)."""
         client = cast(FrameReplicaClient, replica.client)
         is_stream = pending.signature.streams
         if is_stream:

@@ -3,8 +3,8 @@
 With up to `FEW` replicas all are compared. More replicas are kept in bags by expected load: of two replicas drawn at
 random from a bag the less loaded is chosen, which is nearly as good as the least loaded of all (Mitzenmacher, "The
 Power of Two Choices in Randomized Load Balancing", 2001). A worker sees only the calls that it made; a replica that
-looks idle may be computing calls of other workers. So replicas whose last answer reported no rows of other workers come
-first (Lu et al., "Join-Idle-Queue", 2011).
+looks idle may be computing calls of other workers. So of replicas without calls, replicas that last reported no rows of
+other workers come first (Lu et al., "Join-Idle-Queue", 2011).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from headwater_server.dispatch.pool import FEW, ReplicaCalls
 __all__ = ["Choice"]
 
 REPORT_FRESH_S: Final = 1.0
-"""Seconds for which a replica's report of other workers' rows counts."""
+"""Seconds for which a replica's report of other workers' rows counts in `Choice.weight`."""
 
 
 class Choice:
     """Chooses among the replicas of one deployment.
 
     Args:
-        replicas: the connected replicas, by id; the caller updates this mapping in place.
+        replicas: the deployment's replicas, by id; the caller updates this mapping in place.
         chance: returns random numbers from 0 to below 1; tests replace it.
     """
 
@@ -51,7 +51,7 @@ class Choice:
         self._bags: dict[ReplicaCalls, Bag[ReplicaCalls]] = {}
         """The bag of each replica that is in a bag."""
         self._is_sorted = False
-        """Whether replicas are kept in bags; set once there are more than `FEW` replicas."""
+        """Whether replicas are kept in bags; set for good once there are more than `FEW` replicas."""
 
     def bound(self, max_in_flight: int, instances: int) -> None:
         """Set how many calls of this worker a replica may have, and how many of these calls it computes at once."""

@@ -66,7 +66,8 @@ class Collector:
         self.undecided = dict(heads)
         """Heads without last outputs or an error so far; empty after `close`."""
         self.future: asyncio.Future[None] = self.loop.create_future()
-        """Done once all heads have answered, or the request has failed as a whole; cancelled by `close`."""
+        """Done once all heads have answered, or the request has failed as a whole; cancelled if the client left or
+        `close` came before."""
 
     @property
     def is_done(self) -> bool:

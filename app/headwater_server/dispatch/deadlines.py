@@ -19,7 +19,7 @@ class Deadlines:
     Args:
         collector: collects the request's answer.
         timeout_s: the deployment's timeout.
-        timeout_us: the client's timeout in microseconds; 0 if the client set no timeout.
+        timeout_us: the client's timeout in microseconds; 0 if the client set no timeout. The shorter timeout counts.
         where: returns the request's present state for messages, such as "while it was computed".
         is_idle_limit: whether the request's deadline starts anew with each piece of its stream.
         on_head: called with a head when the head's deadline passes, and with each undecided head when the request's
@@ -48,7 +48,7 @@ class Deadlines:
         self._timeout_s = min(timeout_s, timeout_us / 1e6) if timeout_us else timeout_s
         self._start_s = self._loop.time()
         self._piece_s: float | None = None
-        """Loop time at which the stream's last piece arrived; None before the first piece."""
+        """Loop time of the last `note_piece`; None before the first piece."""
         self._is_held = False
         self._timers: list[DeadlineTimer | asyncio.TimerHandle] = []
         if is_idle_limit:

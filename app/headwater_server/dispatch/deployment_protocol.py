@@ -38,11 +38,11 @@ class Dispatcher(Protocol):
     route: DeploymentRoute
     """The deployment's state."""
     is_draining: bool = False
-    """Whether new requests are refused; requests in flight are still answered."""
+    """Whether the server is stopping: new requests are refused, requests in flight are still answered."""
 
     @property
     def signature(self) -> Signature | None:
-        """The model's signature; None until a replica has been ready."""
+        """The model's signature; None until a replica has been ready (of a graph: until a plan was made)."""
         return self.route.signature
 
     @property
@@ -58,7 +58,8 @@ class Dispatcher(Protocol):
         self.route = route
 
     def close(self) -> None:
-        """End all calls; the requests that have not been answered fail with `ReplicaLost`."""
+        """End all calls to replicas; requests that replicas have, or that wait for a replica, fail with `Unavailable`
+        or its subclass `ReplicaLost`."""
         self.route = msgspec.structs.replace(self.route, replicas=(), retiring=())
 
     def under_way(self, replicas: Collection[str] | None) -> list[Fail]:
@@ -117,13 +118,13 @@ class Dispatcher(Protocol):
             is_step: see `check_ready`.
 
         Raises:
-            Unavailable: no replica is ready, or the replica that had the request ended.
+            Unavailable: no requests are accepted now, the replica that had the request ended, or an unload ended the
+                request.
             RateLimited: the API key's requests ended too many replicas.
             Quarantined: the same request took two replicas down.
             QueueFull: the queue is full.
             SharedMemoryFull: /dev/shm has no capacity for the request's tensors.
             DeadlineExceeded: the deadline passed; rows not yet sent are never computed.
-            Cancelled: a client cancelled the request by its id.
             BadRequest: the callable reported that the rows are wrong, the request has more rows than may ever wait, or
                 the model takes no tensors.
             BodyTooLarge: the request has more bytes than may ever wait.
@@ -136,7 +137,8 @@ class Dispatcher(Protocol):
         """Answer a request piece by piece, each as soon as it is ready.
 
         Raises:
-            HeadwaterError: the same errors as `infer`, also after the first piece.
+            HeadwaterError: the same errors as `infer`, also after the first piece; `Cancelled` if a client cancelled
+                the request by its id.
         """
         ...
 
@@ -166,7 +168,7 @@ class TensorDispatcher(Dispatcher, Generic[R]):
     def __init__(self, route: DeploymentRoute) -> None:
         self.route = route
         self._requests: set[R] = set()
-        """Requests being computed. Requests that wait for an identical request are in `_waiting`."""
+        """Requests queued or being computed. Requests that wait for an identical request are in `_waiting`."""
         self._waiting: set[Waiter] = set()
         self._cache: AnswerCache | None = None
         self.shadow: Shadow | None = None
@@ -208,7 +210,7 @@ class TensorDispatcher(Dispatcher, Generic[R]):
 
     @property
     def version(self) -> Hashable:
-        """Identifies the model that computes the answers; changes with each reload."""
+        """Identifies the model that computes the answers; changes when a load or reload replaces the replicas."""
         return self.route.generation, self.route.signature
 
     def _adopt_cache(self) -> None:
@@ -288,7 +290,7 @@ class TensorDispatcher(Dispatcher, Generic[R]):
 
 async def drain(under_way: Callable[[], list[Fail]], timeout_s: float, error: HeadwaterError) -> Drained:
     """Wait until requests in flight are answered; after ``timeout_s`` fail the remaining requests with ``error``.
-    Returns the numbers of requests that were answered and that were failed."""
+    Returns how many requests ended in time, and how many were failed."""
     loop = asyncio.get_running_loop()
     deadline_s = loop.time() + timeout_s
     before = len(under_way())

@@ -275,7 +275,7 @@ class ModelDispatcher(TensorDispatcher[Pending]):
 
     def _take_back(self, part: Part) -> None:
         """Queue rows again that never reached their replica, unless their request has ended. They fail if the routing
-        table has no replica, and wait for the next routing table if no replica of the table is eligible now."""
+        table has no replica, and wait if no replica of the table is eligible now."""
         if not self.route.replicas:  # the table already says that no replica is left
             part.fail(unavailable(self.route))
         elif not part.pending.collector.is_done:

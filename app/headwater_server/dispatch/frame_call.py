@@ -30,7 +30,7 @@ _NOTHING: Final = FrameRequest([], CallNote())
 
 
 class FrameCall:
-    """Rows of several requests in one call.
+    """The rows of a call, perhaps of several requests.
 
     Args:
         parts: the rows, which may share a call. The call asks for the heads that the parts await and are undecided.
@@ -82,8 +82,8 @@ class FrameCall:
         self.request.note.shared.path = path
 
     def _patience_s(self) -> float:
-        """Seconds that a head's answer may wait for the other heads; 0 if a request can use it before they answer, if
-        the parts await different heads, or if the model has no heads.
+        """Seconds that a head's answer may wait for the other heads; 0 if a request can use the answer alone, if the
+        parts await different heads, or if the model has no heads.
 
         At most half of the time until the earliest deadline, so that a late head is noticed before the deadline.
         """

@@ -1,5 +1,5 @@
-"""A pipeline with separate deployments for its steps: each step is called once, and tensors pass between steps
-undecoded."""
+"""A pipeline with separate deployments for its steps: a request calls each step that it needs once, and tensors pass
+between steps undecoded."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class GraphDispatcher(TensorDispatcher["_GraphRun"]):
     """Takes requests for one pipeline, and answers them through its steps' deployments.
 
     A step runs as soon as its inputs are available, concurrently with steps that don't depend on it. A step that is
-    slow, fails or is lost affects only the steps that depend on it.
+    slow, fails or is lost affects only the steps that depend on it, unless the failure ends the request.
 
     Args:
         route: the pipeline.
@@ -49,7 +49,7 @@ class GraphDispatcher(TensorDispatcher["_GraphRun"]):
         self._find = find
         self._meter = recorder().deployment(route.name)
         self._rows = 0
-        """Rows of the requests in flight."""
+        """Rows of the requests in ``_requests``."""
 
     @property
     def version(self) -> Hashable:

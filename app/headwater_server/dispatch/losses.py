@@ -48,10 +48,12 @@ def keys_of(replica: ReplicaCalls, unsent: list[Part] | None = None) -> set[str]
 
 
 class Quarantine:
-    """The suspects and the refused requests of one deployment, by fingerprint. Callers pass the present time.
+    """The suspects and the refused requests of one deployment in this worker, by fingerprint. Callers pass the present
+    time.
 
     A request is a suspect once a replica was lost while it had the request, perhaps together with other requests; a
-    suspect should be computed alone. It is refused once another replica was lost while it computed the request alone.
+    suspect should be computed alone. The request is refused once another replica was lost while computing the request
+    alone, or once another worker refuses it.
 
     Args:
         for_s: seconds for which suspects and refused requests are remembered; 0 disables both.
@@ -290,7 +292,7 @@ class Losses:
         self.retries.push(part)
 
     def judge(self) -> None:
-        """Quarantine requests whose second lost replica has left the routing table, which means that it has ended."""
+        """Quarantine requests whose second lost replica has left the routing table: that replica has ended."""
         for id in [id for id in self._accused if id not in self._pool.connected]:
             for part, earlier in self._accused.pop(id):
                 self._convict(part, id, earlier)
@@ -307,8 +309,8 @@ class Losses:
         part.fail(ReplicaLost(text, retry_after_s=RETRY_AFTER_TWICE_S))
 
     def _acquit(self, replica: str) -> None:
-        """Fail requests whose second lost replica is still in the routing table: the replica is broken, and the request
-        is not to blame."""
+        """Fail the requests with this second lost replica, without quarantine: the replica failed before, is still in
+        the routing table, or the dispatcher closes."""
         for part, _ in self._accused.pop(replica, ()):
             text = f"model `{self._name}`: two replicas could not answer the request"
             part.fail(ReplicaLost(text, retry_after_s=RETRY_AFTER_LOST_S))

@@ -43,7 +43,8 @@ class Pending:
         self.arrived_ns = time.perf_counter_ns()
         self.parts: list[Part] = []
         self.stream: tuple[FrameReplicaClient, str] | None = None
-        """The client that receives the stream, and the stream's name in that client; None after the last frame."""
+        """The client that receives the stream, and the stream's name in that client; None before the call and after the
+        last frame."""
         self.queue_ns = 0
         """Nanoseconds from arrival to the start of the last call that was answered, or whose answer has begun; 0
         before."""
@@ -206,7 +207,7 @@ def hand_out(
     """Cut a head's outputs by rows, and give each part its rows.
 
     A part gets the error of its first failed row in place of outputs. If that row reports that the replica can't
-    continue (`headwater.wire.report.Status.BROKEN`), the part gets nothing: the caller retries it.
+    continue (`headwater.wire.report.Status.BROKEN`), the part gets nothing: the caller retries or fails the part.
 
     Args:
         parts: the parts that the outputs' rows belong to, in the order of the rows.

@@ -128,8 +128,8 @@ class BatchingPolicy:
         self.clock.stop()
 
     def _choose(self) -> ReplicaCalls | None:
-        """The least loaded replica that may have another call; replicas with an idle instance come first. None: every
-        replica is full."""
+        """The least loaded replica that may have another call; replicas with an idle instance come first. None: no
+        replica may have another call."""
         aside, choice = self._retries.aside, self._choice
         best = choice.best(aside)
         if aside is None or not aside.is_eligible or not self._retries.admits(aside):

@@ -62,7 +62,8 @@ class Replica:
     route: ReplicaRoute
     client: Client
     is_retiring: bool = False
-    """Whether it gets no new calls and finishes the calls that it has: it was replaced, or is out of reach for now."""
+    """Whether it gets no new calls and finishes the calls that it has: it was replaced, is no longer needed, or is out
+    of reach for now."""
     is_lost: bool = False
     """Whether it failed as a whole, or its connection was closed: it gets no new calls. If it stays in the table, the
     pool tries it again."""
@@ -95,7 +96,7 @@ class ReplicaCalls(Replica):
     started_rows: int = 0
     """Rows of all calls that were ever started."""
     others: int = 0
-    """Rows of other workers in the replica's last report."""
+    """Rows of other workers by the replica's last report, at least."""
     heard_s: float = 0.0
     """Loop time of that report; 0 if there was no report."""
     batches: dict[int, list[Part]] = field(default_factory=dict)
@@ -137,7 +138,7 @@ class ReplicaPool(Generic[R]):
         keys_of: Callable[[R], set[str]] = lambda replica: set(),
     ) -> None:
         self.connected: dict[str, R] = {}
-        """Connected replicas by id."""
+        """The last route's replicas by id, also lost and retiring replicas."""
         self._eligible: Bag[R] = Bag()
         self._table: tuple[tuple[ReplicaRoute, ...], tuple[ReplicaRoute, ...]] = (), ()
         """The replicas and the retiring replicas of the last route."""

@@ -230,8 +230,7 @@ class BatchQueue(Generic[T]):
             for priority_class in classes:
                 priority_class.pass_over()
                 # Rows that left before their turn filled capacity that would have been lost. A class is charged for at
-                # most a batch of them: else its first item would wait without end while later items of the class leave
-                # in batches of another class.
+                # most a batch of them: else its first item could wait without end.
                 priority_class.next_start = min(
                     priority_class.next_start, priority_class.start + self.max_batch_size * priority_class.cost
                 )
@@ -416,8 +415,7 @@ class BatchQueue(Generic[T]):
 
 
 def _classes(weights: Mapping[int, int]) -> list[_PriorityClass[T]]:
-    """The class of each priority, by index. A priority without a weight gets the class of the next less urgent priority
-    that has a weight, or the least urgent class. Index 0 is unused."""
+    """The class of each priority, by index, as `BatchQueue` describes. Index 0 is unused."""
     by_priority: dict[int, _PriorityClass[T]] = {
         priority: _PriorityClass(priority, weight) for priority, weight in weights.items()
     }

@@ -33,7 +33,7 @@ logger = logging.getLogger("headwater.dispatch")
 COPIES_LIMIT: Final = 64
 """The most copies of a shadow in flight in a gateway worker."""
 HELD_LIMIT_BYTES: Final = 16 * 1024 * 1024
-"""The most bytes held by the copies in flight: their inputs, and the client's answers to compare with."""
+"""The most bytes held by these copies: their inputs, and the client's answers to compare with."""
 _LARGE_BYTES: Final = 256 * 1024
 """Answers of at least this size are compared in a thread."""
 _DIFFERENCE_LIMIT: Final = 1e4
@@ -65,8 +65,8 @@ class Difference(NamedTuple):
     """How two values of an output differ."""
 
     greatest: float | None
-    """The greatest absolute difference of two elements, infinite if only one element is finite; None for texts, and if
-    the outputs differ in form."""
+    """The greatest absolute difference of two elements, infinite if unequal elements are not both finite; None for
+    texts, and if the outputs differ in form."""
     rows: int = 0
     """Rows that disagree; 0 for numbers without labels, of which only the difference counts."""
     kind: Literal["value", "form"] = "value"

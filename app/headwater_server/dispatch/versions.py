@@ -107,7 +107,7 @@ class VersionsDispatcher(Dispatcher):
         return await self._default.infer(request, is_step=is_step)
 
     def stream(self, request: InferRequest) -> AsyncIterator[HeadAnswer]:
-        """See `Dispatcher.stream`; the default version answers, since no version was chosen for the request."""
+        """See `Dispatcher.stream`; the default version answers, as in `infer`."""
         return self._default.stream(request)
 
     @property

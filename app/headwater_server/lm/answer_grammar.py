@@ -27,8 +27,8 @@ MAX_BEGINNINGS: Final = 9_000
 """Maximum number of different beginnings of labels: the engine's automaton has a state for each beginning, and at most
 10,000 states."""
 MAX_OPTIONAL: Final = 500
-"""Maximum number of optional properties of an object in a JSON schema: the engine's parser holds at most 2,500 items,
-and needs four items for each optional property, and some items for the schema around the object."""
+"""Maximum number of optional properties of an object in a JSON schema: the engine's parser holds at most 2,500 items:
+four for each optional property, and some for the schema around the object."""
 _ANY_OBJECT: Final = '{"type":"object"}'
 
 Schema = Annotated[dict[str, Any], Meta(description="JSON Schema")]

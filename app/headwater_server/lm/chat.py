@@ -1,9 +1,9 @@
 """Requests and answers of ``POST /v1/chat/completions``.
 
-Source: OpenAI's API reference. Unsupported features are refused with an error that names the field, never silently
-ignored. `top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `stop_token_ids`, `ignore_eos`, `structured_outputs`,
-`chat_template_kwargs`, `timeout_s`, `include_stop_str_in_output`, `skip_special_tokens` and
-`stream_options.continuous_usage_stats` are extensions, most of which come from vLLM.
+Source: OpenAI's API reference. Unsupported features are refused with an error that names the field. `top_k`, `min_p`,
+`repetition_penalty`, `min_tokens`, `stop_token_ids`, `ignore_eos`, `structured_outputs`, `chat_template_kwargs`,
+`timeout_s`, `include_stop_str_in_output`, `skip_special_tokens` and `stream_options.continuous_usage_stats` are
+extensions, mostly from vLLM.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ class ChatRequest(StreamFields, kw_only=True):
 
     def plan(self, text: LanguageText, limits: EngineLimits, prompt: str = "messages") -> TextPlan:
         """Check the request, and convert it into tokens. Takes too long for the event loop. ``prompt`` is the client's
-        field that contains the prompt, for messages.
+        field that contains the prompt, for errors.
 
         Raises:
             BadRequest: a field is wrong, or exceeds a limit of the model.

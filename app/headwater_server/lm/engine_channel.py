@@ -58,8 +58,8 @@ reports nothing."""
 POST_BYTES: Final = 1 << 20
 """Approximate maximum size in bytes of a post's prompts, stop tokens, biases and grammars, so that a request with many
 sequences doesn't delay other requests. A single sequence may be larger: the context length limits its prompt, the
-vocabulary limits its stop tokens, `headwater_server.codecs.faults.check_size` limits its biases, and
-`headwater.engine.MAX_GRAMMAR` limits its grammar."""
+vocabulary its stop tokens, `headwater_server.codecs.faults.check_size` its biases, and `headwater.engine.MAX_GRAMMAR`
+its grammar."""
 POST_TIMEOUT_S: Final = 6.0
 """Seconds to wait for the end of a post's call, which usually has no answer; then the channel ends. Later posts wait
 meanwhile."""

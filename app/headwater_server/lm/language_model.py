@@ -63,8 +63,7 @@ class EngineReplica(Replica):
 
 
 class LmDispatcher(TextDispatcher):
-    """Accepts requests for a language model, and submits them to the engines of its replicas, which generate the
-    tokens.
+    """Submits a language model's requests to the engines of its replicas.
 
     Args:
         route: the deployment.
@@ -231,8 +230,8 @@ class LmDispatcher(TextDispatcher):
     # Text
 
     def _prepare_text(self, spec: LanguageModelSpec, generation: int) -> None:
-        """Start to load tokenizer and chat template, unless the last load, or the load that is running, was of the same
-        folder, tool parser and generation. Load again after a failure."""
+        """Start to load tokenizer and chat template, unless the last load, which may still run, was of the same folder,
+        tool parser and generation. Load again after a failure."""
         task = self._text
         has_failed = task is not None and task.done() and isinstance(task.result(), Unavailable)
         source = (spec.folder, spec.tool_parser, generation)

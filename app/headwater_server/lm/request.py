@@ -52,7 +52,7 @@ class TokenSlot:
         self.is_running = True
         """Whether the sequence has neither ended nor been cancelled."""
         self.is_listed = False
-        """Whether the sequence is in its owner's list of unread sequences. Used by the owner only."""
+        """Whether the sequence is in its owner's list of unread sequences."""
         self.count = 0
         """Number of tokens received."""
         self.heard_s = 0.0

@@ -99,7 +99,7 @@ class TextFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_
 
         Raises:
             BadRequest: the type is ``json_schema`` and there is no name, or a schema without a name is given with
-                another type. (A schema with a name and another type is refused by `ResponseFormat.grammar`.)
+                another type.
         """
         if self.type == "json_schema" and self.name is None:
             raise at("text.format.name", None, "expected a string, got none; add it")
@@ -240,7 +240,7 @@ class ResponsesRequest(StreamFields, kw_only=True):
 
     def _conversation(self) -> tuple[list[Any], dict[str, str]]:
         """The messages of the equivalent chat request, and a map from field paths of the chat request to the paths in
-        this request: of the messages, and those in `_NAMES`.
+        this request, for the messages and the fields in `_NAMES`.
 
         Raises:
             BadRequest: an item is wrong; its fields are checked only as far as the chat request can't check them.

@@ -194,8 +194,8 @@ class _Message(_OutputItem):
         self.encoded_place = orjson.dumps(self.place)[1:-1]
         self.text: list[str] = []
         self.logprobs: list[bytes] = []
-        """The tokens' log probabilities as JSON. They are encoded once, because several of the last events repeat them
-        and they may take megabytes."""
+        """The tokens' log probabilities as JSON, encoded once: several of the last events repeat them, and they may
+        take megabytes."""
 
     def shown(self) -> _Fields:
         content = [] if self.status == "in_progress" else [self._part()]
@@ -226,8 +226,7 @@ class _FunctionCallItem(_OutputItem):
         self.arguments: list[str] = []
 
     def end(self, status: str) -> None:
-        """Set the status, whatever ``status`` is: ``completed`` if the arguments are complete JSON, else
-        ``incomplete``."""
+        """Set ``completed`` if the arguments are complete JSON, else ``incomplete``; ``status`` is ignored."""
         try:
             orjson.loads("".join(self.arguments))
         except orjson.JSONDecodeError:

@@ -43,7 +43,7 @@ class TextEnd(NamedTuple):
     stop_ids: frozenset[int]
     """Tokens that end the text, in addition to the model's end-of-sequence tokens."""
     ignore_eos: bool
-    """Whether the model's end-of-sequence tokens don't end the text."""
+    """Whether the model's end-of-sequence tokens don't end the text, except where a grammar allows no other token."""
     include_stop: bool
     """Whether the text includes the token or string that ends it."""
     skip_special_tokens: bool
@@ -56,8 +56,7 @@ _Fields = TypeVar("_Fields", bound="SamplingFields")
 class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The fields for choosing tokens and ending the text. Null means absent.
 
-    Decoding checks types and most bounds; the methods check biases, and limits that depend on the model. The OpenAPI
-    schema is generated from the fields, too.
+    Decoding checks types and most bounds; the methods check biases, and limits that depend on the model.
     """
 
     temperature: Annotated[float, Meta(ge=0, le=2, description="0: the likeliest")] | None = None
@@ -146,12 +145,12 @@ class StreamFields(SamplingFields, kw_only=True):
 
     @property
     def includes_usage(self) -> bool:
-        """Whether a stream's last chunk contains the numbers of tokens. By default it doesn't."""
+        """Whether a stream's last chunk contains the numbers of tokens."""
         return self.stream_options is not None and self.stream_options.include_usage is True
 
     @property
     def counts_usage(self) -> bool:
-        """Whether every chunk of a stream contains the numbers of tokens so far. By default it doesn't."""
+        """Whether every chunk of a stream contains the numbers of tokens so far."""
         return self.stream_options is not None and self.stream_options.continuous_usage_stats is True
 
     def check_stream(self) -> None:

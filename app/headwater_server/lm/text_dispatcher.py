@@ -45,7 +45,8 @@ class TextDispatcher(Dispatcher):
 
     @property
     def load(self) -> Load:
-        """The last known load, summed over all engines and all workers."""
+        """The last known loads of the engines, over all workers, summed; an engine without a known load counts as
+        idle."""
         loads = list(self._loads())
         return Load(
             sum(load.active for load in loads),

@@ -27,8 +27,7 @@ class TextPool:
     """Runs work that takes too long for the event loop in a pool of threads.
 
     Short bodies (up to `SHORT_BYTES`) and long bodies run in separate threads, so a short body never waits for a long
-    body. A single client can't occupy all threads for long bodies, so it can't block the other clients' long prompts.
-    Clients take turns.
+    body. A single client can't occupy all threads for long bodies. Clients take turns.
 
     Args:
         cpus: number of CPUs, from which the numbers of threads follow; by default the CPUs that this process may use.

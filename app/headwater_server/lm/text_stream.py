@@ -49,8 +49,8 @@ class TextStream:
     pieces, not the text as a whole or the token count.
 
     A stop token contributes neither text nor a log probability, unless stops are included. If the prompt has log
-    probabilities, a stop token contributes its log probability as well, because clients that ask for the prompt's log
-    probabilities expect an entry for every generated token.
+    probabilities, a stop token contributes its log probability as well: clients then expect an entry for every
+    generated token.
 
     Args:
         texts: the texts of the tokenizer's ids.

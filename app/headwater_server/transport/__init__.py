@@ -1,1 +1,1 @@
-"""Ways to call a replica: Triton's HTTP, frames over gRPC, and shared memory."""
+"""Ways to call a replica's Triton: HTTP, frames over gRPC, and shared memory."""

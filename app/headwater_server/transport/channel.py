@@ -1,4 +1,4 @@
-"""A gateway worker's end of a channel, which carries the frames of all its streams from one replica.
+"""A gateway worker's end of a channel, which carries the frames of all the worker's streams from one replica.
 
 See `headwater.wire.parcel` for the protocol.
 """

@@ -215,8 +215,8 @@ class FrameClient:
         return channel
 
     def _take_from_channel(self, message: Any) -> None:
-        """Handle an answer to a message that opened a channel or acknowledged frames: a parcel, or the end of the
-        message's answers."""
+        """Handle an answer to a message that opened a channel or acknowledged frames: a parcel, an error, or the end of
+        the message's answers."""
         response = message.infer_response
         channel = self._stream_channel
         is_post = response.id == self._channel_name + _POST

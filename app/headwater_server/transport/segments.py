@@ -45,7 +45,7 @@ KEPT_BYTES: Final = 64 * 1024 * 1024
 LARGEST_REMOTE_BYTES: Final = 1024 * 1024 * 1024
 """Largest segment that a replica's port creates, in bytes."""
 KEPT_FOR_S: Final = 10.0
-"""Seconds since its last use began for which an unused file is kept at least; it is dropped within twice this time."""
+"""Seconds between two checks of a pool, which drop unused files that the last call took at least this long ago."""
 SLACK_BYTES: Final = 1024
 """Bytes for the alignment of outputs."""
 _NO_ANSWER_BYTES: Final = 4

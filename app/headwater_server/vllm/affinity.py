@@ -26,8 +26,8 @@ class PrefixAffinity:
     def choose(self, prompt: bytes, least_busy: str, requests: Callable[[str], int | None], factor: float) -> str:
         """Choose the replica for a prompt, and remember that this replica computes it.
 
-        The choice is the replica with the longest known prefix, unless it has too many requests; then, and without a
-        known prefix, it is the least busy replica. Returns the replica's id.
+        The choice is, of the replicas that can take another request, the replica with the longest known prefix; without
+        a known prefix, or if that replica has too many requests, the least busy replica. Returns the replica's id.
 
         Args:
             prompt: the prompt's text, with everything else that must be equal for a shared prefix before it.

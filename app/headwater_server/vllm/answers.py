@@ -1,6 +1,6 @@
-"""Relays vLLM's answers to the client: counts tokens, and removes fields that the client didn't ask for.
+"""Relays vLLM's answers: counts tokens and, except in ``/v1/responses``, removes fields that clients don't get.
 
-An answer is either whole or a stream of server-sent events. A stream ends with the event ``[DONE]``; in
+An answer of vLLM is either whole or a stream of server-sent events. A stream ends with the event ``[DONE]``; in
 ``/v1/responses``, with an event that has the whole response.
 """
 
@@ -295,7 +295,7 @@ class TokenCount:
             self._add(more)
 
     def end(self) -> None:
-        """Note that the request was answered completely: count its sequences."""
+        """Note that vLLM answered a request completely: count its sequences."""
         self._meter.sequences.add(max(self._choices, len(self._completion)))
 
     def _add(self, tokens: int) -> None:

@@ -92,7 +92,8 @@ class Relay:
         self.key = key
         self.trace = trace
         self.replica: VllmReplica | None = None
-        """The replica that has the request; None before it is sent, and after it has ended."""
+        """The replica that has the request; None before the request is sent, between two tries, and after the request's
+        end."""
         self._request = request
         self._body = request.encoded(cache_scope)
         self._choose = choose
@@ -202,7 +203,7 @@ class Relay:
         yet.
 
         Raises:
-            HeadwaterError: there is no replica, its queue is full, it is lost, it refused the request, or `fail` was
+            HeadwaterError: there is no replica; the replica is full, is lost or refused the request; or `fail` was
                 called.
         """
         if self._error is not None:
@@ -232,7 +233,7 @@ class Relay:
         return data
 
     def _converted(self, convert: Callable[..., R], *data: bytes) -> R:
-        """The result of a method of `RelayedAnswer`.
+        """The result of a method of `WholeAnswer` or `RelayedAnswer`.
 
         Raises:
             CallableFailed: vLLM's answer is not of the expected form.

@@ -105,7 +105,7 @@ class VllmDispatcher(TextDispatcher):
         return [relay.fail for relay in self._relays if relay.is_running and relay.model in adapters]
 
     def cancel(self, request_id: str) -> int:
-        """See `Dispatcher.cancel`."""
+        """See `Dispatcher.cancel`; each request counts once."""
         relays = [relay for relay in self._relays if relay.request_id == request_id and relay.is_running]
         for relay in relays:
             relay.fail(Cancelled("the request was cancelled"))

@@ -2,8 +2,8 @@
 
 The operator chooses the template, which often has another author; the messages come from clients. Jinja's sandbox
 restricts a template to the values that it is given, but does not limit its time and memory. So loops, calls and output
-are counted here. A conversation is refused if rendering it takes too long or its text gets too long. A call or filter
-whose result would be too long is refused before it runs (`headwater_server.lm.text.template_growth`).
+are counted here, and a conversation that takes too long to render, or gets too long, is refused. A call or filter whose
+result would be too long is refused before it runs (`headwater_server.lm.text.template_growth`).
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Decodes a stream of token ids: into exactly the text that decoding all ids at once gives, and each piece as soon as
 it is final.
 
-Decoding a moving window of the last tokens, as `tokenizers`' ``DecodeStream`` does, isn't exact. It treats a text that
-ends with U+FFFD as unfinished, so it holds back a real U+FFFD (at the end of a text it loses it, since there is no
-flush). In a run of byte-fallback tokens it emits characters that a later invalid byte changes into U+FFFD, and then
-raises an exception. So this module applies the decoder's rules token by token, which is also faster.
+Decoding a moving window of the last tokens, as `tokenizers`' ``DecodeStream`` does, isn't exact. ``DecodeStream`` holds
+back a real U+FFFD, and loses a U+FFFD at the text's end. In a run of byte-fallback tokens it emits characters that a
+later invalid byte changes into U+FFFD, and then raises an exception. So this module applies the decoder's rules token
+by token, which is also faster.
 """
 
 from __future__ import annotations

@@ -35,7 +35,6 @@ class LanguageText:
         sampling: Sampling = Sampling(),  # noqa: B008  it is immutable
     ) -> None:
         self.sampling = sampling
-        """Defaults for sampling fields that are absent from a request."""
         self.tokenizer = Tokenizer(folder)
         templates = self.tokenizer.chat_templates
         self.template = ChatTemplate(templates, self.tokenizer.special_tokens) if templates else None

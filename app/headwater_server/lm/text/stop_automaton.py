@@ -1,7 +1,6 @@
 """The automaton that finds several strings in one pass over a text (Aho and Corasick 1975, doi:10.1145/360825.360855).
 
-The library pyahocorasick can also search a stream, but doesn't report how much of the text's end may still become a
-match, which must be held back.
+The library pyahocorasick doesn't report how much of a stream's end may still become a match and must be held back.
 """
 
 from __future__ import annotations

@@ -27,10 +27,10 @@ class StopFinder:
     """Ends a text at its first stop string, and holds back text that may still become a stop string. Only a single
     thread may use it at a time.
 
-    The first stop string is the stop string that begins first in the whole text, or, if several begin at the same
-    place, the stop string that is listed first. It doesn't depend on how the text is divided into pieces. The held-back
-    text is always shorter than the longest stop string. The time per character depends neither on the length of the
-    held-back text nor on the stop strings.
+    The first stop string is the stop string that begins first, or, if several begin at the same place, the stop string
+    that is listed first. This choice doesn't depend on how the text is divided into pieces. The held-back text is
+    shorter than the longest stop string. The time per character depends neither on the length of the held-back text nor
+    on the stop strings.
 
     Args:
         automaton: the stop strings.

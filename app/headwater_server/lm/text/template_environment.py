@@ -129,8 +129,8 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             raise ConfigError(f"{where}: expected a Jinja template, got this: {error.message}") from error
 
     def handle_exception(self, source: str | None = None) -> NoReturn:
-        """Raise the exception unchanged: Jinja's handling would create a reference cycle through the traceback, which
-        would keep the messages in memory."""
+        """Raise the exception unchanged: Jinja's handling would keep the messages in memory, by a reference cycle
+        through the traceback."""
         raise
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:

@@ -19,7 +19,7 @@ _NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad
 
 
 class _TokenizerFile(msgspec.Struct):
-    """The only part of ``tokenizer.json`` that this module reads itself. The library also reads the file as a whole."""
+    """The part of ``tokenizer.json`` that this module reads itself, beside the library."""
 
     decoder: Any = None
 
@@ -76,7 +76,7 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """The text of a whole sequence. Ids that are not in the vocabulary contribute no text."""
-        # `decode` would hold the interpreter's lock for about a second per million ids. The batch method releases it.
+        # The batch method releases the interpreter's lock, as in `encode`.
         (text,) = self._tokenizer.decode_batch([ids], skip_special_tokens=skip_special_tokens)
         return text
 
