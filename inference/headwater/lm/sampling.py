@@ -135,6 +135,8 @@ class Sampler:
             self.held = torch.tensor(ids, dtype=torch.int64, device=device)
         self.is_plain = self._plain()
         """Whether the next token, of the tokens that a grammar allows, is just the token with the highest logit."""
+        self._number: float | None = None
+        """The number drawn for the next token; None: no number is drawn yet."""
         self._generator: torch.Generator | None = None
         if not self.is_greedy:
             self._generator = torch.Generator()
@@ -148,11 +150,15 @@ class Sampler:
         return self.is_greedy and all(shape is None for shape in shapes)
 
     def draw(self) -> float:
-        """The next number of the sequence's generator, from 0 to below 1."""
-        return torch.rand((), generator=self._generator, dtype=torch.float64).item()
+        """The number for the next token, from 0 to below 1. It stays the same until `note`, so that a step that is
+        computed again after a shortage of memory gives the same token."""
+        if self._number is None:
+            self._number = torch.rand((), generator=self._generator, dtype=torch.float64).item()
+        return self._number
 
     def note(self, token: int) -> None:
         """Note a token added to the answer."""
+        self._number = None
         if self.seen is not None:
             self.seen[token] = True
         if self.counts is not None:

@@ -201,7 +201,7 @@ class Step:
             self._capacity.learn(self.name, min(max_rows, step_input.rows), max(fitted, 1), _row_bytes(step_input))
         if not _join(step_result, pieces):
             good = [row for row in rows if row not in step_result.failures]
-            if len(good) > self.planned.signature.max_batch_size:
+            if len(good) > self.planned.signature.max_batch_size or not may_split:
                 reason = f"step `{self.name}` gave rows of different shapes, which can't be one batch's"
                 step_result.failures.update(dict.fromkeys(good, RowReport(Status.BAD_OUTPUT, reason)))
             else:

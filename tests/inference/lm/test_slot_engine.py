@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from headwater.engine import EngineFull, RequestRejected, RequestTooLong, Sampling, TokenEvent
 from headwater.errors import ReplicaError
+from headwater.lm import sampling as sampling_module
 from headwater.lm.slot_engine import SlotEngine
 from headwater.runtime.capacity import Capacity
 from tests.inference.lm.llamas import (
@@ -466,6 +467,23 @@ class TestMemory:
             assert [event.index for event in found[str(number)]] == list(range(self.REQUESTS[number][1]))
             differs(tokens(found[str(number)]), *one)
         assert (engine.active, engine.waiting, engine.cache_used) == (0, 0, 0)
+
+    def test_that_runs_out_once_a_token_is_drawn_changes_no_drawn_token(
+        self, model: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        requests = [request(str(n), [5, 6, 7], 12, Sampling(temperature=1.5, seed=n)) for n in range(2)]
+        expected = {id: tokens(events) for id, events in run(engine_of(model), *requests).items()}
+        logprobs, failures = sampling_module._logprobs, []
+
+        def short(logits: torch.Tensor, *rest: Any) -> Any:
+            if len(logits) > 1:
+                failures.append(len(logits))
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            return logprobs(logits, *rest)
+
+        monkeypatch.setattr(sampling_module, "_logprobs", short)
+        assert {id: tokens(events) for id, events in run(engine_of(model), *requests).items()} == expected
+        assert failures
 
     def test_is_not_tried_beyond_what_fitted_and_the_operator_is_told(
         self, model: Any, monkeypatch: pytest.MonkeyPatch

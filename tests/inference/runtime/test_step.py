@@ -224,6 +224,25 @@ class TestMemory:
         assert run(step, 1, 2, 3, 4).arrays["y"].ravel().tolist() == [2, 4, 6, 8]
         assert [rows for _, rows in heard] == [2]
 
+    def test_parts_of_a_model_that_is_not_idempotent_are_not_computed_again(self) -> None:
+        seen: list[list[float]] = []
+
+        class Ragged(Padded):
+            idempotent = False
+
+            def __call__(self, *, x: Any) -> Any:
+                if len(x) > 2:
+                    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+                seen.append(x.ravel().tolist())
+                return super().__call__(x=x)
+
+        step = step_of(Ragged(), capacity=Capacity())
+        run(step, 1, 1, 1, 1)
+        made = run(step, 3, 1, 5, 2)
+        assert seen == [[3, 1], [5, 2]]
+        assert {report.status for report in made.failures.values()} == {Status.BAD_OUTPUT}
+        assert made.failures[3].message == "step `step` gave rows of different shapes, which can't be one batch's"
+
     def test_that_a_stream_lacks_ends_it_with_that_error(self) -> None:
         class Streaming(Stage):
             def __call__(self, **inputs: Any) -> Any:
