@@ -33,8 +33,8 @@ MISSED_BEATS: Final = 3
 """An agent is out of reach after a silence of this many times `BEAT_S`."""
 RETRY_S: Final = 0.5
 REFUSALS: Final = 2
-"""Number of refused connections in a row after which the supervisor takes the agent for ended. A gateway keeps trying:
-the network on its side may refuse a connection although the agent runs."""
+"""Number of refused connections in a row after which a supervisor takes the agent for ended. A gateway keeps trying:
+its network may refuse a connection although the agent runs."""
 
 
 class AgentLink:

@@ -33,8 +33,8 @@ class AgentHello(msgspec.Struct, frozen=True, tag="hello"):
     """The supervisor's epoch; 0: a gateway, which only listens. An agent obeys only the greatest epoch that it has
     seen."""
     token: str = ""
-    """The secret that the replica's agent was started with. It proves that the client is a supervisor, whose orders the
-    agent obeys. Empty from gateways, which only listen: with ``epoch`` 0 it isn't checked."""
+    """The secret that the replica's agent was started with. It proves that the client is a supervisor. Empty from
+    gateways: with ``epoch`` 0 it isn't checked."""
 
 
 class Order(msgspec.Struct, frozen=True, tag="order"):

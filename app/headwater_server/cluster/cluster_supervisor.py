@@ -112,7 +112,7 @@ class Announcement(msgspec.Struct, frozen=True):
 
 
 class _Desired(NamedTuple):
-    """The configuration as operators' commands have changed it; kept in Ray's storage."""
+    """The configuration as commands and rollbacks have changed it; kept in Ray's storage."""
 
     config: Config
     set_aside: frozenset[str]
@@ -159,7 +159,7 @@ class ClusterProcesses(ChildProcesses):
         self._context = context
         self._paths = user_paths
         self._replaced: set[str] = set()
-        """Replicas that serve only until their replacements have started."""
+        """Ids of replicas that serve only until their replacements have started."""
         self._hung: dict[str, float] = {}
         """Time at which a node last lost a replica because the node didn't answer, by the node's id."""
         self._suspects: set[str] = set()

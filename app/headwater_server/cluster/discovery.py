@@ -1,5 +1,5 @@
-"""Finds a cluster's supervisor for a gateway, in a separate process: Ray ends a process that is connected to it some
-time after Ray's head is gone, and a gateway must survive that.
+"""Finds a cluster's supervisor for a gateway, in a separate process: Ray ends a process that is connected to Ray some
+time after Ray's head is gone, and a gateway must go on.
 
 Run as ``python -m headwater_server.cluster.discovery ADDRESS``, with a `SupervisorSpec`, or nothing, on its standard
 input. With a specification it starts the supervisor if there is no supervisor yet. It writes an `Announcement` or a

@@ -151,8 +151,8 @@ class Uplink:
         await self._findings.aclose()
 
     def routes(self, workers: int) -> list[DeploymentRoute]:
-        """The supervisor's routes, which are shares of all gateways' workers already. Replicas that this gateway can't
-        reach get no new requests, but keep their requests in flight."""
+        """The supervisor's routes, already with the shares of a worker among all gateways' workers. Replicas that this
+        gateway can't reach get no new requests, but keep their requests in flight."""
         away = {id for id, watch in self._watches.items() if not watch.is_reachable}
         routes = [_without(route, away) for route in self._table.deployments] if away else list(self._table.deployments)
         return [_troubled(route, self._trouble) for route in routes] if self._trouble else routes
@@ -166,11 +166,11 @@ class Uplink:
         ]
 
     def problems(self) -> Iterable[Problem]:
-        """Always empty: this machine starts no replicas for the gateway."""
+        """Always empty: a gateway starts no replicas."""
         return ()
 
     def warnings(self) -> Iterable[Problem]:
-        """Always empty: this machine starts no replicas for the gateway."""
+        """Always empty, as `problems`."""
         return ()
 
     async def answer(self, command: Command) -> CommandAnswer:

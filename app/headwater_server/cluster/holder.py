@@ -73,9 +73,9 @@ class Holder:
     Args:
         command: the process's command. `said` returns its first line of output.
         spec: written to the process's standard input; see `read_spec`.
-        environment: variables for the process. It also gets the actor's variables, ``HEADWATER_NODE`` (this node's
-            address), ``HEADWATER_NODE_ID``, and ``HEADWATER_RAY`` (the address of Ray's head). ``PWD`` is its working
-            folder, if there is such a folder on this node.
+        environment: variables for the process, which also gets the actor's variables, ``HEADWATER_NODE`` (this node's
+            address), ``HEADWATER_NODE_ID``, and ``HEADWATER_RAY`` (the address of Ray's head). ``PWD`` is the
+            process's working folder, if that exists on this node.
         is_restarted: whether Ray restarts the actor if the process ends by itself with a status other than 0.
     """
 

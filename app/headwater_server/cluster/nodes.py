@@ -49,14 +49,15 @@ def choose(
     """The id of the machine for a replica; empty: no machine with the placement's labels has the resources now.
 
     A placement with ``pack`` prefers the machine with the most of the deployment's replicas, otherwise with the fewest.
-    A machine with GPUs is avoided for a replica that takes no GPU.
+    A replica that takes no GPU avoids machines with GPUs: with ``pack`` always, otherwise if another machine has no
+    more of the deployment's replicas.
 
     Args:
         placement: the deployment's placement.
         memory: see `needs`.
         nodes: the machines that are alive.
         replica_counts: the number of the deployment's replicas on each machine.
-        reserved: the reservations of each deployment's replicas, by machine. Ray may not know the newest of them yet.
+        reserved: the reservations of all deployments' replicas, by machine. Ray may not know the newest of them yet.
     """
     takes = needs(placement, memory)
 

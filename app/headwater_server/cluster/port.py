@@ -3,10 +3,10 @@ machine.
 
 ``POST /v2/models/NAME/infer`` with the replica's token goes to its Triton. With ``Headwater-Segment: INPUT_BYTES
 SIZE_BYTES`` the body begins with INPUT_BYTES bytes for a segment of this machine (`headwater.wire.shared_memory`), and
-the bytes that the replica left in the segment follow Triton's answer. ``POST /segment`` has only the segment's bytes,
+the bytes that the replica left in the segment follow Triton's answer. ``POST /segment`` has only the inputs' bytes,
 for a call over gRPC, and is answered with the segment's path. gRPC is relayed byte by byte; Triton checks its token.
-The requests that gateways send to a vLLM are relayed after a check of each token. ``GET /control`` is answered with
-101; after that `OnControl` handles the connection.
+Gateways' requests to a vLLM are relayed after a check of each token. ``GET /control`` is answered with 101; after that
+`OnControl` handles the connection.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["OnControl", "Port"]
 logger = logging.getLogger("headwater.port")
 
 MOST_CONNECTIONS: Final = 1024
-"""Limit of connections at once, including those still in a TLS handshake."""
+"""Limit of connections at once, TLS handshakes included, connections for control left out."""
 ACCEPT_RETRY_S: Final = 0.1
 """Seconds to pause after a connection could not be accepted, for example because there are too many open files."""
 _SWITCHED: Final = b"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: headwater-control\r\n\r\n"

@@ -62,7 +62,7 @@ class RemoteReplica:
     """Follows a replica to its end; see `headwater_server.supervisor.handle.ReplicaHandle`.
 
     Args:
-        id: unique among all replicas, past ones included.
+        id: unique among all replicas, past replicas included.
         device: the device that it was placed on.
         adapters: the adapters that it is started with.
         takes: the resources that it reserves on its node, by Ray's names.

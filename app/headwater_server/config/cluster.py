@@ -22,8 +22,8 @@ class Cluster(Section):
     address: Annotated[str, Field(min_length=1)] = "auto"
     """Address of Ray's head, ``HOST:PORT``; ``auto``: the Ray cluster that this machine belongs to."""
     host: str | None = None
-    """The address that replicas' ports listen on, on every node. Default: with ``tls`` each node's address in Ray;
-    without it 127.0.0.1, which only gateways on the same machine reach."""
+    """The address that the supervisor and replicas' ports listen on, on every node. Default: with ``tls`` each node's
+    address in Ray; without it 127.0.0.1, which only gateways on the same machine reach."""
     tls: Annotated[Path, AfterValidator(Path.expanduser), AfterValidator(Path.absolute)] | None = None
     """The folder with ``ca.crt``, ``tls.crt`` and ``tls.key``, by which gateways, supervisors and replicas' ports prove
     to each other that they belong to the cluster; the same path on every node. Default: no TLS."""

@@ -22,7 +22,7 @@ MAX_DEPTH: Final = 32
 MAX_KEYS: Final = 1000
 """The most fields on all levels, without the content of ``options``: the schema may need 0.3 ms to check a field."""
 MAX_MESSAGE_CHARACTERS: Final = 2000
-"""The most characters of an error message, which would otherwise name every invalid field that the client sent."""
+"""The most characters of an error message, which names every invalid field that the client sent."""
 CODE_FIELDS: Final = frozenset({"model", "pipeline", "options", "versions", "environment", "python"})
 """Fields of a deployment that choose code, its arguments or weights: setting them means choosing the executed code."""
 
@@ -52,7 +52,7 @@ def check_allowed(config: Config, name: str, fields: dict[str, Any]) -> None:
     """Check that ``allow_load`` permits merging these fields into a deployment's section.
 
     Args:
-        config: the configuration that the server was started with.
+        config: the server's configuration, as it was last read.
         name: the deployment's name.
         fields: the fields, as `parse_overlay` returned them.
 
@@ -86,12 +86,12 @@ def check_allowed(config: Config, name: str, fields: dict[str, Any]) -> None:
 def lay_over(
     first: Config, now: Config, name: str, fields: dict[str, Any], base: dict[str, Any] | None = None
 ) -> Config:
-    """The configuration with these fields merged into a deployment's section; its section ``security`` is left out.
+    """The configuration with these fields merged into a deployment's section, and without the section ``security``.
 
     They are merged as in `laid_over`; null in the JSON is None there, and restores a field's default.
 
     Args:
-        first: the configuration that the server was started with. The fields are merged into its section of the
+        first: the server's configuration, as it was last read. The fields are merged into its section of the
             deployment, if there is such a section.
         now: the present configuration, for ``server`` and all other deployments.
         name: the deployment's name.

@@ -72,8 +72,8 @@ def load_config(path: Path, *, environment: Mapping[str, str] | None = None, fla
 def load_what(argument: str, *, flags: Mapping[str, Any]) -> tuple[Config, tuple[str, ...]]:
     """Read the configuration that a command's argument names: a YAML file, or a model such as ``my.models:Scale``.
 
-    Returns the configuration, and the folders of the user's modules: the working folder, and the file's folder. Raises
-    the errors of `load_config`.
+    Returns the configuration, and the folders of the user's modules: the working folder, and for a file its folder.
+    Raises the errors of `load_config`.
     """
     here = os.getcwd()
     if is_model_reference(argument):
@@ -199,7 +199,7 @@ def read_config(
             `Unparsed` values are parsed as YAML.
 
     Raises:
-        ConfigError: a variable or flag can't be applied.
+        ConfigError: the content is no mapping, or a variable or flag can't be applied.
         InvalidConfig: fields are invalid; the message says each field, the expected and the actual value.
     """
     if not isinstance(content, dict):
@@ -254,8 +254,8 @@ def _placement_faults(config: Config) -> Iterator[str]:
 class InvalidConfig(ConfigError):
     """Fields of a configuration are invalid; each problem names its field.
 
-    ``rest`` is the configuration without the invalid deployments and fields; None if it is still invalid. If no
-    deployment is valid, ``rest`` has a placeholder deployment with the model `PLACEHOLDER`.
+    ``rest`` is the configuration without the invalid deployments and fields, except a ``device`` that doesn't match
+    ``cluster``; None if it is still invalid. If no deployment is valid, see `PLACEHOLDER`.
     """
 
     def __init__(self, source: str, problems: Sequence[str], rest: Config | None) -> None:

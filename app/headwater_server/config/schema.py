@@ -51,8 +51,9 @@ class Deployment(Section):
     """A number, or ``{min, max}`` to scale with load; see ``scaling``."""
     scaling: sections.Scaling = Field(default_factory=sections.Scaling)
     device: sections.Device = "auto"
-    """``cpu``, ``cuda``, ``cuda:N``, or ``auto``, the first GPU if the machine has a GPU, else the CPU; or several
-    devices over which replicas are placed, such as ``[cuda:0, cuda:1]``; or a `sections.NodePlacement` in a cluster."""
+    """``cpu``, ``cuda``, ``cuda:N``, or ``auto``, the first GPU if the machine has a GPU, else, and in any cluster, the
+    CPU; or several devices over which replicas are placed, such as ``[cuda:0, cuda:1]``; or, in a cluster, a
+    `sections.NodePlacement`."""
     memory: sections.MemorySize | None = None
     """The most bytes that a replica is expected to use of its device's memory: they are reserved when it starts, and
     not enforced. Default: as measured on the deployment's replicas."""
@@ -289,10 +290,10 @@ class Server(Section):
     """Seconds that a client may keep the server waiting, before it is cut off: for a request's head, for its body, and
     while a stream waits for a client that doesn't read."""
     shutdown_timeout_s: sections.PositiveSeconds = 30
-    """Seconds that requests in flight may take to finish after SIGTERM."""
+    """Seconds that requests in flight may take to finish when the server stops."""
     drain_delay_s: Annotated[float, Field(ge=0, le=86_400)] = 0
-    """Seconds after SIGTERM in which the server reports that it is not ready, but still accepts requests; then it
-    drains. Choose the time that load balancers need to notice."""
+    """Seconds after SIGTERM or SIGHUP in which the server reports that it is not ready, but still accepts requests;
+    then it drains. Choose the time that load balancers need to notice."""
     runtime_dir: Path | None = None
     """Where Headwater creates its folder for sockets, workspaces and temporary files. The file system must allow
     execution. Default: the system's folder for temporary files."""

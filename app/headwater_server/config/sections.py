@@ -274,7 +274,8 @@ class Cache(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     max_bytes: MemorySize
-    """The most bytes of all kept answers, bookkeeping included; the least recently used answers are evicted first."""
+    """The most bytes of all kept answers (of a fused pipeline's step: in each replica), bookkeeping included; the least
+    recently used answers are evicted first."""
     ttl_s: PositiveSeconds | None = None
     """Seconds for which an answer is used; default: until a reload."""
     per_key: bool = False

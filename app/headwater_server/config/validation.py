@@ -30,7 +30,7 @@ class Faults(ValueError):
 
 
 def messages(detail: Any) -> list[str]:
-    """The messages in a `ValidationError`'s detail: of our own error as it is, of pydantic's in lower case."""
+    """The messages in a `ValidationError`'s detail, each with its first letter in lower case."""
     error = detail.get("ctx", {}).get("error")
     texts = error.args if isinstance(error, Faults) else (str(error or detail["msg"]),)
     return [text[:1].lower() + text[1:] for text in texts]

@@ -103,7 +103,7 @@ FORBIDDEN = {
     "enable_lora": "name `adapters` instead",
     "lora_modules": "name `adapters` instead",
 }
-"""The reason, or the option to use instead, for each flag of vLLM that a configuration may not set."""
+"""The reason, or the option to use instead, for some refused flags of vLLM."""
 
 
 def option_faults(options: Mapping[str, Any]) -> Iterator[str]:

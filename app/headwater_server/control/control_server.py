@@ -3,9 +3,9 @@
 A worker that connects gets the whole `RoutingTable`, and then a `TableChange` with each `ControlServer.publish`. If a
 change doesn't follow the worker's table, the worker asks for the whole table with `TableWanted`. A worker answers a
 `Drain` with `Drained` and a `Ping` with a `Pong`; the supervisor answers a worker's `Command` with a `CommandAnswer`.
-Any number of drains and commands may be unanswered at a time; the ``id`` of a message tells which answer belongs to it.
-A worker's `QuarantinedRequest` is forwarded to the other workers; a `ReplicaLoss` and a `LoadReport` are only for the
-supervisor. A `Cancel` is forwarded too, and its sender gets the sum of the other workers' `CancelCount`.
+Any number of drains and commands may be unanswered; an answer has the ``id`` of its message. A worker's
+`QuarantinedRequest` is forwarded to the other workers; a `ReplicaLoss` and a `LoadReport` are only for the supervisor.
+A `Cancel` is forwarded too, and its sender gets the sum of the other workers' `CancelCount`.
 
 The end of a connection tells each side that the other side is gone. A worker's requests in flight end with the worker.
 A cluster's gateway, with its own `ControlServer` for its workers, connects over TCP and begins with `Hello`. It may
@@ -90,7 +90,7 @@ class _Worker:
     heard_s: float = 0.0
     """Loop time of the last message."""
     unanswered: int = 0
-    """Number of calls of `ControlServer.ping` since the ping that is unanswered; 0: all pings are answered."""
+    """Calls of `ControlServer.ping` from the unanswered ping on; 0: all pings are answered."""
     load: tuple[float, LoadReport] | None = None
     """Loop time of the last report, and the report; None: no report has come."""
     tallies: dict[str, Tally] = field(default_factory=dict)
@@ -203,7 +203,7 @@ class ControlServer:
 
     @property
     def workers(self) -> int:
-        """The number of gateway workers, including workers on other machines."""
+        """The number of connected gateway workers, on any machine."""
         return sum(worker.workers for worker in self._workers)
 
     @property

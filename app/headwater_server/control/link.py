@@ -36,13 +36,13 @@ logger = logging.getLogger("headwater")
 
 
 class SupervisorLink:
-    """A gateway worker's end of the control socket.
+    """The lower end of a control connection: of a gateway worker, or of a cluster's gateway for all its workers.
 
     Args:
         on_drain: carries out a `Drain`.
         on_quarantined: called with the model and fingerprint of each request that another worker quarantined.
-        on_cancel: cancels this worker's streams that have a request's id, and returns their number; None: there are
-            no streams.
+        on_cancel: cancels the streams here that have a request's id, and returns their number; None: there are no
+            streams.
         on_message: called at each message, which is a sign of the supervisor's life.
     """
 
@@ -123,7 +123,7 @@ class SupervisorLink:
         self._send(messages.Goodbye())
 
     def report(self, load: LoadReport) -> None:
-        """Report this worker's load to the supervisor."""
+        """Report the load here to the supervisor."""
         self._send(load)
 
     def report_quarantined(self, model: str, fingerprint: bytes) -> None:
@@ -131,7 +131,7 @@ class SupervisorLink:
         self._send(QuarantinedRequest(model, fingerprint.hex()))
 
     def report_lost(self, loss: ReplicaLoss) -> None:
-        """Report to the supervisor a replica that this worker lost."""
+        """Report the loss of a replica to the supervisor."""
         self._send(loss)
 
     async def command(self, action: str, model: str, arguments: Mapping[str, Any] | None = None) -> CommandAnswer:
@@ -154,8 +154,8 @@ class SupervisorLink:
         return 0
 
     def _later(self, message: RoutingTable | TableChange) -> RoutingTable | None:
-        """The table that results from a message. None if the message is not newer than the present table. None, too, if
-        it is a change of another table: then the whole table is requested."""
+        """The table that results from a message. None if the message is not newer than the present table, or changes
+        another table; in the second case the whole table is requested."""
         held = self._table
         if held is not None and (message.epoch, message.version) <= held.age:
             if message.epoch < held.epoch:

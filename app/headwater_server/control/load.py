@@ -12,7 +12,8 @@ __all__ = ["DeploymentLoad", "LoadReport", "Moment", "Tally", "together"]
 
 
 class Moment(NamedTuple):
-    """A deployment's load in a worker at a moment. For a language model, calls and rows are sequences."""
+    """A deployment's load in a worker at a moment. For a language model, calls and rows are sequences (calls of
+    vLLM: requests), and `computing` includes waiting calls."""
 
     computing: int = 0
     """Calls that its replicas presumably compute now, without calls that are on their way."""
@@ -26,7 +27,7 @@ class Moment(NamedTuple):
 
 
 class DeploymentLoad(msgspec.Struct, frozen=True, array_like=True):
-    """A deployment's load in a worker since the worker's last report, aggregated from `Moment`s."""
+    """A deployment's load in a worker since the worker's last report, from `Moment`s; or a sum (`together`)."""
 
     name: str
     waiting: int
@@ -73,7 +74,7 @@ class LoadReport(msgspec.Struct, frozen=True, tag="load"):
     deployments: list[DeploymentLoad] = []
     """Loads of the deployments that scale by load; if metrics are kept, of all deployments with replicas."""
     tallies: list[Tally] = []
-    """Counts since the worker's start, of versions that are compared."""
+    """Counts of compared versions since the worker's start; a gateway sends `ControlServer.tallies`."""
 
 
 def together(reports: Iterable[LoadReport]) -> dict[str, DeploymentLoad]:

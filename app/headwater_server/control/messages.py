@@ -39,8 +39,8 @@ class CommandAnswer(msgspec.Struct, frozen=True, tag="answer"):
 
 
 class Drain(msgspec.Struct, frozen=True, tag="drain"):
-    """Asks a worker to answer once it has nothing of a deployment in flight; at the timeout the worker ends the
-    remaining requests. It follows the routing table that stops new requests."""
+    """Asks a worker to answer once it has nothing of a deployment in flight. The routing table that stops new requests
+    is sent before."""
 
     id: int
     model: str
@@ -105,8 +105,8 @@ class QuarantinedRequest(msgspec.Struct, frozen=True, tag="quarantined"):
 
 
 class ReplicaLoss(msgspec.Struct, frozen=True, tag="replica_loss"):
-    """A worker lost a replica: the connection broke, or the replica reported that it can't go on. With ``convicted`` it
-    is a later report: a request of that key took two replicas down."""
+    """A worker lost a replica: the connection broke, the replica reported that it can't go on, or it left the table
+    with requests. With ``convicted`` this is a later report: a request of that key took two replicas down."""
 
     model: str
     replica: str

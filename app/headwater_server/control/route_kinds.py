@@ -1,4 +1,4 @@
-"""The kinds of deployments in the routing table. A worker has a dispatcher of its own for each (`gateway.kinds`)."""
+"""The kinds of deployments in the routing table; `headwater_server.gateway.kind_dispatchers` has their dispatchers."""
 
 from __future__ import annotations
 

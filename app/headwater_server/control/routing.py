@@ -45,8 +45,8 @@ class State(str, enum.Enum):
     UNLOADING = "UNLOADING"
     """Nothing is in flight; the replicas are ending."""
     UNAVAILABLE = "UNAVAILABLE"
-    """No replica is ready: a new replica is starting, all replicas are out of reach, or an operator unloaded the
-    deployment. A graph: no head can be answered now."""
+    """No replica is ready: a new replica is starting or lacks capacity, all replicas are out of reach, or the
+    deployment is unloaded. A graph: no head can be answered now."""
     FAILED = "FAILED"
     """The deployment could not be loaded, lost too many replicas, or left something behind when it was unloaded. An
     operator has to fix the cause; only a deployment that lost too many replicas is also tried again, after long
@@ -108,7 +108,7 @@ class DeploymentRoute(msgspec.Struct, frozen=True):
     reason: str = ""
     """The reason for its state; while it loads, the stage of the start."""
     signature: Signature | None = None
-    """The signature; None until a replica has been ready (a graph: until a plan can be made)."""
+    """The signature; None until a replica has been ready (a graph: while no plan can be made)."""
     replicas: tuple[ReplicaRoute, ...] = ()
     """Replicas that get new requests."""
     max_queue_size: int = 1024
@@ -148,7 +148,7 @@ class DeploymentRoute(msgspec.Struct, frozen=True):
     """Why it has fewer replicas than its configuration or its load requires; in a cluster's gateway also why no
     supervisor can be found. Empty if it has enough."""
     is_set_aside: bool = False
-    """Whether an operator unloaded the deployment: the server counts as ready without it."""
+    """Whether a command unloads or unloaded the deployment: the server counts as ready without it."""
     quarantine_s: float = 600
     """Seconds for which a request that took two replicas down is refused; 0: it is never refused."""
     barred: dict[str, float] = {}
@@ -163,8 +163,8 @@ class DeploymentRoute(msgspec.Struct, frozen=True):
     cache: CacheShare | None = None
     """This worker's share of the answer cache; None: answers are not kept."""
     failure: str = ""
-    """The reason in words for clients: why a start failed, until a start succeeds; for a deployment without replicas,
-    which steps or versions are not READY. Otherwise empty: see `cause`."""
+    """The reason in words for clients: why a start failed or replicas were lost, until a start succeeds; that an unload
+    left something behind; for a deployment without replicas, which steps or versions are not READY. Otherwise empty."""
 
     @property
     def is_composite(self) -> bool:

@@ -7,7 +7,7 @@ pipe. When it writes ``stop\\n``, the guardian ends the replica gracefully (SIGT
 once; when it closes the pipe or dies, the guardian ends the replica at once. When the guardian has ended, nothing of
 the replica remains, except for files that it reports as leftovers.
 
-It imports only the standard library, so that the additional process per replica costs little.
+Like the modules that it imports, it needs only the standard library, so that a process per replica costs little.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A short program that any Python from 2.7 on can run reports the version and packages of that Python. Headwater need not
 be installed there: a folder with a link to this installation's `headwater` is put on its path.
 
-Imports only the standard library, so that `headwater_server.process.launcher`, which starts each replica, stays fast.
+Imports only the standard library and Headwater's errors, so that `headwater_server.process.launcher` stays fast.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def foreign_environment(environ: Mapping[str, str], stage: Path) -> dict[str, st
 
 
 def find_interpreter(path: str | Path, environ: Mapping[str, str]) -> str:
-    """Inspect a Python, and check that it can run a model. Takes 0.1 s, mostly for the import of numpy.
+    """Inspect a Python, and check that it can run a model.
 
     Results are not cached: a missing package may be installed between two starts without changing the interpreter.
 

@@ -22,7 +22,7 @@ SESSION_WAIT_S: Final = 0.1
 
 
 def may_raise_priority() -> bool:
-    """Whether this process may raise a lowered priority back to its present value; if not, callers lower no priority.
+    """Whether this process may raise a lowered priority back to its present value; if not, starts keep their priority.
 
     A start is mostly imports, which take seconds of a core and would slow down requests on a busy machine. Raising a
     priority takes ``CAP_SYS_NICE`` or a sufficient limit on ``nice``.
@@ -43,8 +43,8 @@ def set_priority(pids: Iterable[int], nice: int, *, is_idle: bool = False) -> No
     Args:
         nice: a value of `nice`.
         is_idle: whether the threads run only where no other thread of their session would (``SCHED_IDLE``); otherwise
-            they get this process's policy. The kernel counts a CPU with only such threads as idle: it sends a thread
-            that wakes up there, and that thread doesn't wait.
+            they get this process's policy. The kernel counts a CPU with only such threads as idle: a thread that
+            wakes up is sent to such a CPU, and doesn't wait there.
     """
     policy, parameter = os.sched_getscheduler(0), os.sched_getparam(0)
     if is_idle:

@@ -32,10 +32,10 @@ TICK_S: Final = 0.5
 LOW_UTILIZATION: Final = 0.5
 """A replica may be removed if the remaining replicas would compute for at most this fraction of their time."""
 HIGH_UTILIZATION: Final = 0.9
-"""A replica is added if all replicas compute for more than this fraction of their time, and rows wait."""
+"""The load is too high while rows wait and the replicas compute for more than this fraction of their time."""
 CLEARLY_LESS: Final = 0.7
-"""After a step down was taken back, that number of replicas is tried again only when the load is below this fraction of
-the load that was too high for it."""
+"""A number of replicas that was too few after a step down is tried again only when the load is below this fraction of
+the load that was too high for that number."""
 REGRET_AFTER: Final = 2.0
 """A step up counts as taking back a step down if the load became too high within this many ``down_after_s`` of the step
 down."""
@@ -43,16 +43,16 @@ down."""
 
 @dataclass(frozen=True)
 class Demand:
-    """A deployment's load since the last tick, over all gateway workers."""
+    """A deployment's load over all gateway workers, by their last reports."""
 
     waiting: int = 0
-    """Rows (sequences for a language model) that wait now."""
+    """Rows (sequences for a language model) that wait."""
     wait_s: float = 0.0
     """Seconds of the longest observed wait of a row."""
     busy: float = 0.0
     """Average load, as a number of replicas that compute all they can at once."""
     peak: float = 0.0
-    """Maximum of requests in flight at once, divided by the number that a replica computes at once."""
+    """Maximum of `Moment.requests`, divided by the calls that a replica computes at once; for a language model by 1."""
 
 
 class ScalingPolicy:
@@ -72,17 +72,18 @@ class ScalingPolicy:
         self._peak = 0.0
         self._last_s: float | None = None
         self._went_down: tuple[float, int] | None = None
-        """Time of the last step down, and the number of replicas after it; None: the last step was not down."""
+        """Time of the last step, and the number of replicas after it; None: no step yet, or the last step was up."""
         self._too_few: tuple[int, float] | None = None
-        """A number of replicas that was too few, and `Demand.busy` at that time; None: no number is known as too
-        few."""
+        """A number of replicas that was too few, and the maximum of `Demand.busy` meanwhile; None: no number is
+        known as too few."""
 
     def wanted(self, now_s: float, demand: Demand, count: int, *, ready: int, bounds: ReplicaBounds) -> int:
-        """The number of replicas that there should be: ``count``, or 1 more or less, and always within the bounds.
+        """The number of replicas that there should be: ``count``, 1 more or 1 less, within the
+        bounds; or the nearer bound, if ``count`` is outside.
 
         Args:
             now_s: seconds on any steady clock.
-            demand: the load since the last call.
+            demand: the present load.
             count: how many there should have been until now.
             ready: how many of these replicas serve. Unless all of them serve, the load says little, and ``count`` is
                 only brought within the bounds.
@@ -120,7 +121,7 @@ class ScalingPolicy:
 
     @property
     def is_content(self) -> bool:
-        """Whether the load was not too high at the last call."""
+        """Whether the last call did not find the load too high; true, too, if a replica did not serve."""
         return self._up_since_s is None
 
     def _is_too_much(self, demand: Demand, count: int) -> bool:
@@ -157,12 +158,12 @@ class ScalingPolicy:
 
 
 class Autoscaler:
-    """Scales all deployments with a range as ``replicas``, and reports how busy every deployment is.
+    """Scales deployments with a range of replicas, and reports how busy each deployment is.
 
     Args:
         sets: every deployment that has replicas, by name; it may change.
-        loads: gives each deployment's load over all gateway workers. If no worker has reported a deployment, its load
-            is unknown, and it keeps its number of replicas.
+        loads: gives each deployment's load over all gateway workers. If no worker has reported a deployment lately, its
+            load is unknown, and it keeps its number of replicas.
         is_busy: whether a command is running on a deployment; such a deployment is not scaled.
         children: runs the steps up and down, and says when the server stops.
         on_utilization: called at every tick with the fraction of its replicas' capacity that each deployment uses, 0 to
@@ -236,7 +237,7 @@ class Autoscaler:
 
 
 def _demand(replica_set: ReplicaSet, load: DeploymentLoad | None) -> Demand:
-    """A load in multiples of the load that fills a single replica."""
+    """A load as a `Demand`, which counts in replicas."""
     if load is None:
         return Demand()
     parallel = peak_parallel = replica_set.config.instances

@@ -1,4 +1,4 @@
-"""Takes traffic away from versions that answer worse than the default version.
+"""Gives all traffic to the default version once another version answers worse.
 
 While a version other than the default has a share of the requests, it is compared with the default over the last
 `WINDOW_S` seconds, by the rule in ``traffic.rollback``:
@@ -53,7 +53,7 @@ class Comparison:
         self._samples: deque[tuple[float, Mapping[str, Tally]]] = deque()
 
     def verdict(self, now_s: float, tallies: Mapping[str, Tally]) -> tuple[str, str] | None:
-        """The first version that is to lose its share, and the reason; None if every version keeps its share.
+        """The first version that is worse than the default, and the reason; None if no version is worse.
 
         Args:
             now_s: seconds on any steady clock.

@@ -70,7 +70,7 @@ class ChildProcesses:
         memory: finds capacity for replicas.
         user_paths: folders of the user's modules, for every replica's ``sys.path``.
         drain: see `headwater_server.control.control_server.ControlServer.drain`.
-        on_change: called when a set's state or replicas have changed.
+        on_change: called when a deployment's route may have changed.
     """
 
     def __init__(
@@ -83,8 +83,8 @@ class ChildProcesses:
         self.memory = memory
         self.drain = drain
         self.on_change = on_change
-        # A start sometimes waits for files or for Triton, hence a slot more than CPUs. Further starts at the same time
-        # would only make each start slower.
+        # A start sometimes waits for files or for Triton, hence a slot more than CPUs. Further starts would only make
+        # each start slower.
         self.start_slots = asyncio.Semaphore(cpu_count() + 1)
         self.first_generation = 0
         """The first generation of a new deployment; see
@@ -94,7 +94,7 @@ class ChildProcesses:
         self.replicas: dict[str, ReplicaHandle] = {}
         """All replicas that have not ended, by id."""
         self.imported: dict[str, set[str]] = {}
-        """The files of the user's modules that replicas have imported, by deployment."""
+        """The files of the user's modules that replicas have imported, by replica set."""
         self.forks: Forks | None = None
         """None: replicas are always started without forking."""
         self.stopping = asyncio.Event()
@@ -114,7 +114,7 @@ class ChildProcesses:
 
     @property
     def search(self) -> list[str]:
-        """The folders in which relative paths of the configuration are looked up."""
+        """The folders in which relative paths of models and adapters are looked up."""
         return [working_folder(), *self._user_paths]
 
     @property
@@ -175,8 +175,8 @@ class ChildProcesses:
         return contextlib.nullcontext()
 
     def follow(self, process: Child, role: str, replica: ReplicaProcess | None = None) -> asyncio.Future[int]:
-        """Follow a child process. Returns a future of its exit code. Must be called right after the process has
-        started, with no await in between.
+        """Follow a child process. Returns a future of its exit code. Call it right after the start, without an
+        await in between.
 
         ``role`` is the name in the log; ``replica`` is the replica of a guardian.
         """
@@ -207,7 +207,7 @@ class ChildProcesses:
     def _orphans(self) -> list[int]:
         """Process ids of adopted children. Children that the supervisor started without following them are in the
         supervisor's session or in `asked`. An orphan of a replica is in the session of a guardian's child, or in a
-        session that it opened itself."""
+        session that the orphan opened."""
         if not self._is_adopting:
             return []
         supervisor_pid, session = os.getpid(), os.getsid(0)

@@ -18,13 +18,16 @@ __all__ = ["Deployments", "config_of"]
 
 
 class Deployments:
-    """The server's deployments. A load or reload that brings a configuration changes them."""
+    """The server's deployments, as commands and rollbacks have changed them.
+
+    The *server's configuration*, as it was last read, remains beside the present configuration; see `rebase`.
+    """
 
     def __init__(self, config: Config, children: ChildProcesses) -> None:
         self._first = config
         self._children = children
         self.config = config
-        """The present configuration. The server's section never changes."""
+        """The present configuration. Its section ``server`` never changes."""
         self.composites: dict[str, Composite] = {}
         """Pipelines whose steps are deployments, and deployments with versions, by name."""
         self.sets: dict[str, ReplicaSet] = {}
@@ -91,7 +94,7 @@ class Deployments:
             proposed = lay_over(self._first, self.config, name, fields, base)
             base = scripts.laid_under(proposed.deployments[name])
             proposed = lay_over(self._first, self.config, name, {}, base)
-        # Without this check, a name that makes a socket path too long would cause an error only at the first call.
+        # Otherwise a name that makes a socket path too long would show only at the first call.
         for problem in runtime_dir_problems(proposed.server, proposed.all_deployments()):
             raise BadRequest(f"{FIELD}: {problem}", field=FIELD)
         return proposed.deployments[name]
@@ -102,12 +105,12 @@ class Deployments:
         self._first = self._first.model_copy(update={"python": config.python, "deployments": dict(config.deployments)})
 
     def is_alike(self, name: str, config: Deployment) -> bool:
-        """Whether replicas of the present configuration and of ``config`` can serve beside each other."""
+        """Whether `adopt` may change a deployment to ``config`` while its replicas run."""
         now = self.config.deployments.get(name)
         return now is not None and _kind(now) == _kind(config)
 
     def adopt(self, name: str, config: Deployment) -> Callable[[], None]:
-        """Change a deployment's configuration. Unless it `is_alike`, no replica of the deployment may run.
+        """Add a deployment, or change its configuration. Unless it `is_alike`, no replica of the deployment may run.
 
         Returns a function that undoes the change, bounds included, as long as no replica has run since.
         """
@@ -226,7 +229,7 @@ def config_of(replicas: ReplicaSet, config: Deployment) -> Deployment:
 
 
 def _kind(deployment: Deployment) -> object:
-    """Properties that can't change while a deployment is served: the names of its versions, a graph's steps, or for
+    """Properties that `Deployments.adopt` can't change while replicas run: names of versions, a graph's steps, or for
     other models whether they are language models, and whether vLLM computes them."""
     if deployment.versions:
         return tuple(deployment.versions)

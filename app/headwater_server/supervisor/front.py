@@ -221,12 +221,12 @@ class Backend(Protocol):
 
 
 class Front:
-    """Serves a backend's deployments until a signal stops the server.
+    """Serves a backend's deployments until a signal or `ChildProcesses.stop` ends that.
 
     Args:
         config: the configuration to serve.
         on_serving: called once, when `Backend.is_decided` holds, with the base URL and each deployment's name,
-            signature (None: it does not serve yet) and reason; without steps and versions.
+            signature (None: it has never served) and reason; without steps and versions.
         control: the control socket to the gateway workers.
         children: owns the processes; must call `on_change` when a deployment has changed.
         backend: decides about the deployments.
@@ -256,7 +256,7 @@ class Front:
         """Why the server stops by itself: every deployment has failed."""
 
     async def run(self) -> int:
-        """Serve until SIGTERM, SIGINT or SIGHUP (ignored under `nohup`). Returns the exit status.
+        """Serve until SIGTERM, SIGINT, SIGHUP (ignored under `nohup`) or `ChildProcesses.stop`. Returns the status.
 
         Raises:
             StartError: the address can't be bound, a check of `preflight` found a problem, or the runtime folder can't
@@ -343,7 +343,7 @@ class Front:
                 logger.error("server.runtime_dir: can't restore the removed files of %s: %s", folder.path, error)
 
     def _make_folder(self) -> RuntimeFolder:
-        # Without these checks some problems would show late: a socket path that is too long shows only in a call.
+        # Without these checks a socket path that is too long would show only in a call.
         for problem in (
             *preflight.security_problems(self._config),
             *preflight.runtime_dir_problems(self._config.server, self._config.all_deployments()),
@@ -355,7 +355,6 @@ class Front:
         try:
             for stale in sweep_stale(parent):
                 logger.warning("removed leftovers of an earlier instance: %s", stale)
-            # Triton itself would end with a mere bus error.
             for problem in self._backend.problems():
                 raise StartError(str(problem))
             folder = RuntimeFolder(parent)
@@ -377,7 +376,7 @@ class Front:
             self._on_serving(self._url, served)
             for problem in self._backend.warnings():
                 logger.warning("%s", problem)
-        # If every deployment has failed, the server ends, so that the operator notices.
+        # The server ends, so that the operator notices.
         if not self._children.is_stopping and (failure := self._backend.failure):
             self._failure = failure
             self._children.stop(1)

@@ -34,7 +34,7 @@ class ReplicaHandle(Protocol):
     is_shortage: bool
     """Whether its start failed because the machine lacked a resource."""
     ready: asyncio.Future[bool]
-    """True once the replica serves; False if it ends before that."""
+    """True once the replica is ready; False if it ends before that."""
     ending: asyncio.Event
     """Set as soon as the replica can no longer be used."""
     exited: asyncio.Future[None]

@@ -48,7 +48,7 @@ class Lifecycle:
     async def answer(
         self, command: Command, section: Deployment | None = None, why: str = "at an operator's request"
     ) -> CommandAnswer:
-        """Carry out a command. An error is returned in the answer.
+        """Carry out a command. A `HeadwaterError` is returned in the answer.
 
         Args:
             command: the operator's command.
@@ -90,7 +90,7 @@ class Lifecycle:
         self, command: Command, config: Deployment | None, why: str
     ) -> tuple[State, Retired | None]:
         """Load, unload, reload or scale a model. Returns the model's state afterwards, and the result of ending
-        replicas; None: no replica was ended. ``config`` and ``why`` are the arguments of `answer`."""
+        replicas; None: a load, or a ``scale`` that ended no replica. For ``config`` and ``why`` see `answer`."""
         actions = {"load": self._load, "unload": self._unload, "reload": self._reload}
         name, action, text = command.model, command.action, command.arguments.get("config")
         # An unknown name may be loaded if the command brings a configuration.
@@ -228,7 +228,7 @@ class Lifecycle:
         undo = self._deployments.adopt(name, config) if config is not None else None
         try:
             await self._start(name)
-        except Conflict:  # there is no capacity, so no replica was started
+        except Conflict:  # no capacity, perhaps only for a part
             if undo is not None and not any(replica_set.is_loaded for replica_set in self._deployments.own_sets(name)):
                 undo()
             raise
@@ -385,8 +385,8 @@ class Lifecycle:
         return fresh
 
     async def _adapt(self, name: str, replica_set: ReplicaSet, config: Deployment) -> Retired | None:
-        """Load and unload adapters in serving replicas. Returns None, with nothing done, if more than adapters changes,
-        or if the replicas can't load these adapters: no replica is ready, or an adapter's rank is too large.
+        """Load and unload adapters in serving replicas. Returns None, with nothing done, unless only adapters change,
+        and the replicas can load the new adapters: a replica is ready, and no adapter's rank is too large.
 
         Raises:
             CallableFailed: an adapter can't be found, or a replica did not load it. Adapters that were loaded before

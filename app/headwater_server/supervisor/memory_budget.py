@@ -87,9 +87,9 @@ class MemoryBudget:
         self._holdings: dict[Hashable, _Holding] = {}
         self._largest: dict[str, tuple[int, int]] = {}
         """Largest measured sizes of a replica, by deployment: bytes of the machine, bytes of a GPU. Only deployments
-        with a settled replica have an entry."""
+        that have had a settled replica have an entry."""
         self._ready: dict[str, tuple[int, int]] = {}
-        """Largest sizes of a replica when it became ready, in the same form."""
+        """Largest sizes of a replica until it was ready, in the same form."""
         self._whole: dict[str, int] = {}
         """Bytes of a GPU that all processes together use, by place, as far as known."""
 
@@ -219,7 +219,7 @@ class Place:
 
 
 class ReplicaMemory:
-    """The memory of all deployments' replicas. Everything happens in the supervisor's event loop.
+    """The memory of all deployments' replicas. Only measuring happens outside the supervisor's event loop.
 
     Args:
         budget: the limits; without limits nothing is measured or refused.
@@ -267,7 +267,7 @@ class ReplicaMemory:
         Args:
             name: the deployment's name.
             config: the configuration of the replicas.
-            count: how many; each replica goes to the device that has the fewest of the deployment's replicas.
+            count: how many; each goes to the device with capacity that has the fewest of the deployment's replicas.
 
         Raises:
             MemoryBudgetExceeded: there is no capacity; the message has figures.
@@ -307,8 +307,8 @@ class ReplicaMemory:
         replica.exited.add_done_callback(lambda _: self.release(place))
 
     async def settle(self, config: Deployment, place: Place) -> MemoryRefusal | None:
-        """Measure the replica in a place, which is ready. Returns the figures if all replicas together now exceed the
-        budget at a place that it uses; otherwise None."""
+        """Measure the ready replica in a place. Returns the figures if all replicas together now exceed the budget at a
+        place that it uses; otherwise None."""
         if place.replica is None:
             return None
         resolved = place.replica.facts.get("device", place.device)

@@ -1,5 +1,5 @@
-"""Checks made before anything is started: addresses, folders, open files, shared memory, security, tracing. A check
-returns a list of problems; empty: nothing is wrong."""
+"""Checks of the machine: addresses, folders, open files, shared memory, security, tracing. A check returns a list of
+problems; empty: nothing is wrong."""
 
 from __future__ import annotations
 

@@ -48,9 +48,9 @@ IMPORT_TIMEOUT_S: Final = 60.0
 FORK_TIMEOUT_S: Final = 1.0
 """Seconds that the supervisor waits for a fork, which takes some 20 ms. A process that takes longer is replaced."""
 PREPARE_AFTER_S: Final = 2.0
-"""Seconds after a fork at which the processes of the next replica are forked; the last replica has started by then."""
+"""Seconds from the imports, or from a fork, until processes for the next replica are forked, under another Python."""
 END_TIMEOUT_S: Final = 2.0
-"""Seconds that the process may take to end with the processes that wait for a replica, before it is killed."""
+"""Seconds that the process, and forks that wait for a replica, may take to end before the process is killed."""
 REASON_BYTES: Final = 64 * 1024
 BINDING: Final = ("headwater_server.binder.warmup", "headwater_server.binder.warmup_lm")
 """Modules that binders import."""
@@ -62,8 +62,8 @@ def heavy_imports(deployment: Deployment, search: Sequence[str]) -> list[str]:
     """The slow modules that replicas import, each as ``MODULE`` or ``MODULE:NAME``: modules of `HEAVY`, and for
     language models also modules of Headwater's engine.
 
-    Empty for vLLM, and for models that import torch only after they have chosen a device: the choice depends on whether
-    torch is imported.
+    Empty for vLLM, and for models that don't import torch, or only after they have chosen a device: the choice depends
+    on whether torch is imported.
 
     Args:
         deployment: a deployment with replicas.
@@ -274,7 +274,7 @@ class Preloaded:
         raise OSError(answer or "it has ended")
 
     def _prepare_next(self) -> None:
-        """Have the processes of the next replica forked in `PREPARE_AFTER_S`, if its binder executes another Python."""
+        """Under another Python, have the processes of the next replica forked in `PREPARE_AFTER_S`."""
 
         def prepare() -> None:
             if self._socket is not None:

@@ -52,9 +52,9 @@ class Reloader:
         self._children = children
         self._first = deployments.config
         self._wanted: Mapping[str, Deployment] = deployments.config.deployments
-        """The deployments as the configuration's file has them."""
+        """The deployments of the configuration as last read."""
         self._adopted = dict(self._wanted)
-        """The deployments as a load or reload last succeeded with them, at first as the server started them."""
+        """The deployments as the reloader last loaded or reloaded them; at first as the server started them."""
         self._since_s = time.time()
         """Earliest time at which the serving replicas may have read their files. Some files become known only after
         they have been imported."""
@@ -91,7 +91,7 @@ class Reloader:
                 del self._adopted[name]
 
     def _is_unloaded(self, name: str) -> bool:
-        """Whether an operator has unloaded a deployment. It then stays unloaded."""
+        """Whether an operator has unloaded a deployment. It stays unloaded until its section changes."""
         sets = self._deployments.own_sets(name)
         return all(not replica_set.is_loaded and replica_set.state is State.UNAVAILABLE for replica_set in sets)
 

@@ -64,7 +64,7 @@ priority the kernel lets other processes on the same cores stand still for secon
 
 
 class Forked:
-    """A child that another process forked, with the part of `subprocess.Popen` that `Host` uses. `Host.reap` sets
+    """A child that another process forked, with the part of `subprocess.Popen` that `ChildProcesses` uses, which sets
     ``returncode``."""
 
     def __init__(self, pid: int) -> None:
@@ -251,8 +251,7 @@ class ReplicaProcess:
             end_orphans: ends processes that a killed guardian left behind in other sessions; None: they go on.
         """
         await exited
-        # A guardian reports why it ends, unless it is killed. Its last lines are read before its death counts as the
-        # reason.
+        # A guardian reports why it ends, unless it is killed.
         asyncio.get_running_loop().call_later(LAST_LINES_S, self.mark_ending, GUARDIAN_LOST)
         if self.directory.exists():
             # The guardian has not swept. The group is killed first, since it holds our pipes open.
@@ -469,8 +468,8 @@ def environment_of(deployment: Deployment) -> dict[str, str]:
 
 
 def changes_between(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str | None]:
-    """The variables that differ between two environments, with their values in ``after``; None: the variable is not in
-    it."""
+    """The variables that differ between two environments, with their values in ``after``; None: ``after`` lacks the
+    variable."""
     return {name: after.get(name) for name in {*before, *after} if before.get(name) != after.get(name)}
 
 

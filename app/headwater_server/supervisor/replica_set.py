@@ -29,11 +29,11 @@ __all__ = ["ReplicaSet"]
 logger = logging.getLogger("headwater")
 
 FAILED_STARTS_LIMIT: Final = 5
-"""Number of consecutive failed starts after which a slot is given up. When the last slot is given up, the deployment
-has failed. A start fails if the replica ends before it is ready; starts for which the machine lacks a resource don't
-count."""
+"""Number of consecutive failed starts after which a slot is given up, unless it `is_slow`. When the last slot is given
+up, the deployment has failed. Starts for which the machine lacks a resource don't count; after a permanent failure no
+other start follows."""
 GROW_RETRY_S: Final = 300.0
-"""Seconds for which load adds no replica after a replica could not be started."""
+"""Seconds for which load adds no replica after a slot was given up."""
 
 
 class ReplicaSet(Served):
@@ -295,7 +295,7 @@ class ReplicaSet(Served):
         return min(max(self.wanted, bounds.min), bounds.max)
 
     async def _shed(self, count: int) -> Retired | None:
-        """Retire the ``count`` least needed replicas; returns None if it is not more than 0."""
+        """Retire the ``count`` least needed replicas; returns None if ``count`` is not more than 0."""
         released = self._let_go(_least_needed(self._slots, count))
         self.wanted = len(self._slots)
         self.children.on_change()
@@ -331,7 +331,7 @@ class ReplicaSet(Served):
 
     def note_no_capacity(self, slot: Slot, reason: str) -> None:
         """Note that a slot has found no capacity. The slot tries again; but if only load required it, and a replica
-        serves, it is removed."""
+        serves, the slot is removed."""
         self._note_shortage(reason)
         if self.ready and len(self._slots) > self.bounds.min:  # only load required it, and may do so again
             self._slots.remove(slot)
@@ -340,11 +340,11 @@ class ReplicaSet(Served):
             self.children.on_change()
 
     def note_loss(self, loss: ReplicaLoss) -> None:
-        """Note which API keys' requests a lost replica had, for `note_crash`. The replica has ended or may still
-        end."""
+        """Note which API keys' requests a lost replica had, or which key a later report convicts, for `note_crash`.
+        The replica may have ended already."""
         if loss.convicted:
             self._key_losses.convict([loss.replica, loss.earlier], loss.convicted)
-            if loss.earlier in self._crashes:  # at the time of that loss its request was not yet known
+            if loss.earlier in self._crashes:  # the key was not known at that loss
                 self._charge(loss.earlier, self._crashes.pop(loss.earlier))
         elif loss.times == 1:  # repeated reports only confirm the first
             self._key_losses.note(loss.replica, loss.keys)

@@ -79,8 +79,8 @@ class Scripts:
         """A deployment's section, with its scripts' fields where the section sets nothing; also in its versions and
         steps.
 
-        A fused pipeline gets the smallest ``max_batch_size`` of its scripts. A script that fails sets nothing: its
-        replicas report the error.
+        A fused pipeline gets the smallest ``max_batch_size`` of its scripts, and no warm-up. A script that fails sets
+        nothing: its replicas report the error.
         """
         self.run([deployment])
         section: dict[str, Any] = content(deployment)

@@ -270,7 +270,7 @@ class Owner(Protocol):
     children: ChildProcesses
     starter: ReplicaStarter
     shortage: str
-    """See `headwater_server.supervisor.replica_set.ReplicaSet`; a slot that has found capacity empties it."""
+    """See `headwater_server.supervisor.replica_set.ReplicaSet`; a slot with capacity empties it, unless `is_slow`."""
 
     @property
     def ready(self) -> Mapping[str, ReplicaHandle]: ...
@@ -298,8 +298,7 @@ class Slot:
         self.is_kept = True
         """Whether a replica that ends is replaced."""
         self.is_slow = False
-        """Whether each next start waits for a long pause, because too many replicas were lost; until a replica
-        serves."""
+        """Whether starts wait for long pauses, after too many losses of replicas; False once a replica serves."""
         self._owner = owner
         self._place = place
         self._failed_starts = 0
@@ -394,7 +393,7 @@ class Slot:
         return True
 
     async def _see_end(self, replica: ReplicaHandle) -> None:
-        """Wait until a replica has ended, and notify the owner, unless no replica is wanted here any more."""
+        """Follow a replica to its end. The owner is told of a loss, and of the end if another replica is wanted."""
         has_served = self.serves
         if has_served:
             await replica.ending.wait()

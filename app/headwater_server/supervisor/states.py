@@ -38,7 +38,7 @@ class Served:
         """When it entered its state, in seconds of the Unix epoch."""
         self.signature: Signature | None = None
         self.is_set_aside = False
-        """Whether an operator unloaded it; until it is READY or FAILED."""
+        """Whether a command unloads or unloaded it, perhaps to recreate it; until it is READY or FAILED."""
 
     def route(self, workers: int) -> DeploymentRoute:
         """The route that each of ``workers`` gateway workers gets, with the worker's share of limited resources."""
@@ -129,7 +129,7 @@ class VersionsState(Composite):
     def __init__(self, name: str, config: Deployment) -> None:
         super().__init__(name, config)
         self.before: Traffic | None = None
-        """The traffic before its last change; None: the traffic has not changed since the server's start."""
+        """The traffic before its last change; None: the traffic has not changed yet."""
         self.rolled_back = ""
         """Which rollback the last change of the traffic was, and why; empty if it was no rollback."""
 
@@ -205,8 +205,8 @@ class VersionsState(Composite):
         return self.config.with_traffic(Traffic.model_validate(fields))
 
     def update(self, deployments: Mapping[str, DeploymentRoute]) -> None:
-        """See `Composite.update`. The state is the state of the default version. In READY the reason names the versions
-        that are not READY. A reason begins with the rollback, if the last change of the traffic was a rollback."""
+        """See `Composite.update`. In READY the reason names the versions that are not READY. A reason begins with the
+        rollback, if the last change of the traffic was a rollback."""
         if not self.is_loaded:
             return
         versions = {version: deployments[name] for version, name in self.deployments.items()}

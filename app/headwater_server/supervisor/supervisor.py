@@ -131,7 +131,7 @@ class Orchestrator:
     def problems(self) -> Iterable[Problem]:
         """Problems of this machine that prevent replicas of the server's configuration from running."""
         deployments = self._config.all_deployments().values()
-        # Triton itself would end with a mere bus error.
+        # Without shared memory Triton would end with a mere bus error.
         return [*preflight.region_problems(deployments), *preflight.temporary_folder_problems(deployments)]
 
     def warnings(self) -> Iterable[Problem]:
@@ -169,7 +169,7 @@ class Orchestrator:
 
 
 class Supervisor(Front):
-    """Runs a configuration on this machine until a signal stops it.
+    """Runs a configuration on this machine; see `Front`.
 
     Args:
         config: the configuration to serve.
@@ -195,8 +195,8 @@ class Supervisor(Front):
         super().__init__(config, on_serving, control, children, self.orchestrator)
 
     def _note_loss(self, loss: ReplicaLoss) -> None:
-        """Note that a worker lost a replica. If a replica is lost again while it still runs, it is out of order and is
-        ended."""
+        """Note a worker's loss of a replica. A replica that the worker loses `OUT_OF_ORDER` times in a row is ended, if
+        it still runs."""
         self.orchestrator.note_loss(loss)
         replica = self._children.replicas.get(loss.replica)
         if loss.times >= OUT_OF_ORDER and replica is not None and not replica.ending.is_set():
