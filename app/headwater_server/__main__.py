@@ -14,8 +14,8 @@ IMPORTED = (
     "rapidjson", "sniffio", "sse_starlette", "starlette", "tokenizers", "tritonclient", "typing_extensions",
     "typing_inspect", "typing_inspection", "uvicorn", "uvloop", "wrapt", "yaml", "zmq",
 )  # fmt: skip
-"""Top-level third-party modules that Headwater's processes and Triton's stubs import. No folder on PYTHONPATH may hide
-them."""
+"""Top-level third-party modules that Headwater's processes and Triton's stubs import when they start. No folder on
+PYTHONPATH may hide these modules."""
 
 
 def main() -> None:

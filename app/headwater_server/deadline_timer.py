@@ -34,8 +34,8 @@ class DeadlineTimer:
         self._fires_s = math.inf
 
     def start(self) -> None:
-        """Start the timer, unless it runs and fires before the deadline. Called for a first deadline, for a deadline
-        after a time without any, and for a deadline that was moved to an earlier time."""
+        """Start the timer, unless it runs and fires before the deadline. Needed whenever the deadline moves to an
+        earlier time, also from infinity."""
         deadline_s = self._deadline()
         if deadline_s >= self._fires_s:
             return

@@ -8,7 +8,7 @@
     ├── Unauthorized               401  no API key, or the key is not valid
     ├── Forbidden                  403  this client may not do this, or the configuration forbids it
     │   └── ScopeMissing                its API key is valid, but lacks the scope for this request
-    ├── NotFound                   404  unknown model, route, file or running request
+    ├── NotFound                   404  unknown model, version, route, file or running request
     ├── MethodNotAllowed           405
     ├── BodyTooSlow                408  headers or body did not arrive in time
     ├── Conflict                   409  the deployment's state doesn't allow the command
@@ -18,7 +18,7 @@
     ├── UnsupportedMediaType       415  content type or encoding
     ├── Quarantined                422  two replicas were lost while they computed the same request
     ├── QueueFull                  429  a queue has no place for the request; Retry-After
-    ├── RateLimited                429  a limit of the API key is reached, or it is barred from the model; Retry-After
+    ├── RateLimited                429  the API key has reached a limit, or is barred from the model; Retry-After
     ├── HeadersTooLarge            431
     ├── ClientGone                 499  logs and metrics only
     ├── CallableFailed             500  the callable, an operator's command, or the gateway itself failed
@@ -34,7 +34,7 @@
 
     ConfigError                    for the operator: the configuration is wrong; names the field
     StartError                     for the operator: a process can't start
-    CommandError                   for the operator: a running server refused a command, or can't be reached
+    CommandError                   for the operator: a command of `headwater` failed
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ RETRY_AFTER_LOST_S: Final = 2
 
 
 class HeadwaterError(Exception):
-    """Base of the errors that end an HTTP request. All but `ClientGone` are sent to the client.
+    """Base of the errors of HTTP requests. A client may get any of them but `ClientGone`.
 
     A subclass sets ``status``, ``may_quote`` and ``code`` with class keywords, or inherits them.
     """
@@ -219,7 +219,7 @@ class CallableFailed(HeadwaterError, status=500, code="failed"):
     gateway has a bug."""
 
     mismatch: OutputMismatch | None = None
-    """The output that contradicts its declaration."""
+    """The output that contradicts its declaration, if that is the fault."""
 
 
 class ContractBroken(CallableFailed):
@@ -236,8 +236,8 @@ class SharedMemoryFull(HeadwaterError, status=503, may_quote=False, code="unavai
 
 
 class Unavailable(HeadwaterError, status=503, may_quote=False, code="unavailable"):
-    """The deployment is loading, draining, unloaded or crashed; or the server is stopping, or has no memory or no
-    connection left for the request."""
+    """The deployment is loading, draining, unloaded or crashed; the request was not done in time before an unload; or
+    the server is stopping, or has no memory or no connection left for the request."""
 
 
 class ReplicaLost(Unavailable):
@@ -280,7 +280,7 @@ class StartError(Exception):
 
 
 class CommandError(Exception):
-    """A running server refused or failed a command, or can't be reached; the message says why."""
+    """A command of the command line failed, here or on a running server; the message says why."""
 
 
 def openai_error(error: HeadwaterError) -> dict[str, object]:

@@ -57,8 +57,8 @@ def check(
             environment and flags.
         as_json: print ``{"ok", "versions", "python", "machine", "deployments", "problems"}`` rather than text.
         flags: fields that override the file, by dotted path, as in `load_config`.
-        loads: also load the models and call them, one deployment after the other. Models that vLLM computes are not
-            loaded.
+        loads: also load the models, one deployment after the other, and call all but language models. Models that vLLM
+            computes are not loaded.
         python: the value of ``--python``.
 
     Returns:
@@ -67,7 +67,7 @@ def check(
     problems: list[Problem] = []
     config = None
     chosen = ""
-    """The Python that runs the models, and why; empty if no model was named."""
+    """The default Python, and why; empty without a valid configuration or model."""
     paths: tuple[str, ...] = (os.getcwd(),)
     if source is not None and not is_model_reference(str(source)):
         paths = tuple(dict.fromkeys((*paths, str(Path(source).resolve().parent))))

@@ -18,7 +18,7 @@ def write_template(kind: str, folder: Path) -> list[Path]:
 
     Args:
         kind: one of `KINDS`.
-        folder: the folder to write to; it is created if it doesn't exist.
+        folder: the folder to write to; created if missing.
 
     Returns the paths of the written files.
 

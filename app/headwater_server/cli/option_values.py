@@ -107,12 +107,7 @@ def read_size(text: str) -> int:
 
 
 def add_report_options(command: argparse.ArgumentParser, page: str) -> None:
-    """Add ``--json`` and ``--html``.
-
-    Args:
-        command: the command's parser.
-        page: a description of the HTML page, for the help text.
-    """
+    """Add ``--json`` and ``--html``; ``page`` describes the HTML page in the help text."""
     command.add_argument("--json", type=Path, metavar="FILE", help="write all figures as JSON")
     command.add_argument("--html", type=Path, metavar="FILE", help=f"write {page}; needs headwater-server[reports]")
 

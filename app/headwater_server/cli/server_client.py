@@ -164,7 +164,7 @@ class ServerClient:
         return str(content.get("name", "")), str(content.get("version", ""))
 
     def models(self) -> list[str]:
-        """The names of the ready models; empty if the server doesn't list its models.
+        """The names of the ready models; empty if no model is ready, or the server doesn't list its models.
 
         Raises:
             CommandError: see `about`.
@@ -292,8 +292,8 @@ def tls_context(url: str) -> ssl.SSLContext:
 
 
 def status_table(index: Sequence[Mapping[str, Any]]) -> str:
-    """The models as a text table, with a column for nodes if replicas run on other machines, followed by a table of the
-    package versions that their replicas use."""
+    """The models as a text table, with a column for nodes on a cluster, followed by a table of the package versions
+    that replicas use."""
     rows = [("MODEL", "VERSION", "STATE", "REPLICAS", "DEVICES", "NODES", "SINCE", "REASON"), *map(_cells, index)]
     at = rows[0].index("NODES")
     is_cluster = any(row[at] for row in rows[1:])

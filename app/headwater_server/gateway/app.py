@@ -75,7 +75,7 @@ def create_app(
     Args:
         models: the models to serve; they may change while the application runs.
         server: limits and switches.
-        routers: further routes, which need the supervisor.
+        routers: further routes: commands, status and metrics.
         keys: the API keys, required for every request except for health and pages; None: no request needs a key, but
             see `headwater_server.security.operator`.
         cors_origins: origins of web pages whose scripts may send requests.

@@ -34,15 +34,15 @@ class Parts(NamedTuple):
     connect: Connect
     """Makes the clients of replicas other than vLLM's."""
     budget: QueueBudget
-    """Limits the requests that wait in all deployments of tensors together."""
+    """Limits the requests that wait in this worker, in all deployments of tensors together."""
     tls: PeerTls | None
     """The cluster's TLS; None: there is no cluster with TLS."""
     find: Callable[[str], Dispatcher | None]
     """Finds the dispatcher of a version, or of a graph's step, by its name."""
     on_quarantined: Callable[[str, bytes], None]
-    """Called with the model and the fingerprint of a request that was in two lost replicas."""
+    """See `headwater_server.gateway.models.Models.on_quarantined`."""
     on_lost: Callable[[ReplicaLoss], None]
-    """Called with the report of each lost replica."""
+    """See `headwater_server.gateway.models.Models.on_lost`."""
 
 
 def make_dispatcher(route: DeploymentRoute, parts: Parts) -> Dispatcher:

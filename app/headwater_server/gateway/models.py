@@ -111,7 +111,7 @@ class Models:
 
     Args:
         connect: makes the clients of replicas other than vLLM's; tests pass a fake.
-        budget: limits the requests that wait in all deployments together. Language models have separate limits.
+        budget: limits the requests that wait in all deployments of tensors together, in this worker.
         tls: the cluster's TLS, for replicas on other machines; None: there is no cluster with TLS.
     """
 
@@ -125,10 +125,10 @@ class Models:
         self._models: dict[str, ServedModel] = {}
         self._adapters: dict[str, ServedModel] = {}
         self.on_quarantined: Callable[[str, bytes], None] = lambda model, fingerprint: None
-        """Called with the model and the fingerprint of a request that was in two lost replicas."""
+        """Called with the model and the fingerprint of a request that took two replicas down."""
         self.on_lost: Callable[[ReplicaLoss], None] = lambda loss: None
-        """Called with the report of each replica that this worker lost, and again once it is known which request ended
-        the replica."""
+        """Called with the report of each replica that this worker lost, and again once a request with an API key has
+        taken two replicas down."""
         self.cancel_elsewhere: Callable[[str], Awaitable[int]] = _nowhere
         """Cancels the sequences and streams with this id in the other workers. Returns their number."""
         self.is_draining = False
@@ -205,8 +205,8 @@ class Models:
         return versions.shadow if versions is not None and is_one else None
 
     def quarantine(self, name: str, fingerprint: bytes) -> None:
-        """Refuse requests with this fingerprint: another worker has seen such a request in two lost replicas of this
-        model."""
+        """Refuse requests with this fingerprint: in another worker such a request took two replicas of this model
+        down."""
         dispatcher = self._dispatcher(name)
         if dispatcher is not None:
             dispatcher.quarantine(fingerprint)
@@ -237,7 +237,7 @@ class Models:
 
     def choose(self, scope: Scope, name: str, version: str | None = None) -> ServedModel:
         """Find the deployment that answers a request. If it has versions, this is the named version, or a version
-        chosen by the shares of traffic; or the deployment itself, if it accepts no requests now.
+        chosen by `VersionsDispatcher.chosen`; or the deployment itself, if it accepts no requests now.
 
         Args:
             scope: the request's ASGI scope. If a version answers, its ``state`` then has the version.

@@ -1,5 +1,5 @@
 """Samples the queues and engines of a gateway worker: many times a second for the supervisor's scaling, and, for the
-gauges, every second and on each scrape.
+gauges, every second and for each answer with metrics, status or statistics.
 
 Sampling costs requests nothing, unlike counters in their path. Without metrics, the load of deployments that don't
 scale by load is not sampled.

@@ -196,8 +196,8 @@ async def _run(settings: WorkerSettings, listener: socket.socket) -> str:
         models.close()
 
     async def drain() -> None:
-        """Once the table says so, answer the requests in flight, for at most ``shutdown_timeout_s``, then end. New
-        requests are refused with 503 by `Models`."""
+        """Once the routing table is draining, answer the requests in flight, for at most ``shutdown_timeout_s``, then
+        end. The dispatchers refuse new requests with 503."""
         await draining.wait()
         deadline_s = time.monotonic() + options.shutdown_timeout_s
         while not models.is_idle and time.monotonic() < deadline_s:  # noqa: ASYNC110 - polled only at the end

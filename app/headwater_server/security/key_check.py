@@ -57,16 +57,16 @@ class KeyRing:
         return [key.name for key in keys]
 
     def admit(self, scope: Scope) -> None:
-        """Find a request's key, and admit the request if the key has the right scope and is within its limits.
+        """Find a request's key, and admit the request if the key has the right scope and `KeyLimits.enter` allows it.
 
-        Afterwards ``scope["state"]`` has ``key``, the key's name, which the access log shows. If the key has limits,
-        ``scope["state"]`` also has ``key_limits``; the caller must call their `KeyLimits.leave` when the request ends.
-        On a route that requires no key, a request with a valid key sets ``key`` but no ``key_limits``.
+        If the key is valid, ``scope["state"]`` then has ``key``, the key's name, which the access log shows. On a route
+        that requires a key, the state also has ``key_limits`` if the key has limits: the caller must call
+        `KeyLimits.leave` when the request ends.
 
         Raises:
             Unauthorized: the route requires a key, and the request has no key or an unknown key.
             ScopeMissing: the key has no scope that the route requires.
-            RateLimited: a limit of the key is reached.
+            RateLimited: see `KeyLimits.enter`.
         """
         scopes = scopes_for(scope["method"], scope["path"])
         state: dict[str, Any] = scope["state"]

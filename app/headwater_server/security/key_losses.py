@@ -24,7 +24,7 @@ class KeyLosses:
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
         self._had: dict[str, set[str]] = {}
-        """By replica, the keys of the requests that it had when it was lost; "" for a request without a key."""
+        """By lost replica, the keys of its requests ("" for a request without a key), or only the convicted key."""
         self._losses: dict[str, list[float]] = {}
         """By key, the times of the losses that count against the key."""
 

@@ -34,7 +34,7 @@ def known_keys(path: Path | None, environment: Mapping[str, str] = os.environ) -
 
     Args:
         path: the file; None: there is no file.
-        environment: the environment, which may have `ENVIRONMENT_NAME`.
+        environment: may have `ENVIRONMENT_NAME`.
 
     Raises:
         ConfigError: the keys can't be read, or are invalid; or a name or a key is in both sources.

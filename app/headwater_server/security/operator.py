@@ -1,5 +1,5 @@
-"""Guards operators' commands: only a local user or an admin key may load and unload models, and no web page of another
-server may."""
+"""Guards operators' commands on models: with API keys only an admin key may send them, without keys only a local user,
+and a web page of another server never."""
 
 from __future__ import annotations
 
@@ -28,11 +28,7 @@ def is_loopback(address: Any) -> bool:
 
 def warn_if_exposed(address: Any) -> None:
     """Log a warning if a server without API keys is reachable from other machines: anyone may use its models, and
-    operators' commands are refused.
-
-    Args:
-        address: the address of the server's socket, as from `socket.socket.getsockname`.
-    """
+    operators' commands are refused. ``address`` is as for `is_loopback`."""
     if not is_loopback(address):
         text = "other machines reach %s; without API keys, anyone may use every model, and commands such as load are "
         logger.warning(text + "refused: see security.keys_file", address[0])
@@ -60,7 +56,7 @@ class OperatorGuard:
         """Check by a request's headers that it may command the server; lookups in ``headers`` must ignore case.
 
         Raises:
-            Forbidden: the request may not command the server; the message says why.
+            Forbidden: the message says why.
         """
         host = headers.get("host", "")
         if not self._has_keys:

@@ -1,4 +1,5 @@
-"""Rate limits of API keys over all gateway workers: requests per second, requests at once, tokens per minute.
+"""Rate limits of API keys over all workers of a server (on a cluster: of a gateway): requests per second, requests at
+once, tokens per minute.
 
 Each key with limits has a small file that all workers map into memory. So a client with a single connection, which
 reaches a single worker, gets everything that its key allows, and not only a worker's share of it.

@@ -60,7 +60,7 @@ def load_pair(context: ssl.SSLContext, certificate: tuple[str, Path], key: tuple
     Args:
         context: the context of a server or a client.
         certificate: the configuration field of the certificate's file, for messages, and the file's path.
-        key: the configuration field of the private key's file, for messages, and the file's path.
+        key: the same for the private key.
 
     Raises:
         ConfigError: a file can't be read, the key's mode lets its group write it or other users read it, the key has a

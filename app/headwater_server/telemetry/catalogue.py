@@ -1,8 +1,8 @@
 """All metrics series that Headwater defines: their meaning, kind and labels.
 
-The number of values of each label is bounded: names of deployments, heads, steps, outputs, versions and replicas come
-from the configuration and the models, and all other values come from fixed lists. No value that a client sends becomes
-a label. `docs/metrics.md` has the series as a table.
+The number of values of each label is bounded: deployments, heads, steps, outputs, versions, replicas, processes and
+numbers of rows follow from the configuration and the models, and all other values come from fixed lists. No value that
+a client sends becomes a label. `docs/metrics.md` has the series as a table.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ CATALOGUE: Final[dict[str, Series]] = {
         Series("process_start_time_seconds", "gauge", "Start time, in seconds since the Unix epoch.", ("process",)),
     )
 }
-"""The series that ``/metrics`` exposes, by name."""
+"""Headwater's series at ``/metrics``, by name."""
 
 ALL_SERIES: Final = {
     **CATALOGUE,

@@ -22,7 +22,7 @@ reader reads slots in ascending order, and so never sees more ended than accepte
 
 
 class _Instrument:
-    """A record in a store. Only a single thread of a single process writes it."""
+    """A record in a store. Never written by two processes, nor by two threads at once."""
 
     def __init__(self, store: Store, name: str, *labels: str, numbers: int = 1) -> None:
         self._slots = store.slots

@@ -1,12 +1,13 @@
-"""The counts of all processes of a server, in files that every process can read without asking another process.
+"""The counts of a server's supervisor and gateway workers, in files that each of these processes can read without
+asking another process.
 
 The folder contains
 
 - ``worker-I.N`` for each gateway worker, with its index I and a unique number N, and ``supervisor``: files of
   `headwater_server.telemetry.store`. If a worker starts while the disk is full, its file is a link to a file in memory;
-- ``ended``: the counts and the names of workers that have ended. This file is replaced as a whole before a worker's
-  file is removed. A reader counts everything exactly once if it reads the workers' files first, then ``ended``, and
-  ignores the files of workers that ``ended`` names;
+- ``ended``: the counts of ended workers and of a removed ``supervisor``, and the latest workers' names. This file is
+  replaced as a whole before a worker's file is removed. A reader counts everything exactly once if it reads the
+  workers' files first, then ``ended``, and ignores the files of workers that ``ended`` names;
 - ``state``: the supervisor's gauges. This file is replaced as a whole, so that it has no obsolete gauges.
 """
 
@@ -51,7 +52,7 @@ class _Ended(msgspec.Struct):
 
 
 class Ledger:
-    """Creates and updates the files; used by the supervisor.
+    """Creates and updates the files, for the supervisor.
 
     Args:
         folder: the folder, which is created here. Other users must not have access to its parent.
@@ -71,7 +72,7 @@ class Ledger:
         self._in_memory: dict[Path, int] = {}
         """Descriptors of the workers' files in memory, by path."""
         self._unread: list[Path] = []
-        """Files of ended workers that are not yet in ``ended``, because it could not be written (full disk)."""
+        """Files of ended workers whose counts are not yet in ``ended``."""
 
     @property
     def is_damaged(self) -> bool:
@@ -79,8 +80,8 @@ class Ledger:
         return not (self._folder / _SUPERVISOR).exists()
 
     def restore(self) -> None:
-        """Create removed files again, with the counts of the supervisor and of ended workers. Files of workers are not
-        created again.
+        """Write ``ended`` again, and ``supervisor`` if this file was removed: then the supervisor's counts so far go
+        into ``ended``.
 
         Raises:
             OSError: a file can't be created; `is_damaged` doesn't change then.
@@ -162,14 +163,14 @@ class Ledger:
 
 
 class Totals(NamedTuple):
-    """The counts of all processes of a server."""
+    """The counts of all files of a server together."""
 
     records: Records
-    """The records by key. A counter or gauge has a single number; for the numbers of a histogram see
+    """The records by key. A counter or gauge of `CATALOGUE` has a single number; for the numbers of a histogram see
     `headwater_server.telemetry.instruments.Histogram`."""
     pids: dict[str, int]
-    """The process ids of the server's live processes, by name: ``supervisor`` (0 if its file is missing), and
-    ``worker-I`` for the gateway worker with index I."""
+    """Process ids by name: ``supervisor`` (0 if its file is missing), and ``worker-I`` for the gateway worker with
+    index I."""
 
 
 def read_totals(folder: Path) -> Totals:
@@ -279,7 +280,7 @@ def together(parts: Iterable[Counts]) -> Counts:
 
 
 async def read_records(folder: Path | None) -> Records:
-    """The counts of all processes of the server; ``folder`` None: the counts of this process only."""
+    """The counts in a server's folder; ``folder`` None: the counts of this process only."""
     if folder is None:
         return merged([recorder().store.snapshot().records])
     return (await asyncio.to_thread(read_totals, folder)).records

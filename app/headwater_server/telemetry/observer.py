@@ -86,7 +86,7 @@ class Observer:
         return self._ledger is not None and self._ledger.is_damaged
 
     def has_file(self, index: int) -> bool:
-        """Whether the counts file of the gateway worker with this index exists; True if the worker needs no file."""
+        """False if the counts file of the gateway worker with this index was removed; else True."""
         path = self._workers.get(index)
         return path is None or path.exists()
 
@@ -138,8 +138,8 @@ class Observer:
             self._write()
 
     def see_replicas(self, views: Iterable[ReplicaView]) -> None:
-        """Measure the threads, memory and GPU use of all replicas. Takes a millisecond or more. The values are
-        published with the next update of any other metric, or by `watch`."""
+        """Measure the threads, memory and GPU use of all replicas with processes. Takes a millisecond or more. The
+        values are published with the next update of any other metric, or by `watch`."""
         replicas = [view for view in views if view.group or view.use is not None]
         uses = group_uses({view.group for view in replicas if view.use is None})
         values: dict[SeriesKey, int] = {}

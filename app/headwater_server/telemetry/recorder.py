@@ -1,11 +1,11 @@
 """The process's recorder of metrics, with a meter for each deployment.
 
-A gateway worker and the supervisor give the recorder a file when they start (`use`); until then, and in tests, it
-counts in memory. Objects that count often keep a reference to their meter.
+A gateway worker and the supervisor give the recorder a file when they start (`use`); until then, without metrics, and
+in tests, the recorder counts in memory. Objects that count often keep a reference to their meter.
 
 A request is accepted as soon as its deployment is known (`accept`), and then ends with exactly one outcome (`leave`),
 so that accepted = sum over all outcomes + in flight, for every deployment and route. A request that is refused earlier,
-because of its method, its JSON or an unknown model, counts only in `headwater_http_requests_total`.
+such as for its method, its API key or an unknown model, counts only in `headwater_http_requests_total`.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ class Recorder:
 
     @property
     def folder(self) -> Path | None:
-        """The folder with the counts of all processes of the server; None: this process counts in memory."""
+        """The folder of the server's files of counts; None: this process has no such file."""
         return None if self.store.path is None else self.store.path.parent
 
     def tally(self, deployment: str) -> Tally:

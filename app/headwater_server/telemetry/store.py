@@ -120,7 +120,7 @@ class Store:
     def record(self, key: SeriesKey, numbers: int) -> int:
         """The slot of a record's first number. A missing record is appended, with zeros.
 
-        If the file is full, the returned slots are never read.
+        If the file is full, the returned slots belong to no record of the file.
         """
         slot = self._records.get(key)
         if slot is None:

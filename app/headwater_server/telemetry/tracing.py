@@ -6,8 +6,8 @@ tracing on, `headwater_server.gateway.worker` calls `use`, `headwater_server.gat
 request's `Trace`, and the code that serves the request adds spans afterwards, from times that are measured anyway.
 
 Names and attributes follow OpenTelemetry's semantic conventions for HTTP. Attributes that the conventions don't define
-begin with ``headwater.``. From a client, a span has only the path, the method and the request id; from an error, only
-its class name.
+begin with ``headwater.``. From a client, a span has only the path, the method, the request id and the trace context;
+from an error, only its class name.
 """
 
 from __future__ import annotations
@@ -168,8 +168,7 @@ class Trace:
         return span
 
     def end(self, scope: Mapping[str, Any], status: int, error: HeadwaterError | None) -> None:
-        """End the trace with the answer's status; 499: the client disconnected. Only the class name of ``error`` gets
-        into the span."""
+        """End the trace with the answer's status; 499: the client disconnected."""
         from opentelemetry.trace.status import StatusCode
 
         span = self._span

@@ -28,7 +28,7 @@ class Fault(NamedTuple):
     answer; ``timeout``: no complete answer in time; ``bad answer``: status 200, but the answer violates the protocol;
     ``stream``: an error among the events of a stream."""
     status: int | None
-    """The status of the answer, or of the error event in a stream; None if it has no status."""
+    """The status of the answer, or of the error event in a stream; None without a status."""
     reason: str
 
     def __str__(self) -> str:

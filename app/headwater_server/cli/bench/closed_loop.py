@@ -97,8 +97,8 @@ async def until_gone(
 ) -> None:
     """Wait for a run's tasks, and expire late requests. Cancel the tasks when the run is stopped or the server is gone.
 
-    Sets ``outcomes.ended`` and ``outcomes.cpu_share``, and closes the dialler. Raises the exception of a task, if a
-    task has raised.
+    Sets ``outcomes.ended`` and ``outcomes.cpu_share``, and closes the dialler. Raises the exception of a task
+    that has failed.
     """
     cpu_s, since_s = time.thread_time(), time.perf_counter()
     whole = asyncio.gather(*tasks, return_exceptions=True)

@@ -160,7 +160,7 @@ class Dialler:
         self._tls = tls_context(url) if is_tls else None
         self._open: set[Connection] = set()
         self.failing_since_s: float | None = None
-        """Time since which connecting has failed; None if the last attempt succeeded."""
+        """Time of the first failed attempt since the last success; None: no attempt has failed since."""
         self.last_reason = ""
         """Why the last failed attempt failed; empty if no attempt failed."""
 

@@ -81,7 +81,7 @@ class Load(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """A run of a generator process."""
+    """A run, or the part of a run that a generator process makes."""
 
     target: RequestSet
     load: Load

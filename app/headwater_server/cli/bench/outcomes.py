@@ -57,7 +57,8 @@ def distribution_ms(values_s: Sequence[float]) -> dict[str, float | int | None]:
 
 @dataclass
 class Outcomes:
-    """Counts, rates and times of the requests sent in the measured time. Times count good answers only."""
+    """Counts, rates and times of the requests sent, or due, in the measured time. `latencies_s`, `first_token_s`,
+    `gaps_s` and `per_token_s` are of good answers only."""
 
     latencies_s: array[float] = field(default_factory=_floats)
     first_token_s: array[float] = field(default_factory=_floats)

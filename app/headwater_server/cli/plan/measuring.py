@@ -67,7 +67,7 @@ class Measured:
     device_bytes: int = 0
     """GPU memory of all replicas together, at the end of the load."""
     device: str = "cpu"
-    """The device on which the model computed, such as ``cuda:0``."""
+    """The device on which the model computed, such as ``cuda:0``; of several devices, the first by name."""
     cache_bytes: int = 0
     """The computed part of a replica's memory that is the filled key/value cache; 0 if there is none, or if its size is
     unknown."""
@@ -204,7 +204,7 @@ def _check(outcomes: Outcomes, memory: ServerMemory, point: Point) -> None:
 
 
 def _mean_rows(subject: Subject, server: PlanServer) -> float:
-    """Average number of rows in a call, from the statistics of the worker that answers."""
+    """Average number of rows in a call; without metrics, in calls of the worker that answers."""
     stats = server.get(f"/v2/models/{subject.name}/stats")["model_stats"][0]
     return int(stats["inference_count"]) / max(1, int(stats["execution_count"]))
 

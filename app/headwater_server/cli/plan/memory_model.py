@@ -94,7 +94,7 @@ class MemoryModel:
     """The formula in this module's docstring, with its terms in bytes."""
 
     server: float
-    """The supervisor and the gateway workers."""
+    """The supervisor, the gateway workers, and the processes that fork replicas."""
     files: float
     """Pages of libraries and other files, which all processes share."""
     host: ReplicaTerms

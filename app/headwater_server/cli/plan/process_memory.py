@@ -109,7 +109,7 @@ def add_up(server: Sequence[ProcessMemory], replicas: Sequence[Sequence[ProcessM
     """Sum over processes.
 
     Args:
-        server: the supervisor and the gateway workers.
+        server: the processes of `ServerMemory.server`.
         replicas: the processes of each replica.
         own_dir: folder whose files, like shared memory, count for a replica instead of as shared files.
     """

@@ -66,11 +66,11 @@ class Profile:
     point: Point | None
     """The size; None if the profile is left out."""
     note: str
-    """How the profile was scaled down, or why it is left out; otherwise empty."""
+    """How the profile was scaled down, or why it has another profile's size or is left out; otherwise empty."""
     trial: Trial | None = None
-    """The prediction, and the figures or error from running the file; None if the profile is left out."""
+    """The prediction, and the figures or error from running the file; None without a file."""
     file: Path | None = None
-    """The file of its configuration; None if the profile is left out."""
+    """The configuration's file; None if the profile is left out, and with ``--from-sizes``."""
 
 
 def recommend(

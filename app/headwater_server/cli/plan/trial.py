@@ -47,7 +47,7 @@ class Trial:
     rounds: list[Measured] = field(default_factory=list)
     """The rounds that succeeded."""
     error: str = ""
-    """Why the size, or its last round, could not be measured, on one line; empty if it was measured."""
+    """Why the size, or its last round, could not be measured, on one line; empty: measured, or not run."""
     first_error: str = ""
     """Why the first attempt failed, if there was a second attempt."""
 

@@ -52,7 +52,8 @@ class Started(NamedTuple):
 
 def plan_vllm(options: argparse.Namespace, config: Config, name: str, progress: Callable[[str], None]) -> int:
     """Start vLLM, propose options, start vLLM with these options, and report. Returns the exit status: 0, or `NOT_HELD`
-    if the proposed sequences don't fit into the cache of the second start, or that start takes too much memory.
+    if the proposed sequences don't fit into the cache of the second start, or, on the CPU, that start takes too much
+    memory.
 
     ``options.no_verify`` leaves out the second start, and ``options.dry_run`` both.
 

@@ -39,7 +39,7 @@ class Table:
     rows: Sequence[Sequence[str | int | float]]
     caption: str = ""
     flagged: frozenset[int] = frozenset()
-    """Indices of the rows that are marked as unreliable."""
+    """Indices of the rows that are shown in red."""
     template: ClassVar = "table"
 
 

@@ -57,8 +57,8 @@ def chosen_model(models: Models, scope: Scope, name: str, kind: Route, mapping: 
 
 
 def rows_at_once(count: int, queue_size: int) -> int:
-    """The number of rows in a call: all rows if the queue can hold them, else half a queue but at least 1, for calls in
-    sequence."""
+    """The number of rows in a call: all rows if a queue of ``queue_size`` can hold them, else half a queue but at least
+    1, for calls in sequence."""
     return count if count <= queue_size else max(1, queue_size // 2)
 
 

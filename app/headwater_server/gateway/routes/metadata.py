@@ -38,13 +38,13 @@ def health_routes(models: Models, *, has_keys: bool = False) -> APIRouter:
 
     Args:
         models: all models of this worker.
-        has_keys: whether there are API keys. These routes need no key, but the answer to a request without a key has
-            neither reasons nor names.
+        has_keys: whether there are API keys. These routes need no key, but the answer to a request without a valid key
+            doesn't say why a model isn't ready, and names no other models.
     """
     router = APIRouter(tags=["health"])
 
     def is_stranger(request: Request) -> bool:
-        """Whether the server has API keys and the request has no key."""
+        """Whether the server has API keys and the request has no valid key."""
         return has_keys and "key" not in request.scope.get("state", {})
 
     def find(request: Request, name: str, version: str | None = None) -> ServedModel:

@@ -1,8 +1,8 @@
 """``GET /metrics`` in Prometheus' text format or OpenMetrics', and ``GET /v2/status``, the status page's data as JSON.
 
-Both give the counts of all processes since the server's start; without metrics, ``/v2/status`` has only its worker's
-counts. ``/metrics`` adds the series of the replicas' Triton and vLLM. A client of ``/v2/status`` computes rates from
-two answers.
+Both give the counts of the supervisor and all workers since the server's start; without metrics, ``/v2/status`` has
+only its worker's counts. ``/metrics`` adds the series of the replicas' Triton and vLLM. A client of ``/v2/status``
+computes rates from two answers.
 """
 
 from __future__ import annotations
