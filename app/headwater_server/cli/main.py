@@ -85,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     check = commands.add_parser("check", help="check the environment and, if given, a configuration or model")
     check.add_argument("what", nargs="?", metavar="CONFIG | MODULE:CLASS | KIND:PATH", help="as for `headwater serve`")
     check.add_argument("--json", action="store_true", help="print JSON")
-    check.add_argument("--load", action="store_true", help="also load all models, and call models without streams")
+    check.add_argument("--load", action="store_true", help="also load all models, and call all but language models")
     check.add_argument("--host")
     check.add_argument("--port", type=int)
     add_python_option(check)

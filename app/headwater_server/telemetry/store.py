@@ -124,7 +124,10 @@ class Store:
         """
         slot = self._records.get(key)
         if slot is None:
-            slot = self._records[key] = self._append(key, numbers)
+            slot = self._append(key, numbers)
+            if slot is None:
+                return self._capacity - numbers
+            self._records[key] = slot
         return slot
 
     def numbers(self, key: SeriesKey, count: int) -> list[int]:
@@ -150,13 +153,14 @@ class Store:
             except Exception:  # the other writes must still happen
                 logger.exception("metrics: some numbers can't be written")
 
-    def _append(self, key: SeriesKey, numbers: int) -> int:
+    def _append(self, key: SeriesKey, numbers: int) -> int | None:
+        """Append a record. Returns the slot of its first number; None: the file is full."""
         name = json.dumps([key.name, *key.labels], separators=(",", ":")).encode()
         name_slots = -(-len(name) // SLOT_BYTES)
         begin = self.slots[_USED]
         first = begin + 2 + name_slots
         if not self._has_capacity(first + numbers):
-            return self._capacity - numbers
+            return None
         self.slots[begin] = 2 + name_slots + numbers
         self.slots[begin + 1] = len(name)
         self.slots[begin + 2 : first] = memoryview(name.ljust(name_slots * SLOT_BYTES)).cast("q")

@@ -145,6 +145,8 @@ def test_a_record_beyond_the_capacity_is_not_counted_and_harms_nothing(
     records = read_store(path).records
     assert 100 < len(records) < 3000
     assert set(map(tuple, records.values())) == {(1,)}
+    keys = [SeriesKey("headwater_retries", (f"deployment-{number}",)) for number in range(3000)]
+    assert [store.numbers(key, 1) for key in keys] == [records.get(key, [0]) for key in keys]
     assert sum("no space" in record.message for record in caplog.records) == 1
 
 
