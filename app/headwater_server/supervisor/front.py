@@ -50,7 +50,7 @@ CONTROL: Final = "control"
 FOLDER_EVERY_S: Final = 1.0
 """Seconds between checks whether somebody has removed the runtime folder or files in it."""
 WORKER_END_TIMEOUT_S: Final = 5.0
-"""Seconds that a gateway worker may take to end once nothing is in flight in it."""
+"""Seconds after ``shutdown_timeout_s`` at which a stop kills gateway workers; both count from the stop's beginning."""
 
 
 class Workers:
