@@ -29,7 +29,9 @@ NAMED = re.compile(r"``[^`]*``|`[^`]*`|\[[^\]]*\]\([^)]*\)|https?://\S+")
 
 def modules(root: str) -> list[Path]:
     """The modules of a root, without templates, which are a user's, and built files."""
-    return [path for path in (ROOT / root).rglob("*.py") if not {"templates", "build"} & {*path.relative_to(ROOT).parts}]
+    return [
+        path for path in (ROOT / root).rglob("*.py") if not {"templates", "build"} & {*path.relative_to(ROOT).parts}
+    ]
 
 
 def texts(path: Path) -> Iterator[str]:
