@@ -81,6 +81,7 @@ wheel: $(VENV)/.dev  ## build both wheels in dist/, the server's compiled for th
 	    "On Debian: apt-get install gcc python3-dev" >&2; exit 1; }
 	@rm -rf build/lib.* build/temp.* inference/build dist/headwater-*.whl dist/headwater_server-*.whl
 	@$(PIP) wheel --no-deps --no-build-isolation -w dist ./inference
+	@rm -rf inference/build  # the tests read all modules of the source roots
 	@echo "Compiling (minutes) ..."
 	@mkdir -p build  # not by pip, which would compile twice
 	@HEADWATER_COMPILE=1 $(BIN)/python -c 'from setuptools import build_meta; build_meta.build_wheel("dist")' \
