@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-from headwater.reference import is_language_model
 from headwater_server.cli.option_values import check_writable, config_flags, write_file
 from headwater_server.cli.plan.known_sizes import known_sizes_text, read_sizes
 from headwater_server.cli.plan.measuring import weigh_deployment
@@ -62,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
     name = choose_deployment(config, options.deployment)
     if config.deployments[name].is_vllm:
         return plan_vllm(options, config, name, _progress)
-    if is_language_model(config.deployments[name].model or ""):
+    if config.deployments[name].is_language_model:
         _refuse(options, ("batch_sizes",), f"expected --sequences, since {name} is a language model")
     else:
         _refuse(options, ("sequences", "tokens"), f"expected a language model, got {name}")
