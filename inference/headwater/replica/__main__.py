@@ -55,8 +55,10 @@ def main() -> None:
     status_fd, binder = int(sys.argv[3]), BinderClient(int(sys.argv[4]), directory)
     os.set_inheritable(status_fd, False)
 
+    reporting = threading.RLock()
+
     def report(status: ReplicaStatus) -> None:
-        with contextlib.suppress(BrokenPipeError):  # the supervisor is gone; the guardian will end us
+        with reporting, contextlib.suppress(BrokenPipeError):  # the supervisor is gone; the guardian will end us
             os.write(status_fd, msgspec.json.encode(status) + b"\n")
 
     def fail(error: Exception) -> None:
@@ -64,6 +66,7 @@ def main() -> None:
         explained_causes = (type(None), ImportError, SyntaxError, DeclarationError)
         if not isinstance(error, ModelError) or not isinstance(error.__cause__, explained_causes):
             traceback.print_exception(error)  # shows where in the user's code the error arose
+        reporting.acquire()  # held until the end, so that no other thread reports anything after the failure
         report(msgspec.structs.replace(status, imported=imported_files(spec.user_paths, error)))
         sys.stderr.flush()
         os._exit(1)

@@ -116,7 +116,8 @@ BINDER = """
 import json, os, sys
 with open(os.environ["SAID"], "a") as said:
     print(json.dumps({"pid": os.getpid(), "orig": sys.orig_argv[2], "environment": dict(os.environ)}), file=said)
-os.read(int(sys.argv[1]), 1)
+while os.read(int(sys.argv[1]), 1):
+    pass
 """
 
 
