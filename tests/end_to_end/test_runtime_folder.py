@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 
 import httpx
 
-from tests.running import serve, wait_for
+from tests.running import Running, serve, wait_for
+
+
+def answers(running: Running) -> bool:
+    """Whether a request is answered. A worker that is replaced closes idle connections, perhaps when the client begins
+    a request."""
+    with contextlib.suppress(httpx.TransportError):
+        return running.infer("one", [1.0], shape=[1, 1]).status_code == 200
+    return False
 
 
 def test_a_server_whose_runtime_folder_is_removed_says_so_and_serves_again_and_ends_when_told() -> None:
@@ -15,7 +24,7 @@ def test_a_server_whose_runtime_folder_is_removed_says_so_and_serves_again_and_e
         mode = folder.stat().st_mode
         shutil.rmtree(folder)
         wait_for(lambda: f"the runtime folder {folder} was removed" in running.log.read_text(), 60, "the log line")
-        wait_for(lambda: running.infer("one", [1.0], shape=[1, 1]).status_code == 200, 180, "an answer")
+        wait_for(lambda: answers(running), 180, "an answer")
         assert folder.stat().st_mode == mode
         for path in ("/metrics", "/v2/status"):
             assert running.get(path).status_code == 200
