@@ -173,7 +173,8 @@ def shortage_of(error: BaseException) -> Shortage | None:
         return Shortage(error.errno, text)
     if isinstance(error, RuntimeError) and str(error) == "can't start new thread":
         return Shortage(errno.EAGAIN, text)
-    return shortage_in([text]) if isinstance(error, ImportError) else None  # the shared-library loader's shortage
+    # The shared-library loader's shortage, or that of a `LoadError` with its cause only in words.
+    return shortage_in([text]) if isinstance(error, (ImportError, LoadError)) else None
 
 
 def shortage_in(lines: Iterable[str], prefix: str = "") -> Shortage | None:

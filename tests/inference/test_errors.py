@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import errno
+import os
 
 import pytest
 
-from headwater.errors import CAUSE_CHARACTERS, shortage_in, shortage_of, text_for_clients
+from headwater.errors import CAUSE_CHARACTERS, LoadError, Problem, shortage_in, shortage_of, text_for_clients
 
 
 @pytest.mark.parametrize(
@@ -39,6 +40,15 @@ def test_a_long_text_is_cut() -> None:
 def test_a_shortage_says_what_the_machine_lacks(error: Exception, text: str) -> None:
     assert text in str(shortage_of(error))
     assert text in str(shortage_in(["one line", f"another: {error}"])) or isinstance(error, RuntimeError)
+
+
+def test_a_load_errors_shortage_is_in_its_cause_or_without_a_cause_in_its_reason() -> None:
+    text = os.strerror(errno.EMFILE)
+    in_words = LoadError(Problem("model m", f"config.json can't be read: {text}", "correct it"))
+    assert "lacks" in str(shortage_of(in_words))
+    caused = LoadError(Problem("model m", f"its code logged: {text}", "correct it"))
+    caused.__cause__ = ValueError("no weights")
+    assert shortage_of(caused) is None
 
 
 @pytest.mark.parametrize("error", [FileNotFoundError(errno.ENOENT, "none"), RuntimeError("no weights"), ValueError()])

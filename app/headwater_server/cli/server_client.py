@@ -313,7 +313,7 @@ def command_line(action: str, answer: Mapping[str, Any]) -> str:
     if "drained" in answer:
         parts.append(f"{answer['drained']} requests finished, {answer['ended']} ended")
         freed = answer["freed"]
-        text = f"freed {freed['host_bytes'] / MIB:.0f} MiB"
+        text = "freed an unknown size" if freed["host_bytes"] is None else f"freed {freed['host_bytes'] / MIB:.0f} MiB"
         if freed["gpu_bytes"] is not None:
             text += f", {freed['gpu_bytes'] / MIB:.0f} MiB on GPUs"
         parts.append(text)

@@ -262,12 +262,12 @@ class Uplink:
 
 def _without(route: DeploymentRoute, away: set[str]) -> DeploymentRoute:
     """A route in which the replicas out of reach (ids in ``away``) only finish their requests in flight; without
-    another replica the deployment is UNAVAILABLE."""
+    another replica a READY deployment is UNAVAILABLE."""
     reachable = tuple(replica for replica in route.replicas if replica.id not in away)
     if len(reachable) == len(route.replicas):
         return route
     retiring = (*route.retiring, *(replica for replica in route.replicas if replica.id in away))
-    if reachable:
+    if reachable or route.state is not State.READY:
         return msgspec.structs.replace(route, replicas=reachable, retiring=retiring)
     return msgspec.structs.replace(route, replicas=(), retiring=retiring, state=State.UNAVAILABLE, reason=AWAY)
 

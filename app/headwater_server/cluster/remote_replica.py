@@ -206,7 +206,9 @@ class RemoteReplica:
 
     async def use(self) -> GroupUse:
         """See `ReplicaHandle.use`. Returns the agent's last report."""
-        return GroupUse() if self.exited.done() else self._use
+        if not self.exited.done():
+            return self._use
+        return GroupUse(gpu_bytes=None if self._use.gpu_bytes is None else 0)
 
     async def remains(self) -> list[str]:
         """See `ReplicaHandle.remains`."""

@@ -144,7 +144,7 @@ class Dispatcher(Protocol):
 
     def cancel(self, request_id: str) -> int:
         """Cancel the streams, or a language model's sequences, that this worker has under a request's id. Returns their
-        number."""
+        number; requests to vLLM count once, since their sequences are not followed."""
         return 0
 
     def quarantine(self, fingerprint: bytes) -> None:

@@ -401,7 +401,7 @@ def main() -> None:
         host.report(ReplicaStatus("failed", str(error), text_for_clients(cause), error.is_permanent, lacks))
         sys.exit(1)
     except LoadError as error:
-        host.report(ReplicaStatus("failed", str(error), text_for_clients(error.problem.reason), is_permanent=True))
+        host.report(failure_of(error))
         sys.exit(1)
     except Failed as error:
         if (directory / READY_FILE).exists() or not error.error:

@@ -25,20 +25,31 @@ class KeyLosses:
         self._window_s = window_s
         self._had: dict[str, set[str]] = {}
         """By lost replica, the keys of its requests ("" for a request without a key), or only the convicted key."""
+        self._convicted: set[str] = set()
+        """The lost replicas in ``_had`` that count against a convicted key."""
         self._losses: dict[str, list[float]] = {}
         """By key, the times of the losses that count against the key."""
 
     def note(self, replica: str, keys: Iterable[str]) -> None:
         """Note that a gateway worker lost a replica while the replica had requests of these keys."""
-        self._had.setdefault(replica, set()).update(keys)
-        if len(self._had) > REPLICAS:
-            del self._had[next(iter(self._had))]
+        if replica not in self._convicted:  # another worker may report the loss after the conviction
+            self._had.setdefault(replica, set()).update(keys)
+            self._forget_oldest()
 
     def convict(self, replicas: Collection[str], key: str) -> None:
         """Note that these replicas were lost with the same request of this key, and that the latest of them computed
-        nothing else. Their losses count against this key only, whichever keys were noted before."""
+        nothing else. Their losses count against this key only, whichever keys are noted before
+        or afterwards."""
         for replica in replicas:
             self._had[replica] = {key}
+            self._convicted.add(replica)
+            self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
+        if len(self._had) > REPLICAS:
+            oldest = next(iter(self._had))
+            del self._had[oldest]
+            self._convicted.discard(oldest)
 
     def charge(self, replica: str, now_s: float) -> str:
         """Count a replica that has ended against a key, if all its requests were of that key. Returns the key; empty if

@@ -76,6 +76,8 @@ class ScalingPolicy:
         self._too_few: tuple[int, float] | None = None
         """A number of replicas that was too few, and the maximum of `Demand.busy` meanwhile; None: no number is
         known as too few."""
+        self.is_content = False
+        """Whether the last call of `wanted` found that the load requires no more replicas; False unless all served."""
 
     def wanted(self, now_s: float, demand: Demand, count: int, *, ready: int, bounds: ReplicaBounds) -> int:
         """The number of replicas that there should be: ``count``, 1 more or 1 less, within the
@@ -93,6 +95,7 @@ class ScalingPolicy:
             self._last_s = self._quiet_since_s = now_s
         elapsed_s, self._last_s = max(0.0, now_s - self._last_s), now_s
         inside = min(max(count, bounds.min), bounds.max)
+        self.is_content = False
         if inside != count or ready != count:
             self._forget(now_s)
             return inside
@@ -106,6 +109,7 @@ class ScalingPolicy:
                 self._forget(now_s)
                 return count + 1
             return count
+        self.is_content = True
         self._up_since_s = None
         self._busy_s += demand.busy * elapsed_s
         self._wait_s = max(self._wait_s, demand.wait_s)
@@ -118,11 +122,6 @@ class ScalingPolicy:
         if fits:
             self._went_down = now_s, count - 1
         return count - 1 if fits else count
-
-    @property
-    def is_content(self) -> bool:
-        """Whether the last call did not find the load too high; true, too, if a replica did not serve."""
-        return self._up_since_s is None
 
     def _is_too_much(self, demand: Demand, count: int) -> bool:
         if demand.wait_s > self._target_s:

@@ -116,6 +116,7 @@ class Deployments:
         """
         before, composite = self.config.deployments.get(name), self.composites.get(name)
         sets = [(replica_set, replica_set.bounds) for replica_set in self.own_sets(name)]
+        history = (composite.before, composite.rolled_back) if isinstance(composite, VersionsState) else (None, "")
 
         def undo() -> None:
             self._drop(name)
@@ -128,6 +129,8 @@ class Deployments:
             if composite is not None and before is not None:
                 self.composites[name] = composite
                 composite.config = before
+                if isinstance(composite, VersionsState):
+                    composite.before, composite.rolled_back = history
 
         if self.is_alike(name, config):
             self._configure(name, config)

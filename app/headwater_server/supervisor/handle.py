@@ -95,7 +95,7 @@ class ReplicaHandle(Protocol):
         ...
 
     async def use(self) -> GroupUse:
-        """Threads, memory and GPU time that its processes use now; `GroupUse()` if no process runs.
+        """Threads, memory and GPU time that its processes use now; zeros if no process runs.
 
         Raises:
             OSError: the use can't be measured.

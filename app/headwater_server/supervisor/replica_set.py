@@ -280,7 +280,8 @@ class ReplicaSet(Served):
         return self.state is State.READY and not self.is_set_aside and not self.children.is_stopping
 
     def end_shortage(self) -> None:
-        """Note that the load requires no more replicas than there are. If no replica is missing, the shortage ends."""
+        """Note that its configuration or its load requires no more replicas than it has or starts. If no replica is
+        missing, the shortage ends."""
         if self.shortage and len(self._slots) >= self.wanted and not any(slot.is_slow for slot in self._slots):
             self.shortage = ""
             self.children.on_change()
@@ -388,8 +389,8 @@ class ReplicaSet(Served):
         self._slots.remove(slot)
         self._slots.append(slot)
         self.signature = replica.signature
-        if self.bounds.is_fixed and not any(sibling.is_slow for sibling in self._slots):
-            self.shortage = ""
+        if self.bounds.is_fixed:
+            self.end_shortage()
         self.set_state(State.READY, f"replica {replica.id} ready")
 
     def note_lost(self, slot: Slot, replica: ReplicaHandle) -> None:

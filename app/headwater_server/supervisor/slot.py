@@ -57,24 +57,26 @@ class Retired:
     """The result of ending replicas."""
 
     drained: Drained = field(default_factory=Drained)
-    before: GroupUse = field(default_factory=GroupUse)
-    """Resources that the replicas' processes used before they were ended; zeros if they could not be measured."""
-    after: GroupUse = field(default_factory=GroupUse)
-    """Resources that they used afterwards; more than zero if processes remain."""
+    before: GroupUse | None = field(default_factory=GroupUse)
+    """Resources that the replicas' processes used before they were ended; None if they could not be measured."""
+    after: GroupUse | None = field(default_factory=GroupUse)
+    """Resources that they used afterwards, more than zero if processes remain; None if they could not be measured."""
     leftovers: list[str] = field(default_factory=list)
     """Descriptions of files and processes that remain of the replicas."""
     warnings: list[str] = field(default_factory=list)
     """Reasons of replicas that ended otherwise than in order, and other troubles for the operator."""
 
     def report(self) -> dict[str, Any]:
-        """The fields of an operator's answer. ``freed.gpu_bytes`` is None if the use of GPU memory is unknown."""
-        gpu_bytes = None
-        if self.before.gpu_bytes is not None and self.after.gpu_bytes is not None:
-            gpu_bytes = self.before.gpu_bytes - self.after.gpu_bytes
+        """The fields of an operator's answer. Fields of ``freed`` are None if the use of memory is unknown."""
+        host_bytes = gpu_bytes = None
+        if self.before is not None and self.after is not None:
+            host_bytes = self.before.resident_bytes - self.after.resident_bytes
+            if self.before.gpu_bytes is not None and self.after.gpu_bytes is not None:
+                gpu_bytes = self.before.gpu_bytes - self.after.gpu_bytes
         return {
             "drained": self.drained.drained,
             "ended": self.drained.ended,
-            "freed": {"host_bytes": self.before.resident_bytes - self.after.resident_bytes, "gpu_bytes": gpu_bytes},
+            "freed": {"host_bytes": host_bytes, "gpu_bytes": gpu_bytes},
             "leftovers": self.leftovers,
             **({"warnings": self.warnings} if self.warnings else {}),
         }
@@ -83,8 +85,8 @@ class Retired:
         """The sum of both."""
         return Retired(
             self.drained + other.drained,
-            self.before + other.before,
-            self.after + other.after,
+            None if self.before is None or other.before is None else self.before + other.before,
+            None if self.after is None or other.after is None else self.after + other.after,
             self.leftovers + other.leftovers,
             self.warnings + other.warnings,
         )
@@ -229,12 +231,12 @@ class ReplicaStarter:
         return retired
 
 
-async def _measure(replicas: Collection[ReplicaHandle]) -> GroupUse:
+async def _measure(replicas: Collection[ReplicaHandle]) -> GroupUse | None:
     try:
         return sum(await asyncio.gather(*(replica.use() for replica in replicas)), GroupUse())
     except OSError as error:  # for example no file descriptors; the replicas are ended all the same
         logger.error("the memory of replicas that are ended can't be measured: %s", error)
-        return GroupUse()
+        return None
 
 
 async def stop_or_kill(replicas: Collection[ReplicaHandle]) -> None:
@@ -269,13 +271,12 @@ class Owner(Protocol):
     config: Deployment
     children: ChildProcesses
     starter: ReplicaStarter
-    shortage: str
-    """See `headwater_server.supervisor.replica_set.ReplicaSet`; a slot with capacity empties it, unless `is_slow`."""
 
     @property
     def ready(self) -> Mapping[str, ReplicaHandle]: ...
 
     def note_no_capacity(self, slot: Slot, reason: str) -> None: ...
+    def end_shortage(self) -> None: ...
     def note_progress(self, text: str) -> None: ...
     def note_trouble(self, reason: str, cause: str) -> None: ...
     def note_ready(self, slot: Slot, replica: ReplicaHandle) -> None: ...
@@ -342,21 +343,22 @@ class Slot:
 
     async def _reserve(self) -> bool:
         """Wait until capacity for a replica is reserved. Returns False if the replica is no longer wanted."""
+        was_refused = False
         while self._place is None and self._is_wanted:
             retry_s = FIRST_MEASURED_RETRY_S
             try:
                 places = await self._owner.children.memory.reserve(self._owner.name, self._owner.config, 1)
                 self._place = places[0] if places else None
             except MemoryBudgetExceeded as error:
-                retry_s = PLACE_RETRY_S
+                retry_s, was_refused = PLACE_RETRY_S, True
                 if self.is_kept:
                     self._owner.note_no_capacity(self, error.message)
             if not self.is_kept:
                 self._release_place()
             elif self._place is None:
                 await self._pause(retry_s)
-            elif not self.is_slow:
-                self._owner.shortage = ""
+            elif was_refused:
+                self._owner.end_shortage()
         return self._place is not None
 
     async def _start(self) -> None:

@@ -176,7 +176,8 @@ class Totals(NamedTuple):
 def read_totals(folder: Path) -> Totals:
     """Read all files of a server. The module's docstring says why everything is counted exactly once."""
     workers: dict[str, Snapshot] = {}
-    for path in sorted(folder.glob(f"{_WORKER_PREFIX}*")):
+    # Of the workers with an index the latest is the last: its number is the highest, so its name may be longer.
+    for path in sorted(folder.glob(f"{_WORKER_PREFIX}*"), key=lambda path: (len(path.name), path.name)):
         with contextlib.suppress(FileNotFoundError):  # its counts were moved to ``ended`` in the meantime
             workers[path.name] = read_store(path)
     ended = _read_message(folder / _ENDED, _Ended)

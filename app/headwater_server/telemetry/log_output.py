@@ -112,12 +112,12 @@ class LogOutput(io.TextIOBase):
     def _run(self) -> None:
         while True:
             data = self._next()
-            is_written = self._write(data)
+            rest = self._write(data)
             with self._changed:
                 self._size -= len(data)
-                if not is_written:
-                    self._drop(data)
-                missing = self._missing if is_written and self._size <= self._queue_bytes // 2 else 0
+                if rest:
+                    self._drop(rest)
+                missing = self._missing if not rest and self._size <= self._queue_bytes // 2 else 0
                 self._missing -= missing
                 if not self._size:
                     self._changed.notify_all()
@@ -136,8 +136,8 @@ class LogOutput(io.TextIOBase):
                 size += len(taken[-1])
         return b"".join(taken)
 
-    def _write(self, data: bytes) -> bool:
-        """Write all data. Returns False if the file can't be written any more."""
+    def _write(self, data: bytes) -> bytes:
+        """Write all data. Returns the rest if the file can't be written any more."""
         rest = memoryview(data)
         while rest:
             try:
@@ -147,8 +147,8 @@ class LogOutput(io.TextIOBase):
                 poll.register(self._descriptor, select.POLLOUT)
                 poll.poll()
             except OSError:
-                return False
-        return True
+                break
+        return bytes(rest)
 
 
 def never_blocking(stream: IO[str]) -> IO[str]:

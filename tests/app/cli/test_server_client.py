@@ -186,3 +186,5 @@ def test_what_came_of_a_command_is_one_line() -> None:
     assert command_line("load", {"name": "a", "state": "READY", "took_s": 4.06}) == "a: load done in 4.1 s, now READY"
     on_gpu = {**UNLOADED, "freed": {"host_bytes": 0, "gpu_bytes": 1024 * 1024}, "warnings": ["unload() raised"]}
     assert command_line("unload", on_gpu).endswith("; freed 0 MiB, 1 MiB on GPUs; unload() raised")
+    unmeasured = {**UNLOADED, "freed": {"host_bytes": None, "gpu_bytes": None}}
+    assert command_line("unload", unmeasured).endswith("1 ended; freed an unknown size")

@@ -264,6 +264,11 @@ def test_replicas_out_of_reach_keep_what_they_have_and_get_nothing_new_until_the
             await until(lambda: worker.ids == [])
             assert (worker.route.state, worker.route.reason) == (State.UNAVAILABLE, AWAY)
             assert worker.retiring == ["a-4.1", "a-4.2"]
+            supervisor.control.publish(table(*routes, state=State.DRAINING))
+            await until(lambda: worker.route.state is State.DRAINING)
+            assert (worker.ids, worker.retiring) == ([], ["a-4.1", "a-4.2"])
+            supervisor.control.publish(table(*routes))
+            await until(lambda: worker.route.state is State.UNAVAILABLE)
             agents[0].is_away = False
             await until(lambda: worker.ids == ["a-4.1"])
             assert worker.retiring == ["a-4.2"]

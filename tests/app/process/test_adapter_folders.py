@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from headwater.errors import LoadError
+from headwater.wire.handshake import failure_of
 from headwater_server.config.vllm_options import VllmOptions
 from headwater_server.process.adapter_folders import Adapter, find_adapters, lora_rank
-from headwater_server.process.vllm_program import VllmInstall, serve_command
+from headwater_server.process.vllm_program import VllmInstall, folder_problem, serve_command
 
 INSTALL = VllmInstall("/env/python", "0", is_cpu=True)
 
@@ -36,6 +39,22 @@ def test_folders_are_found_in_the_folders_of_the_configuration_with_their_ranks(
     adapter(tmp_path / "a", r=4, rank_pattern={"q_proj": 24})
     found = find_adapters({"x": "a", "y": str(adapter(tmp_path / "b"))}, [str(tmp_path)])
     assert found == {"x": Adapter(tmp_path / "a", 24), "y": Adapter(tmp_path / "b", 8)}
+
+
+def test_a_shortage_is_not_the_folders_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: Path) -> bytes:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+
+    folder = adapter(tmp_path / "a")
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    with pytest.raises(LoadError) as caught:
+        find_adapters({"x": str(folder)}, [])
+    failure = failure_of(caught.value)
+    assert (failure.is_shortage, failure.is_permanent) == (True, False)
+    problem = folder_problem(folder, options(), INSTALL)  # the model's own folder
+    assert problem is not None
+    failure = failure_of(LoadError(problem))
+    assert (failure.is_shortage, failure.is_permanent) == (True, False)
 
 
 def test_what_is_no_adapter_is_refused_by_name(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headwater_server.security.key_losses import KeyLosses
+from headwater_server.security.key_losses import REPLICAS, KeyLosses
 
 
 def test_a_replica_counts_against_the_key_whose_requests_alone_it_had() -> None:
@@ -21,6 +21,23 @@ def test_a_replica_counts_against_the_key_of_a_request_that_ended_two() -> None:
     losses.note("m-1", ["a", "b"])
     losses.convict(["m-1", "m-2"], "a")
     assert [losses.charge(replica, 0) for replica in ("m-1", "m-2")] == ["a", "a"]
+
+
+def test_a_report_after_the_conviction_changes_nothing() -> None:
+    losses = KeyLosses(10)
+    losses.convict(["m-1", "m-2"], "a")
+    losses.note("m-2", ["b"])
+    assert losses.charge("m-2", 0) == "a"
+
+
+def test_no_more_lost_replicas_are_remembered_than_the_limit() -> None:
+    losses = KeyLosses(10)
+    for index in range(REPLICAS):
+        losses.convict([f"m-{index}"], "a")
+    losses.convict(["last"], "a")
+    assert [losses.charge(replica, 0) for replica in ("m-0", "m-1", "last")] == ["", "a", "a"]
+    losses.note("m-0", ["b"])
+    assert losses.charge("m-0", 0) == "b"
 
 
 def test_a_key_is_barred_while_its_losses_reach_the_limit_within_the_window() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import json
 import logging
@@ -247,6 +248,30 @@ def test_unload_drains_then_ends_and_says_so_and_load_brings_it_back(caplog: pyt
         assert [line.split(": ")[1] for line in logged] == [
             f"{before} -> {after}" for before, after in itertools.pairwise(seen)
         ]
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("failing", [{"before"}, {"after"}, {"before", "after"}])
+def test_what_an_unload_freed_is_unknown_if_it_cannot_be_measured(
+    failing: set[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def use(self: Replica) -> GroupUse:
+        when = "after" if self.exited.done() else "before"
+        if when in failing and self.name != "p.head":
+            raise OSError(errno.EMFILE, "Too many open files")
+        return GroupUse(gpu_bytes=0) if when == "after" else GroupUse(3, 1000, 50)
+
+    monkeypatch.setattr(Replica, "use", use)
+    caplog.set_level(logging.CRITICAL)
+
+    async def scenario() -> None:
+        supervisor = Supervisor({**one(), "p": {"pipeline": GRAPH}, "shared": {"model": "m:S"}})
+        await supervisor.start()
+        for name in ("a", "p"):
+            answer = await supervisor.do("unload", name)
+            assert (answer.status, answer.content["state"]) == (200, "UNAVAILABLE")
+            assert answer.content["freed"] == {"host_bytes": None, "gpu_bytes": None}
 
     run(scenario)
 
@@ -1183,5 +1208,22 @@ def test_promote_and_rollback_take_effect_at_once_and_say_so() -> None:
             409, "model `a`: expected a deployment with `versions`; it has none",
         )  # fmt: skip
         assert len(supervisor.launched) == 4
+
+    run(scenario)
+
+
+def test_a_load_for_which_there_is_no_room_changes_no_traffic(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def no_room(*_: Any) -> None:
+        raise MemoryBudgetExceeded("memory of the host: a replica takes 2 GiB")
+
+    async def scenario() -> None:
+        supervisor = Supervisor(versions(traffic={"1": 0.95, "2": 0.05}))
+        await supervisor.start()
+        assert (await shared(supervisor, "promote", version="2")).status == 200
+        assert await supervisor.told("unload", "c") == (200, "")
+        monkeypatch.setattr(supervisor.memory, "reserve", no_room)
+        assert (await supervisor.told("load", "c", {"traffic": {"1": 0.5, "2": 0.5}}))[0] == 409
+        answer = await shared(supervisor, "rollback")
+        assert answer.content["traffic"] == {"1": 0.95, "2": 0.05}
 
     run(scenario)

@@ -434,6 +434,13 @@ def test_where_there_is_no_room_it_is_told_once_until_there_is(caplog: pytest.Lo
         assert (len(a.ready), a.wanted) == (2, 2)
         assert "no capacity for another replica of `a`" in a.route(1).shortage
         assert caplog.text.count("no capacity for another replica of `a`") == 1
+        machine.launched[0].is_reachable = False
+        await machine.tick(1)
+        assert a.route(1).shortage, "a replica out of reach has ended it"
+        machine.launched[0].is_reachable = True
+        machine.launched[0].end("killed")
+        await until(lambda: list(a.ready) == ["a-1", "a-2"])
+        assert a.route(1).shortage, "a replacement has ended it"
         machine.loads["a"] = QUIET
         await machine.tick(1)
         assert a.route(1).shortage == ""
@@ -527,6 +534,24 @@ def test_load_that_calls_for_what_cannot_start_leaves_what_serves_alone(caplog: 
         await machine.tick(60)
         assert (a.state, list(a.ready), len(machine.launched)) == (State.READY, ["a-0"], tried)
         assert a.shortage == "another replica did not start: RuntimeError: no weights here"
+
+    caplog.set_level(logging.CRITICAL)
+    check(scenario)
+
+
+def test_a_replica_that_was_given_up_is_still_missing_once_another_was_replaced(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def scenario() -> None:
+        machine = Machine(one(replicas=2))
+        a = await started(machine, 2)
+        machine.failing.add("a")
+        machine.launched[0].end("killed")
+        await until(lambda: bool(a.shortage))
+        machine.failing.clear()
+        machine.launched[1].end("killed")
+        await until(lambda: list(a.ready) == [machine.launched[-1].id])
+        assert (a.wanted, a.shortage) == (2, "another replica did not start: RuntimeError: no weights here")
 
     caplog.set_level(logging.CRITICAL)
     check(scenario)

@@ -105,6 +105,14 @@ def test_a_worker_that_never_counted_leaves_nothing(tmp_path: Path) -> None:
     assert of(tmp_path / "metrics") == {}
 
 
+def test_a_place_has_the_process_of_its_latest_worker(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "metrics")
+    paths = [ledger.add_worker(0) for _ in range(11)]
+    for pid, path in ((17, paths[9]), (18, paths[10])):  # the first has ended, and is not booked yet
+        Store(path).slots[1] = pid
+    assert read_totals(tmp_path / "metrics").pids["worker-0"] == 18
+
+
 def test_processes_are_named_by_their_place(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "metrics")
     ledger.end_worker(ledger.add_worker(0))

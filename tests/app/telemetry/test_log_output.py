@@ -129,6 +129,14 @@ def test_a_pipe_that_does_not_block_gets_all(pipe: Pipe) -> None:
     assert data == LINE.encode() * 300
 
 
+def test_only_what_was_not_written_counts_as_missing(pipe: Pipe) -> None:
+    pipe.output.write(LINE * 400)
+    assert pipe.read.read(50 * len(LINE)) == LINE.encode() * 50
+    pipe.read.close()
+    wait_for(lambda: pipe.output.dropped > 0, 10, "the rest to be dropped")
+    assert pipe.output.dropped <= 350
+
+
 def test_a_reader_that_is_gone_is_no_reason_to_stop(pipe: Pipe) -> None:
     pipe.read.close()
     for count in range(1, 4):

@@ -136,7 +136,7 @@ def bench(plan: LoadPlan) -> int:
     model = plan.model or server.only_model()
     points = points_of(plan, server, model)
     started = datetime.now(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z")
-    results = Results(plan, model, about, points, started, [[] for _ in points])
+    results = Results(plan, model, about, points, started, [{} for _ in points])
     with generator(plan.processes) as load:
         uvloop.run(_measure(results, load))
     report = results.report()
@@ -162,7 +162,7 @@ async def _measure(results: Results, load: Generator) -> None:
                 show(f"{point}, repeat {repeat + 1} of {plan.repeats}", plan.run_s * done)
                 outcomes = await load.run(plan.job(point, repeat))
                 if outcomes.requests:
-                    results.runs[place].append(outcomes)
+                    results.runs[place][repeat] = outcomes
                 if outcomes.ended or load.stop.is_set():
                     results.ended = outcomes.ended or STOPPED
                     return

@@ -6,7 +6,7 @@ import platform
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -47,8 +47,8 @@ class Results:
     points: Sequence[LoadPoint]
     started: str
     """Start time of the bench in ISO 8601, UTC."""
-    runs: list[list[Outcomes]]
-    """The outcomes for each point, in the order of the repeats. Runs without requests are left out."""
+    runs: list[dict[int, Outcomes]]
+    """The outcomes for each point, by repeat. Runs without requests are left out."""
     ended: str = ""
     """Why the bench ended early; empty if it did not."""
 
@@ -90,7 +90,8 @@ class Results:
             "points": points,
         }
 
-    def _point(self, point: LoadPoint, runs: Sequence[Outcomes]) -> dict[str, Any]:
+    def _point(self, point: LoadPoint, by_repeat: Mapping[int, Outcomes]) -> dict[str, Any]:
+        runs = list(by_repeat.values())
         repeats = [self._run(point, run) for run in runs]
         errors = sum((run.errors for run in runs), Counter[Fault]())
         connections, rate = (value or None for value in point.load)
@@ -107,19 +108,19 @@ class Results:
                 for name in OF_REQUESTS
                 for percentile in ("mean", *OF_RUNS.values())
             },
-            "tokens_per_s_ratio": self._ratio(point, runs),
+            "tokens_per_s_ratio": self._ratio(point, by_repeat),
             "limits_met": self._limits_met(repeats),
             "repeats": repeats,
         }
 
-    def _ratio(self, point: LoadPoint, runs: Sequence[Outcomes]) -> dict[str, float] | None:
+    def _ratio(self, point: LoadPoint, runs: Mapping[int, Outcomes]) -> dict[str, float] | None:
         """Tokens/s divided by the tokens/s of the same load without the constraint, in the same repeat: median, minimum
         and maximum over the repeats. None if this load has no constraint, or was not measured without it."""
         if point.constraint in (None, "none"):
             return None
         for other_point, other_runs in zip(self.points, self.runs, strict=True):
             if (other_point.load, other_point.heads, other_point.constraint) == (point.load, point.heads, "none"):
-                pairs = zip(runs, other_runs, strict=False)  # after an early end the lengths may differ
+                pairs = [(run, other_runs[repeat]) for repeat, run in runs.items() if repeat in other_runs]
                 return _spread([run.tokens_per_s / free.tokens_per_s for run, free in pairs if free.tokens_per_s])
         return None
 

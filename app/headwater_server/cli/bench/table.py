@@ -206,7 +206,7 @@ def _plots(results: Results, report: Mapping[str, Any]) -> list[Part]:
         ]
     for title, name, caption in distributions:
         samples = [
-            (str(point), [value * 1000 for run in runs for value in getattr(run, name)])
+            (str(point), [value * 1000 for run in runs.values() for value in getattr(run, name)])
             for point, runs in zip(results.points, results.runs, strict=True)
         ]
         values = np.concatenate([values for _, values in samples])

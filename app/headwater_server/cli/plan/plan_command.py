@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -25,11 +25,12 @@ from headwater_server.cli.plan.vllm_plan import NOT_HELD, plan_vllm
 from headwater_server.cli.report.plots import check_plots
 from headwater_server.cli.script_config import load_with_scripts
 from headwater_server.cli.surroundings import require_folders
+from headwater_server.config.schema import Deployment
 from headwater_server.errors import CommandError
 from headwater_server.process.gpu import gpu_capacities, gpu_name
 from headwater_server.process.machine import cpu_count, host_capacity
 
-__all__ = ["exit_status", "run"]
+__all__ = ["exit_status", "run", "smallest_gpu"]
 
 SIZE_S: Final = 10.0
 """Approximate time to measure a size, without the duration of the load, if imports are quick."""
@@ -149,8 +150,7 @@ def _budget(options: argparse.Namespace, subject: Subject, capacity: int | None)
     device = subject.deployment.placements[0]
     gpus = gpu_capacities()
     if device.startswith("cuda") or (device == "auto" and gpus):
-        name = gpu_name("cuda:0" if device == "auto" else device, os.environ.get("CUDA_VISIBLE_DEVICES"))
-        whole = options.memory or gpus.get(name or "")
+        whole = options.memory or smallest_gpu(subject.deployment, gpus)
         if whole is None or capacity is None:
             raise CommandError("--memory: required, since NVML doesn't report the size of the GPU's memory")
         return Budget(round(capacity * part), round(whole * part))
@@ -158,6 +158,20 @@ def _budget(options: argparse.Namespace, subject: Subject, capacity: int | None)
     if whole is None:
         raise CommandError("--memory: required, since the system doesn't report the size of its memory")
     return Budget(round(whole * part))
+
+
+def smallest_gpu(deployment: Deployment, gpus: Mapping[str, int]) -> int | None:
+    """The memory in bytes of the smallest GPU that replicas may be placed on, as each GPU gets its share of the
+    replicas; None if NVML doesn't report one of these GPUs.
+
+    Args:
+        deployment: its ``device`` is ``auto``, or names at least a single GPU.
+        gpus: the GPUs' memory by name, as `gpu_capacities` returns it.
+    """
+    visible = deployment.environment.get("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES"))
+    devices = ["cuda:0" if device == "auto" else device for device in deployment.placements if device != "cpu"]
+    sizes = [gpus.get(gpu_name(device, visible) or "", 0) for device in devices]
+    return min(sizes) or None
 
 
 def exit_status(plan: Plan) -> int:

@@ -1,15 +1,16 @@
-"""Which exit status a plan ends with."""
+"""Which memory a plan may take, and which exit status it ends with."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from headwater_server.cli.plan.measuring import Measured, Weights
 from headwater_server.cli.plan.memory_model import Need
-from headwater_server.cli.plan.plan_command import exit_status
+from headwater_server.cli.plan.plan_command import exit_status, smallest_gpu
 from headwater_server.cli.plan.planning import Plan
 from headwater_server.cli.plan.point import Point
 from headwater_server.cli.plan.prediction import Prediction, fit
@@ -17,6 +18,7 @@ from headwater_server.cli.plan.profiles import Budget, Profile
 from headwater_server.cli.plan.subject import make_subject
 from headwater_server.cli.plan.trial import Trial
 from headwater_server.config.reader import read_config
+from headwater_server.config.schema import Deployment
 
 POINT = Point(8)
 MEASURED = Measured(POINT, 1000, 100, 200, 700, 700, 100.0, 5.0, 9.0, 16)
@@ -44,6 +46,26 @@ def test_replicas_on_several_gpus_fit_if_those_of_one_fit() -> None:
         (600, 600), (1200, 600), (1800, 1200),
     ]  # fmt: skip
     assert [Budget(10_000, 1000).excess(prediction.most) == "" for prediction in found] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("fields", "size"),
+    [
+        ({}, 10),
+        ({"device": "cuda:1"}, 20),
+        ({"device": ["cuda:1", "cuda:2"]}, 15),
+        ({"device": ["cpu", "cuda:1"]}, 20),
+        ({"device": ["cuda:1", "cuda:3"]}, None),
+        ({"device": "cuda", "environment": {"CUDA_VISIBLE_DEVICES": "1"}}, 20),
+        ({"device": ["cuda:0", "cuda:1"], "environment": {"CUDA_VISIBLE_DEVICES": "1"}}, None),
+    ],
+)
+def test_the_smallest_gpu_that_replicas_may_get_is_the_bound(
+    fields: dict[str, Any], size: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    deployment = Deployment.model_validate({"model": "a:B", **fields})
+    assert smallest_gpu(deployment, {"GPU 0": 10, "GPU 1": 20, "GPU 2": 15}) == size
 
 
 def test_what_holds_is_0(capsys: pytest.CaptureFixture[str]) -> None:
