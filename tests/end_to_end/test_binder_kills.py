@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from headwater_server.supervisor.replica_set import FAILED_STARTS_LIMIT
+from headwater_server.supervisor.slot import FAILED_STARTS_LIMIT
 from tests.running import SERVICES, Running, leftovers, segments_of, serve, wait_for
 
 NAME = "staged"

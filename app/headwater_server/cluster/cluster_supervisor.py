@@ -165,8 +165,8 @@ class ClusterProcesses(ChildProcesses):
         self._suspects: set[str] = set()
         """Nodes that lost a replica without a report. They may be gone without Ray having noticed."""
 
-    def launch(self, name: str, config: Deployment, on_progress: Callable[[str], None]) -> ReplicaHandle:
-        """See `ChildProcesses.launch`. Returns at once: Ray places the replica later."""
+    def launch(self, name: str, config: Deployment, on_progress: Callable[[str], None], fork: object) -> ReplicaHandle:
+        """See `ChildProcesses.launch`. Returns at once: Ray places the replica later, and its agent starts it."""
         self._launched += 1
         id = f"{name}-{self._context.epoch:x}.{self._launched}"
         token, order_token = secrets.token_urlsafe(24), secrets.token_urlsafe(24)

@@ -16,7 +16,7 @@ from headwater_server.control.routing import ReplicaRoute
 from headwater_server.deadline_timer import DeadlineTimer
 from headwater_server.errors import ReplicaUnreachable
 from headwater_server.transport.address import TOKEN_HEADER, dial
-from headwater_server.transport.segments import LARGEST_REMOTE_BYTES, SegmentFile, SegmentFiles
+from headwater_server.transport.segments import LARGEST_REMOTE_BYTES, SegmentFiles
 
 __all__ = ["HEAD_TIMEOUT_S", "READ_BYTES", "PortConnection", "PortState"]
 
@@ -116,6 +116,132 @@ class _Patience:
             self.begin()
 
 
+class _PortSegment:
+    """A segment of this machine, for the inputs of a call, which arrive bit by bit, and for its outputs.
+
+    Args:
+        files: the port's segments.
+        inputs_bytes: the size of the inputs, which begin the segment.
+        size_bytes: the segment's size.
+
+    Raises:
+        Refusal: the sizes are wrong, or this machine has no memory for the segment.
+    """
+
+    def __init__(self, files: SegmentFiles, inputs_bytes: int, size_bytes: int) -> None:
+        if inputs_bytes + ANSWER_HEAD_BYTES > size_bytes:
+            raise Refusal("400 Bad Request", "Headwater-Segment: expected space for an answer behind the inputs")
+        if size_bytes > LARGEST_REMOTE_BYTES:
+            raise Refusal("413 Content Too Large", f"expected a segment of at most {LARGEST_REMOTE_BYTES} bytes")
+        try:
+            self._file, self._memory = files.take(size_bytes)
+        except OSError as error:
+            message = f"the machine has no memory for a segment: {error.strerror}"
+            raise Refusal("503 Service Unavailable", message, unsent=True) from error
+        self._file.is_spoiled = True  # until it has answered, the replica may write at any time
+        self._memory[inputs_bytes : inputs_bytes + 4] = bytes(4)  # no outputs yet
+        self._inputs_bytes = inputs_bytes
+        self._filled = 0
+        """Bytes of the inputs received so far."""
+
+    @property
+    def path(self) -> bytes:
+        """The segment's path, for the replica."""
+        return self._file.path.encode()
+
+    @property
+    def missing(self) -> memoryview:
+        """The memory for the inputs' bytes that have not arrived; empty once all have arrived."""
+        return self._memory[self._filled : self._inputs_bytes]
+
+    def fill(self, data: bytes) -> bytes:
+        """Copy in bytes of the inputs. Returns the bytes behind the inputs."""
+        count = min(len(data), len(self.missing))
+        self.missing[:count] = data[:count]
+        self.note_filled(count)
+        return data[count:]
+
+    def note_filled(self, count: int) -> None:
+        """Note that the first ``count`` bytes of `missing` have been written."""
+        self._filled += count
+
+    def settle(self) -> None:
+        """Note that the replica is done with the segment, so that its memory may be used again."""
+        self._file.is_spoiled = False
+
+    def outputs(self) -> memoryview:
+        """The bytes that the replica left behind the inputs."""
+        return self._memory[self._inputs_bytes :][: left_bytes(self._memory, self._inputs_bytes)]
+
+
+class _CallAnswer:
+    """The answer to a call, as it arrives from the replica.
+
+    Args:
+        segment: the call's segment, if it has one.
+    """
+
+    def __init__(self, segment: _PortSegment | None) -> None:
+        self.is_last = False
+        """Whether the replica closes its connection after the answer."""
+        self.outputs = memoryview(b"")
+        """Bytes of the segment that follow the answer."""
+        self._segment = segment
+        self._head: bytearray | None = bytearray()
+        """The answer's head, while it is incomplete; otherwise None."""
+        self._body_left = 0
+        """Bytes of the answer's body that have not arrived."""
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the client has got the head."""
+        return self._head is None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the whole answer has arrived."""
+        return self._head is None and not self._body_left
+
+    def take(self, data: bytes) -> bytes:
+        """Take bytes from the replica. Returns the bytes for the client.
+
+        Raises:
+            ValueError: the data don't belong to a valid answer.
+        """
+        head = b""
+        if self._head is not None:
+            self._head += data
+            end = self._head.find(_END) + len(_END)
+            if end < len(_END):
+                if len(self._head) > MOST_HEAD_BYTES:
+                    raise ValueError(f"expected an answer's head of at most {MOST_HEAD_BYTES} bytes")
+                return b""
+            head, data = bytes(self._head[:end]), bytes(self._head[end:])
+            self._head = None
+            head = self._begin(head)
+        self._body_left -= len(data)
+        if self._body_left < 0:
+            raise ValueError("expected an answer of its Content-Length, got more")
+        return head + data
+
+    def _begin(self, head: bytes) -> bytes:
+        """Parse the head of the replica's answer. Returns the head for the client."""
+        length = _LENGTH.search(head)
+        if length is None:
+            raise ValueError("expected an answer with a Content-Length")
+        self._body_left = int(length[1])
+        self.is_last = _ENDS.search(head) is not None
+        if self._segment is None or not head.startswith(b"HTTP/1.1 200 "):
+            return head
+        self._segment.settle()
+        self.outputs = self._segment.outputs()
+        count = len(self.outputs)
+        if not count:
+            return head
+        lengths = b"\r\nContent-Length: %d\r\n%s: %d\r\n" % (self._body_left + count, ANSWER_HEADER.encode(), count)
+        return head[: length.start()] + lengths + head[length.end() :]
+
+
 class PortConnection(asyncio.BufferedProtocol):
     """A client's connection, with at most one request at a time, or with relayed bytes of gRPC."""
 
@@ -132,21 +258,12 @@ class PortConnection(asyncio.BufferedProtocol):
         """Data for the replica while the connection to it is being opened."""
         self._body_left = 0
         """Bytes of the request's body that have not been sent on; in a relay to a vLLM of the whole request."""
-        self._segment: tuple[SegmentFile, memoryview] | None = None
-        self._filled = self._inputs_bytes = 0
-        """Bytes of the segment's inputs received so far, and their total."""
+        self._segment: _PortSegment | None = None
         self._json_length = 0
-        self._answer_head: bytearray | None = None
-        """Head of the replica's answer, while it is incomplete; otherwise None."""
-        self._answer_left = 0
-        """Bytes of the answer's body that have not arrived."""
-        self._is_asked = False
-        """Whether the replica has a request, or will get a request."""
-        self._shared_left = 0
-        """Bytes of the segment that follow the answer."""
-        self._is_last = self._is_placing = False
-        """Whether the replica closes its connection after the answer; whether the inputs of ``POST /segment`` are
-        arriving."""
+        self._answer: _CallAnswer | None = None
+        """The answer to a call that the replica has, or will get; None: there is no call."""
+        self._is_placing = False
+        """Whether the inputs of ``POST /segment`` are arriving."""
         self._is_relay = False
         """Whether the replica's answers are passed on unread."""
         self._address = port.route.http_address
@@ -168,13 +285,13 @@ class PortConnection(asyncio.BufferedProtocol):
             self._expect_within(HEAD_TIMEOUT_S)
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        if self._segment is not None and self._filled < self._inputs_bytes:
-            return self._segment[1][self._filled : self._inputs_bytes]
+        if self._segment is not None and (missing := self._segment.missing):
+            return missing
         return memoryview(self._port.buffer)
 
     def buffer_updated(self, nbytes: int) -> None:
-        if self._segment is not None and self._filled < self._inputs_bytes:
-            self._filled += nbytes
+        if self._segment is not None and self._segment.missing:
+            self._segment.note_filled(nbytes)
             self._expect_within(STALLED_S)
             self._note_filled()
             return
@@ -220,7 +337,7 @@ class PortConnection(asyncio.BufferedProtocol):
             raise Refusal("401 Unauthorized", f"{TOKEN_HEADER}: expected this replica's token", unsent=True)
         self._expect_within(None)
         if self._segment is not None:  # placed by an earlier request, for a call that has been answered
-            self._segment[0].is_spoiled = False
+            self._segment.settle()
             self._segment = None
         if head.path == "/control":
             self._begin_control(head, rest)
@@ -247,21 +364,20 @@ class PortConnection(asyncio.BufferedProtocol):
         if head.method != "POST":
             raise Refusal("405 Method Not Allowed", "method: expected POST")
         length, json_length = head.length, head.json_length
-        self._inputs_bytes, size_bytes = head.segment or (0, 0)
-        if json_length + self._inputs_bytes > length:
+        inputs_bytes, size_bytes = head.segment or (0, 0)
+        if json_length + inputs_bytes > length:
             raise Refusal("400 Bad Request", "content-length: expected at least the sum of the other lengths, got less")
-        self._body_left = length - self._inputs_bytes
-        self._is_asked = True
-        self._answer_head = bytearray()
+        self._body_left = length - inputs_bytes
         if not head.segment:
-            self._send(self._call_head(json_length, length))
+            self._send(_call_head(self._port, json_length, length))
             self._read = self._read_body
         else:
             if json_length > MOST_JSON_BYTES:
                 raise Refusal("413 Content Too Large", f"expected JSON of at most {MOST_JSON_BYTES} bytes")
-            rest = self._take_segment(size_bytes, rest)
+            rest = self._fill_segment(_PortSegment(self._port.files, inputs_bytes, size_bytes), rest)
             self._json_length = json_length
             self._read = self._read_json
+        self._answer = _CallAnswer(self._segment)
         if rest or not self._body_left:
             self._read(rest)
 
@@ -269,57 +385,32 @@ class PortConnection(asyncio.BufferedProtocol):
         """Take a segment for a call that comes over gRPC. It is kept until this connection's next request or end."""
         if head.method != "POST":
             raise Refusal("405 Method Not Allowed", "method: expected POST")
-        self._inputs_bytes, size_bytes = head.segment or (0, 0)
-        if not self._inputs_bytes or self._inputs_bytes != head.length:
+        inputs_bytes, size_bytes = head.segment or (0, 0)
+        if not inputs_bytes or inputs_bytes != head.length:
             raise Refusal("400 Bad Request", "Headwater-Segment: expected the body's length and the segment's")
-        rest = self._take_segment(size_bytes, rest)
+        rest = self._fill_segment(_PortSegment(self._port.files, inputs_bytes, size_bytes), rest)
         self._is_placing = True
         self._read = self._read_body  # accepts no further bytes
         self._note_filled()
         if rest:
             self._read(rest)
 
-    def _take_segment(self, size_bytes: int, rest: bytes) -> bytes:
-        """Take a segment, and copy in the inputs' bytes that have arrived. Returns the bytes behind the inputs.
-
-        Raises:
-            Refusal: the sizes are wrong, or this machine has no memory for the segment.
-        """
-        if self._inputs_bytes + ANSWER_HEAD_BYTES > size_bytes:
-            raise Refusal("400 Bad Request", "Headwater-Segment: expected space for an answer behind the inputs")
-        if size_bytes > LARGEST_REMOTE_BYTES:
-            raise Refusal("413 Content Too Large", f"expected a segment of at most {LARGEST_REMOTE_BYTES} bytes")
-        try:
-            self._segment = self._port.files.take(size_bytes)
-        except OSError as error:
-            message = f"the machine has no memory for a segment: {error.strerror}"
-            raise Refusal("503 Service Unavailable", message, unsent=True) from error
-        self._segment[0].is_spoiled = True  # until it has answered, the replica may write at any time
-        memory = self._segment[1]
-        memory[self._inputs_bytes : self._inputs_bytes + 4] = bytes(4)  # no outputs yet
-        self._filled = min(len(rest), self._inputs_bytes)
-        memory[: self._filled] = rest[: self._filled]
+    def _fill_segment(self, segment: _PortSegment, rest: bytes) -> bytes:
+        """Keep a segment, and copy in the inputs' bytes that have arrived. Returns the bytes behind the inputs."""
+        self._segment = segment
         self._expect_within(STALLED_S)
-        return rest[self._filled :]
+        return segment.fill(rest)
 
     def _note_filled(self) -> None:
         """Answer with a segment's path, once its inputs have arrived."""
-        if not self._is_placing or self._filled < self._inputs_bytes:
-            return
         assert self._segment is not None
+        if not self._is_placing or self._segment.missing:
+            return
         self._is_placing = False
-        path = self._segment[0].path.encode()
+        path = self._segment.path
         self._transport.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(path), path))
         self._expect_within(None)
         self._read = self._read_head
-
-    def _call_head(self, json_length: int, length: int) -> bytes:
-        """The head of the request to Triton."""
-        return (
-            f"POST /v2/models/{self._port.name}/infer HTTP/1.1\r\nHost: replica\r\n"
-            f"{TOKEN_HEADER}: {self._port.route.token}\r\n"
-            f"Inference-Header-Content-Length: {json_length}\r\nContent-Length: {length}\r\n\r\n"
-        ).encode()
 
     def _read_json(self, data: bytes) -> None:
         """Gather the JSON of a call whose segment has all inputs, and send it on with the segment's path in it."""
@@ -334,9 +425,9 @@ class PortConnection(asyncio.BufferedProtocol):
         before, marker, after = text.rpartition(ELSEWHERE.encode())
         if not marker:
             raise Refusal("400 Bad Request", "JSON: expected the place of the segment's path, got none")
-        text = before + self._segment[0].path.encode() + after
+        text = before + self._segment.path + after
         self._body_left -= self._json_length
-        self._send(self._call_head(len(text), len(text) + self._body_left) + text)
+        self._send(_call_head(self._port, len(text), len(text) + self._body_left) + text)
         self._read = self._read_body
         if rest or not self._body_left:
             self._read_body(rest)
@@ -431,66 +522,20 @@ class PortConnection(asyncio.BufferedProtocol):
         if self._is_relay:
             self._transport.write(data)
             return
+        answer = self._answer
         try:
-            self._pass_on(data)
+            if answer is None:
+                raise ValueError("expected no answer to no request")
+            self._transport.write(answer.take(data))
         except ValueError as error:
             logger.warning("%s: a call was cut off: %s", self._port.route.id, error)
             self._transport.abort()
-
-    def _pass_on(self, data: bytes) -> None:
-        """Pass on a piece of an answer.
-
-        Raises:
-            ValueError: the data don't belong to a valid answer.
-        """
-        if not self._is_asked:
-            raise ValueError("expected no answer to no request")
-        head = b""
-        if self._answer_head is not None:
-            self._answer_head += data
-            end = self._answer_head.find(_END) + len(_END)
-            if end < len(_END):
-                if len(self._answer_head) > MOST_HEAD_BYTES:
-                    raise ValueError(f"expected an answer's head of at most {MOST_HEAD_BYTES} bytes")
-                return
-            head, data = bytes(self._answer_head[:end]), bytes(self._answer_head[end:])
-            self._answer_head = None
-            head = self._begin_answer(head)
-        self._answer_left -= len(data)
-        if self._answer_left < 0:
-            raise ValueError("expected an answer of its Content-Length, got more")
-        self._transport.write(head + data)
-        if not self._answer_left:
-            self._end_answer()
-
-    def _begin_answer(self, head: bytes) -> bytes:
-        """Parse the head of the replica's answer. Returns the head for the client."""
-        length = _LENGTH.search(head)
-        if length is None:
-            raise ValueError("expected an answer with a Content-Length")
-        self._answer_left = int(length[1])
-        self._is_last = _ENDS.search(head) is not None
-        if self._segment is None:
-            return head
-        if not head.startswith(b"HTTP/1.1 200 "):
-            return head
-        self._segment[0].is_spoiled = False  # the replica is done with it
-        self._shared_left = left_bytes(self._segment[1], self._inputs_bytes)
-        if not self._shared_left:
-            return head
-        lengths = b"\r\nContent-Length: %d\r\n%s: %d\r\n" % (
-            self._answer_left + self._shared_left, ANSWER_HEADER.encode(), self._shared_left,
-        )  # fmt: skip
-        return head[: length.start()] + lengths + head[length.end() :]
-
-    def _end_answer(self) -> None:
-        if self._segment is not None and self._shared_left:
-            at = self._inputs_bytes
-            self._transport.write(self._segment[1][at : at + self._shared_left])
-        self._segment = None
-        self._shared_left = self._inputs_bytes = 0
-        self._is_asked = False
-        if self._is_last or self._body_left:  # replied before it had the whole body
+            return
+        if not answer.is_complete:
+            return
+        self._transport.write(answer.outputs)
+        self._segment = self._answer = None
+        if answer.is_last or self._body_left:  # replied before it had the whole body
             self._transport.close()
         else:
             self._read = self._read_head
@@ -502,12 +547,12 @@ class PortConnection(asyncio.BufferedProtocol):
         self._replica = None
         if self._is_relay:
             self._transport.close()
-        elif self._is_asked:  # whether the replica handled the request is unknown
+        elif self._answer is not None:  # whether the replica handled the request is unknown
             self._transport.abort()
 
     def _leave_replica(self) -> None:
         """Close the connection to the replica, and drop its request."""
-        self._is_asked = False
+        self._answer = None
         self._segment = None  # its memory stays spoiled, unless the replica was done with it
         self._waiting = []
         replica, self._replica = self._replica, None
@@ -529,7 +574,7 @@ class PortConnection(asyncio.BufferedProtocol):
     def _refuse(self, refusal: Refusal) -> None:
         """Answer with an error, and end the connection once the client has had time to read the answer. If an answer
         has begun, the connection is aborted."""
-        has_begun = self._is_asked and self._answer_head is None
+        has_begun = self._answer is not None and self._answer.has_begun
         self._leave_replica()
         if has_begun:
             self._transport.abort()
@@ -547,3 +592,11 @@ class PortConnection(asyncio.BufferedProtocol):
         """Abort the connection unless this is called again within the limit. None: no limit."""
         self._deadline_s = math.inf if limit_s is None else self._loop.time() + limit_s
         self._timer.start()
+
+
+def _call_head(port: PortState, json_length: int, length: int) -> bytes:
+    """The head of the request to Triton."""
+    return (
+        f"POST /v2/models/{port.name}/infer HTTP/1.1\r\nHost: replica\r\n{TOKEN_HEADER}: {port.route.token}\r\n"
+        f"Inference-Header-Content-Length: {json_length}\r\nContent-Length: {length}\r\n\r\n"
+    ).encode()

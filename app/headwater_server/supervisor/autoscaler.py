@@ -16,6 +16,7 @@ step down is taken back, and is not repeated until the load is clearly lower (`C
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,10 +24,14 @@ from typing import Final
 
 from headwater_server.config.sections import ReplicaBounds, Scaling
 from headwater_server.control.load import DeploymentLoad
+from headwater_server.errors import MemoryBudgetExceeded
 from headwater_server.supervisor.child_processes import ChildProcesses
 from headwater_server.supervisor.replica_set import ReplicaSet
+from headwater_server.supervisor.slot import Retired
 
 __all__ = ["Autoscaler", "Demand", "ScalingPolicy"]
+
+logger = logging.getLogger("headwater")
 
 TICK_S: Final = 0.5
 LOW_UTILIZATION: Final = 0.5
@@ -228,11 +233,40 @@ class Autoscaler:
         count, ready = replica_set.wanted, len(replica_set.ready)
         wanted = policy.wanted(self._clock(), _demand(replica_set, load), count, ready=ready, bounds=replica_set.bounds)
         if wanted > count:
-            self._acting[replica_set.name] = self._children.spawn(replica_set.grow())
+            self._acting[replica_set.name] = self._children.spawn(self._grow(replica_set))
         elif wanted < count:
-            self._acting[replica_set.name] = self._children.spawn(replica_set.shrink())
+            self._acting[replica_set.name] = self._children.spawn(_shrink(replica_set))
         elif policy.is_content:
             replica_set.end_shortage()
+
+    async def _grow(self, replica_set: ReplicaSet) -> None:
+        """Add a replica to a set, if there is capacity."""
+        if time.monotonic() < replica_set.no_growth_before_s:
+            return
+        memory = self._children.memory
+        try:
+            places = await memory.reserve(replica_set.name, replica_set.config, 1)
+        except MemoryBudgetExceeded as error:
+            if replica_set.is_scalable:
+                replica_set.note_shortage(error.message)
+            return
+        if not places:
+            return
+        if not replica_set.is_scalable or replica_set.wanted >= replica_set.bounds.max:
+            memory.release(places[0])  # a command has come meanwhile
+            return
+        replica_set.grow(places[0])
+
+
+async def _shrink(replica_set: ReplicaSet) -> None:
+    """Remove a replica from a set. The replica's requests in flight are finished first."""
+    count = len(replica_set.slots)
+    if not replica_set.is_scalable or count <= replica_set.bounds.min:
+        return
+    logger.info("%s: scaling down to %d replicas", replica_set.name, count - 1)
+    retired = await replica_set.shed(1) or Retired()
+    for text in (*retired.warnings, *retired.leftovers):
+        logger.error("%s: scaled down, but: %s", replica_set.name, text)
 
 
 def _demand(replica_set: ReplicaSet, load: DeploymentLoad | None) -> Demand:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import psutil
 
@@ -26,7 +26,7 @@ from headwater_server.supervisor.handle import ReplicaHandle
 from headwater_server.supervisor.memory_budget import ReplicaMemory
 from headwater_server.supervisor.replica_process import Child, Fork, ReplicaProcess
 
-__all__ = ["Backoff", "ChildProcesses", "Forks", "kill", "until"]
+__all__ = ["Backoff", "ChildProcesses", "kill", "until"]
 
 logger = logging.getLogger("headwater")
 
@@ -49,18 +49,6 @@ class _Child:
     role: str
     replica: ReplicaProcess | None
     exited: asyncio.Future[int]
-
-
-class Forks(Protocol):
-    """Forks replicas; see `headwater_server.supervisor.preloaded`."""
-
-    async def wait(self, deployment: Deployment) -> None:
-        """Wait until a replica of the deployment can be forked, or should be started without forking."""
-        ...
-
-    def fork_of(self, deployment: Deployment) -> Fork | None:
-        """A function that forks replicas of the deployment now; None: they are started without forking."""
-        ...
 
 
 class ChildProcesses:
@@ -95,8 +83,6 @@ class ChildProcesses:
         """All replicas that have not ended, by id."""
         self.imported: dict[str, set[str]] = {}
         """The files of the user's modules that replicas have imported, by replica set."""
-        self.forks: Forks | None = None
-        """None: replicas are always started without forking."""
         self.stopping = asyncio.Event()
         """Set once the server is to stop."""
         self.status = 0
@@ -150,9 +136,16 @@ class ChildProcesses:
         """Wait for the spawned tasks."""
         await asyncio.gather(*self._tasks)
 
-    def launch(self, name: str, config: Deployment, on_progress: Callable[[str], None]) -> ReplicaHandle:
-        """Start a replica of a deployment, and follow it to its end; ``on_progress`` is called with each stage of its
-        start. ``config`` names a single device.
+    def launch(
+        self, name: str, config: Deployment, on_progress: Callable[[str], None], fork: Fork | None
+    ) -> ReplicaHandle:
+        """Start a replica of a deployment, and follow it to its end.
+
+        Args:
+            name: the deployment's name.
+            config: its configuration, with a single device.
+            on_progress: called with each stage of the start.
+            fork: forks the replica; None: it is started without forking.
 
         Raises:
             OSError: the machine lacks space, processes or file descriptors.
@@ -161,7 +154,6 @@ class ChildProcesses:
         # The folder's name is short, since it is part of socket paths, which have a limited length.
         folder = self.folder / f"r{self._launched}"
         replica = ReplicaProcess(name, f"{name}-{self._launched}", config, folder, self._user_paths, on_progress)
-        fork = None if self.forks is None else self.forks.fork_of(config)
         exited = self.follow(replica.start(fork), f"the guardian of {replica.id}", replica)
         replica.exited = self.spawn(replica.follow(exited, self.end_orphans))
         self.replicas[replica.id] = replica

@@ -10,6 +10,7 @@ from headwater_server.config.schema import Config, Deployment
 from headwater_server.errors import BadRequest, Conflict
 from headwater_server.supervisor.child_processes import ChildProcesses
 from headwater_server.supervisor.preflight import runtime_dir_problems
+from headwater_server.supervisor.preloaded import Preloads
 from headwater_server.supervisor.replica_set import ReplicaSet
 from headwater_server.supervisor.script_settings import Scripts
 from headwater_server.supervisor.states import Composite, GraphState, VersionsState
@@ -23,9 +24,10 @@ class Deployments:
     The *server's configuration*, as it was last read, remains beside the present configuration; see `rebase`.
     """
 
-    def __init__(self, config: Config, children: ChildProcesses) -> None:
+    def __init__(self, config: Config, children: ChildProcesses, preloads: Preloads | None = None) -> None:
         self._first = config
         self._children = children
+        self._preloads = preloads
         self.config = config
         """The present configuration. Its section ``server`` never changes."""
         self.composites: dict[str, Composite] = {}
@@ -171,6 +173,7 @@ class Deployments:
                 self._children,
                 part_of,
                 set_name.removeprefix(f"{name}.") if config.versions else "",
+                self._preloads,
             )
             for set_name, deployment in config.with_replicas(name).items()
         }

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from headwater.errors import LoadError
@@ -19,11 +19,11 @@ from headwater_server.errors import CallableFailed, Conflict, HeadwaterError, No
 from headwater_server.process.adapter_folders import find_adapters
 from headwater_server.supervisor.adapters import changed_adapters, fit
 from headwater_server.supervisor.child_processes import ChildProcesses
-from headwater_server.supervisor.deployments import Deployments, config_of
-from headwater_server.supervisor.handle import ReplicaHandle
+from headwater_server.supervisor.deployments import Deployments
+from headwater_server.supervisor.replacement import Replacement, raise_first
 from headwater_server.supervisor.replica_set import ReplicaSet
 from headwater_server.supervisor.script_settings import Scripts, scripts_of
-from headwater_server.supervisor.slot import Retired, stop_or_kill
+from headwater_server.supervisor.slot import Retired
 from headwater_server.supervisor.states import VersionsState
 
 __all__ = ["Lifecycle"]
@@ -31,9 +31,6 @@ __all__ = ["Lifecycle"]
 logger = logging.getLogger("headwater")
 
 TRAFFIC_ACTIONS: Final = ("promote", "rollback")
-CHOSEN_S: Final = 0.5
-"""Seconds for which a version that a reload removes still accepts requests: a worker may have chosen it for a request
-that is still being received."""
 
 
 class Lifecycle:
@@ -213,13 +210,13 @@ class Lifecycle:
 
     async def _load(self, name: str, config: Deployment | None) -> None:
         sets, composite = self._deployments.own_sets(name), self._deployments.composites.get(name)
-        loaded = [replica_set for replica_set in sets if replica_set.is_loaded and not replica_set.is_failing]
+        loaded = [replica_set for replica_set in sets if replica_set.is_loaded and not replica_set.slots.is_failing]
         is_whole = len(loaded) == len(sets) and (composite is None or composite.is_loaded)
         if not self._is_free(name) and (is_whole or (loaded and config is not None)):
             state = self._deployments.served(name).state.value
             loaded_text = "already loaded" if is_whole else "loaded in part"
             raise Conflict(f"model `{name}` is {state}: it is {loaded_text}; expected reload, or unload first")
-        await asyncio.gather(*(replica_set.end_failing() for replica_set in sets))
+        await asyncio.gather(*(replica_set.slots.end_failing() for replica_set in sets))
         await self._start_with(name, config)
 
     async def _start_with(self, name: str, config: Deployment | None) -> None:
@@ -253,10 +250,10 @@ class Lifecycle:
             await asyncio.gather(*(replica_set.end_unload() for replica_set in started))
             composite.hold(*before)
             self._children.on_change()
-            _raise_first(outcomes)
+            raise_first(outcomes)
         composite.release()
         self._children.on_change()
-        _raise_first(outcomes)
+        raise_first(outcomes)
         if composite.state is not State.READY:
             text = f"its {composite.parts} are loaded, but it is {composite.state.value}: {composite.reason}"
             raise CallableFailed(f"model `{name}`: {text}")
@@ -321,10 +318,11 @@ class Lifecycle:
                 f"model `{name}`: this configuration changes the kind of the model or the steps of the pipeline, so "
                 "old and new replicas can't serve together; expected strategy recreate, or unload the model first"
             )
-        fresh = await self._started(sets, wanted)
+        replacement = Replacement(self._deployments, self._children)
+        await replacement.start(sets, wanted)
         if config is not None:
             self._deployments.adopt(name, config)
-        return await self._replace(fresh)
+        return await replacement.take_over()
 
     async def _reload_versions(self, name: str, wanted: Deployment) -> Retired:
         """Start replicas of new and changed versions, or of all versions if the configuration is unchanged; then end
@@ -337,52 +335,10 @@ class Lifecycle:
         is_same = not fresh and not gone and now.shared_traffic == wanted.shared_traffic
         changed = _changed_versions(now, wanted) or (list(wanted.versions) if is_same else [])
         starting = [*fresh.values(), *(sets[f"{name}.{version}"] for version in changed)]
-        ready = await self._started(starting, wanted)
+        replacement = Replacement(self._deployments, self._children)
+        await replacement.start(starting, wanted)
         self._deployments.adopt_versions(name, wanted, fresh)
-        return await self._replace(ready, gone)
-
-    async def _replace(
-        self, fresh: list[tuple[ReplicaSet, list[ReplicaHandle]]], gone: Collection[ReplicaSet] = ()
-    ) -> Retired:
-        """Have sets serve with fresh replicas, retire their old replicas, and end the removed versions in ``gone``. All
-        sets switch in the same routing table, since the steps of a pipeline must fit each other."""
-        old = [(replica_set, replica_set.switch(started)) for replica_set, started in fresh]
-        self._children.on_change()
-        retiring = (replica_set.retire(slots) for replica_set, slots in old if slots)
-        return sum(await asyncio.gather(*retiring, *map(self._ended_version, gone)), Retired())
-
-    async def _ended_version(self, replica_set: ReplicaSet) -> Retired:
-        """Drain and end a removed version, and drop its replica set."""
-        await asyncio.sleep(CHOSEN_S)
-        drained = await replica_set.begin_unload(replica_set.config.drain_timeout_s)
-        retired = await replica_set.end_unload()
-        retired.drained = drained
-        self._deployments.drop_set(replica_set)
-        self._children.on_change()
-        return retired
-
-    async def _started(
-        self, sets: list[ReplicaSet], wanted: Deployment
-    ) -> list[tuple[ReplicaSet, list[ReplicaHandle]]]:
-        """Start replicas beside the serving replicas. Returns the ready replicas of each set. If a start fails, all the
-        new replicas are ended, and its error is raised.
-
-        ``wanted`` is the configuration of the whole deployment, from which each set takes its part.
-        """
-        outcomes = await asyncio.gather(
-            *(replica_set.start_fresh(config_of(replica_set, wanted)) for replica_set in sets), return_exceptions=True
-        )
-        fresh = [
-            (replica_set, outcome)
-            for replica_set, outcome in zip(sets, outcomes, strict=True)
-            if isinstance(outcome, list)
-        ]
-        failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-        failures += [lost for replica_set, started in fresh if (lost := replica_set.starter.lost(started)) is not None]
-        if failures:
-            await stop_or_kill([replica for _, started in fresh for replica in started])
-            _raise_first(failures, "; the previous configuration still serves")
-        return fresh
+        return await replacement.take_over(gone)
 
     async def _adapt(self, name: str, replica_set: ReplicaSet, config: Deployment) -> Retired | None:
         """Load and unload adapters in serving replicas. Returns None, with nothing done, unless only adapters change,
@@ -396,9 +352,9 @@ class Lifecycle:
         signature = replica_set.signature
         if changed is None or signature is None or signature.vllm is None:
             return None
-        added, removed = changed
+        (added, removed), search = changed, self._children.search
         try:
-            new_adapters = await asyncio.to_thread(find_adapters, added, self._children.search)
+            new_adapters = await asyncio.to_thread(find_adapters, added, search)
         except LoadError as error:
             raise CallableFailed(str(error)) from error
         if added and not (
@@ -407,10 +363,10 @@ class Lifecycle:
             return None
         before = replica_set.config.adapters
         try:
-            await self._fit(replica_set, {**before, **added})
+            await _fit_all(replica_set, {**before, **added}, search)
         except CallableFailed as error:
             with contextlib.suppress(CallableFailed):
-                await self._fit(replica_set, before)
+                await _fit_all(replica_set, before, search)
             raise error.again(f"{error.message}; the previous configuration still serves") from error
         replica_set.adapter_loads.update(added.keys())
         self._deployments.adopt(name, config)
@@ -419,19 +375,10 @@ class Lifecycle:
         if removed:
             retired.drained = await self._children.drain(name, config.drain_timeout_s, None, removed)
             try:
-                await self._fit(replica_set, config.adapters)
+                await _fit_all(replica_set, config.adapters, search)
             except CallableFailed as error:  # no request reaches the adapter any more
                 retired.warnings.append(error.message)
         return retired
-
-    async def _fit(self, replica_set: ReplicaSet, adapters: Mapping[str, str]) -> None:
-        """Have all serving replicas load and unload adapters; raises as `fit`. On return every serving replica has
-        exactly these adapters: nothing is awaited between that check and the return."""
-        while late := [replica for replica in replica_set.ready.values() if replica.adapters != adapters]:
-            fits = (
-                fit(replica, adapters, self._children.search, replica_set.config.load_timeout_s) for replica in late
-            )
-            _raise_first(await asyncio.gather(*fits, return_exceptions=True))
 
 
 def _shares(config: Deployment) -> str:
@@ -447,11 +394,9 @@ def _changed_versions(now: Deployment, wanted: Deployment) -> list[str]:
     return [version for version in both if now.version(version) != wanted.version(version)]
 
 
-def _raise_first(outcomes: list[Any], addition: str = "") -> None:
-    """Raise the first exception among gathered outcomes, with ``addition`` at the end of a `HeadwaterError`'s message.
-    Returns if there is no exception."""
-    for outcome in outcomes:
-        if isinstance(outcome, HeadwaterError):
-            raise outcome.again(outcome.message + addition)
-        if isinstance(outcome, BaseException):
-            raise outcome
+async def _fit_all(replica_set: ReplicaSet, adapters: Mapping[str, str], search: list[str]) -> None:
+    """Have all serving replicas load and unload adapters; raises as `fit`. On return every serving replica has exactly
+    these adapters: nothing is awaited between that check and the return."""
+    while late := [replica for replica in replica_set.ready.values() if replica.adapters != adapters]:
+        fits = (fit(replica, adapters, search, replica_set.config.load_timeout_s) for replica in late)
+        raise_first(await asyncio.gather(*fits, return_exceptions=True))

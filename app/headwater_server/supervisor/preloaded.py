@@ -295,28 +295,22 @@ class Preloaded:
 
 
 class Preloads:
-    """The processes that fork a configuration's replicas: a process for each distinct Python and environment of
-    replicas with heavy imports.
+    """The processes that fork replicas: a process for each distinct Python and environment of replicas with heavy
+    imports. ``children`` owns the processes."""
 
-    Args:
-        children: owns their processes.
-        deployments: the deployments that are started with the server.
-    """
+    def __init__(self, children: ChildProcesses) -> None:
+        self._children = children
+        self._all: dict[_Key, Preloaded] = {}
 
-    def __init__(self, children: ChildProcesses, deployments: Iterable[Deployment]) -> None:
+    def start(self, deployments: Iterable[Deployment]) -> None:
+        """Start the processes for the deployments that are started with the server."""
         modules_by_key: dict[_Key, list[str]] = {}
         for deployment in deployments:
-            if modules := heavy_imports(deployment, children.search):
+            if modules := heavy_imports(deployment, self._children.search):
                 modules_by_key.setdefault(_key(deployment), []).extend(modules)
-        self._children = children
-        self._all = {
-            key: Preloaded(children, key[0], dict(key[1]), list(dict.fromkeys(modules)))
-            for key, modules in modules_by_key.items()
-        }
-
-    def start(self) -> None:
-        """Start the processes."""
-        for preloaded in self._all.values():
+        for key, modules in modules_by_key.items():
+            preloaded = Preloaded(self._children, key[0], dict(key[1]), list(dict.fromkeys(modules)))
+            self._all[key] = preloaded
             self._children.spawn(preloaded.run())
 
     async def wait(self, deployment: Deployment) -> None:

@@ -83,6 +83,55 @@ Fork = Callable[[ForkRequest, Sequence[int]], int]
 `headwater_server.supervisor.preloaded.Preloaded.fork`."""
 
 
+class _StartPriority:
+    """The priority of a guardian and its replica, which rises in two steps during the start.
+
+    Args:
+        guardian: the guardian's process id.
+        replica: the replica's id, for the log.
+        directory: the replica's folder, which names its process group once it has one.
+        session_nice: the nice value of the replica's session while it serves.
+    """
+
+    def __init__(self, guardian: int, replica: str, directory: Path, session_nice: int) -> None:
+        self._guardian = guardian
+        self._replica = replica
+        self._directory = directory
+        self._session_nice = session_nice
+
+    def lower(self) -> None:
+        """Lower the priority of the guardian, before it does anything; the replica inherits it."""
+        if may_raise_priority():
+            set_session_priority(self._guardian, START_NICE, tries=1)  # the event loop must not wait
+            set_priority([self._guardian], _nice() + START_NICE, is_idle=True)
+
+    async def follow(self, ready: asyncio.Future[bool]) -> None:
+        """Raise the priority of guardian and replica after `IDLE_S`, and again when the replica is ready.
+
+        Until the replica is ready or ends, the first step is repeated every `IDLE_S`, for processes that have started
+        meanwhile.
+        """
+        if not may_raise_priority():
+            return
+        try:
+            while not (await asyncio.wait([ready], timeout=IDLE_S))[0]:
+                await asyncio.to_thread(self._set, START_NICE)
+            if ready.result():
+                await asyncio.to_thread(self._set, 0)
+        except OSError as error:
+            logger.warning("%s: its priority stays low: %s", self._replica, error)
+
+    def _set(self, by: int) -> None:
+        set_session_priority(self._guardian, by)
+        if group := Journal(self._directory).host_pid:
+            set_session_priority(group, max(by, self._session_nice))
+        with contextlib.suppress(psutil.NoSuchProcess):  # the guardian has ended
+            # Processes that the callable starts in other sessions are outside the replica's group, but inherit the
+            # priority too.
+            descendants = psutil.Process(self._guardian).children(recursive=True)
+            set_priority([self._guardian, *(process.pid for process in descendants)], _nice() + by)
+
+
 class ReplicaProcess:
     """Starts a replica on this machine and follows it to its end; see
     `headwater_server.supervisor.handle.ReplicaHandle`.
@@ -127,6 +176,7 @@ class ReplicaProcess:
         """Done when `follow` has returned; the caller of `start` sets it."""
         self._name = name
         self._deployment = deployment
+        self._session_nice = SPINNING_NICE * deployment.is_vllm
         self._user_paths = user_paths
         self._on_progress = on_progress
         self._log = ReplicaLog(lambda record: replica_logger.info("%s", record, extra={"replica": id}))
@@ -210,21 +260,22 @@ class ReplicaProcess:
                     stderr=output_write,
                     start_new_session=True,
                 )
-                self._lower(guardian.pid)
             else:
                 request = ForkRequest(
                     self._name, str(self.directory), self._user_paths, models_temporary,
                     [*self._guardian(STATUS, COMMAND), HOST],
                 )  # fmt: skip
                 guardian = Forked(fork(request, (status_write, command_read, output_write)))
-                self._lower(guardian.pid)
+            priority = _StartPriority(guardian.pid, self.id, self.directory, self._session_nice)
+            priority.lower()
+            if fork is not None:
                 os.write(command_write, GO)
             ours.pop_all()
         self._command_fd = command_write
         self._tasks = [
             asyncio.create_task(_read_lines(status_read, self._take_status)),
             asyncio.create_task(_read_lines(output_read, self._take_log)),
-            asyncio.create_task(self._raise(guardian.pid)),
+            asyncio.create_task(priority.follow(self.ready)),
         ]
         return guardian
 
@@ -369,7 +420,7 @@ class ReplicaProcess:
         return [sys.executable, "-m", program, python, self._name, str(self.directory), str(status_fd)]
 
     def _guardian(self, status: str, command: str) -> list[str]:
-        nice = str(max(START_NICE * may_raise_priority(), self._session_nice()))
+        nice = str(max(START_NICE * may_raise_priority(), self._session_nice))
         return [
             sys.executable,
             "-m",
@@ -380,41 +431,6 @@ class ReplicaProcess:
             command,
             nice,
         ]
-
-    def _session_nice(self) -> int:
-        return SPINNING_NICE * self._deployment.is_vllm
-
-    def _lower(self, guardian: int) -> None:
-        """Lower the priority of a guardian, before it does anything; the replica inherits it."""
-        if may_raise_priority():
-            set_session_priority(guardian, START_NICE, tries=1)  # the event loop must not wait
-            set_priority([guardian], _nice() + START_NICE, is_idle=True)
-
-    async def _raise(self, guardian: int) -> None:
-        """Raise the priority of guardian and replica in two steps: after `IDLE_S`, and when the replica is ready.
-
-        Until the replica is ready or ends, the first step is repeated every `IDLE_S`, for processes that have started
-        meanwhile.
-        """
-        if not may_raise_priority():
-            return
-        try:
-            while not (await asyncio.wait([self.ready], timeout=IDLE_S))[0]:
-                await asyncio.to_thread(self._set_priority, guardian, START_NICE)
-            if self.ready.result():
-                await asyncio.to_thread(self._set_priority, guardian, 0)
-        except OSError as error:
-            logger.warning("%s: its priority stays low: %s", self.id, error)
-
-    def _set_priority(self, guardian: int, by: int) -> None:
-        set_session_priority(guardian, by)
-        if group := self.group:
-            set_session_priority(group, max(by, self._session_nice()))
-        with contextlib.suppress(psutil.NoSuchProcess):  # the guardian has ended
-            # Processes that the callable starts in other sessions are outside the replica's group, but inherit the
-            # priority too.
-            descendants = psutil.Process(guardian).children(recursive=True)
-            set_priority([guardian, *(process.pid for process in descendants)], _nice() + by)
 
     def _take_log(self, line: str) -> None:
         self._lines.append(line)

@@ -9,26 +9,37 @@ import time
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from headwater.wire.handshake import OWN_SIDE
 from headwater_server.config.schema import Deployment
 from headwater_server.control.messages import Drained
+from headwater_server.control.routing import CRASH_WINDOW_S
 from headwater_server.errors import CallableFailed, HeadwaterError, MemoryBudgetExceeded, Unavailable
 from headwater_server.process.proc import GroupUse
 from headwater_server.supervisor.adapters import fit
 from headwater_server.supervisor.child_processes import Backoff, ChildProcesses
+from headwater_server.supervisor.crashes import Crashes
 from headwater_server.supervisor.handle import ReplicaHandle
 from headwater_server.supervisor.memory_budget import Place
+from headwater_server.supervisor.preloaded import Preloads
 from headwater_server.telemetry.recorder import recorder
 
 __all__ = [
+    "FAILED_STARTS_LIMIT",
     "FIRST_MEASURED_RETRY_S",
     "REPLICA_END_TIMEOUT_S",
-    "Owner",
+    "EndedServing",
+    "FailedStart",
+    "Failure",
+    "HasCapacity",
+    "Lost",
+    "NoCapacity",
     "ReplicaStarter",
     "Retired",
+    "Serving",
     "Slot",
+    "SlotEvent",
     "stop_or_kill",
 ]
 
@@ -48,6 +59,9 @@ SLOW_LONGEST_S: Final = 480.0
 """Shortest and longest pause before a restart in a slot that `is_slow`, in seconds."""
 UNSERVED_PAUSE_S: Final = 2.0
 """The longest pause before a replica that served is replaced while no other replica serves. Slow pauses are longer."""
+FAILED_STARTS_LIMIT: Final = 5
+"""Number of consecutive failed starts after which a slot is given up, unless it `is_slow`. Starts for which the machine
+lacks a resource don't count; after a permanent failure no other start follows."""
 PLACE_RETRY_S: Final = 2.0
 """Seconds until the next try to reserve memory for a replica after the memory budget refused it."""
 
@@ -93,23 +107,29 @@ class Retired:
 
 
 class ReplicaStarter:
-    """Starts and ends the replicas of a deployment."""
+    """Starts and ends the replicas of a deployment.
 
-    def __init__(self, name: str, children: ChildProcesses) -> None:
+    Args:
+        name: the deployment's name.
+        children: owns the replicas' processes.
+        preloads: the processes that fork replicas; None: replicas are started without forking.
+    """
+
+    def __init__(self, name: str, children: ChildProcesses, preloads: Preloads | None = None) -> None:
         self.failure = ""
         """Why the last failed start of `start_all` failed, in words for clients."""
-        self._name = name
-        self._children = children
+        self.name = name
+        self.children = children
+        self._preloads = preloads or Preloads(children)
 
     @contextlib.asynccontextmanager
     async def turn(self, config: Deployment) -> AsyncGenerator[None, None]:
         """A context for starting a replica. It waits until the replica can be forked, if it is to be forked, and limits
         the number of simultaneous starts, except starts that take longer than `LONG_START_S`."""
-        if self._children.forks is not None:
-            await self._children.forks.wait(config)
-        await self._children.start_slots.acquire()
+        await self._preloads.wait(config)
+        await self.children.start_slots.acquire()
         with contextlib.ExitStack() as held:
-            held.callback(self._children.start_slots.release)
+            held.callback(self.children.start_slots.release)
             held.callback(asyncio.get_running_loop().call_later(LONG_START_S, held.close).cancel)
             yield
 
@@ -120,11 +140,13 @@ class ReplicaStarter:
             OSError: as `ChildProcesses.launch`; the capacity is then released.
         """
         try:
-            replica = self._children.launch(self._name, config.on(place.device), on_progress)
+            on_device = config.on(place.device)
+            fork = self._preloads.fork_of(on_device)
+            replica = self.children.launch(self.name, on_device, on_progress, fork)
         except OSError:
-            self._children.memory.release(place)
+            self.children.memory.release(place)
             raise
-        self._children.memory.attach(place, replica)
+        self.children.memory.attach(place, replica)
         return replica
 
     async def await_ready(self, replica: ReplicaHandle, place: Place, config: Deployment) -> bool:
@@ -144,10 +166,10 @@ class ReplicaStarter:
         if not replica.ready.result():
             return False
         took_s = time.monotonic() - started
-        excess = await self._children.memory.settle(config, place)
+        excess = await self.children.memory.settle(config, place)
         if excess is not None:
             text = "%s: all replicas together exceed the memory budget; this replica stays, and no more are started: %s"
-            logger.warning(text, self._name, excess)
+            logger.warning(text, self.name, excess)
         logger.info(
             "%s: ready after %.1f s on %s%s", replica.id, took_s, replica.facts.get("device", "?"),
             _own_python(config, replica.facts),
@@ -170,19 +192,19 @@ class ReplicaStarter:
         fresh: list[ReplicaHandle] = []
         try:
             while len(fresh) < count:
-                places = await self._children.memory.reserve(self._name, config, count - len(fresh))
+                places = await self.children.memory.reserve(self.name, config, count - len(fresh))
                 if not places:
-                    await self._children.wait_for_stop(FIRST_MEASURED_RETRY_S)
+                    await self.children.wait_for_stop(FIRST_MEASURED_RETRY_S)
                 else:
                     on_progress("loading, at an operator's request")
                 starts = (self._start_one(place, config, on_progress) for place in places)
                 outcomes = await asyncio.gather(*starts)
                 fresh += [outcome for outcome in outcomes if not isinstance(outcome, str)]
                 reasons = [outcome for outcome in outcomes if isinstance(outcome, str)]
-                if self._children.is_stopping:
+                if self.children.is_stopping:
                     raise Unavailable("the server is stopping")
                 if reasons:
-                    raise CallableFailed(f"a replica of `{self._name}` did not start: {reasons[0]}")
+                    raise CallableFailed(f"a replica of `{self.name}` did not start: {reasons[0]}")
             if (lost := self.lost(fresh)) is not None:
                 raise lost
         except HeadwaterError:
@@ -196,7 +218,7 @@ class ReplicaStarter:
             if replica.ending.is_set():
                 reason = replica.account() or "it ended"
                 self.failure = replica.cause()
-                return CallableFailed(f"a replica of `{self._name}` was lost before all others were ready: {reason}")
+                return CallableFailed(f"a replica of `{self.name}` was lost before all others were ready: {reason}")
         return None
 
     async def _start_one(
@@ -204,8 +226,8 @@ class ReplicaStarter:
     ) -> ReplicaHandle | str:
         """Start a replica. Returns the replica once it is ready, or the reason after a failed start has ended."""
         async with self.turn(config):
-            if self._children.is_stopping:
-                self._children.memory.release(place)
+            if self.children.is_stopping:
+                self.children.memory.release(place)
                 return "the server is stopping"
             try:
                 replica = self.launch(place, config, on_progress)
@@ -215,7 +237,7 @@ class ReplicaStarter:
             if await self.await_ready(replica, place, config) and not replica.ending.is_set():
                 return replica
         await stop_or_kill([replica])
-        recorder().count("headwater_replica_start_failures", self._name)
+        recorder().count("headwater_replica_start_failures", self.name)
         self.failure = replica.cause()
         return replica.account() or "ended before it was ready"
 
@@ -263,35 +285,84 @@ def _own_python(deployment: Deployment, facts: Mapping[str, str]) -> str:
     )
 
 
-class Owner(Protocol):
-    """The replica set that has a slot. It is notified of events of the slot's replicas, and may then release the
-    slot."""
+@dataclass(frozen=True)
+class NoCapacity:
+    """There is no capacity for the slot's next replica. The slot tries again."""
 
-    name: str
-    config: Deployment
-    children: ChildProcesses
-    starter: ReplicaStarter
+    reason: str
 
-    @property
-    def ready(self) -> Mapping[str, ReplicaHandle]: ...
 
-    def note_no_capacity(self, slot: Slot, reason: str) -> None: ...
-    def end_shortage(self) -> None: ...
-    def note_progress(self, text: str) -> None: ...
-    def note_trouble(self, reason: str, cause: str) -> None: ...
-    def note_ready(self, slot: Slot, replica: ReplicaHandle) -> None: ...
-    def note_failed_start(self, slot: Slot, replica: ReplicaHandle, failed_starts: int) -> None: ...
-    def note_lost(self, slot: Slot, replica: ReplicaHandle) -> None: ...
-    def note_crash(self, slot: Slot, replica: ReplicaHandle) -> None: ...
+@dataclass(frozen=True)
+class HasCapacity:
+    """Capacity for the next replica, which was refused before, is reserved."""
+
+
+@dataclass(frozen=True)
+class Serving:
+    """A replica has begun to serve."""
+
+    replica: ReplicaHandle
+
+
+@dataclass(frozen=True)
+class FailedStart:
+    """A replica could not be started. The slot tries again."""
+
+    reason: str
+    """For operators."""
+    cause: str
+    """For clients."""
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A replica that served can no longer be used."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class EndedServing:
+    """A replica that served has ended; another follows after a pause. Whoever gets the event sets `Slot.is_missed`."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Another start would fail, too, perhaps after a long pause only (``is_permanent`` is False)."""
+
+    is_permanent: bool
+    reason: str
+    """For operators."""
+    cause: str
+    """For clients."""
+
+
+SlotEvent = NoCapacity | HasCapacity | Serving | FailedStart | Lost | EndedServing | Failure
 
 
 class Slot:
     """Keeps a replica running until the slot is released or the server stops.
 
-    It may begin with a serving replica, or with reserved capacity for the first replica.
+    Args:
+        starter: starts the replicas.
+        config: their configuration.
+        crashes: the losses of all the deployment's serving replicas.
+        on_progress: called with each stage of a start.
+        replica: a serving replica to begin with.
+        place: reserved capacity for the first replica.
     """
 
-    def __init__(self, owner: Owner, replica: ReplicaHandle | None = None, place: Place | None = None) -> None:
+    def __init__(
+        self,
+        starter: ReplicaStarter,
+        config: Deployment,
+        crashes: Crashes,
+        on_progress: Callable[[str], None],
+        replica: ReplicaHandle | None = None,
+        place: Place | None = None,
+    ) -> None:
+        self.config = config
+        """The configuration of the next start; of a replica that runs only the adapters follow it."""
         self.replica = replica
         """The present replica, from its launch to its end; None in between."""
         self.serves = replica is not None
@@ -300,11 +371,15 @@ class Slot:
         """Whether a replica that ends is replaced."""
         self.is_slow = False
         """Whether starts wait for long pauses, after too many losses of replicas; False once a replica serves."""
-        self._owner = owner
+        self.is_missed = False
+        """Whether no other replica serves, as of the last `EndedServing`."""
+        self._starter = starter
+        self._children = starter.children
+        self._crashes = crashes
+        self._on_progress = on_progress
         self._place = place
         self._failed_starts = 0
         self._pausing: asyncio.Future[None] | None = None
-        owner.children.spawn(self._run())
 
     def release(self) -> None:
         """Start no further replica. The present replica stays until it is ended."""
@@ -320,112 +395,143 @@ class Slot:
 
     @property
     def _is_wanted(self) -> bool:
-        return self.is_kept and not self._owner.children.is_stopping
+        return self.is_kept and not self._children.is_stopping
 
-    async def _run(self) -> None:
+    async def run(self) -> AsyncGenerator[SlotEvent, None]:
+        """Keep a replica running, and yield what happens. Whoever gets an event may release the slot, and sets
+        `is_slow` after a `Failure`, before it asks for the next event."""
         backoff, slow = Backoff(), Backoff(SLOW_FIRST_S, SLOW_LONGEST_S)
-        while self.replica is not None or await self._reserve():
+        while True:
             has_served = False
             began_s = time.monotonic()
             if self.replica is None:
-                async with self._owner.starter.turn(self._owner.config):
+                async for event in self._reserve():
+                    yield event
+                if self._place is None:
+                    return
+                async with self._starter.turn(self.config):
                     began_s = time.monotonic()
-                    await self._start()
+                    outcome = await self._start()
+                if outcome is not None:
+                    yield outcome
             if (replica := self.replica) is not None:
                 has_served = self.serves
-                await self._see_end(replica)
+                async for event in self._follow(replica):
+                    yield event
                 if has_served and replica.is_lost_with_node:
                     backoff = Backoff()  # elsewhere the replica would not have been lost
             if self._is_wanted:
                 pause_s = (slow if self.is_slow else backoff).after(time.monotonic() - began_s)
-                is_missed = has_served and not self.is_slow and not self._owner.ready
-                await self._pause(min(pause_s, UNSERVED_PAUSE_S) if is_missed else pause_s)
+                if has_served and not self.is_slow:
+                    yield EndedServing()
+                    pause_s = min(pause_s, UNSERVED_PAUSE_S) if self.is_missed else pause_s
+                await self._pause(pause_s)
 
-    async def _reserve(self) -> bool:
-        """Wait until capacity for a replica is reserved. Returns False if the replica is no longer wanted."""
+    async def _reserve(self) -> AsyncGenerator[SlotEvent, None]:
+        """Wait until capacity for a replica is reserved, or the replica is no longer wanted."""
         was_refused = False
         while self._place is None and self._is_wanted:
             retry_s = FIRST_MEASURED_RETRY_S
             try:
-                places = await self._owner.children.memory.reserve(self._owner.name, self._owner.config, 1)
+                places = await self._children.memory.reserve(self._starter.name, self.config, 1)
                 self._place = places[0] if places else None
             except MemoryBudgetExceeded as error:
                 retry_s, was_refused = PLACE_RETRY_S, True
                 if self.is_kept:
-                    self._owner.note_no_capacity(self, error.message)
+                    yield NoCapacity(error.message)
             if not self.is_kept:
                 self._release_place()
             elif self._place is None:
                 await self._pause(retry_s)
             elif was_refused:
-                self._owner.end_shortage()
-        return self._place is not None
+                yield HasCapacity()
 
-    async def _start(self) -> None:
+    async def _start(self) -> Serving | FailedStart | None:
         """Start a replica in the reserved capacity, unless the capacity was released. Returns when the replica serves,
-        or when its start has failed."""
+        or when its start has failed; None: it is about to end, or was not started."""
         place, self._place = self._place, None
-        owner = self._owner
-        if place is None or owner.children.is_stopping:
-            return
-        config = owner.config
+        if place is None or self._children.is_stopping:
+            return None
+        config = self.config
         try:
-            replica = self.replica = owner.starter.launch(place, config, owner.note_progress)
+            replica = self.replica = self._starter.launch(place, config, self._on_progress)
         except OSError as error:  # no space, processes or descriptors: this may pass, and other replicas serve
-            logger.error("%s: a replica can't be started: %s", owner.name, error)
-            owner.note_trouble(f"a replica can't be started: {error}", f"a replica can't be started: {error.strerror}")
-            return
-        if await owner.starter.await_ready(replica, place, config) and await self._fit(replica) and self.is_kept:
+            logger.error("%s: a replica can't be started: %s", self._starter.name, error)
+            text = "a replica can't be started: "
+            return FailedStart(f"{text}{error}", f"{text}{error.strerror}")
+        if await self._starter.await_ready(replica, place, config) and await self._fit(replica) and self.is_kept:
             self._failed_starts = 0
             self.is_slow = False
             self.serves = True
-            owner.note_ready(self, replica)
+            return Serving(replica)
+        return None
 
     async def _fit(self, replica: ReplicaHandle) -> bool:
         """Give a replica the present adapters, which may have changed since its start. Returns whether it has them
         now."""
-        owner = self._owner
         try:
-            while replica.adapters != owner.config.adapters:
-                await fit(replica, owner.config.adapters, owner.children.search, owner.config.load_timeout_s)
+            while replica.adapters != self.config.adapters:
+                await fit(replica, self.config.adapters, self._children.search, self.config.load_timeout_s)
         except CallableFailed as error:
             replica.reason = error.message
             replica.kill()
             return False
         return True
 
-    async def _see_end(self, replica: ReplicaHandle) -> None:
-        """Follow a replica to its end. The owner is told of a loss, and of the end if another replica is wanted."""
+    async def _follow(self, replica: ReplicaHandle) -> AsyncGenerator[SlotEvent, None]:
+        """Follow a replica to its end."""
         has_served = self.serves
         if has_served:
             await replica.ending.wait()
             was_listed, self.serves = self.serves, False
-            if was_listed and not self._owner.children.is_stopping:
+            if was_listed and not self._children.is_stopping:
                 logger.error("%s: lost: %s", replica.id, replica.reason)
-                self._owner.note_lost(self, replica)
+                yield Lost(replica.reason)
         await replica.exited
         self.replica = None
         if not self._is_wanted:
             return
         if has_served:
             if not replica.is_lost_with_node:
-                self._owner.note_crash(self, replica)
+                lost = self._crashes.count(replica.id, self.config.max_crashes)
+                if lost >= self.config.max_crashes:
+                    yield _slow(f"{lost} replicas were lost within {CRASH_WINDOW_S:g} s, the last: ", replica)
         elif not replica.has_place:
-            self._owner.note_no_capacity(self, replica.account())
+            yield NoCapacity(replica.account())
             return
         else:
-            self._failed_starts += not replica.is_shortage
-            recorder().count("headwater_replica_start_failures", self._owner.name)
-            self._owner.note_failed_start(self, replica, self._failed_starts)
+            recorder().count("headwater_replica_start_failures", self._starter.name)
+            yield self._failed(replica)
         if self.is_kept:
-            recorder().count("headwater_replica_restarts", self._owner.name)
+            recorder().count("headwater_replica_restarts", self._starter.name)
+
+    def _failed(self, replica: ReplicaHandle) -> FailedStart | Failure:
+        """Decide what follows a replica that ended before it was ready."""
+        self._failed_starts += not replica.is_shortage
+        reason = replica.account() or "ended before it was ready"
+        is_tried = self.is_slow and not replica.is_permanent
+        tries = "not tried again" if replica.is_permanent else f"{self._failed_starts} of {FAILED_STARTS_LIMIT}"
+        tries = "tried again slowly" if is_tried else "tried again" if replica.is_shortage else tries
+        logger.error("%s: did not start (%s): %s", replica.id, tries, reason)
+        if is_tried:
+            return _slow("a replica did not start: ", replica)
+        if replica.is_permanent or (self._failed_starts >= FAILED_STARTS_LIMIT and not replica.is_shortage):
+            return Failure(True, reason, replica.cause())
+        return FailedStart(reason, replica.cause())
 
     async def _pause(self, timeout_s: float) -> None:
         """Wait before the next try; `release` and `hurry` end the wait."""
-        self._pausing = asyncio.ensure_future(self._owner.children.wait_for_stop(timeout_s))
+        self._pausing = asyncio.ensure_future(self._children.wait_for_stop(timeout_s))
         await asyncio.wait({self._pausing})
 
     def _release_place(self) -> None:
         if self._place is not None:
-            self._owner.children.memory.release(self._place)
+            self._children.memory.release(self._place)
             self._place = None
+
+
+def _slow(why: str, replica: ReplicaHandle) -> Failure:
+    """A failure that is tried again after a long pause. ``why`` begins the reason, which ends with the replica's
+    account."""
+    reason = f"{why}{replica.account() or 'ended before it was ready'}"
+    return Failure(False, reason, f"{why}{replica.reason or 'it ended'}")  # without the last lines of its log

@@ -57,7 +57,8 @@ class Orchestrator:
         read: Callable[[], Config] | None = None,
         config_file: Path | None = None,
     ) -> None:
-        self.deployments = Deployments(config, children)
+        self._preloads = Preloads(children)
+        self.deployments = Deployments(config, children, self._preloads)
         self._config = config
         self.sets = self.deployments.sets
         self._composites = self.deployments.composites
@@ -74,9 +75,7 @@ class Orchestrator:
     async def prepare(self) -> None:
         """See `headwater_server.supervisor.front.Backend`. Returns at once, since the routes are known. Starts the
         processes that fork replicas; the first starts of replicas wait for these processes."""
-        forks = Preloads(self._children, self._config.all_deployments().values())
-        forks.start()
-        self._children.forks = forks
+        self._preloads.start(self._config.all_deployments().values())
 
     def start(self, running: Mapping[str, Collection[ReplicaHandle]] | None = None) -> None:
         """Start all wanted replicas, and keep them running.
@@ -103,9 +102,9 @@ class Orchestrator:
             replica.kill()
 
     def note_loss(self, loss: ReplicaLoss) -> None:
-        """Pass the report to `ReplicaSet.note_loss`; a report on an unknown deployment is ignored."""
+        """Pass the report to `Crashes.note`; a report on an unknown deployment is ignored."""
         if (replicas := self.sets.get(loss.model)) is not None:
-            replicas.note_loss(loss)
+            replicas.crashes.note(loss, replicas.config.max_crashes)
 
     @property
     def is_decided(self) -> bool:

@@ -63,8 +63,8 @@ class Served(Supervisor):
 
         return answer
 
-    def launch(self, name: str, config: Deployment, on_progress: Callable[[str], None]) -> ReplicaHandle:
-        launched = super().launch(name, config, on_progress)
+    def launch(self, name: str, config: Deployment, on_progress: Callable[[str], None], fork: object) -> ReplicaHandle:
+        launched = super().launch(name, config, on_progress, fork)
         replica = self.launched[-1]
         replica.adapters = config.adapters
         replica.signature = Signature("base", (), (), vllm=SPEC)

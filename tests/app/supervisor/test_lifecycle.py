@@ -134,7 +134,7 @@ class Supervisor(ChildProcesses):
         self.drained = Drained()
         self.states: dict[str, list[State]] = {}
 
-    def launch(self, name: str, config: Deployment, on_progress: Callable[[str], None]) -> ReplicaHandle:
+    def launch(self, name: str, config: Deployment, on_progress: Callable[[str], None], fork: object) -> ReplicaHandle:
         exited: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         replica = Replica(name, f"{name}-{len(self.launched)}", exited)
         replica.config = config
@@ -396,8 +396,8 @@ def test_a_deployment_that_lost_too_many_replicas_can_be_loaded_at_once(caplog: 
         a = supervisor.sets["a"]
         supervisor.launched[0].end("killed")
         await until(lambda: a.state is State.FAILED)
-        assert (a.is_failing, await supervisor.told("load", "a")) == (True, (200, ""))
-        assert (a.state, list(a.ready), a.is_failing) == (State.READY, ["a-1"], False)
+        assert (a.slots.is_failing, await supervisor.told("load", "a")) == (True, (200, ""))
+        assert (a.state, list(a.ready), a.slots.is_failing) == (State.READY, ["a-1"], False)
         supervisor.launched[1].end("killed")
         await until(lambda: a.state is State.FAILED)
         assert (await supervisor.told("unload", "a"), a.is_loaded) == ((200, ""), False)
@@ -1119,7 +1119,7 @@ def test_a_reload_that_adds_a_version_starts_only_that_and_one_that_removes_it_d
 
 
 def test_a_version_that_is_gone_still_accepts_what_was_given_to_it_just_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headwater_server.supervisor.lifecycle.CHOSEN_S", 600)
+    monkeypatch.setattr("headwater_server.supervisor.replacement.CHOSEN_S", 600)
 
     async def scenario() -> None:
         supervisor = Supervisor(versions(), allow_load="any")

@@ -47,8 +47,8 @@ class Whole(Supervisor):
     def _connect(self, name: str, route: ReplicaRoute) -> Client:
         return self.clients.setdefault(route.id, Client())
 
-    def launch(self, name: str, config: Deployment, on_progress: Callable[[str], None]) -> ReplicaHandle:
-        launched = super().launch(name, config, on_progress)
+    def launch(self, name: str, config: Deployment, on_progress: Callable[[str], None], fork: object) -> ReplicaHandle:
+        launched = super().launch(name, config, on_progress, fork)
         self.launched[-1].signature = NUMBERS
         return launched
 

@@ -204,7 +204,7 @@ def test_a_slot_that_is_released_before_it_begins_gives_its_room_back() -> None:
     async def scenario() -> None:
         machine = Machine(range_of(1, 3), limit=1000)
         a = await started(machine)
-        await a.grow()
+        a.grow(*await machine.memory.reserve("a", a.config, 1))
         assert a.wanted == 2
         await a.begin_unload(1)  # before the slot's task has had its first step
         await a.end_unload()
@@ -547,15 +547,15 @@ class Storm(Machine):
     def unsettled(self) -> str:
         """What is not as it must be once no command is under way; empty if all is well."""
         for name, found in self.sets.items():
-            held = [slot.replica.id for slot in found._slots if slot.replica is not None]
+            held = [slot.replica.id for slot in found.slots if slot.replica is not None]
             alive = [replica.id for replica in self.launched if replica.name == name and not replica.exited.done()]
             allowed = (State.LOADING, State.READY, State.UNAVAILABLE) if found.is_loaded else (
                 State.UNAVAILABLE, State.FAILED,
             )  # fmt: skip
             if found.state not in allowed or sorted(held) != sorted(alive) or len(held) > found.bounds.max:
                 return f"{name} is {found.state.value} ({found.reason}) with {held} of {alive}"
-            if found._leaving:
-                return f"{name} has {found._leaving} on their way out"
+            if found.slots.leaving:
+                return f"{name} has {found.slots.leaving} on their way out"
         empty = [place for place in self.memory._places if place.replica is None or place.replica.ending.is_set()]
         return f"room for nobody: {empty}" if empty else ""
 

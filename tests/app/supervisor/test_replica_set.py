@@ -9,12 +9,11 @@ import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from headwater_server.config.schema import Deployment
+from headwater_server.config.schema import Config, Deployment
 from headwater_server.config.sections import ReplicaBounds
 from headwater_server.control.messages import Drained, ReplicaLoss
 from headwater_server.control.routing import State, unavailable
@@ -22,8 +21,10 @@ from headwater_server.errors import CallableFailed, MemoryBudgetExceeded
 from headwater_server.process.machine import HOST as HOST_MEMORY
 from headwater_server.process.proc import group_members
 from headwater_server.supervisor.child_processes import ChildProcesses
+from headwater_server.supervisor.deployments import Deployments
 from headwater_server.supervisor.handle import ReplicaHandle
 from headwater_server.supervisor.memory_budget import MemoryBudget, ReplicaMemory
+from headwater_server.supervisor.replacement import Replacement
 from headwater_server.supervisor.replica_process import ReplicaProcess
 from headwater_server.supervisor.replica_set import ReplicaSet
 
@@ -123,6 +124,11 @@ def run(scenario: Callable[[Processes, ReplicaSet], Awaitable[None]], **fields: 
     asyncio.run(main())
 
 
+def replacement_with(children: Processes) -> Replacement:
+    config = Config.model_validate({"deployments": {"m": {"model": "m:M"}}})
+    return Replacement(Deployments(config, children), children)
+
+
 def test_unload_ends_the_whole_group_and_measures_it() -> None:
     async def scenario(children: Processes, replicas: ReplicaSet) -> None:
         await replicas.load()
@@ -146,10 +152,11 @@ def test_unload_ends_the_whole_group_and_measures_it() -> None:
 def test_a_reload_has_both_for_a_while_and_then_only_the_new_one() -> None:
     async def scenario(children: Processes, replicas: ReplicaSet) -> None:
         await replicas.load()
-        fresh = await replicas.start_fresh(replicas.config)
+        replacement = replacement_with(children)
+        await replacement.start([replicas], replicas.config)
         old, new = (replica.group for replica in children.launched)
         assert len(group_members({old, new})) == 4
-        retired = await replicas.retire(replicas.switch(fresh))
+        retired = await replacement.take_over()
         assert (retired.leftovers, group_members({old}), len(group_members({new}))) == ([], [], 2)
         assert (replicas.state, list(replicas.ready)) == (State.READY, ["m-2"])
 
@@ -167,7 +174,7 @@ def test_replicas_are_added_while_what_they_really_take_fits_and_leave_nothing_w
         with pytest.raises(MemoryBudgetExceeded, match=r"no capacity for another replica of `m`: .* of the 277 MiB"):
             await replicas.scale(ReplicaBounds(min=3, max=3))
         with pytest.raises(MemoryBudgetExceeded, match="expected `strategy: recreate`"):
-            await replicas.start_fresh(replicas.config)
+            await replacement_with(children).start([replicas], replicas.config)
         assert (list(replicas.ready), len(children.launched), replicas.bounds.max) == (["m-1", "m-2"], 2, 2)
         leaving = children.launched[1]
         group = leaving.group
@@ -245,48 +252,40 @@ def test_a_model_that_lost_too_many_replicas_goes_on_trying_slowly(monkeypatch: 
         while replicas.state is not State.FAILED:  # noqa: ASYNC110 - as above
             await asyncio.sleep(0.01)
         assert len(children.launched) == 1
-        replicas.config = Deployment.model_validate({"model": "m:M", "options": {"mode": "fails"}, "max_crashes": 1})
+        failing = Deployment.model_validate({"model": "m:M", "options": {"mode": "fails"}, "max_crashes": 1})
+        replicas.configure(failing)
         while "did not start: RuntimeError" not in replicas.reason:  # noqa: ASYNC110 - as above
             await asyncio.sleep(0.01)
-        assert (replicas.is_failing, replicas.has_given_up) == (True, False)
-        replicas.config = Deployment.model_validate({"model": "m:M", "max_crashes": 1})
+        assert (replicas.slots.is_failing, replicas.has_given_up) == (True, False)
+        replicas.configure(Deployment.model_validate({"model": "m:M", "max_crashes": 1}))
         while not replicas.ready:  # noqa: ASYNC110 - as above
             await asyncio.sleep(0.01)
-        assert not replicas.is_failing
+        assert not replicas.slots.is_failing
 
     run(scenario, options={"mode": "crashes"}, max_crashes=1)
 
 
 def test_replicas_that_end_with_one_keys_requests_count_against_that_key() -> None:
     async def scenario(children: Processes, replicas: ReplicaSet) -> None:
-        def note(id: str, **loss: Any) -> None:
-            replicas.note_loss(ReplicaLoss("m", id, **loss))
-
-        def end(id: str) -> None:
-            slot: Any = SimpleNamespace(is_slow=False)
-            replicas.note_crash(slot, cast(Any, SimpleNamespace(id=id, account=lambda: "killed")))
-
-        for id in ("m-7", "m-8"):
-            note(id, keys=["a"])
-            end(id)
-        assert (replicas.state, list(replicas.route(1).barred)) == (State.LOADING, ["a"])
-        note("m-9", keys=["a", "b"])
-        end("m-9")  # counts against the model
-        note("m-10", keys=["b"])
-        note("m-10", convicted="b", earlier="m-9")  # and now no longer
-        end("m-10")
-        assert (replicas.state, list(replicas.route(1).barred)) == (State.LOADING, ["a", "b"])
-        end("m-11")
-        assert replicas.state is State.LOADING
+        for id in ("m-1", "m-2"):  # before they end, as a gateway worker's report may come
+            replicas.crashes.note(ReplicaLoss("m", id, keys=["a"]), 2)
+        replicas.start()
+        while not replicas.route(1).barred:  # noqa: ASYNC110 - as above
+            await asyncio.sleep(0.01)
+        assert (list(replicas.route(1).barred), len(children.launched)) == (["a"], 2)
+        assert replicas.state is not State.FAILED
+        await replicas.begin_unload(0)
+        await replicas.end_unload()
+        replicas.configure(Deployment.model_validate({"model": "m:M", "max_crashes": 2}))
         await replicas.load()
         assert replicas.route(1).barred == {}
 
-    run(scenario, max_crashes=2)
+    run(scenario, options={"mode": "crashes"}, max_crashes=2)
 
 
 @pytest.mark.slow
 def test_crashes_that_are_long_ago_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headwater_server.supervisor.replica_set.CRASH_WINDOW_S", 0.3)
+    monkeypatch.setattr("headwater_server.supervisor.crashes.CRASH_WINDOW_S", 0.3)
 
     async def scenario(children: Processes, replicas: ReplicaSet) -> None:
         replicas.start()
@@ -315,7 +314,7 @@ def test_what_cannot_change_by_trying_again_fails_at_once(caplog: pytest.LogCapt
 def test_starts_for_which_the_machine_lacks_something_are_tried_again_without_end(
     mode: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("headwater_server.supervisor.replica_set.FAILED_STARTS_LIMIT", 1)
+    monkeypatch.setattr("headwater_server.supervisor.slot.FAILED_STARTS_LIMIT", 1)
 
     async def scenario(children: Processes, replicas: ReplicaSet) -> None:
         replicas.start()
