@@ -64,7 +64,7 @@ def test_a_path_that_hides_what_headwater_s_own_processes_import_is_refused() ->
         "binder.warmup_lm",
     )
     first = "from headwater_server.binder.pytriton_clients import leave_out_clients; leave_out_clients(); "
-    imports = first + "; ".join(f"import headwater_server.{name}" for name in modules)
+    imports = first + "; ".join(f"import headwater_server.{name}" for name in modules) + "; import prometheus_client"
     installed = {
         name
         for name in {module.partition(".")[0] for module in modules_after(imports)}

@@ -35,7 +35,7 @@ class ImageClassification(Model):
 
     Inputs:
         image: BYTES [1], a file in a format of `FORMATS` with at most 40,000,000 pixels; or this file in base64, or as
-            a data URL. The images of a batch are unpacked successively.
+            a data URL. It is turned as its EXIF orientation says. The images of a batch are unpacked successively.
 
     Outputs:
         label: BYTES [1], the class with the highest score.
@@ -57,6 +57,7 @@ class ImageClassification(Model):
             Tensor("label", "BYTES", [1]), Tensor("scores", "FP32", [len(self._labels)], labels=self._labels),
         )  # fmt: skip
         self._pillow = folder.need("PIL.Image")
+        self._image_ops = folder.need("PIL.ImageOps")
         self.example = {"image": [_blank(self._pillow)]}  # type: ignore[misc]
 
     def load(self, device: str) -> None:
@@ -77,6 +78,7 @@ class ImageClassification(Model):
         try:
             with self._pillow.open(io.BytesIO(file_of("image", raw)), formats=FORMATS) as image:
                 _check_size(image)
+                self._image_ops.exif_transpose(image, in_place=True)
                 return image.convert("RGB")
         except BadInput:
             raise

@@ -15,7 +15,7 @@ from headwater.engine import (
     SequenceRequest,
 )
 
-__all__ = ["Admission"]
+__all__ = ["Admission", "id_in_use"]
 
 _DEFAULTS = Sampling()
 
@@ -116,7 +116,7 @@ class Admission:
     def _check(self, request: SequenceRequest) -> None:
         limits = self.limits
         if request.id in self._waiting or request.id in self._reserved:
-            raise RequestRejected(f"id: expected an id that is not in use, got {request.id!r}")
+            raise id_in_use(request.id)
         if not request.prompt:
             raise RequestRejected("prompt: expected at least one token, got none")
         tokens = _tokens(request)
@@ -149,6 +149,11 @@ class Admission:
             raise RequestRejected(
                 f"{name}: expected tokens from 0 to {self.limits.vocab_size - 1}, got {min(ids)} to {max(ids)}"
             )
+
+
+def id_in_use(id: str) -> RequestRejected:
+    """The error for a request with the id of another request that has not ended."""
+    return RequestRejected(f"id: expected an id that is not in use, got {id!r}")
 
 
 def _tokens(request: SequenceRequest) -> int:

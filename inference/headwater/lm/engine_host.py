@@ -344,7 +344,8 @@ class EngineHost:
             return "rejected", text_of(error)
         except BaseException as error:
             self._failures.note(error)
-            return "error", _described(error)
+            reason = _described(error)
+            return None if self._is_lost(reason) else ("error", reason)
         sequence.is_submitted = True
         return None
 

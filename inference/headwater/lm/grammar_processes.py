@@ -80,6 +80,7 @@ class GrammarProcesses:
 
     Raises:
         ReplicaError: the library can't read the tokenizer.
+        ChildProcessError: the host ended at once.
         OSError: the host can't be started.
     """
 
@@ -93,7 +94,9 @@ class GrammarProcesses:
         """Listeners of processes that could not be started, until `poll` informs them."""
         self._host = self._start_host()
         self._host.channel.setblocking(True)
-        packet = self._host.channel.recv(self._packet_bytes)
+        packet = b""
+        with contextlib.suppress(ConnectionResetError):  # the host has ended before it read the settings
+            packet = self._host.channel.recv(self._packet_bytes)
         self._host.channel.setblocking(False)
         if not packet:
             raise ChildProcessError("the process that compiles grammars has ended; the lines above say why")

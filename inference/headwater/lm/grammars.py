@@ -197,7 +197,7 @@ class Grammars:
 
     Raises:
         ReplicaError: the library can't read the tokenizer, or no token ends a sequence.
-        OSError: the processes can't be started.
+        ChildProcessError, OSError: as `GrammarProcesses`.
     """
 
     def __init__(self, tokenizer: Path, vocab_size: int, eos_ids: frozenset[int]) -> None:

@@ -240,6 +240,9 @@ def _slot_engine(
             grammars = Grammars(folder / TOKENIZER, vocab_size, loaded.eos_ids)
     except ReplicaError as error:
         logger.warning("%s: %s: %s", folder, WITHOUT_GRAMMARS, error)
+    except ChildProcessError as error:
+        fix = "install it again, or remove it to serve without grammars"
+        raise LoadError(Problem(f"model {reference}", f"{GRAMMARS}: {error}", fix)) from error
     engine = SlotEngine(
         loaded.model, eos_ids=loaded.eos_ids, grammars=grammars, on_broken=on_broken, capacity=capacity, **rest
     )

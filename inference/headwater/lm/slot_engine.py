@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headwater.engine import EngineFull, EngineLimits, Finish, SequenceRequest, TokenEvent
-from headwater.lm.admission import Admission
+from headwater.lm.admission import Admission, id_in_use
 from headwater.lm.batch_invariance import KEYS
 from headwater.lm.cached_model import CachedModel
 from headwater.lm.grammars import KINDS, Compilation, Constraint, Grammars, refusal
@@ -192,6 +192,8 @@ class SlotEngine(Admission):
 
     def submit(self, request: SequenceRequest) -> None:
         """See `Engine.submit`."""
+        if request.id in self._uncompiled:
+            raise id_in_use(request.id)
         grammars = self._grammars
         if request.grammar is None or grammars is None:
             super().submit(request)

@@ -66,7 +66,7 @@ def _find(request: ScriptRequest) -> ScriptFinding:
     settings = {name: settings_of(binding) for name, binding in script.bindings.items()}
     shared = shared_objects({name: binding.functions for name, binding in script.bindings.items()})
     return ScriptFinding(
-        settings, [*script.warnings, *(_warning(description, models) for description, models in shared.items())]
+        settings, [*script.warnings, *(_warning(description, models) for description, models in shared)]
     )
 
 

@@ -19,7 +19,7 @@ from headwater.replica import callee
 from headwater.replica.callee import Answers
 from headwater.runtime.call_loop import CallLoop
 from headwater.runtime.capacity import Capacity
-from headwater.runtime.compiled import check_compiled, compile_modules
+from headwater.runtime.compiled import CompiledModules, compile_modules
 from headwater.runtime.device import choose_device, streams_of
 from headwater.runtime.exported_model import ExportedModel
 from headwater.runtime.fused import FusedPipeline
@@ -49,8 +49,8 @@ class Served(NamedTuple):
     """The models in the order in which they were loaded."""
     warmup_sizes: Sequence[int] = ()
     """The numbers of rows with which models are called in the warm-up; a number that is there twice is called twice."""
-    is_compiled: bool = False
-    """Whether modules of a model are compiled in the warm-up."""
+    compiled: tuple[CompiledModules, ...] = ()
+    """For each model that asks for it, the modules that are compiled in the warm-up."""
 
     @property
     def handlers(self) -> list[Answers]:
@@ -69,13 +69,13 @@ class Served(NamedTuple):
 
         Raises:
             LoadError: a call has changed the state of a model that isn't stateful.
-            ReplicaError: no module was compiled, although a model asks for it.
+            ReplicaError: no module of a model was compiled, although the model asks for it.
         """
         for model in self.models:
             if isinstance(model, (ExportedModel, ScriptModel)):
                 model.end_warm_up()
-        if self.is_compiled:
-            check_compiled()
+        for modules in self.compiled:
+            modules.check()
 
     def unload(self) -> None:
         """Close the engine, or call every model's `unload`, last loaded first, even if a model raises."""
@@ -167,15 +167,16 @@ def load_served(
         signature.check_cacheable()
     on_known(signature)
     loop = CallLoop()
-    sizes: dict[str, Sequence[int]] = {}
+    compiled: dict[str, CompiledModules] = {}
     warmup_sizes = _warmup_sizes(spec, signature.max_batch_size)
     for step in steps:
         model = models[step.name]
         progress(f"loading {step.name} on {device}" if spec.pipeline is not None else f"loading on {device}")
         loop.load(model, device)
         if asks_compile(type(model), step.options):
-            sizes[step.name] = compile_modules(model, signatures[step.name], device, sorted(set(warmup_sizes)))
-    if sizes:  # add the sizes that batches are padded to; twice, since a size's second call records its CUDA graph
+            compiled[step.name] = compile_modules(model, signatures[step.name], device, sorted(set(warmup_sizes)))
+    sizes = {name: modules.sizes for name, modules in compiled.items()}
+    if compiled:  # add the sizes that batches are padded to; twice, since a size's second call records its CUDA graph
         warmup_sizes = sorted([*{*warmup_sizes}.union(*sizes.values())] * 2)
     loaded = tuple(models.values())
     if pipeline is None:
@@ -186,11 +187,11 @@ def load_served(
             runners.append(
                 Runner(models[spec.name], signature, device, on_broken, watch, capacity, padded_to, stream, runners)
             )
-        return Served(signature, device, runners, loop, loaded, warmup_sizes, bool(sizes))
+        return Served(signature, device, runners, loop, loaded, warmup_sizes, (*compiled.values(),))
     if plan.signature.streams:
         switch_soon()
     fused = FusedPipeline(plan, models, device, on_broken, watch, capacity, sizes)
-    return Served(signature, device, fused, loop, loaded, warmup_sizes, bool(sizes))
+    return Served(signature, device, fused, loop, loaded, warmup_sizes, (*compiled.values(),))
 
 
 def _warmup_sizes(spec: ReplicaSpec, max_batch_size: int) -> list[int]:

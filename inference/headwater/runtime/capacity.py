@@ -26,8 +26,8 @@ class Capacity:
     as many binary digits.
 
     Args:
-        on_change: called for each new limit, with a text for operators and the smallest limit; with 0 when the last
-            limit has ended.
+        on_change: called for each new limit, and when limits have ended, with a text for operators and the smallest
+            limit; 0: none is left.
     """
 
     def __init__(self, on_change: Callable[[str, int], None] = lambda text, rows: None) -> None:
@@ -49,8 +49,10 @@ class Capacity:
         over = [key for key, limit in self._limits.items() if limit.until_s <= now_s]
         for key in over:
             self._limits.pop(key, None)
-        if over and not self._limits:
-            self._on_change("computes whole batches again, to see whether memory suffices now", 0)
+        if over:
+            min_rows = self._min_rows()
+            sizes = "some larger" if min_rows else "whole"
+            self._on_change(f"computes {sizes} batches again, to see whether memory suffices now", min_rows)
         digits = row_bytes.bit_length()
         limits = [limit.rows for key, limit in list(self._limits.items()) if key[0] == model and key[1] <= digits]
         return min(limits, default=None)
@@ -62,8 +64,11 @@ class Capacity:
         if before is not None and before <= fitted:
             return
         self._limits[model, row_bytes.bit_length()] = _Limit(fitted, time.monotonic() + HOLDS_S)
-        min_rows = min(limit.rows for limit in list(self._limits.values()))
         self._on_change(
             f"{model}: out of memory with {failed} {what} at once; computes at most {fitted} for {HOLDS_S:g} s",
-            min_rows,
+            self._min_rows(),
         )
+
+    def _min_rows(self) -> int:
+        """The smallest limit; 0: there is no limit."""
+        return min((limit.rows for limit in list(self._limits.values())), default=0)

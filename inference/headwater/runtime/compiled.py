@@ -7,7 +7,7 @@ import os
 import sysconfig
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,13 +15,55 @@ from headwater.errors import LoadError, Problem, ReplicaError
 from headwater.model import Model
 from headwater.signature import Signature
 
-__all__ = ["COMPILE", "begin_graphs", "check_compiled", "compile_modules", "compiler_problem"]
+__all__ = ["COMPILE", "CompiledModules", "begin_graphs", "compile_modules", "compiler_problem"]
 
 COMPILE: Final = "compile"
 """The option of a user's `Model` without a constructor parameter of this name, and of a file of torch.export."""
 
 
-def compile_modules(model: Model, signature: Signature, device: str, sizes: Sequence[int]) -> Sequence[int]:
+class CompiledModules:
+    """A model's compiled torch modules.
+
+    Args:
+        title: begins the message of an error.
+        modules: the results of ``torch.compile``.
+        sizes: the batch sizes that batches must be padded to, in ascending order; empty if any batch size will do.
+    """
+
+    def __init__(self, title: str, modules: Iterable[Any], sizes: Sequence[int]) -> None:
+        self._title = title
+        self.sizes = sizes
+        self._is_called = False
+        for module in modules:
+            module.forward = self._noting_call(module, module.forward)
+
+    def check(self) -> None:
+        """Check, after the warm-up, that a module was called, and that torch has compiled.
+
+        Raises:
+            ReplicaError: nothing was compiled.
+        """
+        from torch._dynamo.utils import counters
+
+        # torch counts the graphs of the whole process: of other models, too.
+        if not self._is_called or not counters["stats"]["unique_graphs"]:
+            raise ReplicaError(
+                f"{self._title}: options.compile: nothing was compiled in the warm-up: expected __call__ to call a "
+                "module that load() made an attribute, such as `self.net(x)`; call it so, or remove `options.compile`"
+            )
+
+    def _noting_call(self, module: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that replaces a module's ``forward`` until its first call."""
+
+        def call(*args: Any, **keywords: Any) -> Any:
+            self._is_called = True
+            module.forward = forward
+            return forward(*args, **keywords)
+
+        return call
+
+
+def compile_modules(model: Model, signature: Signature, device: str, sizes: Sequence[int]) -> CompiledModules:
     """Replace the torch modules among a loaded model's attributes by modules that are compiled when they are called.
 
     On a GPU, if the model doesn't stream and its inputs have fixed shapes and no ``BYTES``, the modules are compiled
@@ -32,9 +74,6 @@ def compile_modules(model: Model, signature: Signature, device: str, sizes: Sequ
         signature: its declarations.
         device: the device that it was loaded on.
         sizes: the batch sizes of the warm-up.
-
-    Returns:
-        The batch sizes that batches must be padded to, in ascending order; empty if any batch size will do.
 
     Raises:
         LoadError: the model has no such modules, there is no warm-up, or the machine lacks a compiler.
@@ -64,7 +103,8 @@ def compile_modules(model: Model, signature: Signature, device: str, sizes: Sequ
         settings.recompile_limit = limit
     for name, module in modules.items():  # `module.compile` would leave torch's classes unchanged
         setattr(model, name, torch.compile(module, **options))
-    return sorted({*sizes, signature.max_batch_size}) if replays else ()
+    padded_to = sorted({*sizes, signature.max_batch_size}) if replays else ()
+    return CompiledModules(title, [getattr(model, name) for name in modules], padded_to)
 
 
 def begin_graphs() -> None:
@@ -81,21 +121,6 @@ def begin_graphs() -> None:
     if not hasattr(local, "tree_manager_containers"):
         local.tree_manager_containers = {}
         local.tree_manager_locks = defaultdict(threading.Lock)
-
-
-def check_compiled() -> None:
-    """Check, after the warm-up, that a module was compiled.
-
-    Raises:
-        ReplicaError: nothing was compiled.
-    """
-    from torch._dynamo.utils import counters
-
-    if not counters["stats"]["unique_graphs"]:
-        raise ReplicaError(
-            "options.compile: nothing was compiled in the warm-up: expected __call__ to call a module that load() made "
-            "an attribute, such as `self.net(x)`; call it so, or remove `options.compile`"
-        )
 
 
 def compiler_problem(title: str, device: str) -> Problem | None:

@@ -20,7 +20,7 @@ import numpy as np
 
 from headwater.datatypes import DATATYPES
 from headwater.errors import BadOutput, DeclarationError, LoadError, Problem, ReplicaError, did_you_mean
-from headwater.model import Model, Parameter
+from headwater.model import Model, Parameter, Tensor
 from headwater.reference import find_path, script_and_name
 from headwater.runtime.pytriton_checks import check_config, check_responses, declared
 from headwater.runtime.pytriton_script import Binding, Script, run_script
@@ -166,9 +166,7 @@ class PytritonModel(Model):
                 piece = piece if self._config.batching else piece[np.newaxis]
                 if piece.shape[:1] != (rows,):
                     raise BadOutput(f"output {tensor.name!r}: expected {rows} rows, got shape {list(piece.shape)}")
-                if tensor.datatype != "BYTES":
-                    piece = piece.astype(DATATYPES[tensor.datatype].numpy, copy=False)
-                pieces.append(piece)
+                pieces.append(piece if tensor.datatype == "BYTES" else _cast(tensor, piece))
             if len({piece.shape[1:] for piece in pieces}) > 1:
                 shapes = " and ".join(str(list(piece.shape)) for piece in pieces)
                 raise BadOutput(
@@ -361,6 +359,21 @@ def _check_options(title: str, options: Mapping[str, Any]) -> None:
         if name != "idempotent" and not (isinstance(value, list) and all(isinstance(text, str) for text in value)):
             reason = f"options.{name}: expected a list of texts, got {value!r:.80}"
             raise LoadError(Problem(title, reason, f"correct `options.{name}`"))
+
+
+def _cast(tensor: Tensor, piece: Array) -> Array:
+    """An output in its declared type, to which floating-point numbers may be rounded.
+
+    Raises:
+        BadOutput: the declared type is an integer or bool that can't hold a number.
+    """
+    dtype = DATATYPES[tensor.datatype].numpy
+    with np.errstate(invalid="ignore"):  # numpy warns of numbers out of range, which are refused below
+        cast = piece.astype(dtype, copy=False)
+    if dtype.kind in "biu" and piece.dtype.kind in "biuf" and (cast != piece).any():
+        reason = f"expected numbers that {tensor.datatype} holds, got {piece.dtype} with others"
+        raise BadOutput(f"output {tensor.name!r}: {reason}; round them in the function, or declare another type")
+    return cast
 
 
 def _triton_config(binding: Binding) -> Any:

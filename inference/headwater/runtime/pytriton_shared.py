@@ -19,14 +19,14 @@ _HARMLESS: Final = (
 """Types of objects that can't change, or whose changes no answer depends on."""
 
 
-def shared_objects(functions: Mapping[str, Sequence[Callable[..., Any]]]) -> dict[str, list[str]]:
+def shared_objects(functions: Mapping[str, Sequence[Callable[..., Any]]]) -> list[tuple[str, tuple[str, ...]]]:
     """The objects that the functions of two or more models use and may change, each with the names of these models.
 
     Returns:
-        The models by a description of the object: the name of its class, and the name of its variable unless a bound
-            method belongs to the object. These objects are found: objects with bound methods; and objects that
-            functions, and the functions of their module that they call, use in a closure or as a global variable.
-            Constants in capitals and torch networks in evaluation mode are left out.
+        Each object's description and models, without repetitions. The description is the name of its class, and the
+            name of its variable unless a bound method belongs to the object. These objects are found: objects with
+            bound methods; and objects that functions, and the functions of their module that they call, use in a
+            closure or as a global variable. Constants in capitals and torch networks in evaluation mode are left out.
     """
     names: dict[int, str] = {}
     users: dict[int, list[str]] = {}
@@ -35,7 +35,7 @@ def shared_objects(functions: Mapping[str, Sequence[Callable[..., Any]]]) -> dic
         names |= used_names
         for object_id in used_names:
             users.setdefault(object_id, []).append(model)
-    return {names[object_id]: models for object_id, models in users.items() if len(models) > 1}
+    return [*dict.fromkeys((names[object_id], (*models,)) for object_id, models in users.items() if len(models) > 1)]
 
 
 def _used_by(function: Any, visited: set[int]) -> Iterator[tuple[str, Any]]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image, ImageFile
+from PIL import ExifTags, Image, ImageFile
 
 from headwater.errors import BadInput
 from headwater.hf.images import MOST_PIXELS
@@ -59,6 +59,17 @@ def test_scores_are_the_pipelines(folder: Path, model: Model) -> None:
     expected = [[next(one["score"] for one in each if one["label"] == label) for label in LABELS] for each in said]
     assert np.abs(got - np.array(expected)).max() < 1e-4
     assert np.ptp(got[:, 0]) > 0.01
+
+
+def test_a_photo_is_turned_as_its_exif_says_like_in_the_pipeline(folder: Path, model: Model) -> None:
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    written = io.BytesIO()
+    images()[0].save(written, "PNG", exif=exif)
+    (said,) = pipeline("image-classification", str(folder))([base64.b64encode(written.getvalue()).decode()])
+    expected = [next(one["score"] for one in said if one["label"] == label) for label in LABELS]
+    assert np.abs(scores(model, written.getvalue())[0] - expected).max() < 1e-4
+    assert np.abs(scores(model, file(images()[0]))[0] - expected).max() > 1e-3
 
 
 def test_weights_of_16_bits_take_images_too(model: Model, tmp_path: Path) -> None:

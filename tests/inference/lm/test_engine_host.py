@@ -906,7 +906,12 @@ class Telling(NullEngine):
         return [TokenEvent(event.id, 0, None, finish="error", error=CUDA_ERROR) for event in super().step()]
 
 
-@pytest.mark.parametrize("kind", [Raising, Telling])
+class RaisingAtOnce(NullEngine):
+    def submit(self, request: SequenceRequest) -> None:
+        raise RuntimeError(CUDA_ERROR.partition(": ")[2])
+
+
+@pytest.mark.parametrize("kind", [Raising, Telling, RaisingAtOnce])
 def test_a_poisoned_device_ends_the_replica_and_is_no_sequences_fault(kind: type[NullEngine]) -> None:
     broken: list[str] = []
 

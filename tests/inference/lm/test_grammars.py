@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from tokenizers import Tokenizer
 
 from benchmarks.json_schemas import is_valid, schemas
 from headwater.engine import Grammar, GrammarKind, RequestRejected, Sampling, TokenEvent
-from headwater.errors import ReplicaError
+from headwater.errors import LoadError, ReplicaError
 from headwater.lm import grammars as module
 from headwater.lm.grammars import Grammars
 from headwater.lm.loading import plan_language_model
@@ -310,6 +311,21 @@ def test_a_sequence_whose_grammar_is_compiled_can_be_cancelled_and_leaves_nothin
     assert (engine.has_work, engine.step(), engine.cache_used) == (False, [], 0)
 
 
+@pytest.mark.parametrize("second", [None, DIGITS], ids=["free", "held"])
+def test_an_id_is_in_use_while_its_grammar_is_compiled(second: Grammar | None) -> None:
+    slow = Slow()
+    engine = engine_of(slow)
+    engine.submit(request("a", PROMPT, 20, grammar=DIGITS))
+    with pytest.raises(RequestRejected, match="id: expected an id that is not in use, got 'a'"):
+        engine.submit(request("a", PROMPT, 20, grammar=second))
+    slow.is_deaf = False
+    events: list[TokenEvent] = []
+    while engine.has_work:
+        events += engine.step()
+    assert text_of(events).isdecimal()
+    assert [event.finish for event in events if event.finish] == ["stop"]
+
+
 def test_a_wrong_grammar_is_rejected_before_its_turn() -> None:
     engine = engine_of(max_sequences=1)
     engine.submit(request("first", PROMPT, 100))
@@ -360,3 +376,10 @@ def test_a_model_with_such_a_tokenizer_is_served_without_grammars(
     engine = plan_language_model(f"lm:{folder}", {}).load("cpu", pytest.fail)
     assert engine.limits.grammars == frozenset()
     assert "requests can't ask for a form of the answer" in caplog.text
+
+
+def test_a_broken_library_is_named_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "llguidance.py").write_text("raise ImportError('broken on purpose')")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")  # for the processes of grammars
+    with pytest.raises(LoadError, match=r"model lm:.*: llguidance: the process .* has ended; .*; .* or remove it"):
+        plan_language_model(f"lm:{FOLDER}", {}).load("cpu", pytest.fail)

@@ -26,6 +26,7 @@ from headwater.lm.slot_engine import SlotEngine
 from headwater.pipeline import PipelineSpec, StepSpec
 from headwater.replica.callee import Answers, CalleeRequest
 from headwater.replica.served import load_language_model, load_served
+from headwater.runtime.compiled import CompiledModules
 from headwater.signature import Signature
 from headwater.wire.frame import FRAME, decode_frame
 from headwater.wire.handshake import ReplicaSpec, ReplicaStatus
@@ -382,7 +383,10 @@ def test_a_replica_whose_engine_fails_says_so(folder: Path) -> None:
 def test_the_warm_up_has_the_sizes_that_are_asked_for_and_records_every_graph(
     monkeypatch: pytest.MonkeyPatch, asked: tuple[int, ...] | None, options: dict[str, Any], expected: list[int]
 ) -> None:
-    monkeypatch.setattr("headwater.replica.served.compile_modules", lambda model, signature, device, sizes: [*sizes, 4])
+    monkeypatch.setattr(
+        "headwater.replica.served.compile_modules",
+        lambda model, signature, device, sizes: CompiledModules("m", (), [*sizes, 4]),
+    )
     spec = ReplicaSpec(
         "m", "headwater.zoo.scale:Scale", "", (), "", device="cpu", options=options, max_batch_size=5,
         warmup_batch_sizes=asked,

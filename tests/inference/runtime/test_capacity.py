@@ -45,6 +45,18 @@ def test_the_operator_hears_of_each_change_and_of_the_end(clock: list[float]) ->
     assert heard[2:] == [("computes whole batches again, to see whether memory suffices now", 0)]
 
 
+def test_the_operator_hears_the_least_limit_that_is_left_when_some_end(clock: list[float]) -> None:
+    heard: list[tuple[str, int]] = []
+    known = Capacity(lambda text, rows: heard.append((text, rows)))
+    known.learn("a", 16, 4)
+    clock[0] += 1
+    known.learn("b", 32, 8)
+    del heard[:]
+    clock[0] += HOLDS_S - 1
+    assert [known.most("b"), known.most("a"), known.most("b")] == [8, None, 8]
+    assert heard == [("computes some larger batches again, to see whether memory suffices now", 8)]
+
+
 def test_after_a_while_more_is_tried_again(clock: list[float]) -> None:
     known = Capacity()
     known.learn("a", 32, 8)

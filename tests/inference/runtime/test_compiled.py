@@ -12,7 +12,7 @@ import torch
 
 from headwater import Model, Tensor
 from headwater.errors import LoadError, ReplicaError
-from headwater.runtime.compiled import begin_graphs, check_compiled, compile_modules, compiler_problem
+from headwater.runtime.compiled import begin_graphs, compile_modules, compiler_problem
 from headwater.signature import Signature
 
 TORCHS_OWN_WARNING = pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
@@ -31,6 +31,14 @@ class Net(Model):
 
     def __call__(self, *, x: Any) -> Any:
         return {"y": self.net(x)}
+
+
+class Aside(Net):
+    """A network that ``__call__`` reaches without its attribute."""
+
+    def load(self, device: str) -> None:
+        super().load(device)
+        self.nets = [self.net]
 
 
 def loaded(model: Model | None = None) -> tuple[Model, Signature]:
@@ -62,21 +70,25 @@ def test_the_numbers_are_those_of_the_model_as_it_is_for_any_batch_size(
     torch._dynamo.utils.counters.clear()
     plain, _ = loaded()
     model, signature = loaded()
-    assert compile_modules(model, signature, "cpu", [1, 2, 8]) == ()
+    modules = compile_modules(model, signature, "cpu", [1, 2, 8])
+    assert modules.sizes == ()
     with pytest.raises(ReplicaError, match="nothing was compiled in the warm-up"):
-        check_compiled()
+        modules.check()
     for rows in (1, 2, 8, 5):
         x = torch.linspace(-2, 2, rows * 8).reshape(rows, 8)
         assert torch.allclose(model(x=x)["y"], plain(x=x)["y"], atol=1e-6)
-    check_compiled()
+    modules.check()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # of one row, and of any number
+    uncalled = compile_modules(*loaded(Aside()), "cpu", [1])
+    with pytest.raises(ReplicaError, match=r"^model .*:Aside: options.compile: nothing was compiled in the warm-up"):
+        uncalled.check()
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
 
 
 def test_on_a_gpu_each_size_is_compiled_for_a_cuda_graph(compiled: list[dict[str, Any]]) -> None:
     model, signature = loaded()
-    assert compile_modules(model, signature, "cuda:0", [1, 2, 4]) == [1, 2, 4, 8]
+    assert compile_modules(model, signature, "cuda:0", [1, 2, 4]).sizes == [1, 2, 4, 8]
     assert [(one["mode"], one["dynamic"]) for one in compiled] == [("reduce-overhead", False)]
 
 
@@ -85,7 +97,7 @@ def test_where_rows_differ_in_size_there_is_no_graph(compiled: list[dict[str, An
     class Varying(Net): ...
 
     Varying.inputs = inputs
-    assert compile_modules(*loaded(Varying()), "cuda:0", [1, 2]) == ()
+    assert compile_modules(*loaded(Varying()), "cuda:0", [1, 2]).sizes == ()
     assert ["mode" in one for one in compiled] == [False]
 
 

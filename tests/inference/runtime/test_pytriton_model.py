@@ -21,7 +21,7 @@ from tests.running import SERVICES
 ROOT = Path(__file__).parents[3]
 SCRIPTS = SERVICES / "scripts"
 PAGE = ROOT / "docs" / "from-pytriton.md"
-MORE = ("Linear", "Missing", "Power", "Padded", "Waited", "Warm")
+MORE = ("Linear", "Missing", "Power", "Padded", "Counted", "Waited", "Warm")
 """The bindings of ``more.py``; the others are those of ``kinds.py``."""
 X = [[1.0, 2.0], [3.0, 4.0]]
 PACKAGES = ("PyTriton", "stand-in")
@@ -47,6 +47,7 @@ _CALLS: dict[str, tuple[str, list[dict[str, Any]]]] = {
     ),
     "padded": ("Padded", [{"inputs": {"x": [[0.0]] * 4}}]),
     "too few": ("Padded", [{"inputs": {"x": [[0.0]]}}]),
+    "counted": ("Counted", [{"inputs": {"x": [[value]]}} for value in (2.0, 2.5, 300.0)]),
     "faulty": ("Faulty", [{"inputs": {"x": [[value]]}} for value in (1.0, -1.0, -2.0, -3.0, -4.0)]),
     "unbatched": ("Unbatched", [{"inputs": {"matrix": [[[1.0, 2.0], [3.0, 4.0]]], "scale": [[2.0]]}}]),
     "waited": ("Waited", [{"inputs": {"x": X}}]),
@@ -118,6 +119,14 @@ def test_only_the_request_that_fails_is_told_so_in_the_exceptions_words(results:
     assert invalid == "PyTritonInvalidOperationError: an invalid operation"
     assert "has invalid shapes" in shape
     assert "different batch sizes" in rows
+
+
+def test_numbers_that_the_declared_type_can_not_hold_are_refused(results: dict[str, dict[str, Any]]) -> None:
+    whole, *lost = (errors[0] for errors in results["counted"]["errors"])
+    assert whole == ""
+    assert results["counted"]["answers"][0] == {"count": [[2]]}
+    for error in lost:
+        assert "output 'count': expected numbers that INT8 holds, got float64" in error
 
 
 def test_what_a_decorator_refuses_is_refused(results: dict[str, dict[str, Any]]) -> None:

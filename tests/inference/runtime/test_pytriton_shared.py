@@ -73,25 +73,31 @@ def locked(lock: Any, function: Any) -> Callable[..., Any]:
 
 def test_methods_of_one_object_share_it() -> None:
     learner = Learner()
-    assert shared_objects({"a": [learner.train], "b": [learner.infer]}) == {"Learner": ["a", "b"]}
-    assert shared_objects({"a": [learner], "b": [learner.infer]}) == {"Learner": ["a", "b"]}
-    assert shared_objects({"a": [Learner().train, Learner().train], "b": [Learner().infer]}) == {}
-    assert shared_objects({"a": [learner.train, learner.infer]}) == {}
+    assert shared_objects({"a": [learner.train], "b": [learner.infer]}) == [("Learner", ("a", "b"))]
+    assert shared_objects({"a": [learner], "b": [learner.infer]}) == [("Learner", ("a", "b"))]
+    assert shared_objects({"a": [Learner().train, Learner().train], "b": [Learner().infer]}) == []
+    assert shared_objects({"a": [learner.train, learner.infer]}) == []
+
+
+def test_objects_of_one_description_are_all_found() -> None:
+    first, second = Learner(), Learner()
+    functions = {"a": [first.train], "b": [first.infer], "c": [second.train], "d": [second.infer]}
+    assert shared_objects(functions) == [("Learner", ("a", "b")), ("Learner", ("c", "d"))]
 
 
 def test_functions_share_global_variables_and_those_of_closures() -> None:
-    assert shared_objects({"a": [noting], "b": [looking], "c": [computing]}) == {"list `seen`": ["a", "b"]}
+    assert shared_objects({"a": [noting], "b": [looking], "c": [computing]}) == [("list `seen`", ("a", "b"))]
 
 
 def test_a_decorators_own_variables_count() -> None:
     lock = threading.Lock()
     functions = {"a": [locked(lock, noting)], "b": [locked(lock, computing)]}
-    assert shared_objects(functions) == {"lock `lock`": ["a", "b"]}
+    assert shared_objects(functions) == [("lock `lock`", ("a", "b"))]
 
 
 def test_networks_that_are_trained_are_told_from_those_that_are_not() -> None:
     def using(model: Any) -> Callable[..., Any]:
         return lambda requests: model(requests)
 
-    assert shared_objects({"a": [using(trained)], "b": [using(trained)]}) == {"Linear `model`": ["a", "b"]}
-    assert shared_objects({"a": [using(network)], "b": [using(network)]}) == {}
+    assert shared_objects({"a": [using(trained)], "b": [using(trained)]}) == [("Linear `model`", ("a", "b"))]
+    assert shared_objects({"a": [using(network)], "b": [using(network)]}) == []

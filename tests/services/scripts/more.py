@@ -53,6 +53,12 @@ def padded(x):
     return {"size": np.full((len(x), 1), len(x), np.int32)}
 
 
+@batch
+def counted(x):
+    """Numbers in a type that may not hold them."""
+    return {"count": x.astype(np.float64)}
+
+
 async def waited(requests):
     """A coroutine."""
     return [{"y": request["x"] + 1} for request in requests]
@@ -85,6 +91,7 @@ with Triton() as triton:
     triton.bind("Missing", with_missing, [*x, tensor("extra", optional=True)], y, config=ModelConfig(max_batch_size=16))
     triton.bind("Power", with_power, [*x, tensor("power", np.int32, (1,))], y, strict=True)
     triton.bind("Padded", padded, x, [tensor("size", np.int32, (1,))])
+    triton.bind("Counted", counted, x, [tensor("count", np.int8)])
     triton.bind("Waited", waited, x, y)
     config = ModelConfig(model_warmup=[warmup])
     triton.bind("Warm", Warm().infer, x, [tensor("before", np.int32, (1,))], config=config)
