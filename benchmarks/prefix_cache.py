@@ -178,7 +178,7 @@ def memory(model: Any, requests: int) -> bool:
             reused += event.cached
             if event.token is not None and event.id in histories:
                 histories[event.id].append(event.token)
-        rows, length = engine._cache.shape
+        rows, length = engine._rows.cache.shape
         most = max(most, rows * length)
     print(
         f"{requests} requests: at most {most} tokens in the cache of {BUDGET}; {reused / prompt_tokens:.0%} of the "

@@ -19,7 +19,7 @@ from headwater.signature import Signature, VllmSpec, text_signature
 from headwater_server.cli.script_config import load_with_scripts
 from headwater_server.config.pipeline import Pipeline
 from headwater_server.config.reader import PLACEHOLDER, InvalidConfig, is_model_reference, read_config
-from headwater_server.config.schema import Deployment
+from headwater_server.config.schema import Config, Deployment
 from headwater_server.errors import ConfigError
 from headwater_server.process.adapter_folders import find_adapters, lora_rank
 from headwater_server.process.interpreter import InterpreterError
@@ -93,30 +93,8 @@ def check(
     problems += triton_problems + unknown
     deployments: list[dict[str, Any]] = []
     if config is not None:
-        served, computed = (
-            {name: deployment for name, deployment in some.items() if deployment.model != PLACEHOLDER}
-            for some in (config.deployments, config.all_deployments())
-        )
-        signatures, pythons, notes, signature_problems = _signatures(computed, paths, loads=loads)
-        problems += signature_problems
-        joined, pipeline_problems = _joined(served, signatures)
-        problems += pipeline_problems
-        shown: dict[str, Deployment] = {}
-        for name, deployment in served.items():
-            shown |= deployment.with_replicas(name) if deployment.versions else {name: deployment}
-        deployments = [
-            _summary(name, deployment, (signatures | joined).get(name), pythons)
-            | ({"notes": notes[name]} if name in notes else {})
-            for name, deployment in shown.items()
-        ]
-        problems += _cache_problems({**computed, **served}, signatures | joined)
-        problems += free_shared_memory_problems(needed_shared_memory_bytes(computed, signatures))
-        problems += address_problems(config.server.host, config.server.port)
-        problems += runtime_dir_problems(config.server, computed)
-        problems += temporary_folder_problems(computed.values())
-        problems += open_files_problems()
-        problems += tracing_problems(config.server)
-        problems += security_problems(config)
+        deployments, served_problems = _served(config, paths, loads=loads)
+        problems += served_problems
     if as_json:
         machine = {"cpus": cpu_count(), "memory_bytes": host_capacity()}
         report: dict[str, Any] = {"ok": not problems, "versions": versions, "python": chosen, "machine": machine}
@@ -125,6 +103,34 @@ def check(
     else:
         _print(versions, chosen, deployments, problems, loads=loads)
     return 1 if problems else 0
+
+
+def _served(config: Config, paths: tuple[str, ...], *, loads: bool) -> tuple[list[dict[str, Any]], list[Problem]]:
+    """A summary of each deployment, and the problems of the deployments and of the server."""
+    served, computed = (
+        {name: deployment for name, deployment in some.items() if deployment.model != PLACEHOLDER}
+        for some in (config.deployments, config.all_deployments())
+    )
+    signatures, pythons, notes, problems = _signatures(computed, paths, loads=loads)
+    joined, pipeline_problems = _joined(served, signatures)
+    problems += pipeline_problems
+    shown: dict[str, Deployment] = {}
+    for name, deployment in served.items():
+        shown |= deployment.with_replicas(name) if deployment.versions else {name: deployment}
+    summaries = [
+        _summary(name, deployment, (signatures | joined).get(name), pythons)
+        | ({"notes": notes[name]} if name in notes else {})
+        for name, deployment in shown.items()
+    ]
+    problems += _cache_problems({**computed, **served}, signatures | joined)
+    problems += free_shared_memory_problems(needed_shared_memory_bytes(computed, signatures))
+    problems += address_problems(config.server.host, config.server.port)
+    problems += runtime_dir_problems(config.server, computed)
+    problems += temporary_folder_problems(computed.values())
+    problems += open_files_problems()
+    problems += tracing_problems(config.server)
+    problems += security_problems(config)
+    return summaries, problems
 
 
 def _signatures(

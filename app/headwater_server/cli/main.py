@@ -13,7 +13,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headwater_server import version_text
 from headwater_server.cli.bench.bench_options import add_bench_command
@@ -61,9 +61,7 @@ def _parser() -> argparse.ArgumentParser:
         help="a YAML file, or a model such as my.models:Scale, onnx:head.onnx, torch:head.pt2, hf:FOLDER or "
         "pytriton:server.py",
     )
-    serve.add_argument("--host", help="address to listen on")
-    serve.add_argument("--port", type=int, help="port to listen on; 0: any free port")
-    serve.add_argument("--workers", type=int, help="number of gateway processes")
+    _add_gateway_options(serve)
     serve.add_argument(
         "--reload", action="store_true",
         help="for development: reload a model when its code, its file or its configuration changes",
@@ -74,9 +72,7 @@ def _parser() -> argparse.ArgumentParser:
 
     join = commands.add_parser("join", help="add a gateway to what `headwater serve` serves on a cluster")
     _add_address(join)
-    join.add_argument("--host", help="address to listen on")
-    join.add_argument("--port", type=int, help="port to listen on; 0: any free port")
-    join.add_argument("--workers", type=int, help="number of gateway processes")
+    _add_gateway_options(join)
     join.set_defaults(run=_join)
     stop = commands.add_parser("stop", help="end what is served on a cluster: gateways, replicas and supervisor")
     _add_address(stop)
@@ -103,6 +99,15 @@ def _parser() -> argparse.ArgumentParser:
     health = commands.add_parser("health", help="exit with 0 if a running server is ready, else with 1 and the reason")
     health.add_argument("--url", help="the server's URL; default: this machine, on the port that the environment sets")
     health.set_defaults(run=_health)
+    _add_model_commands(commands)
+    add_bench_command(commands)
+    add_plan_command(commands)
+    add_key_commands(commands)
+    return parser
+
+
+def _add_model_commands(commands: Any) -> None:
+    """Add the commands that change the models of a running server."""
     for action, about in (
         ("load", "load a model that is not loaded"),
         ("unload", "unload a model, and verify that nothing of it remains"),
@@ -133,10 +138,12 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--undo", action="store_true", help="take back the last rollback")
         _add_url(command)
         command.set_defaults(run=_command, action=action)
-    add_bench_command(commands)
-    add_plan_command(commands)
-    add_key_commands(commands)
-    return parser
+
+
+def _add_gateway_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--host", help="address to listen on")
+    parser.add_argument("--port", type=int, help="port to listen on; 0: any free port")
+    parser.add_argument("--workers", type=int, help="number of gateway processes")
 
 
 def _add_address(parser: argparse.ArgumentParser) -> None:

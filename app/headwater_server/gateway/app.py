@@ -87,30 +87,7 @@ def create_app(
         is_full = server.access_log == "full"
         log = AccessLog(log_format=server.log_format, payloads=is_full) if server.access_log else None
         records = RequestRecords(log, StreamLimits(write_timeout_s=server.client_timeout_s))
-    pool = TextPool()
-    infer = InferEndpoint(models, reader)
-    generate = GenerateEndpoint(models, reader, pool, streams=False)
-    generate_stream = GenerateEndpoint(models, reader, pool, streams=True)
-    rerank = RerankEndpoint(models, reader)
-    routes = [
-        EndpointRoute(INFER_PATH, infer),
-        EndpointRoute("/v2/models/{model}/versions/{version}/infer", infer),
-        EndpointRoute("/v2/models/{model}/generate", generate),
-        EndpointRoute("/v2/models/{model}/versions/{version}/generate", generate),
-        EndpointRoute("/v2/models/{model}/generate_stream", generate_stream),
-        EndpointRoute("/v2/models/{model}/versions/{version}/generate_stream", generate_stream),
-        # An id may contain slashes.
-        EndpointRoute("/v2/requests/{request_id:path}/cancel", CancelEndpoint(models)),
-        EndpointRoute("/v1/chat/completions", OpenAITextEndpoint(models, reader, ChatRequest, pool)),
-        EndpointRoute("/v1/completions", OpenAITextEndpoint(models, reader, CompletionRequest, pool)),
-        EndpointRoute("/v1/responses", OpenAITextEndpoint(models, reader, ResponsesRequest, pool)),
-        EndpointRoute("/v1/embeddings", EmbeddingsEndpoint(models, reader)),
-        *(EndpointRoute(path, rerank) for path in ("/v1/rerank", "/v2/rerank", "/rerank")),
-        EndpointRoute("/v1/audio/transcriptions", TranscriptionsEndpoint(models, reader)),
-        EndpointRoute("/v1/classify", ClassifyEndpoint(models, reader)),
-        EndpointRoute("/tokenize", TokenizationEndpoint(models, reader, TokenizeRequest, pool)),
-        EndpointRoute("/detokenize", TokenizationEndpoint(models, reader, DetokenizeRequest, pool)),
-    ]
+    routes = _inference_routes(models, reader)
     gateway = FastAPI(
         title="Headwater",
         version=headwater_server.__version__,
@@ -149,6 +126,33 @@ def create_app(
         expose_headers=CORS_ANSWER_HEADERS,
     )
     return Entry(gateway, routes, records, keys, cors if cors_origins else None)
+
+
+def _inference_routes(models: Models, reader: BodyReader) -> list[EndpointRoute]:
+    pool = TextPool()
+    infer = InferEndpoint(models, reader)
+    generate = GenerateEndpoint(models, reader, pool, streams=False)
+    generate_stream = GenerateEndpoint(models, reader, pool, streams=True)
+    rerank = RerankEndpoint(models, reader)
+    return [
+        EndpointRoute(INFER_PATH, infer),
+        EndpointRoute("/v2/models/{model}/versions/{version}/infer", infer),
+        EndpointRoute("/v2/models/{model}/generate", generate),
+        EndpointRoute("/v2/models/{model}/versions/{version}/generate", generate),
+        EndpointRoute("/v2/models/{model}/generate_stream", generate_stream),
+        EndpointRoute("/v2/models/{model}/versions/{version}/generate_stream", generate_stream),
+        # An id may contain slashes.
+        EndpointRoute("/v2/requests/{request_id:path}/cancel", CancelEndpoint(models)),
+        EndpointRoute("/v1/chat/completions", OpenAITextEndpoint(models, reader, ChatRequest, pool)),
+        EndpointRoute("/v1/completions", OpenAITextEndpoint(models, reader, CompletionRequest, pool)),
+        EndpointRoute("/v1/responses", OpenAITextEndpoint(models, reader, ResponsesRequest, pool)),
+        EndpointRoute("/v1/embeddings", EmbeddingsEndpoint(models, reader)),
+        *(EndpointRoute(path, rerank) for path in ("/v1/rerank", "/v2/rerank", "/rerank")),
+        EndpointRoute("/v1/audio/transcriptions", TranscriptionsEndpoint(models, reader)),
+        EndpointRoute("/v1/classify", ClassifyEndpoint(models, reader)),
+        EndpointRoute("/tokenize", TokenizationEndpoint(models, reader, TokenizeRequest, pool)),
+        EndpointRoute("/detokenize", TokenizationEndpoint(models, reader, DetokenizeRequest, pool)),
+    ]
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

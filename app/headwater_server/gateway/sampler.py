@@ -16,7 +16,7 @@ from headwater_server.gateway.models import Models, ServedModel
 from headwater_server.telemetry.instruments import Gauge
 from headwater_server.telemetry.recorder import recorder
 
-__all__ = ["SAMPLE_EVERY_S", "LoadSampler", "Sampler"]
+__all__ = ["LoadSampler", "Sampler"]
 
 REPORT_EVERY_S: Final = 0.5
 SAMPLES: Final = 10
@@ -96,6 +96,12 @@ class Sampler:
         self._models = models
         self._set: set[Gauge] = set()
         """Gauges that are not zero."""
+
+    async def run(self) -> None:
+        """Sample every `SAMPLE_EVERY_S`, until cancelled."""
+        while True:
+            self.sample()
+            await asyncio.sleep(SAMPLE_EVERY_S)
 
     def sample(self) -> None:
         """Set the gauges; the gauges of deployments that are gone become zero."""

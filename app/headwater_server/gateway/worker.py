@@ -34,11 +34,12 @@ from headwater_server.errors import ConfigError
 from headwater_server.gateway.app import body_reader, create_app
 from headwater_server.gateway.http.bounded_connection import BoundedConnection
 from headwater_server.gateway.http.connections import Closable, Connections, allow_open_files
+from headwater_server.gateway.http.entry import Entry
 from headwater_server.gateway.http.tls_handshake import TlsAcceptor
 from headwater_server.gateway.models import Models
 from headwater_server.gateway.routes.repository import repository_routes
 from headwater_server.gateway.routes.status import metrics_routes, status_routes
-from headwater_server.gateway.sampler import SAMPLE_EVERY_S, LoadSampler, Sampler
+from headwater_server.gateway.sampler import LoadSampler, Sampler
 from headwater_server.security.file_watch import FileWatch
 from headwater_server.security.key_check import KeyRing
 from headwater_server.security.keys_file import keys_are_wanted, known_keys
@@ -96,143 +97,157 @@ async def serve_beside(
     return reason
 
 
-async def _run(settings: WorkerSettings, listener: socket.socket) -> str:
-    """Run the worker. Returns why it ends; empty: it was ordered to end, or the supervisor is gone.
+class GatewayWorker:
+    """A gateway worker: a server with the application, linked to the supervisor.
+
+    Args:
+        settings: the supervisor's settings for the worker.
+        listener: the listening socket.
 
     Raises:
         ConfigError: the certificates can't be used.
     """
-    options = Server.model_validate(settings.server)
-    budget = QueueBudget(-(-options.max_queue_size // options.workers), -(-options.max_queue_bytes // options.workers))
-    tasks: list[Callable[[], Awaitable[None]]] = []
-    peer_tls = None
-    if settings.cluster_tls:
-        peer_tls = PeerTls(Path(settings.cluster_tls), list(map(Path, settings.kept_cluster_tls)))
-    if peer_tls is not None:
-        tasks.append(functools.partial(FileWatch(peer_tls.paths).run, peer_tls.renew))
-    models = Models(budget=budget, tls=peer_tls)
-    link = SupervisorLink(models.drain, models.quarantine, models.cancel_here)
-    models.on_quarantined = link.report_quarantined
-    models.on_lost = link.report_lost
-    models.cancel_elsewhere = link.cancel_elsewhere
-    security = SecuritySection.model_validate(settings.security)
-    keys: KeyRing | None = None
-    if keys_are_wanted(security.keys_file):
-        key_watch = FileWatch([] if security.keys_file is None else [security.keys_file])
-        limits = LimitFiles(Path(settings.control).parent / "limits", settings.index, options.workers)
-        keys = KeyRing(lambda: known_keys(security.keys_file), limits)
-        tasks.append(functools.partial(key_watch.run, keys.renew))
-    certificate: Certificate | None = None
-    if options.tls is not None:
-        certificate_watch = FileWatch([options.tls.certificate, options.tls.key])
-        kept = dict(zip(("certificate", "key"), settings.kept_tls, strict=False))
-        certificate = Certificate(options.tls, Tls.model_validate(kept) if kept else None)
-        tasks.append(functools.partial(certificate_watch.run, certificate.renew))
-    connections = Connections(allow_open_files(-(-options.max_connections // options.workers)))
-    operator = OperatorGuard(is_loopback(listener.getsockname()), has_keys=keys is not None)
-    reader = body_reader(options)
-    routers = [repository_routes(link.command, operator, reader)]
-    sampler = Sampler(models)
-    counts = Path(settings.metrics) if settings.metrics else None
-    folder = None if counts is None else counts.parent
-    store = Store(counts, call_soon=asyncio.get_running_loop().call_soon)
-    recorder.use(store)
-    count_dropped_lines(store)
-    routers.append(status_routes(models, folder, sampler))
-    if folder is not None:
-        routers.append(metrics_routes(models, folder, sampler))
-    if options.tracing is not None:
-        tracing.use(tracing.exporting(options.tracing))
-    app = create_app(models, options, *routers, keys=keys, cors_origins=security.cors_origins, reader=reader)
-    if app.records.log is not None:
-        # The last requests may be logged after the event loop, and the log's timer with it, has ended.
-        atexit.register(app.records.log.flush)
-    connection = functools.partial(
-        BoundedConnection, head_timeout_s=options.client_timeout_s, connections=connections, records=app.records
-    )
-    server = uvicorn.Server(
-        uvicorn.Config(
-            app,
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            interface="asgi3",
-            proxy_headers=False,  # `Entry` reads them
-            server_header=False,
-            date_header=False,
-            timeout_keep_alive=IDLE_TIMEOUT_S,
-            timeout_graceful_shutdown=LAST_ANSWERS_TIMEOUT_S,
-            ws="none",
-            http=cast("type[asyncio.Protocol]", connection),
+
+    def __init__(self, settings: WorkerSettings, listener: socket.socket) -> None:
+        options = Server.model_validate(settings.server)
+        self._settings = settings
+        self._options = options
+        self._listener = listener
+        self._tasks: list[Callable[[], Awaitable[None]]] = []
+        self._first_table = asyncio.Event()
+        self._draining = asyncio.Event()
+        peer_tls = None
+        if settings.cluster_tls:
+            peer_tls = PeerTls(Path(settings.cluster_tls), list(map(Path, settings.kept_cluster_tls)))
+            self._tasks.append(functools.partial(FileWatch(peer_tls.paths).run, peer_tls.renew))
+        rows, size_bytes = (-(-most // options.workers) for most in (options.max_queue_size, options.max_queue_bytes))
+        models = self._models = Models(budget=QueueBudget(rows, size_bytes), tls=peer_tls)
+        link = self._link = SupervisorLink(models.drain, models.quarantine, models.cancel_here)
+        models.on_quarantined = link.report_quarantined
+        models.on_lost = link.report_lost
+        models.cancel_elsewhere = link.cancel_elsewhere
+        self._connections = Connections(allow_open_files(-(-options.max_connections // options.workers)))
+        app = self._application()
+        self._connection = functools.partial(
+            BoundedConnection,
+            head_timeout_s=options.client_timeout_s,
+            connections=self._connections,
+            records=app.records,
         )
-    )
-    acceptor: TlsAcceptor | None = None
-    if certificate is not None:
-
-        def with_tls(accepted: Closable) -> asyncio.Protocol:
-            return connection(
-                config=server.config, server_state=server.server_state, app_state={}, _loop=None, accepted=accepted
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                interface="asgi3",
+                proxy_headers=False,  # `Entry` reads them
+                server_header=False,
+                date_header=False,
+                timeout_keep_alive=IDLE_TIMEOUT_S,
+                timeout_graceful_shutdown=LAST_ANSWERS_TIMEOUT_S,
+                ws="none",
+                http=cast("type[asyncio.Protocol]", self._connection),
             )
+        )
+        self._acceptor: TlsAcceptor | None = None
+        if options.tls is not None:
+            watch = FileWatch([options.tls.certificate, options.tls.key])
+            kept = dict(zip(("certificate", "key"), settings.kept_tls, strict=False))
+            certificate = Certificate(options.tls, Tls.model_validate(kept) if kept else None)
+            self._tasks.append(functools.partial(watch.run, certificate.renew))
+            self._acceptor = TlsAcceptor(certificate.context, self._with_tls, self._connections)
 
-        acceptor = TlsAcceptor(certificate.context, with_tls, connections)
-    first_table = asyncio.Event()
-    draining = asyncio.Event()
+    async def run(self) -> str:
+        """Run the worker. Returns why it ends; empty: it was ordered to end, or the supervisor is gone."""
+        load = LoadSampler(self._models, self._link.report, for_metrics=bool(self._settings.metrics))
+        try:
+            return await serve_beside(self._serve, [*self._tasks, self._follow, self._drain, load.run], self._stop)
+        finally:
+            self._models.close()
+            if (traced := tracing.current()) is not None:
+                traced.close()
 
-    def stop() -> None:
-        first_table.set()
-        server.should_exit = True
+    def _application(self) -> Entry:
+        settings, options, models = self._settings, self._options, self._models
+        security = SecuritySection.model_validate(settings.security)
+        keys: KeyRing | None = None
+        if keys_are_wanted(security.keys_file):
+            limits = LimitFiles(Path(settings.control).parent / "limits", settings.index, options.workers)
+            watch = FileWatch([] if security.keys_file is None else [security.keys_file])
+            keys = KeyRing(lambda: known_keys(security.keys_file), limits)
+            self._tasks.append(functools.partial(watch.run, keys.renew))
+        operator = OperatorGuard(is_loopback(self._listener.getsockname()), has_keys=keys is not None)
+        reader = body_reader(options)
+        sampler = Sampler(models)
+        counts = Path(settings.metrics) if settings.metrics else None
+        folder = None if counts is None else counts.parent
+        store = Store(counts, call_soon=asyncio.get_running_loop().call_soon)
+        recorder.use(store)
+        count_dropped_lines(store)
+        routers = [repository_routes(self._link.command, operator, reader), status_routes(models, folder, sampler)]
+        if folder is not None:
+            routers.append(metrics_routes(models, folder, sampler))
+            self._tasks.append(sampler.run)
+        if options.tracing is not None:
+            tracing.use(tracing.exporting(options.tracing))
+        app = create_app(models, options, *routers, keys=keys, cors_origins=security.cors_origins, reader=reader)
+        if app.records.log is not None:
+            # The last requests may be logged after the event loop, and the log's timer with it, has ended.
+            atexit.register(app.records.log.flush)
+        return app
 
-    async def follow() -> None:
-        async for table in link.tables(Path(settings.control)):
+    def _with_tls(self, accepted: Closable) -> asyncio.Protocol:
+        server = self._server
+        return self._connection(
+            config=server.config, server_state=server.server_state, app_state={}, _loop=None, accepted=accepted
+        )
+
+    def _stop(self) -> None:
+        self._first_table.set()
+        self._server.should_exit = True
+
+    async def _follow(self) -> None:
+        models = self._models
+        async for table in self._link.tables(Path(self._settings.control)):
             models.update(table)
-            connections.is_closing = models.is_leaving
-            first_table.set()
+            self._connections.is_closing = models.is_leaving
+            self._first_table.set()
             if table.draining:
-                draining.set()
+                self._draining.set()
         # Only the supervisor knows where the replicas are.
         logger.error("the supervisor is gone: stopping")
-        server.force_exit = True
-        stop()
+        self._server.force_exit = True
+        self._stop()
         models.close()
 
-    async def drain() -> None:
+    async def _drain(self) -> None:
         """Once the routing table is draining, answer the requests in flight, for at most ``shutdown_timeout_s``, then
         end. The dispatchers refuse new requests with 503."""
-        await draining.wait()
-        deadline_s = time.monotonic() + options.shutdown_timeout_s
-        while not models.is_idle and time.monotonic() < deadline_s:  # noqa: ASYNC110 - polled only at the end
+        await self._draining.wait()
+        deadline_s = time.monotonic() + self._options.shutdown_timeout_s
+        while not self._models.is_idle and time.monotonic() < deadline_s:  # noqa: ASYNC110 - polled only at the end
             await asyncio.sleep(DRAIN_POLL_S)
-        models.close()
-        server.should_exit = True
+        self._models.close()
+        self._server.should_exit = True
 
-    async def sample() -> None:
-        while True:
-            sampler.sample()
-            await asyncio.sleep(SAMPLE_EVERY_S)
-
-    async def serve() -> None:
-        await first_table.wait()
-        if not server.should_exit:
+    async def _serve(self) -> None:
+        await self._first_table.wait()
+        if not self._server.should_exit:
             tuning.settle(GARBAGE_ALLOCATIONS)
-            if acceptor is None:
-                await server.serve(sockets=[listener])
+            if self._acceptor is None:
+                await self._server.serve(sockets=[self._listener])
                 return
-            accepting = asyncio.create_task(acceptor.run(listener))
+            accepting = asyncio.create_task(self._acceptor.run(self._listener))
             try:
-                await server.serve(sockets=[])
+                await self._server.serve(sockets=[])
             finally:
                 accepting.cancel()
-                listener.close()
+                self._listener.close()
 
-    tasks += [follow, drain, LoadSampler(models, link.report, for_metrics=bool(settings.metrics)).run]
-    if settings.metrics:
-        tasks.append(sample)
-    try:
-        return await serve_beside(serve, tasks, stop)
-    finally:
-        models.close()
-        if (traced := tracing.current()) is not None:
-            traced.close()
+
+async def _run(settings: WorkerSettings, listener: socket.socket) -> str:
+    return await GatewayWorker(settings, listener).run()
 
 
 def _named(error: Exception) -> str:
@@ -254,7 +269,11 @@ def main() -> None:
 
 
 def _main(settings_fd: int, listener_fd: int) -> str:
-    """Run the worker with these descriptors. Returns the reason from `_run`, and raises its errors."""
+    """Run the worker with these descriptors. Returns the reason from `GatewayWorker.run`.
+
+    Raises:
+        ConfigError: as `GatewayWorker`.
+    """
     keep_freed_memory()
     switch_soon()
     settings = msgspec.json.decode(Path(f"/proc/self/fd/{settings_fd}").read_bytes(), type=WorkerSettings)

@@ -102,7 +102,7 @@ class EngineHost:
             note, message = read_note(request), _read(request)
         except (DeclarationError, msgspec.MsgspecError, ValueError) as error:
             reason = f"{CONTROL}: expected a message of headwater.wire.lm: {text_of(error)}"
-            yield [{FRAME: _packed(self._refusal(reason))}]
+            yield [{FRAME: _packed(_refusal(reason))}]
             return
         answers = self._streams.answers(note, partial(self._frames, message))
         if answers is not None:
@@ -131,15 +131,15 @@ class EngineHost:
                     yield _packed(answer)
         except Exception as error:
             logger.exception("a message could not be answered")
-            yield _packed(self._refusal(f"internal error: {type(error).__name__}"))
+            yield _packed(_refusal(f"internal error: {type(error).__name__}"))
 
     async def _open(self, message: Open, control: StreamControl) -> AsyncGenerator[Array, None]:
         channel = HostChannel(message.channel, self._channel_limits)
         with self._changed:
             if self._closed:
-                frame: StepFrame | None = self._refusal(self._closed)
+                frame: StepFrame | None = _refusal(self._closed)
             elif message.channel in self._channels:
-                frame = self._refusal(f"channel: expected a new name, got {message.channel!r}")
+                frame = _refusal(f"channel: expected a new name, got {message.channel!r}")
             else:
                 self._channels[message.channel] = channel
                 frame = channel.take(self._load)
@@ -154,10 +154,9 @@ class EngineHost:
                 channel.news.clear()
                 with self._changed:
                     channel.is_waking = False
-                    was_held_up = channel.held_up is not None
-                    frame = channel.take(self._load) if channel.has_frame else None
-                    if was_held_up and frame is not None:
+                    if channel.held_up is not None:  # and so has a frame to take
                         self._changed.notify()
+                    frame = channel.take(self._load) if channel.has_frame else None
         finally:
             with self._changed:  # nobody reads the channel any more
                 self._end_channel(channel, "")
@@ -166,7 +165,7 @@ class EngineHost:
         with self._changed:
             channel = self._channels.get(message.channel)
             if channel is None:
-                return self._refusal(self._closed or f"channel: unknown name {message.channel!r}")
+                return _refusal(self._closed or f"channel: unknown name {message.channel!r}")
             capacity = self._capacity(len(message.submits))
             for submit in message.submits:
                 if submit.number in channel.sequences:
@@ -187,9 +186,6 @@ class EngineHost:
                 self._changed.notify()
         return None
 
-    def _refusal(self, reason: str) -> StepFrame:
-        return StepFrame(0, [], Load(), closed=reason)
-
     def _packed_for(self, channel: HostChannel, frame: StepFrame) -> Array:
         try:
             return _packed(frame)
@@ -208,11 +204,9 @@ class EngineHost:
         only if fewer than `wanted` fit without it. Computed here, so that a full queue is reported without waiting for
         the end of a step."""
         capacity = self._most_sequences - len(self._sequences)
-        return (
-            capacity
-            if capacity >= wanted
-            else capacity + sum(sequence.is_cancelled for sequence in self._sequences.values())
-        )
+        if capacity < wanted:
+            capacity += sum(sequence.is_cancelled for sequence in self._sequences.values())
+        return capacity
 
     def _cancel(self, sequence: HostSequence) -> None:
         """Have the engine cancel a sequence, unless it is cancelled already."""
@@ -255,10 +249,6 @@ class EngineHost:
         for sequence in [candidate for candidate in self._sequences.values() if candidate.is_submitted]:
             self._end(sequence, "error", error)
 
-    def _wake_all(self) -> None:
-        for channel in self._channels.values():
-            channel.wake()
-
     def _expire(self, now: float) -> None:
         """End the channels whose workers have blocked the engine for too long."""
         for channel in list(self._channels.values()):
@@ -267,11 +257,6 @@ class EngineHost:
 
     def _may_step(self) -> bool:
         return self._has_work and all(channel.held_up is None for channel in self._channels.values())
-
-    def _timeout_s(self, now: float) -> float | None:
-        """Seconds until `_expire` must be called next; None: not before the next step."""
-        looks = [look for channel in self._channels.values() if (look := channel.next_look()) is not None]
-        return max(min(looks) - now, 0.001) if looks else None
 
     # The watchdog's thread.
 
@@ -317,7 +302,7 @@ class EngineHost:
                     if self._may_step():
                         return True
                     self._watch.rest()
-                    self._changed.wait(self._timeout_s(now))
+                    self._changed.wait(_timeout_s(self._channels.values(), now))
                     continue
             self._pass_on(commands)
             with self._changed:
@@ -383,7 +368,8 @@ class EngineHost:
             self._load = load
             if not self._has_work:
                 self._end_submitted("the engine has no more work, but did not end the sequence")
-            self._wake_all()
+            for channel in self._channels.values():
+                channel.wake()
 
     def _reset(self, error: BaseException) -> None:
         """End all submitted sequences with the error that the engine raised, and reset the engine by `Engine.close`,
@@ -394,7 +380,8 @@ class EngineHost:
             return
         with self._changed:
             self._end_submitted(reason)
-            self._wake_all()
+            for channel in self._channels.values():
+                channel.wake()
         self._engine.close()
         self._look()
 
@@ -414,6 +401,16 @@ def _read(request: TritonRequest) -> Message:
     if array is None:
         raise ValueError("the input is missing")
     return decode_message(array.tobytes())
+
+
+def _timeout_s(channels: Iterable[HostChannel], now: float) -> float | None:
+    """Seconds until `EngineHost._expire` must be called next; None: not before the next step."""
+    looks = [look for channel in channels if (look := channel.next_look()) is not None]
+    return max(min(looks) - now, 0.001) if looks else None
+
+
+def _refusal(reason: str) -> StepFrame:
+    return StepFrame(0, [], Load(), closed=reason)
 
 
 def _packed(frame: StepFrame) -> Array:

@@ -98,6 +98,50 @@ class _Hold:
         self.leave()
 
 
+class _ReadyAnswers:
+    """Answers that wait for the next answer, to share its frame, as far as the pace and the clients let them.
+
+    Args:
+        pace: the pipeline's pace.
+        patience_s: how long clients can't use a part of the answers without the rest, in seconds. Each frame that is
+            sent while a step computes slows that step down.
+    """
+
+    def __init__(self, pace: Pace, patience_s: float) -> None:
+        self._pace = pace
+        self._patience_s = patience_s
+        self._answers: list[_Answer] = []
+        self._since_s = 0.0
+
+    def __bool__(self) -> bool:
+        return bool(self._answers)
+
+    def add(self, answer: _Answer) -> None:
+        """Add an answer."""
+        if not self._answers:
+            self._since_s = time.perf_counter()
+        self._answers.append(answer)
+
+    def take(self) -> list[_Answer]:
+        """Take all answers."""
+        answers, self._answers = self._answers, []
+        return answers
+
+    def may_wait(self, steps: Iterable[str]) -> bool:
+        """Whether the answers wait for the next answer, which needs these steps."""
+        waited_s = time.perf_counter() - self._since_s
+        return waited_s < self._useless_s() or self._pace.allows(waited_s, steps)
+
+    def left_s(self) -> float:
+        """How much longer the answers may wait, in seconds."""
+        waited_s = time.perf_counter() - self._since_s
+        return max(self._useless_s() - waited_s, self._pace.left_s(waited_s))
+
+    def _useless_s(self) -> float:
+        """How long clients can't use the answers without the rest, in seconds; 0 if a row failed."""
+        return 0 if any(piece.failures for piece, _ in self._answers) else self._patience_s
+
+
 class BatchRun:
     """Runs a batch and answers in frames. `ancestors` maps each head to the steps that must run for it, the head
     included. `held_rows` returns the number of rows that the replica holds. `caches` keep the outputs of some steps.
@@ -107,8 +151,8 @@ class BatchRun:
     """
 
     __slots__ = (
-        "_ancestors", "_caches", "_counts", "_held_rows", "_is_warmup", "_kept", "_needed", "_noted_patience_s",
-        "_owners", "_part", "_plan", "_results", "_spoilers", "_steps", "_unanswered", "_until_s", "_wanted",
+        "_ancestors", "_caches", "_counts", "_held_rows", "_is_warmup", "_kept", "_needed", "_owners", "_part",
+        "_patience_s", "_plan", "_results", "_spoilers", "_steps", "_unanswered", "_until_s", "_wanted",
     )  # fmt: skip
 
     def __init__(
@@ -126,7 +170,7 @@ class BatchRun:
         # The note is dropped: a stream may be long and doesn't need it.
         self._part = part._replace(note=_READ)
         self._is_warmup = part.note.warmup
-        self._noted_patience_s = part.note.patience_s
+        self._patience_s = part.note.patience_s
         self._held_rows = held_rows
         self._caches = caches
         self._owners = [owner for owner, rows in part.note.owners for _ in range(rows)] or [""] * part.rows
@@ -159,8 +203,7 @@ class BatchRun:
         The batch holds the turn from its first step to its last, except while a step overlaps: then other batches run
         at the same time.
         """
-        ready: list[_Answer] = []
-        since_s = 0.0
+        ready = _ReadyAnswers(pace, self._patience_s)
         async with _Hold(turn) as hold:
             names = [step.name for step in self._plan.steps if self._needed[step.name]]
             for place, name in enumerate(names, start=1):
@@ -168,23 +211,19 @@ class BatchRun:
                 running = asyncio.ensure_future(self._step(self._steps[name], hold, pace))
                 try:
                     # The pace is an estimate: if a step hangs this time, it must not delay an answer that is ready.
-                    if ready and not await _ends_within(running, self._left_s(ready, pace, since_s)):
-                        yield self._frame(ready)
-                        ready = []
+                    if ready and not await _ends_within(running, ready.left_s()):
+                        yield self._frame(ready.take())
                     answer = await running
                 finally:
                     if not running.done():  # even if the consumer stops early, the turn is held until the step ends
                         await asyncio.wait({running})
                 if answer is None:
                     continue
-                if not ready:
-                    since_s = time.perf_counter()
-                ready.append(answer)
-                if not self._waits(ready, pace, since_s, self._until_next_head(names[place:])):
-                    yield self._frame(ready)
-                    ready = []
+                ready.add(answer)
+                if not ready.may_wait(self._until_next_head(names[place:])):
+                    yield self._frame(ready.take())
         if ready:
-            yield self._frame(ready)
+            yield self._frame(ready.take())
 
     async def stream(self, turn: asyncio.Lock, control: StreamControl) -> AsyncGenerator[Array, None]:
         """Run the steps that don't depend on the streaming step, then that step, and its descendants for each of its
@@ -405,21 +444,6 @@ class BatchRun:
                 rows, values, failures = self._results[name]
                 kept = {output: settled(copied(value)) for output, value in values.items()}
                 self._results[name] = _Result(rows, kept, failures)
-
-    def _waits(self, ready: Sequence[_Answer], pace: Pace, since_s: float, steps: Sequence[str]) -> bool:
-        """Whether answers ready since `since_s` wait for the next answer, which needs these steps."""
-        waited_s = time.perf_counter() - since_s
-        return waited_s < self._patience_s(ready) or pace.allows(waited_s, steps)
-
-    def _left_s(self, ready: Sequence[_Answer], pace: Pace, since_s: float) -> float:
-        """How much longer answers ready since `since_s` may wait, in seconds."""
-        waited_s = time.perf_counter() - since_s
-        return max(self._patience_s(ready) - waited_s, pace.left_s(waited_s))
-
-    def _patience_s(self, ready: Sequence[_Answer]) -> float:
-        """How long clients can't use these answers without the remaining answers, in seconds; 0 if a row failed. Each
-        frame that is sent while a step computes slows that step down."""
-        return 0 if any(piece.failures for piece, _ in ready) else self._noted_patience_s
 
     def _until_next_head(self, names: Sequence[str]) -> Sequence[str]:
         """These steps up to the first step with a requested answer; empty if there is no such step."""

@@ -110,6 +110,50 @@ class _Watched(NamedTuple):
     is_shared: bool
 
 
+class _WriteGuard:
+    """Notices when a step's model writes into outputs of other steps.
+
+    Args:
+        step: the step's name.
+        kind: the name of the model's class.
+    """
+
+    def __init__(self, step: str, kind: str) -> None:
+        self._step = step
+        self._kind = kind
+        self.has_caught = False
+        """Whether the model was caught. From then on it gets copies; a call that writes into a copy still fails."""
+
+    @contextlib.contextmanager
+    def watching(self, watched: Sequence[_Watched], step_result: Made) -> Iterator[None]:
+        """A context in which the model computes, and in which it must not write into these arguments. If it does, the
+        names of the shared arguments are added to `step_result.spoiled`.
+
+        Raises:
+            CallFailed: the model wrote into an argument, or tried to; this replaces any other exception.
+        """
+        try:
+            yield
+        except ValueError as error:
+            refused = [arg for arg in watched if refuses_writes(arg.value)]
+            if refused and "read-only" in str(error):  # numpy's wording
+                raise self._wrote(refused, " or ", step_result) from error
+            raise
+        finally:
+            written = [arg for arg in watched if version_of(arg.value) != arg.version]
+            if written:
+                self.has_caught = True
+                raise self._wrote(written, " and ", step_result)
+
+    def _wrote(self, written: Sequence[_Watched], conjunction: str, step_result: Made) -> CallFailed:
+        step_result.spoiled += tuple(arg.input for arg in written if arg.is_shared)
+        names = conjunction.join(f"`{arg.input}`" for arg in written)
+        return CallFailed(
+            f"step `{self._step}` writes into its input {names}, which other steps may read too: set "
+            f"`mutates_features = True` in {self._kind}, so that it gets a copy"
+        )
+
+
 class _CallResult(NamedTuple):
     """The result of one call."""
 
@@ -169,9 +213,7 @@ class Step:
         """Whether several calls may run at once: ``__call__`` is a coroutine function, and `sizes` is empty."""
         self._outputs = {spec.name: spec for spec in planned.signature.outputs}
         self._from_steps = frozenset(wire.input for wire in planned.wires if wire.step != INPUT)
-        self._writes = False
-        """Whether the model was caught writing into an output of another step. From then on it gets copies; a call that
-        writes into a copy still fails."""
+        self._guard = _WriteGuard(planned.name, type(model).__name__)
 
     async def run(self, step_input: Given, *, is_retry: bool = False) -> Made:
         """Call the model, with at most `max_batch_size` rows at once. A failure is reported for each row, not raised.
@@ -228,19 +270,9 @@ class Step:
             pieces = await self._attempt(step_input, step_result, rows[:middle], is_retry=True, may_split=True)
             return pieces + await self._attempt(step_input, step_result, rows[middle:], is_retry=True, may_split=True)
         if report.status is Status.OUT_OF_MEMORY:
-            report = self._shortage(report, len(rows))
+            report = _shortage(report, len(rows), self._device)
         step_result.failures.update(dict.fromkeys(rows, report))
         return []
-
-    def _shortage(self, report: RowReport, rows: int) -> RowReport:
-        """The report of rows that don't fit in the device's memory and can't be split further."""
-        rows_text, fix = "1 row alone", "send a smaller input"
-        if rows > 1:
-            rows_text, fix = f"{rows} rows, which can't be computed in parts", "lower `batching.max_batch_size`"
-        text = (
-            f"out of memory on {self._device} with {rows_text}; {fix}, or give the model a device with more free memory"
-        )
-        return RowReport(report.status, f"{text}: {report.message.partition(chr(10))[0][:500]}")
 
     async def iterate(self, step_input: Given, control: StreamControl) -> AsyncGenerator[Made, None]:
         """Call a streaming model and yield its results as they come; if it fails, the failure is the last result.
@@ -262,7 +294,7 @@ class Step:
                         arguments, watched = self._arguments(step_input, rows)
                         results = self._results(arguments, to_piece, control)
                     step_result = Made()
-                    with self._watching(watched, step_result) if watched else _UNWATCHED:
+                    with self._guard.watching(watched, step_result) if watched else _UNWATCHED:
                         piece = await anext(results)
                     _join(step_result, [piece])
                     del piece  # free the memory: the next result may take long
@@ -275,7 +307,7 @@ class Step:
                         return
                     report = self._failures.report(error)
                     if report.status is Status.OUT_OF_MEMORY:
-                        report = self._shortage(report, len(rows))
+                        report = _shortage(report, len(rows), self._device)
                     step_result = Made(failures=dict.fromkeys(rows, report))
                 yield step_result
                 if step_result.failures:
@@ -345,7 +377,7 @@ class Step:
                 result = self.model(**arguments)
                 return result if inspect.isawaitable(result) else self._piece(result, rows, watched, size)
 
-        with self._watching(watched, step_result) if watched else _UNWATCHED:
+        with self._guard.watching(watched, step_result) if watched else _UNWATCHED:
             if self._is_async:
                 piece = self.model(**arguments)
             elif self._executor is None:
@@ -386,7 +418,7 @@ class Step:
                 continue
             taken = converted(spec, value if is_whole else rows_of(value, rows), kind, self._device)
             is_shared = taken is value and spec.name in step_input.shared
-            if self.model.mutates_features or self._writes:
+            if self.model.mutates_features or self._guard.has_caught:
                 taken, is_shared = copied(taken), False
             if not self.model.mutates_features:
                 watched.append(_Watched(spec.name, taken, version_of(taken), is_shared))
@@ -399,35 +431,6 @@ class Step:
                 for parameter in self.planned.signature.parameters
             }
         return arguments, watched
-
-    @contextlib.contextmanager
-    def _watching(self, watched: Sequence[_Watched], step_result: Made) -> Iterator[None]:
-        """A context in which the model computes, and in which it must not write into these arguments. If it does, the
-        names of the shared arguments are added to `step_result.spoiled`.
-
-        Raises:
-            CallFailed: the model wrote into an argument, or tried to; this replaces any other exception.
-        """
-        try:
-            yield
-        except ValueError as error:
-            refused = [arg for arg in watched if refuses_writes(arg.value)]
-            if refused and "read-only" in str(error):  # numpy's wording
-                raise self._wrote(refused, " or ", step_result) from error
-            raise
-        finally:
-            written = [arg for arg in watched if version_of(arg.value) != arg.version]
-            if written:
-                self._writes = True
-                raise self._wrote(written, " and ", step_result)
-
-    def _wrote(self, written: Sequence[_Watched], conjunction: str, step_result: Made) -> CallFailed:
-        step_result.spoiled += tuple(arg.input for arg in written if arg.is_shared)
-        names = conjunction.join(f"`{arg.input}`" for arg in written)
-        return CallFailed(
-            f"step `{self.name}` writes into its input {names}, which other steps may read too: set "
-            f"`mutates_features = True` in {type(self.model).__name__}, so that it gets a copy"
-        )
 
     def _piece(self, result: object, rows: list[int], watched: Sequence[_Watched], size: int) -> _CallResult:
         """Check the model's result, drop the rows that padded the call up to ``size`` rows, and make the outputs ready
@@ -508,6 +511,15 @@ async def _in_time(computed: Awaitable[T], until_s: float) -> T:
         if task.cancelled():
             raise CallFailed(LATE)
     return task.result()
+
+
+def _shortage(report: RowReport, rows: int, device: str) -> RowReport:
+    """The report of rows that don't fit in the device's memory and can't be split further."""
+    rows_text, fix = "1 row alone", "send a smaller input"
+    if rows > 1:
+        rows_text, fix = f"{rows} rows, which can't be computed in parts", "lower `batching.max_batch_size`"
+    text = f"out of memory on {device} with {rows_text}; {fix}, or give the model a device with more free memory"
+    return RowReport(report.status, f"{text}: {report.message.partition(chr(10))[0][:500]}")
 
 
 def _row_bytes(step_input: Given) -> int:

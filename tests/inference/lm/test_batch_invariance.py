@@ -48,7 +48,7 @@ class Logits:
                     self._rows.setdefault(sampler.sampling.seed, []).append(row.clone())
             return choose(logits, samplers, *rest)
 
-        monkeypatch.setattr("headwater.lm.slot_engine.choose", collect)
+        monkeypatch.setattr("headwater.lm.forward_passes.choose", collect)
 
     def of(self, engine: SlotEngine, *requests: SequenceRequest) -> dict[int, Tensor]:
         """The logits of each sequence, [tokens, vocab]."""

@@ -276,9 +276,10 @@ def test_a_sequence_that_was_put_off_goes_on_with_a_late_mask(
     send = constraint.process.send
     monkeypatch.setattr(constraint.process, "send", held.append)
     events += engine.step()
-    (sequence,) = engine._generating
-    engine._generating = []
-    engine._put_off.append(engine._restarted(sequence))
+    (sequence,) = engine._rows.generating
+    engine._rows.generating = []
+    sequence.restart()
+    engine._put_off.append(sequence)
     events += engine.step()
     monkeypatch.undo()
     send(held[0])

@@ -36,7 +36,7 @@ def engine_of(model: Any = LLAMA, **options: Any) -> SlotEngine:
 
 
 def held(engine: SlotEngine) -> int:
-    rows, length = engine._cache.shape
+    rows, length = engine._rows.cache.shape
     return rows * length
 
 
@@ -117,14 +117,14 @@ class TestAPromptReuses:
         engine, base = engine_of(), prompt_of(40)
         engine.submit(request("a", base, 20))
         events = engine.step() + engine.step()
-        fit = engine._cache.fit
+        fit = engine._rows.cache.fit
 
         def fail(rows: int, length: int) -> None:
             if rows > 1:
                 raise RuntimeError("CUDA out of memory")
             fit(rows, length)
 
-        monkeypatch.setattr(engine._cache, "fit", fail)
+        monkeypatch.setattr(engine._rows.cache, "fit", fail)
         engine.submit(request("b", base, 20))
         engine.submit(request("c", base, 20))
         while engine.has_work:
@@ -204,8 +204,8 @@ class TestWhatIsKept:
             hits += run(engine, request("a", prompt, 1))["a"][0].cached >= 32
             assert held(engine) <= 2000
         assert hits == 297
-        index = engine._prefixes
-        assert len(index._rows) <= engine._cache.shape[0]
+        index = engine._rows.prefixes
+        assert len(index._rows) <= engine._rows.cache.shape[0]
         assert len(index._holders) <= held(engine) // BLOCK
 
     def test_is_lost_where_memory_for_more_is_short(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +215,7 @@ class TestWhatIsKept:
         def fail(*args: int) -> bool:
             raise RuntimeError("CUDA out of memory")
 
-        monkeypatch.setattr(engine._cache, "widen", fail)
+        monkeypatch.setattr(engine._rows.cache, "widen", fail)
         assert [reused(engine, prompt_of(40, seed)) for seed in (2, 1, 1)] == [0, 0, 32]
 
 

@@ -11,7 +11,7 @@ import torch
 
 import headwater.zoo
 from headwater.engine import PromptLogprob, RequestRejected, Sampling, SequenceRequest, TokenEvent
-from headwater.lm import slot_engine
+from headwater.lm import step_limits
 from headwater.lm.causal_lm import load_causal_lm
 from headwater.lm.null_engine import NullEngine
 from headwater.lm.slot_engine import SlotEngine
@@ -133,7 +133,7 @@ def test_few_logits_are_kept_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return output
 
     monkeypatch.setattr(model, "forward", noting)
-    monkeypatch.setattr(slot_engine, "SCORED_LOGITS", 10 * VOCAB_SIZE)
+    monkeypatch.setattr(step_limits, "SCORED_LOGITS", 10 * VOCAB_SIZE)
     prompts = {str(length): prompt_of(length) for length in (4, 5, 64)}
     run(engine, request("plain", prompt_of(64), 2))
     assert max(sizes) == VOCAB_SIZE  # of the last token alone

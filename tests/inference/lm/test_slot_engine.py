@@ -39,7 +39,7 @@ def engine_of(model: Any = LLAMA, **options: Any) -> SlotEngine:
 
 def held(engine: SlotEngine) -> int:
     """Tokens that the engine's cache has memory for."""
-    rows, length = engine._cache.shape
+    rows, length = engine._rows.cache.shape
     return rows * length
 
 
@@ -526,14 +526,14 @@ class TestMemory:
         engine = engine_of(model, max_sequences=4)
         requests = [(prompt_of(5, n), 20) for n in range(4)]
         expected = [generated(model, *one) for one in requests]
-        fit = engine._cache.fit
+        fit = engine._rows.cache.fit
 
         def fail(rows: int, length: int) -> None:
             if rows > 2:
                 raise torch.OutOfMemoryError("CUDA out of memory")
             fit(rows, length)
 
-        monkeypatch.setattr(engine._cache, "fit", fail)
+        monkeypatch.setattr(engine._rows.cache, "fit", fail)
         found = run(engine, *(request(str(n), *one) for n, one in enumerate(requests)))
         for number, one in enumerate(expected):
             differs(tokens(found[str(number)]), *one)
@@ -619,7 +619,7 @@ class TestTheCache:
     def test_is_freed_for_the_device_whenever_the_cache_has_another_size(self, monkeypatch: pytest.MonkeyPatch) -> None:
         freed: list[tuple[int, int]] = []
         engine = engine_of(tiny(max_position_embeddings=2048), prefill_chunk=1024)
-        monkeypatch.setattr("headwater.lm.slot_cache.free_memory", lambda: freed.append(engine._cache.shape))
+        monkeypatch.setattr("headwater.lm.slot_cache.free_memory", lambda: freed.append(engine._rows.cache.shape))
         run(engine, request("a", prompt_of(5), 5))
         run(engine, request("b", prompt_of(300), 5))
         assert freed == [(1, 256), (1, 512)]

@@ -9,12 +9,8 @@ to earlier requests.
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import math
 import re
-import select
-import sys
-import termios
 from typing import Any, Final, cast
 from urllib.parse import unquote
 
@@ -33,9 +29,11 @@ from headwater_server.errors import (
     UnknownCoding,
     VersionNotSupported,
 )
+from headwater_server.gateway.http.client_probe import ClientProbe
 from headwater_server.gateway.http.connections import Closable, Connections
 from headwater_server.gateway.http.entry import MAX_HEADER_BYTES, RequestRecords
 from headwater_server.gateway.http.exchange import Exchange, LightEvent
+from headwater_server.gateway.http.reading_watch import ReadingWatch
 from headwater_server.gateway.http.replies import error_reply
 from headwater_server.security.keys import is_health_check
 
@@ -49,13 +47,6 @@ _TRANSFER_ENCODING_CHARS: Final = len("transfer-encoding")
 
 _PIECE_BYTES: Final = 16 * 1024
 """Bytes parsed at once. All requests that fit into them may wait behind the running request."""
-
-_FIRST_PROBE_S: Final = 0.25
-"""Seconds from the end of a client's input to the first probe of whether the client is there. Each further wait is
-twice as long."""
-
-_RESET_AFTER_S: Final = 0.05
-"""Seconds from a probe to the check of whether the client has answered with a reset."""
 
 
 class BoundedConnection(HttpToolsProtocol):
@@ -74,8 +65,7 @@ class BoundedConnection(HttpToolsProtocol):
     # connection.
     __slots__ = (
         "_accepted", "_head_bytes", "_head_timeout_s", "_head_timer", "_idle_since_s", "_idle_timer", "_in_head",
-        "_others", "_probe_timer", "_records", "_refusal", "_rest_timer", "_running", "_unparsed", "_unread_timer",
-        "_waiting",
+        "_others", "_probe", "_reading", "_records", "_refusal", "_rest_timer", "_running", "_unparsed", "_waiting",
     )  # fmt: skip
 
     cycle: Exchange
@@ -96,11 +86,12 @@ class BoundedConnection(HttpToolsProtocol):
         self._records = records
         self._accepted = accepted
         self._rest_timer: asyncio.TimerHandle | None = None
-        self._unread_timer: asyncio.TimerHandle | None = None
         self._head_timer: asyncio.TimerHandle | None = None
         self._idle_timer = DeadlineTimer(self._idle_deadline, self.timeout_keep_alive_handler)
-        self._probe_timer: asyncio.TimerHandle | None = None
-        """Timer of the next probe; it runs after the client has ended its input."""
+        self._reading: ReadingWatch | None = None
+        """None until an answer's end had to wait for its client."""
+        self._probe: ClientProbe | None = None
+        """None until the client has ended its input."""
         self._idle_since_s = math.inf
         """Loop time at which the connection became idle; infinite while a request is running."""
         self._running: Exchange | None = None
@@ -133,9 +124,10 @@ class BoundedConnection(HttpToolsProtocol):
         self._end_head()
         self._end_rest()
         self._idle_timer.cancel()
-        for timer in (self._unread_timer, self._probe_timer):
-            if timer is not None:
-                timer.cancel()
+        for watch in (self._reading, self._probe):
+            if watch is not None:
+                watch.cancel()
+        self._probe = None  # it refers to this connection
         self._others.remove(self)
         super().connection_lost(exc)
         if self._running is not None:
@@ -152,37 +144,21 @@ class BoundedConnection(HttpToolsProtocol):
         """Handle the end of the client's input: the client has left, or it waits for its answer. Returns whether the
         connection stays open.
 
-        The two cases look the same until data are sent to the client: `_probe` does that. TLS can't close one direction
-        only, and in HTTP/1.0 nothing may precede an answer: such clients count as gone. So does a client that has sent
-        no complete request.
+        The two cases look the same until data are sent to the client: `ClientProbe` does that. TLS can't close one
+        direction only, and in HTTP/1.0 nothing may precede an answer: such clients count as gone. So does a client that
+        has sent no complete request.
         """
         running = self._running
-        if self._probe_timer is not None or self.transport.get_extra_info("ssl_object") is not None:
-            return self._probe_timer is not None
+        if self._probe is not None or self.transport.get_extra_info("ssl_object") is not None:
+            return self._probe is not None
         if running is None or running.more_body or running.scope["http_version"] != "1.1":
             return False
-        self._probe_timer = self.loop.call_later(_FIRST_PROBE_S, self._probe, _FIRST_PROBE_S)
+        self._probe = ClientProbe(self.transport, lambda: self._running)
         if self._in_head or self.cycle.more_body:
             self._refuse(BadRequest("request: expected a complete request, got the end of the client's input"))
         elif not self._unparsed:
             self.cycle.keep_alive = False
         return True
-
-    def _probe(self, waited_s: float) -> None:
-        """Probe whether a client that has ended its input is still there; probe again after twice ``waited_s``."""
-        if not self._has_left() and self._running is not None:
-            self._running.probe()
-            self._probe_timer = self.loop.call_later(_RESET_AFTER_S, self._probe_later, 2 * waited_s)
-
-    def _probe_later(self, wait_s: float) -> None:
-        if not self._has_left():
-            self._probe_timer = self.loop.call_later(wait_s, self._probe, wait_s)
-
-    def _has_left(self) -> bool:
-        """End the connection if the client has reset it. Returns whether the client has."""
-        if is_reset := _is_reset(self.transport):
-            self.abort()
-        return is_reset
 
     def _parse(self, data: bytes | memoryview) -> None:
         """Parse piece by piece as long as no request waits, and keep the rest in `_unparsed`; start the timer of a head
@@ -352,13 +328,15 @@ class BoundedConnection(HttpToolsProtocol):
             if self._waiting:
                 self._start(self._waiting.pop(0))
             elif self._refusal is not None:
-                self._write_refusal(self._refusal)
-            elif self._probe_timer is not None and not self._unparsed:
+                _write_refusal(self.transport, self._records, self.client, self._refusal)
+            elif self._probe is not None and not self._unparsed:
                 self.transport.close()
             else:
                 self._note_idle()
-        if self._unread_timer is None and self.transport.get_write_buffer_size():
-            self._watch_reading(None)
+        if self.transport.get_write_buffer_size():
+            if self._reading is None:
+                self._reading = ReadingWatch(self.transport, self._head_timeout_s)
+            self._reading.start()
         if self.cycle.response_complete:  # every request that was read is answered
             self._others.end(self)
             if self.cycle.more_body and not self.transport.is_closing():
@@ -394,21 +372,6 @@ class BoundedConnection(HttpToolsProtocol):
             self._rest_timer.cancel()
             self._rest_timer = None
 
-    def _watch_reading(self, unread_before: int | None) -> None:
-        """Abort the connection if its client has read nothing since the last check; else check again later, while data
-        wait. Closing the connection in order would wait for the client, too.
-
-        Args:
-            unread_before: the bytes that the client had not read at the last check; None: this is the first check.
-        """
-        self._unread_timer = None
-        waiting = self.transport.get_write_buffer_size()
-        unread = waiting + _unacknowledged(self.transport)
-        if waiting and unread == unread_before:
-            self.abort()
-        elif waiting:
-            self._unread_timer = self.loop.call_later(self._head_timeout_s, self._watch_reading, unread)
-
     def _note_idle(self) -> None:
         """Start the idle timer. uvicorn makes a timer after each answer and cancels it with the next request; this
         timer keeps running."""
@@ -432,28 +395,10 @@ class BoundedConnection(HttpToolsProtocol):
             self._waiting.pop()  # the request that this body belongs to
         elif in_body and (running is None or self.cycle.response_started):
             self.transport.close()  # the request has its answer, or part of it
-        elif in_body and running is not None:
-            running.lose()
-            self._write_refusal(error)
-        elif running is None:
-            self._write_refusal(error)
-
-    def _write_refusal(self, error: HeadwaterError) -> None:
-        """Send a refusal, with a request id and a line in the access log. Nothing else is known about the request for
-        certain."""
-        scope: dict[str, Any] = {
-            "type": "http", "method": "-", "path": "-", "query_string": b"", "headers": [], "client": self.client,
-            "state": {"error": error},
-        }  # fmt: skip
-        record = self._records.begin(scope)
-        body, headers = error_reply(error, "").content()
-        lines = [STATUS_LINE[error.status][:-2], *(b"%s: %s" % pair for pair in (*headers, *record.headers()))]
-        if error.status == 405:
-            lines.append(b"allow: GET, HEAD, POST, OPTIONS")
-        lines += [b"content-length: %d" % len(body), b"connection: close", b"", body]
-        self.transport.write(b"\r\n".join(lines))
-        self.transport.close()
-        self._records.end(record, scope, error.status)
+        elif in_body or running is None:
+            if running is not None:
+                running.lose()
+            _write_refusal(self.transport, self._records, self.client, error)
 
 
 class _PipelineFlow(FlowControl):
@@ -469,6 +414,26 @@ class _PipelineFlow(FlowControl):
         """See `FlowControl`."""
         if not self._waiting:
             super().resume_reading()
+
+
+def _write_refusal(
+    transport: asyncio.Transport, records: RequestRecords, client: tuple[str, int] | None, error: HeadwaterError
+) -> None:
+    """Send a refusal, with a request id and a line in the access log, and close the connection. Nothing else is known
+    about the request for certain."""
+    scope: dict[str, Any] = {
+        "type": "http", "method": "-", "path": "-", "query_string": b"", "headers": [], "client": client,
+        "state": {"error": error},
+    }  # fmt: skip
+    record = records.begin(scope)
+    body, headers = error_reply(error, "").content()
+    lines = [STATUS_LINE[error.status][:-2], *(b"%s: %s" % pair for pair in (*headers, *record.headers()))]
+    if error.status == 405:
+        lines.append(b"allow: GET, HEAD, POST, OPTIONS")
+    lines += [b"content-length: %d" % len(body), b"connection: close", b"", body]
+    transport.write(b"\r\n".join(lines))
+    transport.close()
+    records.end(record, scope, error.status)
 
 
 def _unparsable(error: httptools.HttpParserError) -> HeadwaterError:
@@ -487,22 +452,3 @@ def _unparsable(error: httptools.HttpParserError) -> HeadwaterError:
         if cause is not None:
             raise cause  # a bug of the gateway: the event loop logs it and closes the connection
     return BadRequest(f"request: expected HTTP/1.1, but its parser says: {error}")
-
-
-def _unacknowledged(transport: asyncio.Transport) -> int:
-    """The number of bytes in the kernel that the client has not acknowledged.
-
-    They show that a slow client reads, because the kernel takes more data from the process only in large steps.
-    """
-    try:
-        raw_count = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, b"\0" * 4)
-    except OSError:
-        return 0
-    return int.from_bytes(raw_count, sys.byteorder)
-
-
-def _is_reset(transport: asyncio.Transport) -> bool:
-    """Whether the other side has ended both directions, according to the kernel."""
-    poll = select.poll()
-    poll.register(transport.get_extra_info("socket").fileno(), 0)
-    return bool(poll.poll(0))

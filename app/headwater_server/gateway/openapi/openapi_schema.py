@@ -131,8 +131,8 @@ def openapi_schema(generated: dict[str, Any], models: Models, *, has_keys: bool)
         [signature.name for signature in signatures if getattr(signature, mapping) is not None]
         for mapping in ("reranking", "classification", "transcription")
     )
-    shared = shared_paths(embedders, language_models, vllm_models, bodies)
-    for path, described in {**shared, **mapped_paths(rerankers, classifiers, transcribers, bodies)}.items():
+    shared = shared_paths(language_models, vllm_models, bodies)
+    for path, described in {**shared, **mapped_paths(embedders, rerankers, classifiers, transcribers, bodies)}.items():
         paths[path] = {"post": described}
     for path, by_method in paths.items():
         kind = "OpenAIError" if path.startswith(OPENAI_PATHS) else "Error"

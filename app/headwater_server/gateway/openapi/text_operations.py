@@ -79,13 +79,17 @@ def of_models(schema: dict[str, Any], models: list[str]) -> dict[str, Any]:
     return {**schema, "properties": {**schema["properties"], "model": {"type": "string", "enum": models}}}
 
 
+def _body(schema: dict[str, Any], models: list[str], **fields: Any) -> dict[str, Any]:
+    """The body of a request to one of the models, with an example of these fields."""
+    return {"schema": of_models(schema, models), "example": {"model": models[0], **fields}}
+
+
 def shared_paths(
-    embedders: list[str], language_models: list[str], vllm_models: list[str], schemas: dict[str, dict[str, Any]]
+    language_models: list[str], vllm_models: list[str], schemas: dict[str, dict[str, Any]]
 ) -> dict[str, dict[str, Any]]:
-    """The operations that several models share, by path.
+    """The operations of language models that several models share, and the operation that cancels, by path.
 
     Args:
-        embedders: names of the models with embeddings.
         language_models: names of the language models that Headwater's engines compute.
         vllm_models: names of the language models that vLLM computes.
         schemas: the bodies' schemas, by the structs' names.
@@ -111,18 +115,6 @@ def shared_paths(
     }
     paths = {"/v2/requests/{request_id}/cancel": cancel}
     text_models = [*language_models, *vllm_models]
-    if embedders:
-        texts = ["The harbour lay still.", "Boats slept in the port."]
-        paths["/v1/embeddings"] = operation(
-            "openai",
-            "embeddings",
-            "Embeddings, as OpenAI's API has them",
-            {
-                "schema": of_models(schemas["EmbeddingsRequest"], embedders),
-                "example": {"model": embedders[0], "input": texts},
-            },
-            response("One embedding for each text, in order", {JSON: {"type": "object"}}),
-        )
     if text_models:
         messages = [{"role": "user", "content": "Write a Python function that adds two numbers."}]
         paths["/v1/chat/completions"] = _openai_operation(
@@ -150,10 +142,7 @@ def shared_paths(
             "openai",
             "tokenize",
             "The tokens of a text or a conversation, as vLLM has it",
-            {
-                "schema": of_models(schemas["TokenizeRequest"], language_models),
-                "example": {"model": language_models[0], "prompt": _PROMPT, "return_token_strs": True},
-            },
+            _body(schemas["TokenizeRequest"], language_models, prompt=_PROMPT, return_token_strs=True),
             response(
                 "The tokens; `token_strs` is the vocabulary's spelling of each, if asked for",
                 {
@@ -167,21 +156,23 @@ def shared_paths(
             "openai",
             "detokenize",
             "The text of tokens, special ones included, as vLLM has it",
-            {
-                "schema": of_models(schemas["DetokenizeRequest"], language_models),
-                "example": {"model": language_models[0], "tokens": [5, 6, 7]},
-            },
+            _body(schemas["DetokenizeRequest"], language_models, tokens=[5, 6, 7]),
             response("The text", {JSON: object_schema({"prompt": STRING})}),
         )
     return paths
 
 
 def mapped_paths(
-    rerankers: list[str], classifiers: list[str], transcribers: list[str], schemas: dict[str, dict[str, Any]]
+    embedders: list[str],
+    rerankers: list[str],
+    classifiers: list[str],
+    transcribers: list[str],
+    schemas: dict[str, dict[str, Any]],
 ) -> dict[str, dict[str, Any]]:
-    """The operations of models that rerank, classify or transcribe, by path.
+    """The operations of models that embed, rerank, classify or transcribe, by path.
 
     Args:
+        embedders: names of the models with embeddings.
         rerankers: names of the models that rank documents.
         classifiers: names of the models that score labels.
         transcribers: names of the models that transcribe audio.
@@ -190,6 +181,15 @@ def mapped_paths(
     paths = {}
     usage = object_schema(dict.fromkeys(("prompt_tokens", "total_tokens"), INTEGER))
     number = {"type": "number"}
+    if embedders:
+        texts = ["The harbour lay still.", "Boats slept in the port."]
+        paths["/v1/embeddings"] = operation(
+            "openai",
+            "embeddings",
+            "Embeddings, as OpenAI's API has them",
+            _body(schemas["EmbeddingsRequest"], embedders, input=texts),
+            response("One embedding for each text, in order", {JSON: {"type": "object"}}),
+        )
     if rerankers:
         result = object_schema(
             {"index": INTEGER, "relevance_score": number, "document": object_schema({"text": STRING})}, "document"
@@ -197,10 +197,7 @@ def mapped_paths(
         about = {"id": STRING, "object": STRING, "model": STRING}
         answer = object_schema({**about, "results": {"type": "array", "items": result}, "usage": usage})
         documents = ["Boats slept in the port.", "The tax is due."]
-        body = {
-            "schema": of_models(schemas["RerankRequest"], rerankers),
-            "example": {"model": rerankers[0], "query": "Where do boats sleep?", "documents": documents},
-        }
+        body = _body(schemas["RerankRequest"], rerankers, query="Where do boats sleep?", documents=documents)
         for path, name in (("/v1/rerank", "rerank"), ("/v2/rerank", "rerank_v2"), ("/rerank", "rerank_root")):
             paths[path] = operation(
                 "openai",
@@ -219,10 +216,7 @@ def mapped_paths(
             "openai",
             "classify",
             "Score the labels of texts or images, as vLLM does",
-            {
-                "schema": of_models(schemas["ClassifyRequest"], classifiers),
-                "example": {"model": classifiers[0], "input": ["The harbour lay still."]},
-            },
+            _body(schemas["ClassifyRequest"], classifiers, input=["The harbour lay still."]),
             response("For each input its best label, and all scores", {JSON: answer}),
         )
     if transcribers:
