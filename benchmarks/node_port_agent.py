@@ -95,7 +95,7 @@ async def _serve(name: str, deployment: Deployment, user_paths: tuple[str, ...],
             grpc = address if route.grpc_address else ""
             routes[way] = ReplicaRoute(route.id, address, route.token, grpc, route.facts)
         assert replica.signature is not None
-        served = Served(name, replica.signature, deployment.is_language_model, routes)
+        served = Served(name, replica.signature, deployment.kind.takes_text, routes)
         print(msgspec.json.encode(served).decode(), flush=True)
         await _said_nothing_more()
     finally:

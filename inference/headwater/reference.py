@@ -1,8 +1,8 @@
 """The forms of a deployment's ``model``, and how the named file or folder is found.
 
 A reference is ``module:Class`` or ``module:function``; or a kind and a path (see `PATH_KINDS`); or ``lm:PATH`` for the
-folder of a language model, or ``lm:PACKAGE:PATH`` for a folder within an installed package. ``vllm:`` in place of
-``lm:`` names a model that vLLM computes.
+folder of a language model, or ``lm:PACKAGE:PATH`` for a folder within an installed package. The server knows further
+prefixes of folders for other engines.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ __all__ = [
     "find_folder",
     "find_path",
     "is_language_model",
-    "is_vllm",
     "kind_and_path",
     "parse_reference",
     "script_and_name",
@@ -36,9 +35,6 @@ PATH_KINDS: Final = {
 }
 """An example for each kind of reference that is made into a `Model` from a path."""
 
-_VLLM: Final = "vllm:"
-_PREFIXES: Final = ("lm:", _VLLM)
-
 _PACKAGE: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*\Z")
 
 
@@ -51,13 +47,8 @@ class LmReference(NamedTuple):
 
 
 def is_language_model(reference: str) -> bool:
-    """Whether a deployment's ``model`` begins with ``lm:`` or ``vllm:``."""
-    return reference.startswith(_PREFIXES)
-
-
-def is_vllm(reference: str) -> bool:
-    """Whether a deployment's ``model`` is a folder for vLLM."""
-    return reference.startswith(_VLLM)
+    """Whether a deployment's ``model`` is a folder for Headwater's engine."""
+    return reference.startswith("lm:")
 
 
 def kind_and_path(reference: str) -> tuple[str, str]:
@@ -73,8 +64,8 @@ def script_and_name(path: str) -> tuple[str, str]:
 
 
 def parse_reference(reference: str) -> LmReference:
-    """Parse ``lm:PATH``, ``lm:PACKAGE:PATH``, or these with ``vllm:``. If PATH contains a colon, the part before
-    the colon is read as the package.
+    """Parse ``lm:PATH``, ``lm:PACKAGE:PATH``, or these with another prefix than ``lm:``. If PATH contains a colon, the
+    part before the colon is read as the package.
 
     Raises:
         ValueError: the reference has no such form, or its path within a package is absolute.

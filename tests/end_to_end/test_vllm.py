@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from headwater_server.config.deployment_kinds import VLLM
 from headwater_server.process.sweep import process_stat
-from headwater_server.supervisor.replica_process import SPINNING_NICE
+from headwater_server.supervisor.kind_programs import program_of
 from tests.running import Running, in_background, leftovers, processes_of, segments_of, serve, wait_for
 from tests.stand_in_vllm import NOT_OFFERED, NOT_OFFERED_BODY, environment
 
@@ -131,7 +132,7 @@ def test_the_deployments_environment_reaches_it_and_what_is_meant_for_another_vl
 @pytest.mark.skipif(not Path("/proc/self/autogroup").exists(), reason="the kernel has no autogroups")
 def test_what_spins_comes_after_the_gateway(running: Running) -> None:
     session = Path(f"/proc/{running.replica_pid('m')}/autogroup")
-    assert session.read_text().split()[-1] == str(SPINNING_NICE)
+    assert session.read_text().split()[-1] == str(program_of(VLLM).nice)
 
 
 @pytest.mark.parametrize("path", NOT_OFFERED)

@@ -12,20 +12,19 @@ from typing import Any
 
 import msgspec
 
-from headwater.errors import DeclarationError, LoadError, Problem
+from headwater.errors import DeclarationError, Problem
 from headwater.pipeline import make_plan
-from headwater.reference import find_folder, is_vllm
-from headwater.signature import Signature, VllmSpec, text_signature
+from headwater.signature import Signature
+from headwater_server.cli.kind_commands import COMMANDS
+from headwater_server.cli.model_request import model_request
 from headwater_server.cli.script_config import load_with_scripts
-from headwater_server.config.pipeline import Pipeline
+from headwater_server.config.deployment_kinds import kind_of
 from headwater_server.config.reader import PLACEHOLDER, InvalidConfig, is_model_reference, read_config
 from headwater_server.config.schema import Config, Deployment
 from headwater_server.errors import ConfigError
-from headwater_server.process.adapter_folders import find_adapters, lora_rank
 from headwater_server.process.interpreter import InterpreterError
 from headwater_server.process.machine import cpu_count, host_capacity, size_text
 from headwater_server.process.model_side import PROCESS_TIMEOUT_S, ModelSide, last_line
-from headwater_server.process.vllm_program import device_problem, find_vllm, folder_problem, gives_embeddings
 from headwater_server.supervisor.preflight import (
     address_problems,
     free_shared_memory_problems,
@@ -37,7 +36,7 @@ from headwater_server.supervisor.preflight import (
     tracing_problems,
 )
 
-__all__ = ["check", "model_request"]
+__all__ = ["check"]
 
 
 def check(
@@ -144,8 +143,8 @@ def _signatures(
     pythons: dict[str, dict[str, Any]] = {}
     groups: dict[tuple[Path | None, frozenset[tuple[str, str]]], list[str]] = {}
     for name, deployment in deployments.items():
-        if deployment.is_vllm:
-            pythons[name], finding = _look_at_vllm(name, deployment, path)
+        if deployment.kind in COMMANDS:
+            pythons[name], finding = COMMANDS[deployment.kind].look_at(name, deployment, path)
             if isinstance(finding, Signature):
                 signatures[name] = finding
             problems[name] = [finding] if isinstance(finding, Problem) else []
@@ -171,34 +170,6 @@ def _signatures(
                     ]
             _probe(side, {name: deployments[name] for name in names}, path, signatures, problems, notes, loads=loads)
     return signatures, pythons, notes, [problem for name in deployments for problem in problems[name]]
-
-
-def _look_at_vllm(
-    name: str, deployment: Deployment, path: tuple[str, ...]
-) -> tuple[dict[str, Any], Signature | Problem]:
-    """Return the Python of a deployment that vLLM computes, and its signature or the problem that would keep it from
-    serving."""
-    title = f"deployment {name}"
-    python: dict[str, Any] = {"path": os.path.abspath(str(deployment.python)), "versions": {}}
-    try:
-        environ = {**os.environ, **deployment.environment}
-        install = find_vllm(str(deployment.python), environ)
-        python["versions"] = {"vllm": install.version}
-        folder = find_folder(deployment.model or "", path)
-        options = deployment.checked_options
-        lora_rank(options, find_adapters(deployment.adapters, path))
-        problems = (device_problem(device, environ, options, install) for device in deployment.placements)
-        problem = next(filter(None, problems), None) or folder_problem(folder, options, install)
-    except InterpreterError as error:
-        hint = "" if os.path.exists(error.path) else "; `make vllm-env` creates this environment in .venv-vllm"
-        reason = f"the model's Python, {error.path}: {error.reason}"
-        return python, Problem(title, reason, f"{error.fix}{hint}")
-    except LoadError as error:
-        problem = error.problem
-    if problem is not None:
-        return python, Problem(title, f"{problem.title}: {problem.reason}", problem.fix)
-    length = -1 if gives_embeddings(folder, options) else 0  # their length is known only after a start
-    return python, text_signature(name, folder, vllm=VllmSpec(0, 0, 0, install.version, embedding_length=length))
 
 
 def _probe(
@@ -243,14 +214,15 @@ def _joined(
     joined: dict[str, Signature] = {}
     problems: list[Problem] = []
     for name, deployment in deployments.items():
-        if deployment.pipeline is None or deployment.pipeline.placement == "fused":
+        spec = deployment.pipeline_spec
+        if spec is None or not deployment.kind.joins_deployments:
             continue
-        steps = {step: signatures.get(where) for step, where in _places(name, deployment.pipeline).items()}
+        steps = {step: signatures.get(where) for step, where in _places(name, deployment).items()}
         step_signatures = {step: signature for step, signature in steps.items() if signature is not None}
         if len(step_signatures) < len(steps):
             continue  # the problems of the missing steps are already reported
         try:
-            spec, rows = deployment.pipeline.spec(), deployment.batching.max_batch_size
+            rows = deployment.batching.max_batch_size
             joined[name] = make_plan(spec, step_signatures, name=name, max_batch_size=rows).signature
         except DeclarationError as error:
             fix = error.fix or "correct the pipeline, or the model's declaration"
@@ -268,33 +240,17 @@ def _cache_problems(deployments: Mapping[str, Deployment], signatures: Mapping[s
                 yield Problem(f"deployment {name}", "; ".join(error.args), error.fix)
 
 
-def _places(name: str, pipeline: Pipeline) -> dict[str, str]:
+def _places(name: str, deployment: Deployment) -> dict[str, str]:
     """The name of the deployment that computes each step of a pipeline in placement ``graph``."""
-    return {step: section.deployment or f"{name}.{step}" for step, section in pipeline.all_steps().items()}
-
-
-def model_request(name: str, deployment: Deployment, path: Sequence[str]) -> dict[str, Any]:
-    """The fields of a `headwater.replica.probe.ProbeRequest`; the first folder of ``path`` is the working folder."""
-    return {
-        "name": name,
-        "model": deployment.model or "",
-        "options": deployment.options,
-        "pipeline": deployment.pipeline.spec() if deployment.pipeline is not None else None,
-        "max_batch_size": deployment.batching.max_batch_size,
-        "instances": deployment.instances,
-        "device": deployment.placements[0],
-        "path": path,
-        "working_dir": path[0],
-    }
+    return {step: section.deployment or f"{name}.{step}" for step, section in deployment.steps.items()}
 
 
 def _ended(name: str, deployment: Deployment, tried: Sequence[str], status: int | None, errors: str) -> Problem:
     title, model = f"deployment {name}", deployment.model or "its steps"
-    if deployment.pipeline is not None:
-        for step, section in deployment.pipeline.all_steps().items():
-            if step not in tried:
-                title, model = f"{title}, step {step}", section.model or ""
-                break
+    for step, section in deployment.steps.items():
+        if step not in tried:
+            title, model = f"{title}, step {step}", section.model or ""
+            break
     how = f"took more than {PROCESS_TIMEOUT_S:g} s" if status is None else f"ended the process with status {status}"
     said = f": {last_line(errors)}" if errors.strip() else ""
     fix = "do slow or risky work in load(), not on import or in the constructor"
@@ -307,14 +263,11 @@ def _summary(
     summary: dict[str, Any] = {"name": name, "model": deployment.model, "ok": signature is not None}
     if name in pythons:
         summary["python"] = pythons[name]
-    pipeline = deployment.pipeline
-    if pipeline is not None:
-        steps = {
-            step: section.model or f"deployment {section.deployment}" for step, section in pipeline.all_steps().items()
-        }
-        summary["pipeline"] = {"placement": pipeline.placement, "steps": steps, "heads": list(pipeline.heads)}
-        if pipeline.placement == "graph":
-            step_pythons = {step: pythons[at] for step, at in _places(name, pipeline).items() if at in pythons}
+    if (spec := deployment.pipeline_spec) is not None:
+        steps = {step.name: step.model or f"deployment {step.deployment}" for step in spec.steps}
+        summary["pipeline"] = {"placement": spec.placement, "steps": steps, "heads": list(spec.heads)}
+        if deployment.kind.joins_deployments:
+            step_pythons = {step: pythons[at] for step, at in _places(name, deployment).items() if at in pythons}
             summary["pipeline"].update({"pythons": step_pythons} if step_pythons else {})
     if signature is not None:
         summary["inputs"] = msgspec.to_builtins(signature.inputs)
@@ -346,13 +299,13 @@ def _print(
     for deployment in deployments:
         tensors = f"  {_tensors(deployment['inputs'])} -> {_tensors(deployment['outputs'])}" if deployment["ok"] else ""
         pipeline = deployment.get("pipeline")
-        description = deployment["model"] if pipeline is None else f"{pipeline['placement']} pipeline"
+        description = f"{pipeline['placement']} pipeline" if pipeline else deployment["model"]
         print(f"{bold}{deployment['name']:<{width}}{plain}  {description}{tensors}")
         if "python" in deployment:
             print(f"{'':<{width}}    {_python(deployment['python'])}")
         for note in deployment.get("notes", ()):
             print(f"{'':<{width}}    {note}")
-        if pipeline is not None:
+        if pipeline:
             for step, model in pipeline["steps"].items():
                 print(f"{'':<{width}}    {'head' if step in pipeline['heads'] else 'step'} {step}  {model}")
                 if step in pipeline.get("pythons", {}):
@@ -378,8 +331,8 @@ def _tried(deployments: Sequence[Mapping[str, Any]]) -> str:
 def _untried(deployment: Mapping[str, Any]) -> str:
     """The part of a deployment that `--load` does not try; empty if it tries the whole deployment."""
     name, pipeline = deployment["name"], deployment.get("pipeline")
-    if deployment["model"] and is_vllm(deployment["model"]):
-        return f"{name} (vLLM)"
+    if not (kind := kind_of(deployment["model"] or "")).runs_in_triton:
+        return f"{name} ({kind.name})"
     return f"{name} as a whole (its steps were)" if pipeline and pipeline["placement"] == "graph" else ""
 
 

@@ -43,6 +43,7 @@ from headwater_server.process.sweep import make_instance_folder, sweep_stale
 from headwater_server.security.file_watch import FileWatch
 from headwater_server.security.peer_tls import PeerTls
 from headwater_server.supervisor.child_processes import ChildProcesses
+from headwater_server.supervisor.kind_programs import program_of
 from headwater_server.supervisor.memory_budget import ReplicaMemory
 from headwater_server.supervisor.replica_process import ReplicaProcess
 from headwater_server.telemetry.logs import set_up_logging
@@ -145,8 +146,8 @@ class Agent:
             replica.exited = self._children.spawn(replica.follow(exited, self._children.end_orphans))
             self._replica = replica
             sockets = ReplicaRoute(spec.id, f"unix:{folder / 'h'}", spec.token, f"unix:{folder / 'g:1'}")
-            is_vllm = spec.deployment.is_vllm
-            self._port = Port(spec.name, sockets, is_vllm=is_vllm, tls=self._tls, on_control=self._listen)
+            relayed = program_of(spec.deployment.kind).relayed
+            self._port = Port(spec.name, sockets, relayed=relayed, tls=self._tls, on_control=self._listen)
             node = os.environ.get("HEADWATER_NODE", "127.0.0.1")
             self._address = await self._port.start(spec.host or (node if self._tls is not None else "127.0.0.1"))
             if spec.host in ("0.0.0.0", "::"):

@@ -5,8 +5,8 @@ machine.
 SIZE_BYTES`` the body begins with INPUT_BYTES bytes for a segment of this machine (`headwater.wire.shared_memory`), and
 the bytes that the replica left in the segment follow Triton's answer. ``POST /segment`` has only the inputs' bytes,
 for a call over gRPC, and is answered with the segment's path. gRPC is relayed byte by byte; Triton checks its token.
-Gateways' requests to a vLLM are relayed after a check of each token. ``GET /control`` is answered with 101; after that
-`OnControl` handles the connection.
+Gateways' requests to a replica without Triton are relayed after a check of each token. ``GET /control`` is answered
+with 101; after that `OnControl` handles the connection.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import contextlib
 import ipaddress
 import logging
 import socket
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Collection, Coroutine
 from typing import Any, Final
 
 from headwater_server.cluster.port_connection import HEAD_TIMEOUT_S, READ_BYTES, PortConnection
@@ -47,7 +47,7 @@ class Port:
     Args:
         name: the deployment's name, which is the model's name in Triton.
         route: the replica's id and token, and the addresses of its unix sockets.
-        is_vllm: whether the replica is a vLLM.
+        relayed: see `headwater_server.supervisor.kind_programs.KindProgram.relayed`.
         tls: the cluster's TLS; None: plain text, on a loopback address only.
         on_control: handles a connection that asked for ``/control`` with the token; the port closes it afterwards.
     """
@@ -57,13 +57,13 @@ class Port:
         name: str,
         route: ReplicaRoute,
         *,
-        is_vllm: bool = False,
+        relayed: Collection[tuple[str, str]] = (),
         tls: PeerTls | None = None,
         on_control: OnControl,
     ) -> None:
         self.name = name
         self.route = route
-        self.is_vllm = is_vllm
+        self.relayed = relayed
         self.files = SegmentFiles()
         self.buffer = bytearray(READ_BYTES)
         self.connections: set[PortConnection] = set()

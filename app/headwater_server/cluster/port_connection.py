@@ -7,7 +7,7 @@ import hmac
 import logging
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Final, Protocol, cast
 
 from headwater.wire.shared_memory import ANSWER_HEAD_BYTES, ELSEWHERE, left_bytes
@@ -36,11 +36,6 @@ MOST_JSON_BYTES: Final = 16 * 1024 * 1024
 _END: Final = b"\r\n\r\n"
 _LENGTH: Final = re.compile(rb"\r\ncontent-length: *([0-9]+)\r\n", re.IGNORECASE)
 _ENDS: Final = re.compile(rb"\r\nconnection: *close\r\n", re.IGNORECASE)
-_VLLM: Final = {
-    ("GET", "/health"), ("GET", "/metrics"), ("POST", "/v1/chat/completions"), ("POST", "/v1/completions"),
-    ("POST", "/v1/embeddings"), ("POST", "/v1/responses"),
-}  # fmt: skip
-"""Requests that a gateway sends to a vLLM."""
 
 
 class PortState(Protocol):
@@ -48,7 +43,8 @@ class PortState(Protocol):
 
     name: str
     route: ReplicaRoute
-    is_vllm: bool
+    relayed: Collection[tuple[str, str]]
+    """Methods and paths of requests that are relayed as they are; empty: only calls of Triton come."""
     files: SegmentFiles
     buffer: bytearray
     """Receive buffer of `READ_BYTES`. Bytes read into it are consumed before the next connection is read."""
@@ -257,7 +253,7 @@ class PortConnection(asyncio.BufferedProtocol):
         self._waiting: list[bytes] = []
         """Data for the replica while the connection to it is being opened."""
         self._body_left = 0
-        """Bytes of the request's body that have not been sent on; in a relay to a vLLM of the whole request."""
+        """Bytes of the request's body that have not been sent on; in a relay of the whole request."""
         self._segment: _PortSegment | None = None
         self._json_length = 0
         self._answer: _CallAnswer | None = None
@@ -343,8 +339,8 @@ class PortConnection(asyncio.BufferedProtocol):
             self._begin_control(head, rest)
         elif head.path == "/segment" and self._port.route.grpc_address:
             self._begin_place(head, rest)
-        elif self._port.is_vllm:
-            self._relay_vllm(head, raw[: end + len(_END)], rest)
+        elif self._port.relayed:
+            self._relay_request(head, raw[: end + len(_END)], rest)
         else:
             self._begin_call(head, rest)
 
@@ -454,9 +450,9 @@ class PortConnection(asyncio.BufferedProtocol):
         self._read = self._send
         self._send(first)
 
-    def _relay_vllm(self, head: RequestHead, raw: bytes, rest: bytes) -> None:
+    def _relay_request(self, head: RequestHead, raw: bytes, rest: bytes) -> None:
         """Relay a request unchanged, and all bytes of its answer."""
-        if (head.method, head.path) not in _VLLM:
+        if (head.method, head.path) not in self._port.relayed:
             raise Refusal("404 Not Found", "path: expected a path of vLLM that gateways request")
         self._body_left = len(raw) + head.length
         self._is_relay = True
@@ -464,7 +460,7 @@ class PortConnection(asyncio.BufferedProtocol):
         self._read_relayed(raw + rest)
 
     def _read_relayed(self, data: bytes) -> None:
-        """Relay the rest of a request to a vLLM. Bytes behind it are the next request, which is checked in the same
+        """Relay the rest of a request. Bytes behind it are the next request, which is checked in the same
         way."""
         taken, rest = data[: self._body_left], data[self._body_left :]
         self._body_left -= len(taken)

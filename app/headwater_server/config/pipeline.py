@@ -11,8 +11,8 @@ from pydantic import Field, TypeAdapter, field_validator
 from headwater.errors import DeclarationError
 from headwater.model import Embedding
 from headwater.pipeline import INPUT, FeatureCacheSpec, PipelineSpec, StepSpec, check_names
-from headwater.reference import is_language_model
 from headwater_server.config import sections
+from headwater_server.config.deployment_kinds import ModelReference, kind_of
 from headwater_server.config.sections import Section
 
 __all__ = ["EmbeddingMap", "Pipeline", "Step"]
@@ -27,7 +27,7 @@ _STEP_NAME = re.compile(r"[A-Za-z0-9_-]{1,50}\Z")
 class Step(Section):
     """A step of a pipeline: a model, or the name of another deployment in the configuration."""
 
-    model: sections.ModelReference | None = None
+    model: ModelReference | None = None
     deployment: str | None = None
     """The name of another deployment; the step shares its replicas (placement ``graph`` only)."""
     options: dict[str, Any] = Field(default_factory=dict)
@@ -61,7 +61,7 @@ class Step(Section):
     def _faults(self) -> Iterator[str]:
         if (self.model is None) == (self.deployment is None):
             yield "expected either `model` or `deployment`"
-        if self.model is not None and is_language_model(self.model):
+        if self.model is not None and kind_of(self.model).takes_text:
             yield f"model: a language model can't be a step, got {self.model!r}; serve it as a separate deployment"
         if self.deployment is not None and (self.options or self.own_settings()):
             names = [f"`{name}`" for name in ("options", *self.own_settings()) if name in self.model_fields_set]

@@ -11,8 +11,9 @@ from typing import Any, Final
 import yaml
 from pydantic import ValidationError
 
-from headwater.reference import is_language_model, kind_and_path
+from headwater.reference import kind_and_path
 from headwater_server.config.cluster import Cluster
+from headwater_server.config.deployment_kinds import kind_of
 from headwater_server.config.schema import Config
 from headwater_server.config.sections import NodePlacement
 from headwater_server.config.validation import Faults, describe
@@ -105,7 +106,7 @@ def _name(model: str) -> str:
     """The name under which a single model is served: of its folder, of its file without suffix, or of its class in
     lower case."""
     last = model.rpartition(":")[2]
-    if is_language_model(model):
+    if kind_of(model).names_folder:
         return Path(last).absolute().name
     kind, path = kind_and_path(model)
     if kind == "hf":  # a folder; its name may contain a dot

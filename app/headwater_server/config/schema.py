@@ -10,13 +10,13 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field, PrivateAttr, ValidationError, field_validator, model_validator
 
 from headwater.errors import did_you_mean
-from headwater.reference import is_language_model, is_vllm
-from headwater_server.config import sections
+from headwater.pipeline import PipelineSpec
+from headwater_server.config import deployment_kinds, sections
 from headwater_server.config.cluster import Cluster, placement_of
-from headwater_server.config.pipeline import Pipeline
+from headwater_server.config.deployment_kinds import DeploymentKind
+from headwater_server.config.pipeline import Pipeline, Step
 from headwater_server.config.sections import ReplicaBounds, Section
 from headwater_server.config.validation import Faults, describe
-from headwater_server.config.vllm_options import VllmOptions, option_faults
 
 __all__ = ["DEFAULT_MEMORY_PART", "Config", "Deployment", "Server"]
 
@@ -28,7 +28,7 @@ _VERSION = re.compile(r"[A-Za-z0-9_-]{1,50}\Z")
 class Deployment(Section):
     """A served name: a model, a language model, a pipeline, or versions of these."""
 
-    model: sections.ModelReference | None = None
+    model: deployment_kinds.ModelReference | None = None
     """``module:Class`` of an `headwater.Model`, ``module:function``, a kind and a path such as ``onnx:PATH``
     (`headwater.reference.PATH_KINDS`), ``lm:PATH`` or ``lm:PACKAGE:PATH`` of a language model's folder, ``vllm:PATH``
     or ``vllm:PACKAGE:PATH`` of a folder that vLLM computes. Set either ``model`` or ``pipeline``; with ``versions``, in
@@ -96,27 +96,16 @@ class Deployment(Section):
             yield "traffic: expected `versions`, which share the requests"
         if (self.model is None) == (self.pipeline is None):
             yield "expected either `model` or `pipeline`"
-        if self.pipeline is not None and self.options:
-            yield "options: expected in the pipeline's steps, each of which has separate options"
-        got = f"got {self.instances}; raise `replicas`"
-        if self.instances > 1 and self.pipeline is not None and not self.is_graph:
-            yield f"instances: expected 1 for a fused pipeline, which computes one batch at a time, {got}"
-        if self.instances > 1 and self.is_language_model:
-            yield f"instances: expected 1 for a language model, whose engine computes all sequences together, {got}"
-        if self.max_compute_s is not None and self.is_language_model:
-            expected = "not supported for a language model, whose engine's steps are bounded by `options.max_step_s`"
-            yield f"max_compute_s: {expected}, got {self.max_compute_s:g}"
-        if self.cache is not None and self.is_language_model:
-            yield "cache: not supported for a language model, whose answers are sampled streams; remove it"
-        if self.is_vllm:
-            if self.interpreter is None:
-                yield "python: expected the interpreter of an environment that has vLLM, such as vllm-env/bin/python"
-            yield from option_faults(self.options)
+        for kind in dict.fromkeys((self.kind, deployment_kinds.kind_of(self.model or ""))):  # both, if both are set
+            yield from kind.faults(self)
+            if kind.python and self.interpreter is None:
+                yield f"python: {kind.python}"
+            yield from kind.option_faults(self.options)
         if self.max_in_flight < self.instances:
             yield f"batching.max_in_flight: expected at least instances = {self.instances}, got {self.max_in_flight}"
 
     def _version_faults(self) -> Iterator[str]:
-        kinds: set[bool] = set()
+        take_text: set[bool] = set()
         for name, fields in self.versions.items():
             where = f"versions.{name}"
             if not _VERSION.match(name) or name in sections.Traffic.model_fields:
@@ -130,17 +119,14 @@ class Deployment(Section):
             except ValidationError as error:
                 yield from describe(error, Deployment, ("versions", name))
                 continue
-            if version.is_graph:
-                yield f"{where}.pipeline: expected placement fused; in a graph, each step's deployment has versions"
-            if version.is_vllm:
-                expected = "expected a model that Headwater computes: models of vLLM have no versions"
-                yield f"{where}.model: {expected}, got {version.model!r}"
-            kinds.add(version.is_language_model)
-        if len(kinds) > 1:
+            if version.kind.as_version:
+                yield f"{where}.{version.kind.as_version.format(version.model)}"
+            take_text.add(version.kind.takes_text)
+        if len(take_text) > 1:
             yield "versions: expected only language models, or no language models"
         if self.traffic is not None:
             yield from self.traffic.faults(self.versions)
-            if self.traffic.shadow and True in kinds:
+            if self.traffic.shadow and True in take_text:
                 expected = "expected a model that answers with tensors"
                 yield f"traffic.shadow: {expected}: texts of language models are not compared; remove it"
 
@@ -178,24 +164,28 @@ class Deployment(Section):
         return None if self.python == sections.OWN_PYTHON else self.python
 
     @property
-    def is_graph(self) -> bool:
-        """Whether it is a pipeline in which each step is a separate deployment."""
-        return self.pipeline is not None and self.pipeline.placement == "graph"
+    def kind(self) -> DeploymentKind:
+        """What kind of deployment it is."""
+        if self.versions:
+            return deployment_kinds.VERSIONS
+        if self.pipeline is None:
+            return deployment_kinds.kind_of(self.model or "")
+        return deployment_kinds.GRAPH if self.pipeline.placement == "graph" else deployment_kinds.FUSED
 
     @property
-    def is_language_model(self) -> bool:
-        """Whether it is a language model."""
-        return is_language_model(self.model or "")
+    def steps(self) -> Mapping[str, Step]:
+        """The steps of its pipeline by name; empty without a pipeline."""
+        return {} if self.pipeline is None else self.pipeline.all_steps()
 
     @property
-    def is_vllm(self) -> bool:
-        """Whether it is a language model that vLLM computes."""
-        return is_vllm(self.model or "")
+    def pipeline_spec(self) -> PipelineSpec | None:
+        """Its pipeline as the `PipelineSpec` of the package `headwater`; None without a pipeline."""
+        return None if self.pipeline is None else self.pipeline.spec()
 
     @property
     def adapters(self) -> dict[str, str]:
-        """Folders of LoRA adapters for vLLM, by the names that they are served under; empty without vLLM."""
-        return dict(self.options.get("adapters") or {}) if self.is_vllm else {}
+        """Folders of LoRA adapters, by the names that they are served under; empty for kinds without adapters."""
+        return dict(self.options.get("adapters") or {}) if self.kind.takes_adapters else {}
 
     def with_adapters(self, adapters: Mapping[str, str]) -> Deployment:
         """A copy with other adapters."""
@@ -203,10 +193,8 @@ class Deployment(Section):
 
     @property
     def checked_options(self) -> dict[str, Any]:
-        """``options``; for a deployment that vLLM computes, with the defaults filled in."""
-        if not self.is_vllm:
-            return self.options
-        return VllmOptions.model_validate(self.options).model_dump(mode="json")
+        """See `DeploymentKind.filled_options`."""
+        return self.kind.filled_options(self.options)
 
     @property
     def placements(self) -> tuple[str, ...]:
@@ -224,13 +212,12 @@ class Deployment(Section):
     @property
     def node_placement(self) -> sections.NodePlacement:
         """The resources that a replica takes of a cluster's node; raises the `ValueError` of `placement_of`."""
-        return placement_of(self.device, self.checked_options["tensor_parallel_size"] if self.is_vllm else 1)
+        return placement_of(self.device, self.kind.device_count(self.checked_options))
 
     def step(self, name: str) -> Deployment:
         """The deployment of a step that has a ``model``, for a pipeline in placement ``graph``: the step's settings are
         laid over the pipeline's settings, except ``cache``, which isn't inherited."""
-        assert self.pipeline is not None
-        step = self.pipeline.all_steps()[name]
+        step = self.steps[name]
         settings = {"cache": None, **step.own_settings()}
         if "environment" in settings:
             settings["environment"] = {**self.environment, **settings["environment"]}
@@ -244,14 +231,9 @@ class Deployment(Section):
     def feature_bytes(self) -> int:
         """The most bytes of steps' outputs that a replica of a fused pipeline keeps in the caches of its steps; 0 for
         other deployments."""
-        if self.pipeline is None or self.is_graph:
+        if not self.kind.has_replicas:
             return 0
-        return sum(step.cache.max_bytes for step in self.pipeline.all_steps().values() if step.cache is not None)
-
-    @property
-    def is_composite(self) -> bool:
-        """Whether it has no replicas itself, because the replicas belong to its versions, or to a graph's steps."""
-        return bool(self.versions) or self.is_graph
+        return sum(step.cache.max_bytes for step in self.steps.values() if step.cache is not None)
 
     def with_replicas(self, name: str) -> dict[str, Deployment]:
         """The deployments with replicas that this deployment consists of, by name: the deployment itself; or its
@@ -259,10 +241,10 @@ class Deployment(Section):
         ``PIPELINE.STEP``."""
         if self.versions:
             return {f"{name}.{version}": self.version(version) for version in self.versions}
-        if self.pipeline is None or not self.is_graph:
+        if self.kind.has_replicas:
             return {name: self}
-        steps = self.pipeline.all_steps().items()
-        return {f"{name}.{step_name}": self.step(step_name) for step_name, step in steps if step.deployment is None}
+        own = (step_name for step_name, step in self.steps.items() if step.deployment is None)
+        return {f"{name}.{step_name}": self.step(step_name) for step_name in own}
 
 
 class Server(Section):
@@ -351,7 +333,7 @@ class Config(Section):
     def _give_python(self) -> Config:
         if self.python is not None:
             for name, deployment in self.deployments.items():
-                if deployment.python is None and not deployment.is_vllm:
+                if deployment.python is None and not deployment.kind.python:
                     self.deployments[name] = deployment.model_copy(update={"python": self.python})
         return self
 
@@ -375,12 +357,12 @@ class Config(Section):
         for version in deployment.versions:
             if (part := f"{name}.{version}") in self.deployments:
                 yield f"deployments.{name}.versions: `{part}` is the name of another deployment, too; rename one"
-        if deployment.pipeline is not None and deployment.is_graph:
-            yield from self._step_faults(name, deployment, deployment.pipeline)
+        if deployment.kind.joins_deployments:
+            yield from self._step_faults(name, deployment)
 
-    def _step_faults(self, name: str, deployment: Deployment, pipeline: Pipeline) -> Iterator[str]:
+    def _step_faults(self, name: str, deployment: Deployment) -> Iterator[str]:
         """Messages about a pipeline's steps that contradict other deployments."""
-        for step_name, step in pipeline.all_steps().items():
+        for step_name, step in deployment.steps.items():
             where = f"deployments.{name}.pipeline, step `{step_name}`"
             if step.model is not None:
                 step_deployment = deployment.step(step_name)
@@ -397,13 +379,8 @@ class Config(Section):
                 names = ", ".join(f"`{key}`" for key in self.deployments)
                 hint = did_you_mean(step.deployment, self.deployments)
                 yield f"{where}: unknown deployment `{step.deployment}`; expected one of {names}{hint}"
-            elif named_deployment.versions:
-                yield f"{where}: expected a deployment without versions, got `{step.deployment}`, which has some"
-            elif named_deployment.pipeline is not None:
-                expected = "expected a deployment of one model"
-                yield f"{where}: {expected}, got the pipeline `{step.deployment}`; name its steps here instead"
-            elif named_deployment.is_language_model:
-                yield f"{where}: a language model can't be a step, got the deployment `{step.deployment}`"
+            elif named_deployment.kind.as_step:
+                yield f"{where}: {named_deployment.kind.as_step.format(step.deployment)}"
 
     def all_deployments(self) -> dict[str, Deployment]:
         """All deployments that have replicas, by name, with versions and steps; see `Deployment.with_replicas`."""

@@ -18,7 +18,6 @@ from pydantic import (
     model_validator,
 )
 
-from headwater.reference import PATH_KINDS, is_language_model, kind_and_path, parse_reference
 from headwater_server.config.validation import Faults, messages
 
 __all__ = [
@@ -32,7 +31,6 @@ __all__ = [
     "LogFormat",
     "MemoryLimit",
     "MemorySize",
-    "ModelReference",
     "NodePlacement",
     "PositiveInt",
     "PositiveSeconds",
@@ -56,7 +54,6 @@ __all__ = [
 
 LogFormat = Literal["auto", "human", "json"]
 MAX_REPLICAS = 1000
-_MODEL = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*\Z")
 
 
 class Section(BaseModel):
@@ -95,26 +92,6 @@ def laid_over(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
         else:
             merged[name] = value
     return merged
-
-
-def _check_model_reference(value: str) -> str:
-    """Return a reference to a model unchanged.
-
-    Raises:
-        ValueError: it has none of the forms of a reference.
-    """
-    kind, path = kind_and_path(value)
-    if is_language_model(value):
-        parse_reference(value)
-    elif kind:
-        if not path.strip():
-            raise ValueError(f"expected a path after {kind}:, such as {PATH_KINDS[kind]}")
-    elif not _MODEL.match(value):
-        raise ValueError(
-            f"expected module:Class such as my_package.models:Scale, a path such as {', '.join(PATH_KINDS.values())}, "
-            "lm:PATH such as lm:models/llama, or vllm:PATH"
-        )
-    return value
 
 
 class Value(BaseModel):
@@ -235,7 +212,6 @@ MemoryLimit = Annotated[float | int, PlainValidator(_read_limit)]
 """A float up to 1 is a fraction of the memory; an integer is a number of bytes."""
 MemorySize = Annotated[int, BeforeValidator(_parse_size), Field(ge=1)]
 Threads = Annotated[int, Field(ge=1, le=1024)]
-ModelReference = Annotated[str, AfterValidator(_check_model_reference)]
 Device = Annotated[str | tuple[str, ...] | NodePlacement, PlainValidator(_read_device)]
 """A device, several devices over which replicas are placed, or a replica's placement on nodes of a cluster."""
 Environment = Annotated[dict[str, str], BeforeValidator(_stringify)]

@@ -1,38 +1,17 @@
-"""The kinds of deployments in the routing table; `headwater_server.gateway.kind_dispatchers` has their dispatchers."""
+"""The kinds of deployments in the routing table; `headwater_server.gateway.kind_dispatchers` has their dispatchers.
+
+Their facts are class attributes; modules ask for facts, rather than for the kind.
+"""
 
 from __future__ import annotations
+
+from typing import ClassVar
 
 import msgspec
 
 from headwater.pipeline import Plan
 
 __all__ = ["GraphKind", "Kind", "LanguageKind", "TensorKind", "TrafficRoute", "VersionsKind", "VllmKind"]
-
-
-class TensorKind(msgspec.Struct, frozen=True, tag="tensors"):
-    """A model, or a fused pipeline, that takes and gives tensors."""
-
-
-class LanguageKind(msgspec.Struct, frozen=True, tag="language"):
-    """A language model that the built-in engine computes."""
-
-
-class VllmKind(msgspec.Struct, frozen=True, tag="vllm"):
-    """A model that vLLM computes."""
-
-    adapters: dict[str, int] = {}
-    """The LoRA adapters that it serves, each with the number of times that it was loaded into serving replicas."""
-    prefix_affinity: float = 0
-    """See `headwater_server.config.vllm_options.VllmOptions`."""
-
-
-class GraphKind(msgspec.Struct, frozen=True, tag="graph"):
-    """A pipeline with deployments as steps."""
-
-    plan: Plan | None = None
-    """None until all its steps have been ready, and while their signatures don't fit together."""
-    is_open: bool = True
-    """Whether it can answer at least a single head now, since all steps that the head needs are READY."""
 
 
 class TrafficRoute(msgspec.Struct, frozen=True):
@@ -54,9 +33,71 @@ class TrafficRoute(msgspec.Struct, frozen=True):
     """Which rollback the last change was, and why; empty if it was no rollback."""
 
 
-class VersionsKind(msgspec.Struct, frozen=True, tag="versions"):
+class _Facts(msgspec.Struct, frozen=True):
+    is_pipeline: ClassVar[bool] = False
+    """Whether it is known to be a pipeline before it has a signature."""
+    has_replicas: ClassVar[bool] = True
+    """Whether it has replicas itself; if not, its versions or its steps have them."""
+    offers_tokenizer: ClassVar[bool] = False
+    """Whether gateway workers load its tokenizer."""
+    metrics_socket: ClassVar[str] = "m"
+    """The socket beside a replica's HTTP socket that has its metrics; empty: the HTTP socket itself has them."""
+    backend: ClassVar[str] = "python"
+    """Name of Triton's backend in the model's metadata, or of the program in its place."""
+    embedding_hint: ClassVar[str] = ""
+    """What to do about a deployment that gives no embeddings, as an addition to a message."""
+
+
+class TensorKind(_Facts, frozen=True, tag="tensors"):
+    """A model, or a fused pipeline, that takes and gives tensors."""
+
+    takes_text: ClassVar[bool] = False
+    traffic: ClassVar[None] = None
+    adapters: ClassVar[dict[str, int]] = {}
+
+
+class LanguageKind(_Facts, frozen=True, tag="language"):
+    """A language model that the built-in engine computes."""
+
+    takes_text: ClassVar[bool] = True
+    offers_tokenizer: ClassVar[bool] = True
+    traffic: ClassVar[None] = None
+    adapters: ClassVar[dict[str, int]] = {}
+
+
+class VllmKind(_Facts, frozen=True, tag="vllm"):
+    """A model that vLLM computes."""
+
+    takes_text: ClassVar[bool] = True
+    metrics_socket: ClassVar[str] = ""
+    backend: ClassVar[str] = "vllm"
+    embedding_hint: ClassVar[str] = "; vLLM serves embeddings with `options.runner: pooling`"
+    traffic: ClassVar[None] = None
+    adapters: dict[str, int] = {}
+    """The LoRA adapters that it serves, each with the number of times that it was loaded into serving replicas."""
+    prefix_affinity: float = 0
+    """See `headwater_server.config.vllm_options.VllmOptions`."""
+
+
+class GraphKind(_Facts, frozen=True, tag="graph"):
+    """A pipeline with deployments as steps."""
+
+    takes_text: ClassVar[bool] = False
+    is_pipeline: ClassVar[bool] = True
+    has_replicas: ClassVar[bool] = False
+    traffic: ClassVar[None] = None
+    adapters: ClassVar[dict[str, int]] = {}
+    plan: Plan | None = None
+    """None until all its steps have been ready, and while their signatures don't fit together."""
+    is_open: bool = True
+    """Whether it can answer at least a single head now, since all steps that the head needs are READY."""
+
+
+class VersionsKind(_Facts, frozen=True, tag="versions"):
     """A deployment whose requests are shared among versions."""
 
+    has_replicas: ClassVar[bool] = False
+    adapters: ClassVar[dict[str, int]] = {}
     traffic: TrafficRoute
     takes_text: bool = False
     """Whether the versions are language models."""

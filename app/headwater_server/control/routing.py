@@ -11,15 +11,7 @@ from typing import Final
 import msgspec
 
 from headwater.signature import Signature
-from headwater_server.control.route_kinds import (
-    GraphKind,
-    Kind,
-    LanguageKind,
-    TensorKind,
-    TrafficRoute,
-    VersionsKind,
-    VllmKind,
-)
+from headwater_server.control.route_kinds import Kind, TensorKind, TrafficRoute
 from headwater_server.errors import RETRY_AFTER_LOST_S, RateLimited, Unavailable
 
 __all__ = [
@@ -167,25 +159,24 @@ class DeploymentRoute(msgspec.Struct, frozen=True):
     left something behind; for a deployment without replicas, which steps or versions are not READY. Otherwise empty."""
 
     @property
-    def is_composite(self) -> bool:
-        """Whether it has no replicas itself: its versions, or a graph's steps, have them."""
-        return isinstance(self.kind, GraphKind | VersionsKind)
+    def takes_text(self) -> bool:
+        """Whether it, or each of its versions, is a language model."""
+        return self.kind.takes_text
 
     @property
-    def is_language_model(self) -> bool:
-        """Whether it, or each of its versions, is a language model."""
-        kind = self.kind
-        return isinstance(kind, LanguageKind | VllmKind) or (isinstance(kind, VersionsKind) and kind.takes_text)
+    def has_replicas(self) -> bool:
+        """Whether it has replicas itself; if not, its versions or its steps have them."""
+        return self.kind.has_replicas
 
     @property
     def traffic(self) -> TrafficRoute | None:
         """How requests are shared among its versions; None if it has no versions."""
-        return self.kind.traffic if isinstance(self.kind, VersionsKind) else None
+        return self.kind.traffic
 
     @property
     def adapters(self) -> dict[str, int]:
-        """See `VllmKind.adapters`; empty for other kinds."""
-        return self.kind.adapters if isinstance(self.kind, VllmKind) else {}
+        """The LoRA adapters that it serves, each with the number of times that it was loaded into serving replicas."""
+        return self.kind.adapters
 
     @property
     def cause(self) -> str:

@@ -14,7 +14,6 @@ from headwater_server.codecs.generate_body import GenerateDecoder, GenerateEncod
 from headwater_server.codecs.infer_request import RequestDecoder
 from headwater_server.codecs.infer_response import ResponseEncoder
 from headwater_server.control.messages import Drain, Drained, ReplicaLoss
-from headwater_server.control.route_kinds import VersionsKind, VllmKind
 from headwater_server.control.routing import DeploymentRoute, RoutingTable
 from headwater_server.dispatch.admission import QueueBudget
 from headwater_server.dispatch.deployment_protocol import Dispatcher, Fail, TensorDispatcher, drain
@@ -249,8 +248,8 @@ class Models:
         """
         model = self.get(name, version)
         route = model.dispatcher.route
-        # The kind is checked first: the check of the dispatcher's class takes longer than everything else here.
-        if type(route.kind) is VersionsKind and isinstance(model.dispatcher, VersionsDispatcher):
+        # The traffic is checked first: the check of the dispatcher's class takes longer than everything else here.
+        if route.kind.traffic is not None and isinstance(model.dispatcher, VersionsDispatcher):
             sticky = model.dispatcher.traffic.sticky.lower().encode()
             sticky_value = (
                 next((value for header, value in scope["headers"] if header == sticky), None) if sticky else None
@@ -278,9 +277,7 @@ class Models:
         """
         if getattr(model.dispatcher.check_ready(), mapping) is None:
             names = self._names(lambda route: getattr(route.signature, mapping, None) is not None)
-            fix = ""
-            if isinstance(model.route.kind, VllmKind) and mapping == "embedding":
-                fix = "; vLLM serves embeddings with `options.runner: pooling`"
+            fix = model.route.kind.embedding_hint if mapping == "embedding" else ""
             raise BadRequest(f"model: `{model.name}` {_LACKS[mapping]}; models that do: {names}{fix}", field="model")
 
     def language_model(self, model: ServedModel) -> LmDispatcher:
@@ -296,7 +293,7 @@ class Models:
         if isinstance(dispatcher, VllmDispatcher):
             raise BadRequest(f"model: `{name}` is computed by vLLM: its tokenizer is not offered", field="model")
         if not isinstance(dispatcher, LmDispatcher):
-            names = self._names(lambda route: route.is_language_model)
+            names = self._names(lambda route: route.takes_text)
             raise BadRequest(f"model: `{name}` is not a language model; language models: {names}", field="model")
         return dispatcher
 

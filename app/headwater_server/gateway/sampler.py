@@ -58,7 +58,7 @@ class LoadSampler:
     def sample(self) -> None:
         """Sample each deployment's load."""
         for model in self._models.with_steps():
-            if _scales(model) or (self._for_metrics and not model.route.is_composite):
+            if _scales(model) or (self._for_metrics and model.route.has_replicas):
                 self._moments.setdefault(model.route.name, []).append(model.dispatcher.moment())
 
     def report(self) -> None:
@@ -86,7 +86,7 @@ class LoadSampler:
 
 
 def _scales(model: ServedModel) -> bool:
-    return model.route.least < model.route.most and not model.route.is_composite
+    return model.route.least < model.route.most and model.route.has_replicas
 
 
 class Sampler:

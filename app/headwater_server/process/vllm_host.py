@@ -33,9 +33,9 @@ from headwater.wire.handshake import ReplicaSpec, ReplicaStatus, failure_of
 from headwater_server.process.adapter_folders import Adapter, find_adapters, lora_rank
 from headwater_server.process.interpreter import InterpreterError
 from headwater_server.process.launcher import with_changes
+from headwater_server.process.socket_http import ask_socket
 from headwater_server.process.vllm_program import (
     VllmInstall,
-    ask_vllm,
     device_problem,
     find_vllm,
     folder_problem,
@@ -381,7 +381,7 @@ class VllmHost:
     def _ask(
         self, method: str, path: str, body: str | None = None, *, timeout_s: float = ASK_TIMEOUT_S
     ) -> tuple[int, bytes]:
-        return ask_vllm(self._directory / SOCKET, method, path, body, timeout_s)
+        return ask_socket(self._directory / SOCKET, method, path, body, timeout_s)
 
 
 def main() -> None:

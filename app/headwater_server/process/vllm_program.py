@@ -5,11 +5,9 @@ Source: the flags and variables of vLLM 0.32; docs/design.md explains their use.
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import shutil
-import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -19,7 +17,7 @@ from headwater_server.process.adapter_folders import Adapter, lora_rank
 from headwater_server.process.interpreter import CONFUSING, InterpreterError, ask_interpreter
 
 __all__ = [
-    "VllmInstall", "ask_vllm", "context_length", "device_problem", "find_vllm", "folder_problem", "gives_embeddings",
+    "VllmInstall", "context_length", "device_problem", "find_vllm", "folder_problem", "gives_embeddings",
     "serve_command", "serve_environment",
 ]  # fmt: skip
 
@@ -166,36 +164,6 @@ def device_problem(
             "device", f"{reason}CUDA_VISIBLE_DEVICES={shown}, counted from 0", "name more there, or take fewer"
         )
     return None
-
-
-class _LocalConnection(http.client.HTTPConnection):
-    """HTTP on a unix socket."""
-
-    def __init__(self, path: Path, timeout_s: float) -> None:
-        super().__init__("replica", timeout=timeout_s)
-        self._path = path
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX)
-        self.sock.settimeout(self.timeout)
-        self.sock.connect(str(self._path))
-
-
-def ask_vllm(path: Path, method: str, url: str, body: str | None, timeout_s: float) -> tuple[int, bytes]:
-    """Status and body of vLLM's answer to a request on its unix socket.
-
-    Each operation of the socket may take ``timeout_s``. The body of the request is JSON; None: no body.
-
-    Raises:
-        OSError, http.client.HTTPException: vLLM didn't answer.
-    """
-    connection = _LocalConnection(path, timeout_s)
-    try:
-        connection.request(method, url, body, {"Content-Type": "application/json"})
-        answer = connection.getresponse()
-        return answer.status, answer.read()
-    finally:
-        connection.close()
 
 
 def serve_command(

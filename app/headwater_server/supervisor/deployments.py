@@ -9,11 +9,12 @@ from headwater_server.config.overlay import FIELD, check_allowed, lay_over, pars
 from headwater_server.config.schema import Config, Deployment
 from headwater_server.errors import BadRequest, Conflict
 from headwater_server.supervisor.child_processes import ChildProcesses
+from headwater_server.supervisor.kind_programs import fixed_parts, made_composite
 from headwater_server.supervisor.preflight import runtime_dir_problems
 from headwater_server.supervisor.preloaded import Preloads
 from headwater_server.supervisor.replica_set import ReplicaSet
 from headwater_server.supervisor.script_settings import Scripts
-from headwater_server.supervisor.states import Composite, GraphState, VersionsState
+from headwater_server.supervisor.states import Composite
 
 __all__ = ["Deployments", "config_of"]
 
@@ -109,7 +110,7 @@ class Deployments:
     def is_alike(self, name: str, config: Deployment) -> bool:
         """Whether `adopt` may change a deployment to ``config`` while its replicas run."""
         now = self.config.deployments.get(name)
-        return now is not None and _kind(now) == _kind(config)
+        return now is not None and fixed_parts(now) == fixed_parts(config)
 
     def adopt(self, name: str, config: Deployment) -> Callable[[], None]:
         """Add a deployment, or change its configuration. Unless it `is_alike`, no replica of the deployment may run.
@@ -118,7 +119,7 @@ class Deployments:
         """
         before, composite = self.config.deployments.get(name), self.composites.get(name)
         sets = [(replica_set, replica_set.bounds) for replica_set in self.own_sets(name)]
-        history = (composite.before, composite.rolled_back) if isinstance(composite, VersionsState) else (None, "")
+        undo_composite: Callable[[], None] | None = None
 
         def undo() -> None:
             self._drop(name)
@@ -130,14 +131,13 @@ class Deployments:
                 replica_set.bounds = bounds
             if composite is not None and before is not None:
                 self.composites[name] = composite
-                composite.config = before
-                if isinstance(composite, VersionsState):
-                    composite.before, composite.rolled_back = history
+                if undo_composite is not None:
+                    undo_composite()
 
         if self.is_alike(name, config):
             self._configure(name, config)
             if composite is not None:
-                composite.adopt(config)
+                undo_composite = composite.adopt(config)
             for replica_set, _ in sets:
                 replica_set.configure(config_of(replica_set, config))
         else:
@@ -165,7 +165,7 @@ class Deployments:
 
     def made(self, name: str, config: Deployment) -> dict[str, ReplicaSet]:
         """Make replica sets for a deployment, its versions or its steps, by name. They are not added to `sets`."""
-        part_of = name if config.is_composite else None
+        part_of = None if config.kind.has_replicas else name
         return {
             set_name: ReplicaSet(
                 set_name,
@@ -217,10 +217,8 @@ class Deployments:
 
     def _make(self, name: str) -> None:
         config = self.config.deployments[name]
-        if config.versions:
-            self.composites[name] = VersionsState(name, config)
-        elif config.is_graph:
-            self.composites[name] = GraphState(name, config)
+        if (composite := made_composite(name, config)) is not None:
+            self.composites[name] = composite
         self.sets.update(self.made(name, config))
 
     def _drop(self, name: str) -> None:
@@ -232,14 +230,3 @@ class Deployments:
 def config_of(replicas: ReplicaSet, config: Deployment) -> Deployment:
     """A replica set's configuration, given the configuration of its deployment or pipeline."""
     return config if replicas.part_of is None else config.part(replicas.name.removeprefix(f"{replicas.part_of}."))
-
-
-def _kind(deployment: Deployment) -> object:
-    """Properties that `Deployments.adopt` can't change while replicas run: names of versions, a graph's steps, or for
-    other models whether they are language models, and whether vLLM computes them."""
-    if deployment.versions:
-        return tuple(deployment.versions)
-    pipeline = deployment.pipeline
-    if pipeline is not None and deployment.is_graph:
-        return pipeline.spec()
-    return deployment.is_language_model, deployment.is_vllm

@@ -26,6 +26,7 @@ from headwater_server.process.machine import size_text
 from headwater_server.process.sweep import BACKEND_FOLDERS, SHARED_MEMORY
 from headwater_server.security.keys_file import known_keys
 from headwater_server.security.tls import Certificate
+from headwater_server.supervisor.kind_programs import KindProgram, program_of
 
 __all__ = [
     "address_problems",
@@ -49,10 +50,6 @@ TRITON_REGION_BYTES = 4 * MIB
 UNIX_PATH_BYTES = 107
 """The longest path of a socket on Linux: ``sun_path`` less its closing zero."""
 INSTANCE_NAME_BYTES = len("/headwater--xxxxxxxx")
-REPLICA_SOCKET_BYTES = len("/r99999/c999")
-"""The longest path of a replica's socket (`headwater.wire.bridge.socket_path`) in the server's folder."""
-VLLM_SOCKET_BYTES = len("/r99999/xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx")
-"""The longest path of a socket of vLLM's processes in the server's folder."""
 LEAST_OPEN_FILES: Final = 256
 """Number of open files that each process must be allowed. Triton has 70 files open without any request; each
 connection, call and replica adds a few more."""
@@ -123,8 +120,8 @@ def runtime_dir_problems(server: Server, deployments: Mapping[str, Deployment]) 
     if any(character.isspace() for character in str(root)):
         reason = f"{str(root)!r} has white space, at which PyTriton splits Triton's arguments"
         problems.append(Problem(title, reason, another))
-    has_vllm = any(deployment.is_vllm for deployment in deployments.values())
-    socket_bytes = VLLM_SOCKET_BYTES if has_vllm else REPLICA_SOCKET_BYTES
+    programs = (program_of(deployment.kind) for deployment in deployments.values())
+    socket_bytes = max((program.socket_bytes for program in programs), default=KindProgram.socket_bytes)
     length = len(os.fsencode(root)) + INSTANCE_NAME_BYTES + len(str(os.getuid())) + socket_bytes
     if length > UNIX_PATH_BYTES:
         reason = f"the path of a replica's socket would have {length} bytes; a unix socket's has {UNIX_PATH_BYTES}"
@@ -134,7 +131,7 @@ def runtime_dir_problems(server: Server, deployments: Mapping[str, Deployment]) 
 
 def temporary_folder_problems(deployments: Iterable[Deployment]) -> list[Problem]:
     """Check whether Triton, if any deployment uses it, can write to the folder that it uses regardless of TMPDIR."""
-    if all(deployment.is_vllm for deployment in deployments):
+    if not any(deployment.kind.runs_in_triton for deployment in deployments):
         return []
     try:
         with tempfile.TemporaryDirectory(prefix="headwater-check-", dir=BACKEND_FOLDERS):
@@ -187,10 +184,10 @@ def shared_memory_bytes(deployment: Deployment, signature: Signature | None) -> 
     dimension that varies.
 
     Each replica has the Python backend's regions: 4 MiB per instance, and the tensors of its calls in flight, as far as
-    ``signature`` is known. Replicas of vLLM have no Triton, and need 0.
+    ``signature`` is known. Replicas without a Triton need 0.
     """
     region = _region_bytes(deployment)
-    if signature is not None and not deployment.is_vllm:
+    if signature is not None and deployment.kind.runs_in_triton:
         rows = deployment.batching.max_batch_size
         input_bytes, output_bytes = (batch_bytes(side, rows) for side in (signature.inputs, signature.outputs))
         region += deployment.max_in_flight * (input_bytes + output_bytes)
@@ -246,7 +243,7 @@ def needed_shared_memory_bytes(deployments: Mapping[str, Deployment], signatures
 
 def _region_bytes(deployment: Deployment) -> int:
     """Bytes that a replica's Triton takes in /dev/shm when it starts."""
-    return 0 if deployment.is_vllm else TRITON_REGION_BYTES * deployment.instances
+    return TRITON_REGION_BYTES * deployment.instances if deployment.kind.runs_in_triton else 0
 
 
 def _holder(port: int) -> str:

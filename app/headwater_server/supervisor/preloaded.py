@@ -22,12 +22,14 @@ from typing import Any, Final
 import msgspec
 
 from headwater.errors import LoadError
-from headwater.reference import find_folder, find_path, is_language_model, kind_and_path
+from headwater.reference import find_folder, find_path, kind_and_path
 from headwater.wire.handshake import READY, BinderProgram, ForkRequest
+from headwater_server.config.deployment_kinds import kind_of
 from headwater_server.config.schema import Deployment
 from headwater_server.process.interpreter import foreign_environment, stage_package
 from headwater_server.process.launcher import BINDER
 from headwater_server.supervisor.child_processes import Backoff, ChildProcesses, kill
+from headwater_server.supervisor.kind_programs import program_of
 from headwater_server.supervisor.replica_process import Fork, changes_between, environment_of
 
 __all__ = ["Preloaded", "Preloads", "heavy_imports"]
@@ -36,13 +38,6 @@ logger = logging.getLogger("headwater")
 
 HEAVY: Final = ("torch", "transformers", "tokenizers", "safetensors")
 """Packages that start neither threads nor CUDA when they are imported."""
-_ENGINE: Final = (
-    "torch",
-    "transformers",
-    "headwater.lm.causal_lm",
-    "headwater.lm.grammars",
-    "headwater.lm.slot_engine",
-)
 IMPORT_TIMEOUT_S: Final = 60.0
 """Seconds that the first starts wait for the imports at most; then they don't fork."""
 FORK_TIMEOUT_S: Final = 1.0
@@ -62,20 +57,20 @@ def heavy_imports(deployment: Deployment, search: Sequence[str]) -> list[str]:
     """The slow modules that replicas import, each as ``MODULE`` or ``MODULE:NAME``: modules of `HEAVY`, and for
     language models also modules of Headwater's engine.
 
-    Empty for vLLM, and for models that don't import torch, or only after they have chosen a device: the choice depends
-    on whether torch is imported.
+    Empty for kinds that aren't preloaded, and for models that don't import torch, or only after they have chosen a
+    device: the choice depends on whether torch is imported.
 
     Args:
         deployment: a deployment with replicas.
         search: folders that come first on the replicas' ``sys.path``.
     """
-    if deployment.is_vllm:
+    if not program_of(deployment.kind).preloads:
         return []
     if deployment.interpreter is not None:
         packages = deployment.interpreter.absolute().parent.parent.glob("lib/python3*/site-packages")
         search = [*search, *map(str, packages)]
-    steps = [] if deployment.pipeline is None else deployment.pipeline.spec().steps
-    named = [(step.model, step.options) for step in steps] or [(deployment.model or "", deployment.options)]
+    named = [(step.model or "", step.options) for step in deployment.steps.values()]
+    named = named or [(deployment.model or "", deployment.options)]
     imports: dict[str, None] = {}
     has_torch = False
     for reference, options in named:
@@ -88,9 +83,9 @@ def heavy_imports(deployment: Deployment, search: Sequence[str]) -> list[str]:
 def _of_model(reference: str, options: Mapping[str, Any], search: Sequence[str]) -> tuple[bool, list[str]]:
     """Whether torch is imported before the device is chosen, and the modules to import."""
     kind, path = kind_and_path(reference)
-    if is_language_model(reference):
+    if engine := program_of(kind_of(reference)).engine:
         with contextlib.suppress(LoadError):
-            return "engine" not in options, [*_ENGINE, *_architecture(find_folder(reference, search))]
+            return "engine" not in options, [*engine, *_architecture(find_folder(reference, search))]
     elif kind == "hf":
         with contextlib.suppress(LoadError):
             return True, ["torch", "transformers", *_architecture(find_path("", path, search, "folder"))]

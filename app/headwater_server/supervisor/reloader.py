@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from headwater.reference import is_language_model, kind_and_path, parse_reference
+from headwater.reference import kind_and_path, parse_reference
+from headwater_server.config.deployment_kinds import kind_of
 from headwater_server.config.schema import Config, Deployment
 from headwater_server.control.messages import Command
 from headwater_server.control.routing import State
@@ -125,9 +126,8 @@ class Reloader:
     def _files_of(self, name: str) -> set[Path]:
         """The files of a deployment: files that its models name, and modules that its replicas have imported."""
         deployment = self._wanted[name]
-        steps = deployment.pipeline.all_steps().values() if deployment.pipeline is not None else ()
         files = set()
-        for model in (deployment.model, *(step.model for step in steps)):
+        for model in (deployment.model, *(step.model for step in deployment.steps.values())):
             files |= files_of_model(model or "", self._children.search)
         for set_name in deployment.with_replicas(name):
             files |= {Path(file) for file in self._children.imported.get(set_name, ())}
@@ -143,7 +143,7 @@ def files_of_model(model: str, search: list[str]) -> set[Path]:
         search: the folders to search.
     """
     _, path = kind_and_path(model)
-    if is_language_model(model):
+    if kind_of(model).names_folder:
         package, path = parse_reference(model)
         if package:  # an installed package, which nobody edits
             return set()

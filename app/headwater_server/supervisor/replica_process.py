@@ -26,8 +26,9 @@ from headwater_server.control.routing import ReplicaRoute
 from headwater_server.process.machine import cpu_count
 from headwater_server.process.priority import START_NICE, may_raise_priority, set_priority, set_session_priority
 from headwater_server.process.proc import GroupUse, group_members, group_uses, working_folder
+from headwater_server.process.socket_http import ask_socket
 from headwater_server.process.sweep import Journal, kill_group, sweep_replica
-from headwater_server.process.vllm_program import ask_vllm
+from headwater_server.supervisor.kind_programs import program_of
 from headwater_server.supervisor.replica_log import ReplicaLog
 from headwater_server.telemetry.logs import REPLICA_LOGGER
 
@@ -58,9 +59,6 @@ IDLE_S = 2.0
 """Seconds for which a start, at first, runs only where a processor has nothing else to do. It then gets a low but
 normal priority: where the kernel doesn't give each session its share (``autogroup``), an idle-only start would make no
 progress on a fully loaded machine."""
-SPINNING_NICE = 5
-"""The nice value of a vLLM's session while it serves. Its processes spin while they wait for each other, and at equal
-priority the kernel lets other processes on the same cores stand still for seconds; see docs/design.md."""
 
 
 class Forked:
@@ -176,7 +174,7 @@ class ReplicaProcess:
         """Done when `follow` has returned; the caller of `start` sets it."""
         self._name = name
         self._deployment = deployment
-        self._session_nice = SPINNING_NICE * deployment.is_vllm
+        self._session_nice = program_of(deployment.kind).nice
         self._user_paths = user_paths
         self._on_progress = on_progress
         self._log = ReplicaLog(lambda record: replica_logger.info("%s", record, extra={"replica": id}))
@@ -374,7 +372,7 @@ class ReplicaProcess:
 
     async def ask_vllm(self, url: str, body: str, timeout_s: float) -> tuple[int, bytes]:
         """See `ReplicaHandle.ask_vllm`."""
-        return await asyncio.to_thread(ask_vllm, self.directory / "h", "POST", url, body, timeout_s)
+        return await asyncio.to_thread(ask_socket, self.directory / "h", "POST", url, body, timeout_s)
 
     def route(self) -> ReplicaRoute:
         """See `ReplicaHandle.route`."""
@@ -395,7 +393,7 @@ class ReplicaProcess:
             working_dir=working_folder(),
             options=deployment.checked_options,
             adapters=deployment.adapters,
-            pipeline=deployment.pipeline.spec() if deployment.pipeline is not None else None,
+            pipeline=deployment.pipeline_spec,
             max_batch_size=deployment.batching.max_batch_size,
             device=deployment.placements[0],
             instances=deployment.instances,
@@ -411,9 +409,7 @@ class ReplicaProcess:
         path.write_bytes(msgspec.json.encode(spec))
 
     def _command(self, status_fd: int) -> list[str]:
-        program = (
-            "headwater_server.process.vllm_host" if self._deployment.is_vllm else "headwater_server.process.launcher"
-        )
+        program = program_of(self._deployment.kind).module
         # Absolute, but not resolved: Python finds its virtual environment by the path of the link.
         interpreter = self._deployment.interpreter
         python = "" if interpreter is None else os.path.abspath(interpreter)
@@ -469,16 +465,14 @@ class ReplicaProcess:
 
 def environment_of(deployment: Deployment) -> dict[str, str]:
     """The environment of a deployment's replicas, except ``TMPDIR``, which differs for each replica."""
-    environment = dict(os.environ)
-    if deployment.is_vllm:  # the supervisor's variables may be meant for another vLLM
-        environment = {name: value for name, value in environment.items() if not name.startswith("VLLM_")}
+    program = program_of(deployment.kind)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(program.hidden_variables)}
     environment["PYTHONUNBUFFERED"] = "1"
     if deployment.threads is not None:
         for library in ("OMP", "MKL", "OPENBLAS", "NUMEXPR", "RAYON"):
             environment[f"{library}_NUM_THREADS"] = str(deployment.threads)
-    elif not deployment.is_vllm and (cpus := cpu_count()) < len(os.sched_getaffinity(0)):
-        # Math libraries see the CPUs, but not the quota, and all of them read this variable. Tokenizers see the quota,
-        # and vLLM takes fewer threads than this if the variable isn't set.
+    elif program.limits_threads and (cpus := cpu_count()) < len(os.sched_getaffinity(0)):
+        # Math libraries see the CPUs, but not the quota, and all of them read this variable. Tokenizers see the quota.
         environment.setdefault("OMP_NUM_THREADS", str(cpus))
     return environment | deployment.environment
 

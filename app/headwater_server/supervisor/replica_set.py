@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from typing import Final
 
 import msgspec
@@ -14,12 +14,12 @@ import msgspec
 from headwater_server.config.schema import Deployment
 from headwater_server.config.sections import ReplicaBounds
 from headwater_server.control.messages import Drained
-from headwater_server.control.route_kinds import Kind, LanguageKind, TensorKind, VllmKind
 from headwater_server.control.routing import DeploymentRoute, State
 from headwater_server.errors import CallableFailed, Conflict, MemoryBudgetExceeded
 from headwater_server.supervisor.child_processes import ChildProcesses
 from headwater_server.supervisor.crashes import Crashes
 from headwater_server.supervisor.handle import ReplicaHandle
+from headwater_server.supervisor.kind_programs import program_of
 from headwater_server.supervisor.memory_budget import Place
 from headwater_server.supervisor.preloaded import Preloads
 from headwater_server.supervisor.slot import (
@@ -242,7 +242,7 @@ class ReplicaSet(Served):
             shortage=self.shortage,
             part_of=self.part_of,
             version=self.version,
-            kind=_route_kind(self.config, self.adapter_loads),
+            kind=program_of(self.config.kind).route_kind(self.config, self.adapter_loads),
             quarantine_s=self.config.quarantine_s,
             generation=self.generation,
             barred=self.crashes.barred(self.config.max_crashes),
@@ -337,8 +337,7 @@ class ReplicaSet(Served):
         return self.state is State.READY and not self.is_set_aside and not self.children.is_stopping
 
     def end_shortage(self) -> None:
-        """Note that its configuration or its load requires no more replicas than it has or starts. If no replica is
-        missing, the shortage ends."""
+        """Note that no more replicas are required than serve or start. The shortage ends if none is missing."""
         if self.shortage and len(self.slots) >= self.wanted and not self.slots.has_slow:
             self.shortage = ""
             self.children.on_change()
@@ -500,10 +499,3 @@ class ReplicaSet(Served):
             self.failure = self._trouble = ""
         self.has_given_up = has_given_up
         self.is_decided |= state is not State.LOADING
-
-
-def _route_kind(config: Deployment, adapter_loads: Mapping[str, int]) -> Kind:
-    if config.is_vllm:
-        adapters = {name: adapter_loads[name] for name in config.adapters}
-        return VllmKind(adapters, config.checked_options["prefix_affinity"])
-    return LanguageKind() if config.is_language_model else TensorKind()

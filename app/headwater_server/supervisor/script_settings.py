@@ -87,18 +87,18 @@ class Scripts:
         for name in deployment.versions:
             settings = self._settings(deployment.version(name))
             section["versions"][name] = laid_over(_with_own(settings, section), section["versions"][name])
-        if deployment.is_graph:
+        if deployment.kind.joins_deployments:
             for name, step in _own_steps(deployment):
                 part = _section_of_step(section["pipeline"], name)
                 part |= _with_own(self._settings(_of_step(deployment, step)), {**section, **part})
-        return section if deployment.is_composite else laid_over(self._settings(deployment), section)
+        return laid_over(self._settings(deployment), section) if deployment.kind.has_replicas else section
 
     def taken_out(self, deployment: Deployment) -> dict[str, Any]:
         """A deployment's section without the fields that have the values of its scripts: normally `laid_under` has
         added these. The section of a composite is returned as it is."""
         self.run([deployment])
         section: dict[str, Any] = content(deployment)
-        return section if deployment.is_composite else _without(section, self._settings(deployment))
+        return _without(section, self._settings(deployment)) if deployment.kind.has_replicas else section
 
     def _settings(self, deployment: Deployment) -> dict[str, Any]:
         """The fields that a deployment's scripts set; empty if it has no scripts, or if they fail."""
@@ -108,7 +108,7 @@ class Scripts:
             if not isinstance(finding, Problem):
                 settings = finding["settings"]
                 sections.append(settings.get(model.name or next(iter(settings)), {}))
-        if deployment.pipeline is None:
+        if not deployment.steps:
             return sections[0] if sections else {}
         sizes = [section["batching"]["max_batch_size"] for section in sections if section]
         return {"batching": {"max_batch_size": min(sizes)}, "warmup_batch_sizes": []} if sizes else {}
@@ -140,7 +140,7 @@ def scripts_of(deployment: Deployment) -> Iterator[_Model]:
     if deployment.versions:
         for name in deployment.versions:
             yield from scripts_of(deployment.version(name))
-    elif deployment.pipeline is not None:
+    elif deployment.steps:
         for _, step in _own_steps(deployment):
             yield from scripts_of(_of_step(deployment, step))
     else:
@@ -157,8 +157,7 @@ def scripts_of(deployment: Deployment) -> Iterator[_Model]:
 
 def _own_steps(deployment: Deployment) -> Iterator[tuple[str, Step]]:
     """The steps of a pipeline that name a model rather than a deployment."""
-    if deployment.pipeline is not None:
-        yield from ((name, step) for name, step in deployment.pipeline.all_steps().items() if step.model is not None)
+    yield from ((name, step) for name, step in deployment.steps.items() if step.model is not None)
 
 
 def _of_step(deployment: Deployment, step: Step) -> Deployment:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 
 import msgspec
 
@@ -111,9 +112,11 @@ class Composite(Served, ABC):
         super().enter(state, reason)
         self.failure = failure
 
-    def adopt(self, config: Deployment) -> None:
-        """Change the configuration; the parts may change with it."""
+    def adopt(self, config: Deployment) -> Callable[[], None]:
+        """Change the configuration; the parts may change with it. Returns a function that undoes the change."""
+        undo = partial(setattr, self, "config", self.config)
         self.config = config
+        return undo
 
     @abstractmethod
     def update(self, deployments: Mapping[str, DeploymentRoute]) -> None:
@@ -138,12 +141,18 @@ class VersionsState(Composite):
         """See `Composite.deployments`."""
         return {version: f"{self.name}.{version}" for version in self.config.versions}
 
-    def adopt(self, config: Deployment) -> None:
+    def adopt(self, config: Deployment) -> Callable[[], None]:
         """See `Composite.adopt`. If the traffic changes, the previous traffic is kept for a rollback."""
-        before, after = self.config.shared_traffic, config.shared_traffic
-        if before != after:
+        before, history = self.config.shared_traffic, (self.before, self.rolled_back)
+        undo_config = super().adopt(config)
+        if before != config.shared_traffic:
             self.before, self.rolled_back = before, ""
-        super().adopt(config)
+
+        def undo() -> None:
+            undo_config()
+            self.before, self.rolled_back = history
+
+        return undo
 
     def promoted(self, version: str) -> Deployment:
         """The configuration in which ``version`` answers all requests and is the default.
@@ -230,7 +239,7 @@ class VersionsState(Composite):
             traffic.shares, traffic.default, traffic.sticky, self.is_watched, traffic.shadow, before, self.rolled_back
         )
         first = next(iter(self.config.versions))
-        kind = VersionsKind(shared, self.config.version(first).is_language_model)
+        kind = VersionsKind(shared, self.config.version(first).kind.takes_text)
         return msgspec.structs.replace(super().route(workers), kind=kind)
 
 
@@ -241,10 +250,11 @@ class GraphState(Composite):
 
     def __init__(self, name: str, config: Deployment) -> None:
         super().__init__(name, config)
-        assert config.pipeline is not None
+        spec = config.pipeline_spec
+        assert spec is not None
         self.plan: Plan | None = None
         """None until all steps have had a signature, and while the signatures don't fit together."""
-        self._spec = config.pipeline.spec()
+        self._spec = spec
         self._is_open = False
         self._has_served = False
         self._mismatch = ""

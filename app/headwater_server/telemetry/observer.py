@@ -171,7 +171,7 @@ class Observer:
 
 def deployment_view(route: DeploymentRoute) -> DeploymentView:
     """The `DeploymentView` of a deployment in the routing table."""
-    wanted = 0 if route.is_composite or route.is_set_aside else route.wanted
+    wanted = route.wanted if route.has_replicas and not route.is_set_aside else 0
     return DeploymentView(route.name, route.state, len(route.replicas), wanted)
 
 

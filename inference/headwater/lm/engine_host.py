@@ -323,10 +323,8 @@ class EngineHost:
             return "cancelled", ""
         try:
             self._engine.submit(_request(sequence.id, sequence.submit))
-        except EngineFull as error:
-            return "full", text_of(error)
-        except RequestRejected as error:
-            return "rejected", text_of(error)
+        except (EngineFull, RequestRejected) as error:
+            return "full" if isinstance(error, EngineFull) else "rejected", text_of(error)
         except BaseException as error:
             self._failures.note(error)
             reason = _described(error)

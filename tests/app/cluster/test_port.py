@@ -27,9 +27,11 @@ from headwater_server.cluster import port as port_module
 from headwater_server.cluster import port_connection
 from headwater_server.cluster.port import Port
 from headwater_server.codecs.tensors import InferRequest, OutputWish, RawTensor
+from headwater_server.config.deployment_kinds import VLLM
 from headwater_server.control.routing import ReplicaRoute
 from headwater_server.errors import ConfigError, ReplicaLost, ReplicaUnreachable
 from headwater_server.security.peer_tls import PeerTls
+from headwater_server.supervisor.kind_programs import program_of
 from headwater_server.transport import triton_http
 from headwater_server.transport.address import host_and_port
 from headwater_server.transport.batch import encode_batch
@@ -597,7 +599,12 @@ def test_a_vllm_is_relayed_with_the_token_on_its_routes_only() -> None:
     async def scenario() -> None:
         async with vllm.stand_ins("a") as found:
             standing = found["a"]
-            port = Port("m", ReplicaRoute("a", f"unix:{standing.path}", TOKEN), is_vllm=True, on_control=ignore)
+            port = Port(
+                "m",
+                ReplicaRoute("a", f"unix:{standing.path}", TOKEN),
+                relayed=program_of(VLLM).relayed,
+                on_control=ignore,
+            )
             address = await port.start("127.0.0.1")
             for raw, status in (
                 (head("POST /v1/completions", token="", content_length=2) + b"{}", b"401"),
@@ -652,7 +659,7 @@ def test_a_later_request_to_a_vllm_is_checked_as_the_first(raw: bytes, status: b
         async with vllm.stand_ins("a") as found:
             standing = found["a"]
             route = ReplicaRoute("a", f"unix:{standing.path}", TOKEN, f"unix:{standing.path}")
-            port = Port("m", route, is_vllm=True, on_control=ignore)
+            port = Port("m", route, relayed=program_of(VLLM).relayed, on_control=ignore)
             reader, writer = await asyncio.open_connection(*host_and_port(await port.start("127.0.0.1")))
             first = head("POST /v1/completions", content_length=15) + b'{"prompt": "x"}'
             if is_hasty:

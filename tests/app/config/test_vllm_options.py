@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from headwater_server.config.deployment_kinds import VLLM
 from headwater_server.config.reader import load_config, read_config
 from headwater_server.config.schema import Deployment
 from headwater_server.config.vllm_options import FORBIDDEN, VllmOptions, option_faults
@@ -138,7 +139,7 @@ def test_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_shipped_configuration_and_the_documented_one_are_right() -> None:
     shipped = load_config(ROOT / "configs" / "vllm.yaml", environment={}, flags={})
-    assert all(one.is_vllm for one in shipped.deployments.values())
+    assert all(one.kind is VLLM for one in shipped.deployments.values())
     (documented, *_) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "vllm.md").read_text(), re.S)
     read_config(yaml.safe_load(documented), source="docs/vllm.md", environment={}, flags={})
 

@@ -20,7 +20,7 @@ from headwater_server.control.route_kinds import GraphKind
 from headwater_server.control.routing import ReplicaRoute, State
 from headwater_server.errors import MemoryBudgetExceeded
 from headwater_server.process.proc import GroupUse
-from headwater_server.process.vllm_program import ask_vllm
+from headwater_server.process.socket_http import ask_socket
 from headwater_server.supervisor.child_processes import FIRST_BACKOFF_S, ChildProcesses
 from headwater_server.supervisor.deployments import Deployments
 from headwater_server.supervisor.handle import ReplicaHandle
@@ -108,7 +108,7 @@ class Replica:
         return self.leftovers
 
     async def ask_vllm(self, url: str, body: str, timeout_s: float) -> tuple[int, bytes]:
-        return await asyncio.to_thread(ask_vllm, Path(self.socket), "POST", url, body, timeout_s)
+        return await asyncio.to_thread(ask_socket, Path(self.socket), "POST", url, body, timeout_s)
 
     def route(self) -> ReplicaRoute:
         return ReplicaRoute(self.id, f"unix:{self.socket}", "")

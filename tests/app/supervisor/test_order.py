@@ -47,6 +47,7 @@ ReplicaProcess ReplicaHandle            a replica
 Forked _StartPriority ReplicaLog        parts of a replica's process
 Backoff Comparison ScalingPolicy _Model    computations
 Demand _ScriptRun
+KindProgram                             what a deployment's kind decides
 """
 """Rows of classes, from the top; the words behind two spaces are for readers."""
 

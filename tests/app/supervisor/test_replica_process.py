@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 
 from headwater.wire.handshake import GO, ForkRequest
+from headwater_server.config.deployment_kinds import VLLM
 from headwater_server.config.schema import Deployment
 from headwater_server.process.priority import START_NICE, may_raise_priority
 from headwater_server.supervisor import replica_process
-from headwater_server.supervisor.replica_process import SPINNING_NICE, ReplicaProcess, environment_of
+from headwater_server.supervisor.kind_programs import program_of
+from headwater_server.supervisor.replica_process import ReplicaProcess, environment_of
 from tests.app.serving import until
 
 
@@ -92,7 +94,7 @@ def session_priority(pid: int) -> str:
 
 
 @pytest.mark.skipif(not may_raise_priority(), reason="a priority can't be raised again by this user")
-@pytest.mark.parametrize(("model", "session_nice"), [("m:M", 0), ("vllm:x", SPINNING_NICE)])
+@pytest.mark.parametrize(("model", "session_nice"), [("m:M", 0), ("vllm:x", program_of(VLLM).nice)])
 @pytest.mark.parametrize(("idle_s", "policy"), [(600.0, os.SCHED_IDLE), (0.1, os.SCHED_OTHER)])
 def test_what_starts_comes_after_what_serves(
     idle_s: float, policy: int, model: str, session_nice: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -290,7 +290,7 @@ def test_what_gateway_workers_are_told_of_versions() -> None:
     state.adopt(config(traffic={"1": 1, "shadow": "2"}))
     told_later = TrafficRoute({"1": 1.0, "2": 0.0}, "1", shadow="2", before={"1": 0.0, "2": 1.0})
     assert state.route(2).traffic == told_later
-    assert (route.is_composite, route.signature is not None and route.signature.name) == (True, "c")
+    assert (route.has_replicas, route.signature is not None and route.signature.name) == (False, "c")
 
 
 def test_without_traffic_the_first_version_answers_all() -> None:

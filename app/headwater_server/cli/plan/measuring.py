@@ -13,7 +13,7 @@ import uvloop
 from headwater_server.cli.bench.closed_loop import closed_loop
 from headwater_server.cli.bench.job import Job, Load
 from headwater_server.cli.bench.outcomes import Outcomes
-from headwater_server.cli.check import model_request
+from headwater_server.cli.model_request import model_request
 from headwater_server.cli.plan.measured_server import PlanServer, serve_point
 from headwater_server.cli.plan.point import Point, section_of
 from headwater_server.cli.plan.process_memory import ServerMemory, descendants, mark_peaks, measure_server
@@ -167,7 +167,7 @@ def measure_server_under_load(subject: Subject, point: Point, source: str, field
         outcomes = uvloop.run(closed_loop(job))
         memory = measure_server(server.pid, server.runtime_dir)
         device_bytes = _device_bytes(server, used_before)
-        mean_rows = None if subject.is_language_model else _mean_rows(subject, server)
+        mean_rows = None if subject.takes_text else _mean_rows(subject, server)
         device = _device(subject, server)
     _check(outcomes, memory, point)
     return Measured(
@@ -177,7 +177,7 @@ def measure_server_under_load(subject: Subject, point: Point, source: str, field
         shared_files_bytes=memory.files,
         replica_bytes=round(sum(memory.replicas) / len(memory.replicas)),
         replica_starting_bytes=round(sum(started.replicas) / max(1, len(started.replicas))),
-        rate=outcomes.tokens_per_s if subject.is_language_model else outcomes.requests_per_s,
+        rate=outcomes.tokens_per_s if subject.takes_text else outcomes.requests_per_s,
         p50_ms=outcomes.latency_ms(50),
         p99_ms=outcomes.latency_ms(99),
         connections=connections,

@@ -1,10 +1,10 @@
-"""Defaults of options of `headwater plan`."""
+"""Defaults of options of `headwater plan`, and its own exit status."""
 
 from __future__ import annotations
 
 from typing import Any, Final
 
-__all__ = ["DEFAULTS"]
+__all__ = ["DEFAULTS", "NOT_HELD"]
 
 DEFAULTS: Final[dict[str, Any]] = {
     "batch_sizes": (1, 8, 32), "sequences": (1, 8, 32), "instances": (1, 2), "replicas": (1, 2),
@@ -12,3 +12,6 @@ DEFAULTS: Final[dict[str, Any]] = {
 }  # fmt: skip
 """Values of options that are not given. Their parsed value is None, so that a given option that would be ignored can be
 refused."""
+NOT_HELD: Final = 3
+"""Exit status: everything was run, but the figures did not hold: they differ too much between rounds, or from the
+prediction, or vLLM's options don't fit."""

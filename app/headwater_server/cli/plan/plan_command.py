@@ -11,17 +11,17 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
+from headwater_server.cli.kind_commands import COMMANDS
 from headwater_server.cli.option_values import check_writable, config_flags, write_file
 from headwater_server.cli.plan.known_sizes import known_sizes_text, read_sizes
 from headwater_server.cli.plan.measuring import weigh_deployment
 from headwater_server.cli.plan.memory_model import check_fitting
-from headwater_server.cli.plan.option_defaults import DEFAULTS
+from headwater_server.cli.plan.option_defaults import DEFAULTS, NOT_HELD
 from headwater_server.cli.plan.planning import Plan
 from headwater_server.cli.plan.point import grid, takes_instances
 from headwater_server.cli.plan.profiles import PROFILES, Budget
 from headwater_server.cli.plan.report import plan_json, plan_page, plan_text
 from headwater_server.cli.plan.subject import Subject, choose_deployment, make_subject
-from headwater_server.cli.plan.vllm_plan import NOT_HELD, plan_vllm
 from headwater_server.cli.report.plots import check_plots
 from headwater_server.cli.script_config import load_with_scripts
 from headwater_server.cli.surroundings import require_folders
@@ -60,9 +60,10 @@ def run(options: argparse.Namespace) -> int:
     config, user_paths, _, python = load_with_scripts(options.what, flags=config_flags(options), python=options.python)
     _progress(str(python))
     name = choose_deployment(config, options.deployment)
-    if config.deployments[name].is_vllm:
-        return plan_vllm(options, config, name, _progress)
-    if config.deployments[name].is_language_model:
+    kind = config.deployments[name].kind
+    if kind in COMMANDS:
+        return COMMANDS[kind].plan(options, config, name, _progress)
+    if kind.takes_text:
         _refuse(options, ("batch_sizes",), f"expected --sequences, since {name} is a language model")
     else:
         _refuse(options, ("sequences", "tokens"), f"expected a language model, got {name}")
@@ -71,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
         options.what, config, name, user_paths, cores=cpu_count(), seconds=options.seconds,
         tokens=options.tokens, input=options.input,
     )  # fmt: skip
-    rows = options.sequences if subject.is_language_model else options.batch_sizes
+    rows = options.sequences if subject.takes_text else options.batch_sizes
     points = grid(rows, options.instances if takes_instances(subject.deployment) else (1,), options.replicas)
     rounds = 0 if options.no_verify else options.rounds
     runs = len(points) + (CHECKS + len(PROFILES) * rounds if rounds else 0)

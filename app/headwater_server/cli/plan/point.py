@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from headwater.reference import is_language_model
 from headwater_server.config.schema import Deployment
 
 __all__ = ["Point", "grid", "section_of", "takes_instances", "threads_of"]
@@ -37,7 +36,7 @@ def grid(rows: Sequence[int], instances: Sequence[int], replicas: Sequence[int])
 
 def takes_instances(deployment: Deployment) -> bool:
     """Whether a replica of the deployment may compute several calls at once."""
-    return deployment.pipeline is None and not is_language_model(deployment.model or "")
+    return "instances" not in deployment.kind.refused
 
 
 def threads_of(deployment: Deployment, point: Point, cores: int) -> int:
@@ -49,7 +48,7 @@ def threads_of(deployment: Deployment, point: Point, cores: int) -> int:
 def section_of(deployment: Deployment, point: Point, cores: int) -> dict[str, Any]:
     """The deployment's section of a configuration at this size, in values that YAML can represent."""
     section: dict[str, Any] = deployment.model_dump(mode="json", exclude_unset=True, warnings=False)
-    if is_language_model(deployment.model or ""):
+    if deployment.kind.takes_text:
         section.setdefault("options", {})["max_sequences"] = point.rows
     else:
         batching = section.setdefault("batching", {})

@@ -186,7 +186,7 @@ def _figure(
         curves.append(Curve(name, [rows for rows, _ in samples], [value for _, value in samples]))
         line = [predicted(Point(rows, *pair)) for rows in beyond]
         curves.append(Curve(f"{name}, predicted", beyond, line, dashed=True))
-    rows_name = "concurrent sequences" if plan.subject.is_language_model else "rows in a call"
+    rows_name = "concurrent sequences" if plan.subject.takes_text else "rows in a call"
     return Figure(line_chart(title, rows_name, unit, curves, log_x=True), f"{title}, by instances × replicas")
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Final
 
 from headwater.errors import LoadError
-from headwater.reference import is_language_model
 from headwater_server.cli.bench.job import RequestSet
 from headwater_server.cli.bench.request_bodies import Wishes, infer_bodies, read_bodies, stream_bodies
 from headwater_server.cli.plan.cache_size import CacheShape, cache_shape
@@ -53,14 +52,14 @@ class Subject:
         return self.config.deployments[self.name]
 
     @property
-    def is_language_model(self) -> bool:
+    def takes_text(self) -> bool:
         """Whether it is a language model: its rows are sequences, and its rates are tokens per second."""
-        return is_language_model(self.deployment.model or "")
+        return self.deployment.kind.takes_text
 
     @property
     def unit(self) -> str:
         """The unit of the deployment's rates."""
-        return "tokens/s" if self.is_language_model else "rows/s"
+        return "tokens/s" if self.takes_text else "rows/s"
 
     def filled_cache(self, rows: int) -> int:
         """Bytes of the key/value cache that this load fills with ``rows`` concurrent sequences; 0 if the cache is
@@ -76,7 +75,7 @@ class Subject:
     def connections(self, point: Point) -> int:
         """The number of connections, each with one row in flight, that keeps every call full; at most
         `MOST_CONNECTIONS`."""
-        if self.is_language_model:
+        if self.takes_text:
             return min(point.rows * point.replicas, MOST_CONNECTIONS)
         return min(2 * point.rows * point.calls, MOST_CONNECTIONS)
 
@@ -86,10 +85,10 @@ class Subject:
         Raises:
             CommandError: the file with the bodies is wrong, or the server doesn't give the model's metadata.
         """
-        kind = "completions" if self.is_language_model else "infer"
+        kind = "completions" if self.takes_text else "infer"
         if self.input is not None:
             bodies = read_bodies(self.input, kind, self.name)
-        elif self.is_language_model:
+        elif self.takes_text:
             bodies = stream_bodies(kind, None, self.name, None, Wishes(max_tokens=self.tokens, ignores_eos=True))
         else:
             bodies = infer_bodies(ServerClient(url, key="").metadata(self.name), None, Wishes())
@@ -99,11 +98,11 @@ class Subject:
         """The arguments with which ``headwater bench`` puts the same load on a server."""
         arguments = [url, "--model", self.name, "--connections", str(self.connections(point))]
         arguments += ["--seconds", f"{self.seconds:g}", "--warmup", f"{WARMUP_S:g}"]
-        if self.is_language_model:
+        if self.takes_text:
             arguments += ["--mode", "completions"]
         if self.input is not None:
             arguments += ["--input", str(self.input)]
-        elif self.is_language_model:
+        elif self.takes_text:
             arguments += ["--max-tokens", str(self.tokens), "--ignore-eos"]
         return [*arguments, "--timeout", f"{self.deployment.timeout_s:g}"]
 
@@ -124,8 +123,7 @@ def choose_deployment(config: Config, wanted: str | None) -> str:
             f"--deployment: expected a deployment without versions, got {name!r}: put one version's fields into a "
             "configuration, and plan for that"
         )
-    pipeline = config.deployments[name].pipeline
-    if pipeline is not None and pipeline.placement == "graph":
+    if config.deployments[name].kind.joins_deployments:
         raise CommandError(
             f"--deployment: expected a model, a language model or a fused pipeline, got {name!r}, a pipeline of "
             "placement graph, whose steps are deployments with sizes of their own: put one step's model into a "
@@ -147,7 +145,7 @@ def make_subject(
     """
     cache = None
     deployment = config.deployments[name]
-    if is_language_model(deployment.model or ""):
+    if deployment.kind.takes_text:
         try:
             cache = cache_shape(deployment, search)
         except LoadError as error:

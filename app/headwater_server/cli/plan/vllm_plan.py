@@ -18,18 +18,15 @@ import yaml
 from headwater_server.cli.option_values import check_writable, write_file
 from headwater_server.cli.plan.measured_server import serve_point
 from headwater_server.cli.plan.measuring import serving_fields
-from headwater_server.cli.plan.option_defaults import DEFAULTS
+from headwater_server.cli.plan.option_defaults import DEFAULTS, NOT_HELD
 from headwater_server.cli.plan.process_memory import measure_server
 from headwater_server.config.schema import Config, Deployment
 from headwater_server.errors import CommandError
 from headwater_server.process.machine import host_capacity, size_text
 from headwater_server.process.vllm_program import find_vllm
 
-__all__ = ["NOT_HELD", "Started", "plan_vllm", "propose"]
+__all__ = ["Started", "plan_vllm", "propose"]
 
-NOT_HELD: Final = 3
-"""Exit status: everything was run, but the figures did not hold: they differ too much between rounds, or from the
-prediction, or vLLM's options don't fit."""
 GIB: Final = 1024**3
 TOLERANCE: Final = 0.1
 """Fraction by which the memory of the second start may exceed the memory that may be taken."""

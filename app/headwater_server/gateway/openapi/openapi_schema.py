@@ -115,16 +115,16 @@ def openapi_schema(generated: dict[str, Any], models: Models, *, has_keys: bool)
             embedders += [signature.name, *model.route.adapters]
         else:
             vllm_models += model.route.adapters
-        if model.route.is_language_model and model.route.gives_embeddings:
+        if model.route.takes_text and model.route.gives_embeddings:
             operations = {}
-        elif model.route.is_language_model:
+        elif model.route.takes_text:
             (language_models if signature.vllm is None else vllm_models).append(signature.name)
             operations = text_operations(signature, bodies["GenerateRequest"])
         else:
             operations = tensor_operations(signature)
         for route, described in operations.items():
             paths[f"/v2/models/{signature.name}/{route}"] = {"post": described}
-        if model.route.traffic is not None and not model.route.is_language_model:
+        if model.route.traffic is not None and not model.route.takes_text:
             paths |= _version_paths(models.versions_of(model))
     signatures = [model.route.signature for model in models if model.route.signature is not None]
     rerankers, classifiers, transcribers = (

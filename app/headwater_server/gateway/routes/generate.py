@@ -64,7 +64,7 @@ class GenerateEndpoint(Endpoint):
         accept(scope, model.route.name, "generate_stream" if self._streams else "generate")
         if isinstance(model.dispatcher, VllmDispatcher):
             return await self._relay(scope, receive, model.dispatcher, model.name)
-        if model.route.is_language_model:
+        if model.route.takes_text:
             dispatcher = self._models.language_model(model)
             dispatcher.check_ready()
             raw, _ = await self._reader.read(scope, receive)

@@ -199,7 +199,7 @@ def index_entry(model: ServedModel, models: Models) -> dict[str, Any]:
         entry["share"] = share
     if models.is_shadow(model):
         entry["shadow"] = True
-    if not route.is_composite:
+    if route.has_replicas:
         wanted = 0 if route.is_set_aside else route.wanted
         entry["replicas"] = {"ready": len(route.replicas), "wanted": wanted, "min": route.least, "max": route.most}
         entry["devices"] = sorted({replica.device for replica in route.replicas})
@@ -231,15 +231,11 @@ def _metadata(model: ServedModel, versions: list[str]) -> dict[str, Any]:
     return {
         "name": model.name,
         "versions": versions,
-        "platform": _backend(signature),
+        "platform": model.route.kind.backend,
         "inputs": [tensor(spec) for spec in signature.inputs],
         "outputs": [tensor(spec) for spec in signature.outputs],
         **({"heads": msgspec.to_builtins(signature.heads)} if signature.heads else {}),
     }
-
-
-def _backend(signature: Signature) -> str:
-    return "python" if signature.vllm is None else "vllm"
 
 
 def _config(model: ServedModel) -> dict[str, Any]:
@@ -252,7 +248,7 @@ def _config(model: ServedModel) -> dict[str, Any]:
     return {
         "name": model.name,
         "platform": "",
-        "backend": _backend(signature),
+        "backend": model.route.kind.backend,
         "max_batch_size": signature.max_batch_size,
         "input": [
             {**tensor(spec), "format": "FORMAT_NONE", "allow_ragged_batch": False, "optional": spec.optional}
@@ -286,12 +282,12 @@ def _statistics(model: ServedModel, counts: Counts) -> dict[str, Any]:
     # A pipeline's phases are counted with its steps. An engine does not report when it starts a sequence: the time in
     # its queue counts as computing.
     requests, compute_ns = counts.sum("headwater_request_seconds")
-    if not route.is_language_model and not route.is_composite:
+    if not route.takes_text and route.has_replicas:
         requests, compute_ns = counts.sum(PHASE_SECONDS, "compute")
         queue_ns = sum(counts.sum(PHASE_SECONDS, phase)[1] for phase in ("queue", "batch_wait"))
     more: dict[str, Any] = {}
     batches = []
-    if route.is_language_model:
+    if route.takes_text:
         inferences, executions = counts.total("headwater_sequences"), counts.total("headwater_frames")
         failures = sum(counts.total(REQUESTS, outcome) for outcome in ("timeout", "failed", "unavailable", "lost"))
         more["language_model"] = _language_model_statistics(route.signature, counts, requests, failures)

@@ -17,7 +17,6 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 import headwater_server
-from headwater_server.control.route_kinds import GraphKind, VllmKind
 from headwater_server.gateway.models import Models, ServedModel
 from headwater_server.gateway.routes.metadata import index_entry
 from headwater_server.gateway.sampler import Sampler
@@ -53,9 +52,7 @@ def metrics_routes(models: Models, folder: Path, sampler: Sampler) -> APIRouter:
         from headwater_server.telemetry.exposition import ReplicaTarget, ask_replicas, exposition
 
         targets = [
-            ReplicaTarget(
-                model.route.name, replica.id, path if isinstance(model.route.kind, VllmKind) else path.with_name("m")
-            )
+            ReplicaTarget(model.route.name, replica.id, path.with_name(model.route.kind.metrics_socket or path.name))
             for model in models.with_steps()
             for replica in (*model.route.replicas, *model.route.retiring)
             if (path := replica.http_path) is not None  # Triton's socket for metrics is beside its socket for HTTP
@@ -149,7 +146,7 @@ def _deployment(model: ServedModel, models: Models, counts: Counts) -> dict[str,
         status["watched"] = traffic.is_watched
     if models.is_shadow(model):
         status["compared"] = _compared(counts)
-    if route.is_language_model:
+    if route.takes_text:
         status["language_model"] = {
             "first_token": counts.histogram("headwater_time_to_first_token_seconds"),
             "inter_token": counts.histogram("headwater_inter_token_seconds"),
@@ -175,11 +172,11 @@ def _compared(counts: Counts) -> dict[str, Any]:
 
 def _kind(model: ServedModel) -> str:
     route = model.route
-    if route.is_language_model:
+    if route.takes_text:
         return "embedding model" if route.gives_embeddings else "language model"
     if route.version:
         return "version"
     if route.part_of is not None:
         return "step"
-    is_pipeline = isinstance(route.kind, GraphKind) or (route.signature is not None and bool(route.signature.heads))
+    is_pipeline = route.kind.is_pipeline or (route.signature is not None and bool(route.signature.heads))
     return "pipeline" if is_pipeline else "model"

@@ -8,7 +8,6 @@ from typing import Final
 
 from starlette.types import Receive, Scope
 
-from headwater_server.control.route_kinds import LanguageKind
 from headwater_server.errors import BadRequest
 from headwater_server.gateway.http.bodies import BodyReader, decoded
 from headwater_server.gateway.http.endpoint import Endpoint
@@ -60,7 +59,7 @@ class TokenizationEndpoint(Endpoint):
         return Reply(200, [await self._pool.run(answer, client_of(scope), len(raw))], [_JSON])
 
     def _only(self) -> str:
-        names = [model.route.name for model in self._models if isinstance(model.route.kind, LanguageKind)]
+        names = [model.route.name for model in self._models if model.route.kind.offers_tokenizer]
         if len(names) != 1:
             listing = ", ".join(f"`{name}`" for name in names) or "none"
             message = f"model: expected the name of a language model, got none; this server has {listing}"
